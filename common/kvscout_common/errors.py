@@ -1,0 +1,146 @@
+"""The one exception tree of kvscout and its table to gRPC status codes.
+
+::
+
+    KvscoutError
+    ├── InvalidArgument      a field of the request is wrong; names the field
+    │   └── ConfigError      a flag, environment variable or file entry is wrong; names the key
+    ├── NotFound             unknown model, worker or request
+    ├── AlreadyExists        the id is taken by another request
+    ├── FailedPrecondition   well-formed, but the state forbids it (block-size mismatch)
+    ├── ResourceExhausted    a limit is reached: busy workers, full queue, message size
+    ├── Unavailable          known, but not able to serve now; a later try may succeed
+    ├── DeadlineExceeded     the deadline passed before the answer was ready
+    ├── Cancelled            the caller went away
+    ├── Unauthenticated      no valid token
+    ├── PermissionDenied     a valid token whose role or tenant does not allow the call
+    ├── Unimplemented        this release does not have the call
+    └── InternalError        a defect of ours
+
+The table is `STATUS_CODES`; the server interceptor applies it in one direction (`interceptors`), the
+client maps codes back with `from_status`, so that both ends raise the same types.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+
+class KvscoutError(Exception):
+    """Root of every error that kvscout raises on purpose.
+
+    Args:
+        message: What happened, in one sentence a caller can act on.
+        field: The request field, flag or key at fault, if there is one.
+        retry_after_seconds: When a later try may succeed, if that is known.
+    """
+
+    def __init__(
+        self, message: str, *, field: str | None = None, retry_after_seconds: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_seconds = retry_after_seconds
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message
+
+
+class InvalidArgument(KvscoutError):
+    """A field of the request is wrong, whatever the state of the system."""
+
+
+class ConfigError(InvalidArgument):
+    """A flag, environment variable or file entry is wrong."""
+
+
+class NotFound(KvscoutError):
+    """The model, worker or request is unknown."""
+
+
+class AlreadyExists(KvscoutError):
+    """The id is already taken."""
+
+
+class FailedPrecondition(KvscoutError):
+    """The request is well-formed, but the state of the system forbids it."""
+
+
+class ResourceExhausted(KvscoutError):
+    """A limit is reached."""
+
+
+class Unavailable(KvscoutError):
+    """Nothing can serve the request now; a later try may succeed."""
+
+
+class DeadlineExceeded(KvscoutError):
+    """The deadline passed before the answer was ready."""
+
+
+class Cancelled(KvscoutError):
+    """The caller went away."""
+
+
+class Unauthenticated(KvscoutError):
+    """The call carries no valid token."""
+
+
+class PermissionDenied(KvscoutError):
+    """The token is valid, its role or tenant does not allow the call."""
+
+
+class Unimplemented(KvscoutError):
+    """This release does not have the call."""
+
+
+class InternalError(KvscoutError):
+    """A defect of ours."""
+
+
+STATUS_CODES: dict[type[KvscoutError], grpc.StatusCode] = {
+    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    NotFound: grpc.StatusCode.NOT_FOUND,
+    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Cancelled: grpc.StatusCode.CANCELLED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
+    InternalError: grpc.StatusCode.INTERNAL,
+}
+
+_BY_CODE: dict[grpc.StatusCode, type[KvscoutError]] = {
+    code: kind for kind, code in STATUS_CODES.items() if kind is not ConfigError
+}
+
+
+def status_code(error: KvscoutError) -> grpc.StatusCode:
+    """The gRPC status code of an error: that of its nearest class in `STATUS_CODES`."""
+    for kind in type(error).__mro__:
+        if kind in STATUS_CODES:
+            return STATUS_CODES[kind]
+    return grpc.StatusCode.INTERNAL
+
+
+def from_status(
+    code: grpc.StatusCode, message: str, *, retry_after_seconds: float | None = None
+) -> KvscoutError:
+    """The error that a gRPC status stands for; codes we never send become `InternalError`.
+
+    Args:
+        code: The status code of the answer.
+        message: The status details; "field: text" is split again into field and message.
+        retry_after_seconds: From the `retry-after` trailer, if there was one.
+    """
+    kind = _BY_CODE.get(code, InternalError)
+    field: str | None = None
+    head, separator, tail = message.partition(": ")
+    if kind is InvalidArgument and separator and head.replace("_", "").replace(".", "").isalnum():
+        field, message = head, tail
+    return kind(message, field=field, retry_after_seconds=retry_after_seconds)

@@ -1,0 +1,187 @@
+"""What kvscout knows of a worker: the registry's entry, whichever backend it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvscout_common.errors import InvalidArgument
+
+DEFAULT_TENANT = "default"
+
+
+class Role(StrEnum):
+    """What part of a request a worker runs."""
+
+    AGGREGATED = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class EngineKind(StrEnum):
+    """Which engine's HTTP API and event dialect a worker speaks."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    TRTLLM = "trtllm"
+    MOCK = "mock"
+    CUSTOM = "custom"
+
+
+class DeviceClass(StrEnum):
+    """What kind of device a worker computes on."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+class CopyMode(StrEnum):
+    """How repeated Stored events of one block count."""
+
+    COUNT = "count"
+    """One per physical copy: the block is held until as many Removed came."""
+    SET = "set"
+    """Any number counts as one: the first Removed drops the block."""
+
+
+class Transport(StrEnum):
+    """How the events of a worker reach the indexer."""
+
+    ZMQ = "zmq"
+    NATS_CORE = "nats-core"
+    JETSTREAM = "jetstream"
+    GRPC = "grpc"
+    NONE = "none"
+
+
+class WorkerRank(NamedTuple):
+    """One data-parallel rank of one worker: the unit of caches and of load."""
+
+    worker_id: str
+    dp_rank: int
+
+
+class PoolKey(NamedTuple):
+    """What prefix caches can be compared within: the key of a block index."""
+
+    model: str
+    tenant: str
+    block_size: int
+    eagle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EventEndpoint:
+    """Where one rank publishes its KV events.
+
+    `endpoint` and `replay_endpoint` are ZMQ addresses as the subscriber connects to them (an engine's
+    `tcp://*:5557` is `tcp://host:5557` here). `bind` turns it around: the engine connects, we bind.
+    """
+
+    dp_rank: int
+    endpoint: str
+    replay_endpoint: str = ""
+    topic: str = ""
+    bind: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that a worker has loaded: `lora_id` as its events number it (0: unknown)."""
+
+    name: str
+    lora_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """A worker as registered. Zero and "" mean unknown unless a line says otherwise."""
+
+    worker_id: str
+    model: str
+    block_size: int
+    tenant: str = DEFAULT_TENANT
+    role: Role = Role.AGGREGATED
+    engine: EngineKind = EngineKind.VLLM
+    http_endpoint: str = ""
+    """Base URL of the engine's HTTP API, such as http://10.0.0.5:8000."""
+    grpc_endpoint: str = ""
+    dp_start_rank: int = 0
+    dp_size: int = 1
+    event_endpoints: tuple[EventEndpoint, ...] = ()
+    total_kv_blocks: int = 0
+    """KV blocks of one rank's device cache; 0: unknown, thresholds on blocks cannot apply."""
+    max_num_batched_tokens: int = 0
+    device_class: DeviceClass = DeviceClass.GPU
+    labels: dict[str, str] = field(default_factory=dict)
+    bootstrap_host: str = ""
+    bootstrap_port: int = 0
+    transport: Transport = Transport.ZMQ
+    topic: str = ""
+    adapters: tuple[Adapter, ...] = ()
+    total_slots: int = 0
+    draining: bool = False
+    eagle: bool = False
+    copies: CopyMode = CopyMode.COUNT
+    can_fallback: bool = False
+
+    @property
+    def pool(self) -> PoolKey:
+        """The block index this worker belongs to."""
+        return PoolKey(self.model, self.tenant, self.block_size, self.eagle)
+
+    @property
+    def ranks(self) -> tuple[WorkerRank, ...]:
+        """Every data-parallel rank of this worker, in order."""
+        return tuple(
+            WorkerRank(self.worker_id, rank)
+            for rank in range(self.dp_start_rank, self.dp_start_rank + self.dp_size)
+        )
+
+    def event_endpoint(self, dp_rank: int) -> EventEndpoint | None:
+        """The event endpoint of a rank, or None if that rank publishes none."""
+        return next((e for e in self.event_endpoints if e.dp_rank == dp_rank), None)
+
+    def adapter_name(self, lora_id: int) -> str | None:
+        """The adapter that this worker's events number `lora_id`, or None."""
+        return next((a.name for a in self.adapters if a.lora_id == lora_id), None)
+
+    def with_draining(self, draining: bool) -> WorkerSpec:
+        """A copy that takes new requests or, if draining, no longer does."""
+        return replace(self, draining=draining)
+
+    def validate(self) -> WorkerSpec:
+        """Itself, if every field is in range.
+
+        Raises:
+            InvalidArgument: Naming the first field that is not.
+        """
+        checks: tuple[tuple[str, bool, str], ...] = (
+            ("worker_id", bool(self.worker_id), "must not be empty"),
+            ("model", bool(self.model), "must not be empty"),
+            ("tenant", bool(self.tenant), "must not be empty"),
+            ("block_size", self.block_size > 0, "must be at least 1 token"),
+            ("dp_size", 1 <= self.dp_size <= 1024, "must be between 1 and 1024"),
+            ("dp_start_rank", self.dp_start_rank >= 0, "must not be negative"),
+            ("total_kv_blocks", self.total_kv_blocks >= 0, "must not be negative"),
+        )
+        for name, good, message in checks:
+            if not good:
+                raise InvalidArgument(message, field=name)
+        ranks = {rank.dp_rank for rank in self.ranks}
+        seen: set[int] = set()
+        for endpoint in self.event_endpoints:
+            where = f"event_endpoints.{endpoint.dp_rank}"
+            if endpoint.dp_rank not in ranks:
+                raise InvalidArgument(
+                    f"rank {endpoint.dp_rank} is not one of {min(ranks)}..{max(ranks)}", field=where
+                )
+            if endpoint.dp_rank in seen:
+                raise InvalidArgument("given twice", field=where)
+            if not endpoint.endpoint.startswith(("tcp://", "ipc://", "inproc://")):
+                raise InvalidArgument(f"not a ZMQ address: {endpoint.endpoint!r}", field=where)
+            seen.add(endpoint.dp_rank)
+        if self.http_endpoint and not self.http_endpoint.startswith(("http://", "https://")):
+            raise InvalidArgument(f"not an http(s) URL: {self.http_endpoint!r}", field="http_endpoint")
+        return self
