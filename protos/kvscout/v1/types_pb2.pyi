@@ -4,7 +4,7 @@ isort:skip_file
 Types that several kvscout services share.
 
 Conventions of the whole API
-* Every request names the tenant; unset means "default". With authentication on, a token is bound to one
+* Every request names the tenant; unset means "default", and in a nested message the outer one. With authentication on, a token is bound to one
   tenant (or to all), and a request for another one answers PERMISSION_DENIED.
 * Besides the codes listed at each rpc, every rpc may answer UNAUTHENTICATED (no valid bearer token, where
   tokens are required), PERMISSION_DENIED (the token's role or tenant does not allow the call),

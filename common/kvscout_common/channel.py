@@ -1,0 +1,157 @@
+"""The client side of gRPC: channels with TLS and tokens, and errors mapped back to our own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from kvscout_common.errors import ConfigError, KvscoutError, from_status
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSecurity:
+    """How a client proves who it is and checks whom it talks to. Empty = plaintext, anonymous."""
+
+    ca: Path | None = None
+    """CA of the server's certificate; turns TLS on."""
+    certificate: Path | None = None
+    key: Path | None = None
+    token_file: Path | None = None
+
+    @classmethod
+    def from_flags(
+        cls,
+        tls_ca: Path | None,
+        tls_client_cert: Path | None,
+        tls_client_key: Path | None,
+        token_file: Path | None,
+    ) -> ClientSecurity:
+        """Takes the values of `flags.client_flags`.
+
+        Raises:
+            ConfigError: If certificate and key do not come together, or come without a CA.
+        """
+        if bool(tls_client_cert) != bool(tls_client_key):
+            raise ConfigError("--tls-client-cert and --tls-client-key go together", field="tls_client_cert")
+        if tls_client_cert and not tls_ca:
+            raise ConfigError("needs --tls-ca", field="tls_client_cert")
+        return cls(tls_ca, tls_client_cert, tls_client_key, token_file)
+
+
+PLAINTEXT = ClientSecurity()
+
+
+def open_channel(
+    address: str, security: ClientSecurity = PLAINTEXT, *, max_message_bytes: int = 64 * 1024 * 1024
+) -> grpc.aio.Channel:
+    """Opens a channel to a kvscout service; connects lazily and reconnects by itself.
+
+    Args:
+        address: host:port.
+        security: TLS files and token.
+        max_message_bytes: Largest message sent or received.
+    """
+    options: list[tuple[str, Any]] = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # A helper that comes back is used again within a second, not after grpc's two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+    ]
+    interceptors: list[grpc.aio.ClientInterceptor] = []
+    if security.token_file is not None:
+        interceptors = list(bearer_interceptors(security.token_file.read_text().strip()))
+    if security.ca is None:
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    credentials = grpc.ssl_channel_credentials(
+        security.ca.read_bytes(),
+        security.key.read_bytes() if security.key else None,
+        security.certificate.read_bytes() if security.certificate else None,
+    )
+    return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+
+
+def bearer_interceptors(token: str) -> tuple[grpc.aio.ClientInterceptor, ...]:
+    """Client interceptors that add a bearer token to every call, one for each shape of call."""
+
+    def with_token(details: Any) -> Any:
+        metadata = grpc.aio.Metadata(*(details.metadata or ()))
+        metadata.add("authorization", f"Bearer {token}")
+        return grpc.aio.ClientCallDetails(
+            details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
+        )
+
+    class UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
+        async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+            return await continuation(with_token(client_call_details), request)
+
+    class UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
+        async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+            return await continuation(with_token(client_call_details), request)
+
+    class StreamUnary(grpc.aio.StreamUnaryClientInterceptor):
+        async def intercept_stream_unary(
+            self, continuation: Any, client_call_details: Any, request_iterator: Any
+        ) -> Any:
+            return await continuation(with_token(client_call_details), request_iterator)
+
+    class StreamStream(grpc.aio.StreamStreamClientInterceptor):
+        async def intercept_stream_stream(
+            self, continuation: Any, client_call_details: Any, request_iterator: Any
+        ) -> Any:
+            return await continuation(with_token(client_call_details), request_iterator)
+
+    return UnaryUnary(), UnaryStream(), StreamUnary(), StreamStream()
+
+
+def to_error(error: grpc.aio.AioRpcError) -> KvscoutError:
+    """Our exception for a failed call."""
+    retry_after: float | None = None
+    for key, value in error.trailing_metadata() or ():
+        if key == "retry-after":
+            try:
+                retry_after = float(value)
+            except ValueError:
+                retry_after = None  # not ours: some proxies send dates here
+    return from_status(error.code(), error.details() or "", retry_after_seconds=retry_after)
+
+
+async def call(method: Callable[..., Awaitable[T]], request: Any, *, timeout: float | None = None) -> T:
+    """Calls a unary rpc of a stub.
+
+    Args:
+        method: Such as `stub.FindMatches`.
+        request: Its request message.
+        timeout: Deadline in seconds; None = none.
+
+    Raises:
+        KvscoutError: Whatever the server answered, or Unavailable / DeadlineExceeded.
+    """
+    try:
+        return await method(request, timeout=timeout)
+    except grpc.aio.AioRpcError as error:
+        raise to_error(error) from error
+
+
+async def stream(method: Callable[..., Any], request: Any, *, timeout: float | None = None) -> AsyncIterator[Any]:
+    """Calls a server-streaming rpc of a stub and yields its answers; cancels it when the caller stops early.
+
+    Raises:
+        KvscoutError: As `call`.
+    """
+    running = method(request, timeout=timeout)
+    try:
+        async for response in running:
+            yield response
+    except grpc.aio.AioRpcError as error:
+        raise to_error(error) from error
+    finally:
+        running.cancel()

@@ -1,0 +1,82 @@
+"""Configuration that every server shares."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvscout_common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of a TLS server."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None
+    """Client certificates must be signed by this CA; None = clients need none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How one gRPC server is bound, secured, observed and stopped."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 = any free port; the ready line tells which."""
+    metrics_port: int = -1
+    """-1 = no metrics endpoint, 0 = any free port."""
+    workers_file: Path | None = None
+    auth_tokens: Path | None = None
+    allow_anonymous: bool = False
+    tls: TlsFiles | None = None
+    max_message_bytes: int = 64 * 1024 * 1024
+    drain_seconds: float = 10.0
+    log_level: str = "info"
+    log_format: str = "text"
+
+    @classmethod
+    def from_flags(cls, values: Mapping[str, Any]) -> ServerConfig:
+        """Takes the values of `flags.server_flags`.
+
+        Raises:
+            ConfigError: If they contradict one another; names the flag.
+        """
+        certificate, key, client_ca = values["tls_cert"], values["tls_key"], values["tls_client_ca"]
+        if bool(certificate) != bool(key):
+            raise ConfigError("--tls-cert and --tls-key go together", field="tls_cert")
+        if client_ca and not certificate:
+            raise ConfigError("needs --tls-cert", field="tls_client_ca")
+        host = values["host"]
+        if not is_loopback(host) and values["auth_tokens"] is None and not values["allow_anonymous"]:
+            raise ConfigError(
+                f"{host} is not a loopback address: give --auth-tokens, or --allow-anonymous on a trusted network",
+                field="host",
+            )
+        return cls(
+            host=host,
+            port=values["port"],
+            metrics_port=values["metrics_port"],
+            workers_file=values["workers_file"],
+            auth_tokens=values["auth_tokens"],
+            allow_anonymous=values["allow_anonymous"],
+            tls=TlsFiles(certificate, key, client_ca) if certificate else None,
+            max_message_bytes=values["max_message_bytes"],
+            drain_seconds=values["drain_seconds"],
+            log_level=values["log_level"],
+            log_format=values["log_format"],
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to bind can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,142 @@
+"""Command-line flags: each has its environment variable, a section in --help, and one place where it is declared.
+
+A flag `--router-ttl` is also `KVSCOUT_ROUTER_TTL`. Flags that every server has (port, TLS, ...) are read from
+`KVSCOUT_<SERVICE>_<FLAG>` first, then from `KVSCOUT_<FLAG>`, so that one environment can configure several
+services.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SERVER = "Server"
+BEHAVIOUR = "Behaviour"
+PERFORMANCE = "Performance"
+
+
+class SectionedOption(click.Option):
+    """An option that names the section of --help it stands in."""
+
+    def __init__(self, *args: Any, section: str = BEHAVIOUR, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class SectionedCommand(click.Command):
+    """A command whose --help lists its options by section."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections[getattr(parameter, "section", "Other")].append(record)
+        for section in sorted(sections, key=lambda name: (name == "Other", name == SERVER, name)):
+            with formatter.section(section):
+                formatter.write_dl(sections[section])
+
+
+def flag(name: str, *, section: str = BEHAVIOUR, service: str = "", **kwargs: Any) -> Callable[[F], F]:
+    """Declares a flag.
+
+    Args:
+        name: The flag as typed, such as "--router-ttl" or "--a/--no-a".
+        section: Section of --help.
+        service: If given, `KVSCOUT_<SERVICE>_<FLAG>` is read before `KVSCOUT_<FLAG>`.
+        kwargs: As for `click.option`.
+    """
+    stem = name.split("/", maxsplit=1)[0].lstrip("-").replace("-", "_").upper()
+    variables = [f"KVSCOUT_{stem}"]
+    if service:
+        variables.insert(0, f"KVSCOUT_{service.upper()}_{stem}")
+    kwargs.setdefault("show_default", True)
+    kwargs.setdefault("show_envvar", False)
+    return click.option(
+        name, cls=SectionedOption, section=section, envvar=[*variables, *kwargs.pop("envvar", [])], **kwargs
+    )
+
+
+def server_flags(service: str, *, port: int, metrics_port: int) -> Callable[[F], F]:
+    """The flags that every gRPC server has; `config.ServerConfig.from_flags` reads them back.
+
+    Args:
+        service: Name of the service, for its environment variables.
+        port: Default gRPC port.
+        metrics_port: Default metrics port.
+    """
+    path = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+    def server_flag(name: str, **kwargs: Any) -> Callable[[F], F]:
+        return flag(name, section=SERVER, service=service, **kwargs)
+
+    declared = [
+        server_flag("--host", default="127.0.0.1", help="Address to bind."),
+        server_flag("--port", default=port, type=click.IntRange(0, 65535), help="gRPC port; 0 = any free one."),
+        server_flag(
+            "--metrics-port",
+            default=metrics_port,
+            type=click.IntRange(-1, 65535),
+            help="Prometheus port; 0 = any free one, -1 = none.",
+        ),
+        server_flag("--workers-file", type=path, help="YAML file of workers, watched for changes."),
+        server_flag("--auth-tokens", type=path, help="YAML file of bearer tokens; required beyond loopback."),
+        server_flag(
+            "--allow-anonymous",
+            is_flag=True,
+            help="Serve beyond loopback without tokens, on a trusted network.",
+        ),
+        server_flag("--tls-cert", type=path, help="Server certificate chain, PEM; turns TLS on."),
+        server_flag("--tls-key", type=path, help="Its private key, PEM."),
+        server_flag("--tls-client-ca", type=path, help="Require client certificates signed by this CA, PEM."),
+        server_flag(
+            "--max-message-bytes",
+            default=64 * 1024 * 1024,
+            type=click.IntRange(min=4096),
+            help="Largest message accepted.",
+        ),
+        server_flag(
+            "--drain-seconds",
+            default=10.0,
+            type=click.FloatRange(min=0),
+            help="Longest wait for running calls after SIGTERM.",
+        ),
+        server_flag(
+            "--log-level",
+            default="info",
+            type=click.Choice(["debug", "info", "warning", "error"]),
+            help="Least severe messages logged.",
+        ),
+        server_flag("--log-format", default="text", type=click.Choice(["text", "json"]), help="Log lines on stderr."),
+    ]
+
+    def decorate(function: F) -> F:
+        for declare in reversed(declared):
+            function = declare(function)
+        return function
+
+    return decorate
+
+
+def client_flags(section: str = SERVER) -> Callable[[F], F]:
+    """The flags of every gRPC client; `channel.ClientSecurity` takes them."""
+    path = click.Path(exists=True, dir_okay=False, path_type=Path)
+    declared = [
+        flag("--tls-ca", section=section, type=path, help="CA of the servers called, PEM; turns TLS on."),
+        flag("--tls-client-cert", section=section, type=path, help="Own certificate for servers, PEM."),
+        flag("--tls-client-key", section=section, type=path, help="Its private key, PEM."),
+        flag("--token-file", section=section, type=path, help="File with the bearer token for servers."),
+    ]
+
+    def decorate(function: F) -> F:
+        for declare in reversed(declared):
+            function = declare(function)
+        return function
+
+    return decorate

@@ -1,0 +1,91 @@
+"""Wrapping gRPC method handlers: what the interceptors of kvscout have in common.
+
+A gRPC handler is one of four shapes (unary or streaming on either side). An interceptor that only wants to look
+at each incoming request and to surround the call can say so once, as a `Surround`; `wrap` applies it to all four.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeAlias
+
+import grpc
+
+Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
+
+
+class Surround(Protocol):
+    """What an interceptor does around one call."""
+
+    def around(self, context: Context) -> AbstractAsyncContextManager[None]:
+        """Entered before the behaviour runs, left after its last answer or error."""
+        ...
+
+    def check(self, request: Any) -> None:
+        """Sees every request message before the behaviour does; raises to refuse it."""
+        ...
+
+
+def wrap(handler: Handler, surround: Surround) -> Handler:
+    """A handler of the same shape whose calls `surround` surrounds."""
+    kwargs = {
+        "request_deserializer": handler.request_deserializer,
+        "response_serializer": handler.response_serializer,
+    }
+    # grpcio's stubs type the behaviour of a handler as the synchronous one, whatever the server is.
+    unary_unary: Any = handler.unary_unary
+    unary_stream: Any = handler.unary_stream
+    stream_unary: Any = handler.stream_unary
+    stream_stream: Any = handler.stream_stream
+    make: Callable[..., Any]
+    if not handler.response_streaming:
+        make = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        answering: Handler = make(_answer(stream_unary or unary_unary, handler, surround), **kwargs)
+        return answering
+    make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+    streaming: Handler = make(_stream(stream_stream or unary_stream, handler, surround), **kwargs)
+    return streaming
+
+
+def _checked(request: Any, handler: Handler, surround: Surround) -> Any:
+    if handler.request_streaming:
+        return _checked_stream(request, surround)
+    surround.check(request)
+    return request
+
+
+async def _checked_stream(requests: AsyncIterator[Any], surround: Surround) -> AsyncIterator[Any]:
+    async for request in requests:
+        surround.check(request)
+        yield request
+
+
+def _answer(
+    behaviour: Callable[[Any, Context], Awaitable[Any]], handler: Handler, surround: Surround
+) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def answer(request: Any, context: Context) -> Any:
+        async with surround.around(context):
+            return await behaviour(_checked(request, handler, surround), context)
+
+    return answer
+
+
+def _stream(
+    behaviour: Callable[[Any, Context], Any], handler: Handler, surround: Surround
+) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        async with surround.around(context):
+            result = behaviour(_checked(request, handler, surround), context)
+            if inspect.isawaitable(result):  # a behaviour that writes to the context itself
+                await result
+                return
+            async for response in result:
+                yield response
+
+    return stream

@@ -1,0 +1,280 @@
+"""Who is calling: bearer token → role and tenant, and what a role may call.
+
+A tokens file is YAML::
+
+    tokens:
+      - {token: "…", role: admin, tenant: "*"}
+      - {sha256: "<hex digest of the token>", role: client, tenant: team-a}
+
+Roles, each including what the ones before it may do only where the table below says so:
+
+* `viewer`: status, lists, loads, watches, dumps.
+* `worker`: registers and keeps workers, publishes events and metrics, reads what viewers read.
+* `client`: routes and generates, tracks its requests, reads what viewers read.
+* `admin`: everything; also what kvscout services present to one another.
+
+Every tenant named anywhere in a request must be the token's own ("*" = all). `grpc.health.v1` needs no token, so
+that probes work; reflection needs any valid one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import grpc
+import yaml
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+
+from kvscout_common.errors import ConfigError, PermissionDenied, Unauthenticated
+from kvscout_common.handlers import Context, Continuation, Handler, wrap
+from kvscout_common.worker import DEFAULT_TENANT
+
+ALL_TENANTS = "*"
+
+
+class AccessRole(StrEnum):
+    """What a caller may do."""
+
+    VIEWER = "viewer"
+    WORKER = "worker"
+    CLIENT = "client"
+    ADMIN = "admin"
+
+
+_VIEW = frozenset(
+    {
+        "ListWorkers",
+        "ListActiveRequests",
+        "ListBusyThresholds",
+        "GetStatus",
+        "GetPotentialLoads",
+        "GetBusyThresholds",
+        "GetReplicas",
+        "WatchLoads",
+        "WatchDecisions",
+        "Dump",
+        "DumpEvents",
+    }
+)
+_WORK = frozenset(
+    {
+        "RegisterWorker",
+        "UpdateWorker",
+        "DrainWorker",
+        "KeepAlive",
+        "RemoveWorker",
+        "PublishEvents",
+        "ReportWorkerMetrics",
+        "Recover",
+    }
+)
+_REQUEST = frozenset(
+    {
+        "FindMatches",
+        "StreamFindMatches",
+        "RecordRouting",
+        "Select",
+        "SelectAndReserve",
+        "Reserve",
+        "MarkPrefillComplete",
+        "AddOutput",
+        "Free",
+        "Renew",
+        "Lifecycle",
+        "ReportFailure",
+        "Route",
+        "Generate",
+    }
+)
+ALLOWED: Mapping[AccessRole, frozenset[str]] = {
+    AccessRole.VIEWER: _VIEW,
+    AccessRole.WORKER: _VIEW | _WORK,
+    AccessRole.CLIENT: _VIEW | _REQUEST,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A caller: its role and the tenant it is bound to ("*" = all)."""
+
+    role: AccessRole
+    tenant: str
+
+    def may_call(self, method: str) -> bool:
+        """Whether the role allows a method, given by its short name."""
+        return self.role is AccessRole.ADMIN or method in ALLOWED[self.role]
+
+    def require_tenant(self, tenant: str) -> None:
+        """Refuses a tenant that is not this caller's.
+
+        Raises:
+            PermissionDenied: If the caller is bound to another tenant.
+        """
+        if self.tenant not in (ALL_TENANTS, tenant or DEFAULT_TENANT):
+            raise PermissionDenied(f"this token is not for tenant {tenant or DEFAULT_TENANT!r}")
+
+
+ANONYMOUS = Identity(AccessRole.ADMIN, ALL_TENANTS)
+"""The caller where tokens are not required."""
+
+_current: ContextVar[Identity] = ContextVar("kvscout_identity", default=ANONYMOUS)
+
+
+def current_identity() -> Identity:
+    """The caller of the running rpc."""
+    return _current.get()
+
+
+class TokenTable:
+    """Tokens by digest; comparing digests leaks no prefix of a token through its timing."""
+
+    def __init__(self, by_digest: Mapping[str, Identity]) -> None:
+        self._by_digest = dict(by_digest)
+
+    @classmethod
+    def load(cls, path: Path) -> TokenTable:
+        """Reads a tokens file.
+
+        Raises:
+            ConfigError: If the file cannot be read or an entry is wrong; names the entry, never the token.
+        """
+        try:
+            document = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read {path}: {error}", field="auth_tokens") from error
+        entries = document.get("tokens") if isinstance(document, dict) else None
+        if not isinstance(entries, list) or not entries:
+            raise ConfigError(f"{path} has no list 'tokens'", field="auth_tokens")
+        table: dict[str, Identity] = {}
+        for number, entry in enumerate(entries):
+            where = f"auth_tokens.{number}"
+            if not isinstance(entry, dict) or bool(entry.get("token")) == bool(entry.get("sha256")):
+                raise ConfigError("needs exactly one of token, sha256", field=where)
+            try:
+                role = AccessRole(str(entry.get("role")))
+            except ValueError:
+                known = ", ".join(AccessRole)
+                raise ConfigError(f"unknown role {entry.get('role')!r} ({known})", field=where) from None
+            digest = str(entry.get("sha256") or _digest(str(entry["token"]))).lower()
+            if digest in table:
+                raise ConfigError("the same token twice", field=where)
+            table[digest] = Identity(role, str(entry.get("tenant", DEFAULT_TENANT)))
+        return cls(table)
+
+    def identify(self, token: str) -> Identity:
+        """The identity of a token.
+
+        Raises:
+            Unauthenticated: If the token is unknown.
+        """
+        presented = _digest(token)
+        found: Identity | None = None
+        for digest, identity in self._by_digest.items():
+            if hmac.compare_digest(digest, presented):
+                found = identity
+        if found is None:
+            raise Unauthenticated("unknown token")
+        return found
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+class IdentityInterceptor(grpc.aio.ServerInterceptor):
+    """Admits a call only with a known token whose role and tenant allow it; without a table, admits all."""
+
+    def __init__(self, tokens: TokenTable | None) -> None:
+        self._tokens = tokens
+
+    async def intercept_service(
+        self,
+        continuation: Continuation,
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        service, _, method = handler_call_details.method.strip("/").rpartition("/")
+        if handler is None or self._tokens is None or service == "grpc.health.v1.Health":
+            return handler
+        try:
+            identity = self._identify(handler_call_details)
+            if service.startswith("kvscout.") and not identity.may_call(method):
+                raise PermissionDenied(f"role {identity.role} may not call {method}")
+        except (Unauthenticated, PermissionDenied) as error:
+            return wrap(handler, _Refuse(error))
+        return wrap(handler, _Admit(identity))
+
+    def _identify(self, details: grpc.HandlerCallDetails) -> Identity:
+        assert self._tokens is not None
+        metadata: Any = details.invocation_metadata or ()
+        for key, value in metadata:
+            if key == "authorization" and isinstance(value, str):
+                scheme, _, token = value.partition(" ")
+                if scheme.lower() == "bearer" and token:
+                    return self._tokens.identify(token.strip())
+        raise Unauthenticated("no bearer token")
+
+
+class _Refuse:
+    def __init__(self, error: Unauthenticated | PermissionDenied) -> None:
+        self._error = error
+
+    def check(self, request: Any) -> None:
+        raise self._error
+
+    def around(self, context: Context) -> AbstractAsyncContextManager[None]:
+        raise self._error
+
+
+class _Admit:
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    def check(self, request: Any) -> None:
+        if isinstance(request, Message):
+            for tenant in tenants_of(request):
+                self._identity.require_tenant(tenant)
+
+    @asynccontextmanager
+    async def around(self, context: Context) -> AsyncIterator[None]:
+        # Every rpc runs in a task, so in a context, of its own: nothing to reset afterwards.
+        _current.set(self._identity)
+        yield
+
+
+def tenants_of(message: Message) -> Iterator[str]:
+    """The tenant of a message ("" = unset) and every other one that nested messages name.
+
+    Nested messages that leave theirs unset inherit the outer one, and yield nothing.
+    """
+    if "tenant" in message.DESCRIPTOR.fields_by_name:
+        yield getattr(message, "tenant")  # noqa: B009 - the field is not part of Message's type
+    for name, repeated in _nested_with_tenant(message.DESCRIPTOR):
+        if repeated:
+            inner = iter(getattr(message, name))
+        else:
+            inner = iter((getattr(message, name),) if message.HasField(name) else ())
+        for item in inner:
+            yield from filter(None, tenants_of(item))
+
+
+@cache
+def _nested_with_tenant(descriptor: Descriptor) -> tuple[tuple[str, bool], ...]:
+    """(field, repeated) of the message fields that name a tenant somewhere inside."""
+    return tuple(
+        (field.name, field.is_repeated)
+        for field in descriptor.fields
+        if field.message_type is not None
+        and not field.message_type.GetOptions().map_entry
+        and ("tenant" in field.message_type.fields_by_name or _nested_with_tenant(field.message_type))
+    )

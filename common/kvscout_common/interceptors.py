@@ -1,0 +1,54 @@
+"""The server interceptor that turns exceptions into gRPC statuses, by the one table of `errors`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from kvscout_common.errors import KvscoutError, status_code
+from kvscout_common.handlers import Context, Continuation, Handler, wrap
+
+log = logging.getLogger("kvscout.rpc")
+
+INTERNAL_TEXT = "internal error; the service's log has the details"
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Answers our exceptions with their status and everything else with INTERNAL and a fixed text."""
+
+    async def intercept_service(
+        self,
+        continuation: Continuation,
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:  # no such method: grpc answers UNIMPLEMENTED itself
+            return handler
+        return wrap(handler, _Errors(handler_call_details.method))
+
+
+class _Errors:
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def check(self, request: Any) -> None:
+        """Nothing to check: this interceptor looks at what is raised only."""
+
+    @asynccontextmanager
+    async def around(self, context: Context) -> AsyncIterator[None]:
+        try:
+            yield
+        except grpc.aio.AbortError:
+            raise
+        except KvscoutError as error:
+            trailers: tuple[tuple[str, str], ...] = ()
+            if error.retry_after_seconds is not None:
+                trailers = (("retry-after", f"{error.retry_after_seconds:g}"),)
+            await context.abort(status_code(error), str(error), trailing_metadata=trailers)
+        except Exception:
+            log.exception("unexpected error in %s", self._method)
+            await context.abort(grpc.StatusCode.INTERNAL, INTERNAL_TEXT)

@@ -1,0 +1,186 @@
+"""The life of a server process: start, be ready, drain on SIGTERM, stop.
+
+One `asyncio.TaskGroup` holds everything that runs beside the gRPC server, under names. A task that crashes ends the
+process with exit code 1: a server that answers from a frozen state is worse than none.
+
+When the server is ready it prints one JSON line on stdout, `{"ready": true, "service": …, "port": …}`, which is what
+supervisors and tests wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from kvscout_common.config import ServerConfig
+from kvscout_common.errors import ConfigError, KvscoutError
+from kvscout_common.identity import IdentityInterceptor, TokenTable
+from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.telemetry import configure_logging, serve_metrics
+
+log = logging.getLogger("kvscout.serving")
+
+
+@dataclass(slots=True)
+class App:
+    """What a service brings: its servicers and what runs beside them."""
+
+    name: str
+    """Such as "indexer"."""
+    services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]]
+    """Full name of each gRPC service and what adds it to a server."""
+    tasks: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)
+    """Long-running tasks by name; each runs until cancelled."""
+    drain: Callable[[], Awaitable[None]] | None = None
+    """Called at SIGTERM, after health says NOT_SERVING; returns when nothing is left to wait for."""
+    close: Callable[[], Awaitable[None]] | None = None
+    """Called last, to close what the service holds."""
+    metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
+    ready: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the ready line."""
+
+
+def run(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> None:
+    """Runs a server process until it is told to stop; never returns.
+
+    Args:
+        config: How to serve.
+        build: Makes the app, on the running loop.
+
+    Exits:
+        0 after SIGTERM or SIGINT, 1 after a crash, 2 for a configuration error.
+    """
+    configure_logging(config.log_level, config.log_format)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(config, build))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except BaseExceptionGroup as group:
+        for leaf in _leaves(group):
+            log.critical("a task crashed: %r", leaf, exc_info=leaf)
+        raise SystemExit(1) from None
+    except OSError as error:
+        log.critical("cannot serve: %s", error)
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+def _leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
+    return [
+        leaf
+        for error in group.exceptions
+        for leaf in (_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    ]
+
+
+async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> None:
+    """Serves until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: If a file that the configuration names is wrong.
+        OSError: If an address cannot be bound.
+        ExceptionGroup: If a task crashed.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    app = await build()
+    server, probe, port = await _start(config, app)
+    metrics_port, stop_metrics = None, None
+    if config.metrics_port >= 0:
+        metrics_port, stop_metrics = serve_metrics(app.metrics, config.host, config.metrics_port)
+    # Everything made so far lives as long as the process: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    try:
+        async with asyncio.TaskGroup() as group:
+            background = [group.create_task(make(), name=name) for name, make in app.tasks.items()]
+            _announce(app, config, port, metrics_port)
+            await stop.wait()
+            await _drain(config, app, server, probe)
+            for task in background:
+                task.cancel()
+    finally:
+        await server.stop(0)
+        if app.close is not None:
+            await app.close()
+        if stop_metrics is not None:
+            await asyncio.to_thread(stop_metrics)
+
+
+async def _start(config: ServerConfig, app: App) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
+    tokens = TokenTable.load(config.auth_tokens) if config.auth_tokens else None
+    server = grpc.aio.server(
+        interceptors=(ErrorInterceptor(), IdentityInterceptor(tokens)),
+        options=[
+            ("grpc.max_receive_message_length", config.max_message_bytes),
+            ("grpc.max_send_message_length", config.max_message_bytes),
+            # Two servers on one port would share its connections at random: better an error at start.
+            ("grpc.so_reuseport", 0),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ],
+    )
+    probe = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(probe, server)
+    names = [name for name, _ in app.services]
+    for _, add in app.services:
+        add(server)
+    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
+    try:
+        if config.tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            client_ca = config.tls.client_ca.read_bytes() if config.tls.client_ca else None
+            credentials = grpc.ssl_server_credentials(
+                [(config.tls.key.read_bytes(), config.tls.certificate.read_bytes())],
+                root_certificates=client_ca,
+                require_client_auth=client_ca is not None,
+            )
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot bind {address}") from error
+    await server.start()
+    for name in ("", *names):
+        await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return server, probe, port
+
+
+def _announce(app: App, config: ServerConfig, port: int, metrics_port: int | None) -> None:
+    line = {"ready": True, "service": app.name, "host": config.host, "port": port, **app.ready}
+    if metrics_port is not None:
+        line["metrics_port"] = metrics_port
+    print(json.dumps(line), flush=True)
+    log.info("%s serves on %s:%d", app.name, config.host, port)
+
+
+async def _drain(config: ServerConfig, app: App, server: grpc.aio.Server, probe: health.aio.HealthServicer) -> None:
+    started = time.monotonic()
+    await probe.enter_graceful_shutdown()
+    if app.drain is not None:
+        try:
+            async with asyncio.timeout(config.drain_seconds):
+                await app.drain()
+        except TimeoutError:
+            log.warning("%s did not drain within %g s", app.name, config.drain_seconds)
+        except KvscoutError as error:
+            log.warning("%s could not drain: %s", app.name, error)
+    await server.stop(max(0.0, config.drain_seconds - (time.monotonic() - started)))
+    log.info("%s stopped", app.name)

@@ -1,0 +1,89 @@
+"""The worker rpcs, the same on every service: protobuf ↔ `Registry`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvscout.v1 import workers_pb2
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.identity import current_identity
+from kvscout_common.registry import ALL_TENANTS, Registry
+from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
+
+MAX_LEASE_SECONDS = 86_400
+
+
+class WorkerRpcs:
+    """Mixin of a servicer: RegisterWorker … ListWorkers over its registry."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+
+    async def RegisterWorker(
+        self, request: workers_pb2.RegisterWorkerRequest, context: Any
+    ) -> workers_pb2.RegisterWorkerResponse:
+        if request.lease_seconds > MAX_LEASE_SECONDS:
+            raise InvalidArgument(f"must be at most {MAX_LEASE_SECONDS}", field="lease_seconds")
+        spec = spec_from_proto(request.worker, request.tenant)
+        created = self.registry.register(spec, lease_seconds=request.lease_seconds)
+        return workers_pb2.RegisterWorkerResponse(created=created, worker=spec_to_proto(spec))
+
+    async def UpdateWorker(
+        self, request: workers_pb2.UpdateWorkerRequest, context: Any
+    ) -> workers_pb2.RegisterWorkerResponse:
+        spec = spec_from_proto(request.worker, request.tenant)
+        self.registry.update(spec)
+        return workers_pb2.RegisterWorkerResponse(created=False, worker=spec_to_proto(spec))
+
+    async def DrainWorker(
+        self, request: workers_pb2.DrainWorkerRequest, context: Any
+    ) -> workers_pb2.DrainWorkerResponse:
+        tenant = request.tenant or DEFAULT_TENANT
+        self.registry.set_draining(tenant, required_id(request.worker_id), not request.undo)
+        active = self.active_requests(tenant, request.worker_id)
+        return workers_pb2.DrainWorkerResponse(active_requests=active)
+
+    async def KeepAlive(self, request: workers_pb2.KeepAliveRequest, context: Any) -> workers_pb2.KeepAliveResponse:
+        if not request.worker_ids:
+            raise InvalidArgument("names no worker", field="worker_ids")
+        unknown = self.registry.keep_alive(request.tenant or DEFAULT_TENANT, request.worker_ids)
+        return workers_pb2.KeepAliveResponse(unknown_worker_ids=unknown)
+
+    async def RemoveWorker(
+        self, request: workers_pb2.RemoveWorkerRequest, context: Any
+    ) -> workers_pb2.RemoveWorkerResponse:
+        self.registry.remove(request.tenant or DEFAULT_TENANT, required_id(request.worker_id))
+        return workers_pb2.RemoveWorkerResponse()
+
+    async def ListWorkers(
+        self, request: workers_pb2.ListWorkersRequest, context: Any
+    ) -> workers_pb2.ListWorkersResponse:
+        tenant = request.tenant or DEFAULT_TENANT
+        if tenant == ALL_TENANTS:
+            tenant = current_identity().tenant
+        return workers_pb2.ListWorkersResponse(
+            workers=[
+                workers_pb2.WorkerEntry(
+                    worker=spec_to_proto(entry.spec),
+                    source=entry.source,
+                    lease_remaining_seconds=self.registry.lease_remaining(entry),
+                )
+                for entry in self.registry.entries(tenant, request.model)
+            ]
+        )
+
+    def active_requests(self, tenant: str, worker_id: str) -> int:
+        """Requests active on a worker; 0 where the service does not know."""
+        return 0
+
+
+def required_id(worker_id: str) -> str:
+    """A worker id that is given.
+
+    Raises:
+        InvalidArgument: If it is empty.
+    """
+    if not worker_id:
+        raise InvalidArgument("must not be empty", field="worker_id")
+    return worker_id
