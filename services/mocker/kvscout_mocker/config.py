@@ -1,0 +1,282 @@
+"""The mocker's configuration: flags and `KVSCOUT_MOCKER_…` variables become one frozen value."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from kvscout_common.errors import ConfigError
+from kvscout_mocker.events import BlockHashFormat, EventFormat
+from kvscout_mocker.tokenizer import RESERVED_TOKENS
+
+DEFAULT_MAX_MODEL_LEN = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """How long a step takes: base + prefill tokens · per token + decoding requests · per request."""
+
+    base_seconds: float
+    """Every step: weights are read once however small the batch is."""
+    prefill_seconds_per_token: float
+    decode_seconds_per_request: float
+
+    def step_seconds(self, prefill_tokens: int, decodes: int) -> float:
+        """The duration of one step in seconds."""
+        return (
+            self.base_seconds
+            + prefill_tokens * self.prefill_seconds_per_token
+            + decodes * self.decode_seconds_per_request
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The engine of one data-parallel rank."""
+
+    block_size: int
+    """Tokens a KV block."""
+    num_gpu_blocks: int
+    """Physical blocks including vLLM's null block: one less can hold tokens."""
+    max_num_seqs: int
+    """Requests in one batch."""
+    max_num_batched_tokens: int
+    """Tokens computed in one step."""
+    max_model_len: int
+    """Prompt and output tokens of one request."""
+    max_waiting: int
+    """Requests in the waiting queue; one more is refused with 503."""
+    vocab_size: int
+    """Generated token ids are below it."""
+    cost: StepCost
+
+
+@dataclass(frozen=True, slots=True)
+class MockerConfig:
+    """One mocker process."""
+
+    host: str
+    """Address that HTTP and both event sockets of every rank are bound to."""
+    port: int
+    """HTTP port; 0: any free one."""
+    events_port: int
+    """Event port of rank 0, rank r uses + r; 0: any free ones."""
+    replay_port: int
+    """Replay port of rank 0, rank r uses + r; 0: any free ones."""
+    topic: str
+    """First frame of every event message."""
+    event_format: EventFormat
+    block_hash_format: BlockHashFormat
+    buffer_steps: int
+    """Batches that the replay socket can repeat."""
+    model: str
+    """The served model's name."""
+    lora_names: tuple[str, ...]
+    """Adapters served as models of their own; their `lora_id` counts from 1."""
+    dp_size: int
+    """Data-parallel ranks in this process."""
+    seed: int
+    """Together with prompt and position it decides the generated tokens."""
+    hash_seed: int | None
+    """Makes block hashes repeatable; None: random a rank and process, as vLLM's are."""
+    engine: EngineConfig
+
+    def rank_hash_seed(self) -> int:
+        """The hash seed of one more rank."""
+        return secrets.randbits(64) if self.hash_seed is None else self.hash_seed
+
+
+def config_from_flags(
+    *,
+    host: str,
+    port: int,
+    events_port: int,
+    replay_port: int,
+    topic: str,
+    event_format: EventFormat,
+    block_hash_format: BlockHashFormat,
+    buffer_steps: int,
+    model: str,
+    lora: tuple[str, ...],
+    dp_size: int,
+    seed: int,
+    hash_seed: int | None,
+    block_size: int,
+    num_gpu_blocks: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    max_waiting: int,
+    vocab_size: int,
+    step_base_ms: float,
+    prefill_us_per_token: float,
+    decode_us_per_request: float,
+    speedup: float,
+) -> MockerConfig:
+    """The configuration that the flags ask for.
+
+    Args: as documented by `--help`; `max_model_len` 0 means the default or what the blocks hold.
+
+    Raises:
+        ConfigError: Naming the flag that is out of range or contradicts another.
+    """
+    capacity = (num_gpu_blocks - 1) * block_size
+    last_rank = dp_size - 1
+    checks: tuple[tuple[str, bool, str], ...] = (
+        ("model", bool(model), "must not be empty"),
+        ("lora", all(lora) and len({model, *lora}) == 1 + len(lora), "names must be distinct and not empty"),
+        (
+            "max_num_batched_tokens",
+            max_num_batched_tokens >= max_num_seqs,
+            f"must be at least max_num_seqs ({max_num_seqs}), or decoding requests starve",
+        ),
+        (
+            "max_model_len",
+            max_model_len <= capacity,
+            f"{max_model_len} tokens do not fit the {num_gpu_blocks - 1} usable blocks of {block_size}",
+        ),
+        ("events_port", events_port + last_rank <= 65_535, "the last rank's port is above 65535"),
+        ("replay_port", replay_port + last_rank <= 65_535, "the last rank's port is above 65535"),
+        (
+            "replay_port",
+            0 in (events_port, replay_port) or abs(events_port - replay_port) >= dp_size,
+            f"must be at least dp_size ({dp_size}) away from events_port: rank r adds r to both",
+        ),
+    )
+    for name, good, message in checks:
+        if not good:
+            raise ConfigError(message, field=name)
+    return MockerConfig(
+        host=host,
+        port=port,
+        events_port=events_port,
+        replay_port=replay_port,
+        topic=topic,
+        event_format=event_format,
+        block_hash_format=block_hash_format,
+        buffer_steps=buffer_steps,
+        model=model,
+        lora_names=lora,
+        dp_size=dp_size,
+        seed=seed,
+        hash_seed=hash_seed,
+        engine=EngineConfig(
+            block_size=block_size,
+            num_gpu_blocks=num_gpu_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len or min(DEFAULT_MAX_MODEL_LEN, capacity),
+            max_waiting=max_waiting,
+            vocab_size=vocab_size,
+            cost=StepCost(
+                base_seconds=step_base_ms / 1e3 / speedup,
+                prefill_seconds_per_token=prefill_us_per_token / 1e6 / speedup,
+                decode_seconds_per_request=decode_us_per_request / 1e6 / speedup,
+            ),
+        ),
+    )
+
+
+_PORT = click.IntRange(0, 65_535)
+_COUNT = click.IntRange(min=1)
+_U64 = click.IntRange(0, 2**64 - 1)
+_DURATION = click.FloatRange(min=0.0)
+
+_FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
+    click.option("--host", default="127.0.0.1", show_default=True, help="Address of all sockets."),
+    click.option("--port", type=_PORT, default=8100, show_default=True, help="HTTP port; 0: any free one."),
+    click.option(
+        "--events-port",
+        type=_PORT,
+        default=5557,
+        show_default=True,
+        help="Rank r uses + r; 0: any free ones.",
+    ),
+    click.option(
+        "--replay-port",
+        type=_PORT,
+        default=5657,
+        show_default=True,
+        help="Rank r uses + r; 0: any free ones.",
+    ),
+    click.option("--topic", default="", help="First frame of every event message."),
+    click.option(
+        "--event-format",
+        type=click.Choice(EventFormat, case_sensitive=False),
+        default=EventFormat.MAP,
+        show_default=True,
+        help="map: vLLM 0.32; array: vLLM 0.23, also in the replay frames.",
+    ),
+    click.option(
+        "--block-hash-format",
+        type=click.Choice(BlockHashFormat, case_sensitive=False),
+        default=BlockHashFormat.INT,
+        show_default=True,
+        help="u64 or 32 raw bytes.",
+    ),
+    click.option("--buffer-steps", type=_COUNT, default=10_000, show_default=True, help="Batches kept for replay."),
+    click.option("--model", default="mock", show_default=True, help="Served model name."),
+    click.option("--lora", multiple=True, help="Name of a LoRA adapter to serve; repeatable."),
+    click.option("--dp-size", type=click.IntRange(1, 1024), default=1, show_default=True, help="Data-parallel ranks."),
+    click.option("--seed", type=_U64, default=0, show_default=True, help="Changes the generated tokens."),
+    click.option("--hash-seed", type=_U64, help="Makes block hashes repeatable.  [default: random]"),
+    click.option("--block-size", type=_COUNT, default=16, show_default=True, help="Tokens a KV block."),
+    click.option(
+        "--num-gpu-blocks",
+        type=click.IntRange(min=2),
+        default=4096,
+        show_default=True,
+        help="KV blocks of one rank, including vLLM's null block.",
+    ),
+    click.option("--max-num-seqs", type=_COUNT, default=256, show_default=True, help="Requests in a batch."),
+    click.option("--max-num-batched-tokens", type=_COUNT, default=2048, show_default=True, help="Tokens in a step."),
+    click.option(
+        "--max-model-len",
+        type=click.IntRange(min=0),
+        default=0,
+        help=f"Tokens of one request.  [default: {DEFAULT_MAX_MODEL_LEN} or what the blocks hold]",
+    ),
+    click.option(
+        "--max-waiting", type=_COUNT, default=1024, show_default=True, help="More waiting requests: HTTP 503."
+    ),
+    click.option(
+        "--vocab-size",
+        type=click.IntRange(RESERVED_TOKENS + 1, 2**31),
+        default=32_000,
+        show_default=True,
+        help="Generated ids are below it; prompts may hold any u32.",
+    ),
+    click.option("--step-base-ms", type=_DURATION, default=8.0, show_default=True, help="Duration of an empty step."),
+    click.option(
+        "--prefill-us-per-token",
+        type=_DURATION,
+        default=50.0,
+        show_default=True,
+        help="What each uncached prompt token adds to its step.",
+    ),
+    click.option(
+        "--decode-us-per-request",
+        type=_DURATION,
+        default=50.0,
+        show_default=True,
+        help="What each decoding request adds to a step.",
+    ),
+    click.option(
+        "--speedup",
+        type=click.FloatRange(min=0.0, min_open=True),
+        default=1.0,
+        show_default=True,
+        help="Divides all durations.",
+    ),
+)
+
+
+def flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a click command all flags of the mocker, in the order `--help` shows them."""
+    for option in reversed(_FLAGS):
+        command = option(command)
+    return command

@@ -1,0 +1,251 @@
+"""Continuous batching of one rank, one step at a time, pure: no clock, no socket, no task.
+
+A step is `begin_step` (schedule: slots are allocated, blocks registered, events caused) and, after the time
+the cost model asks for, `finish_step` (each request that is through its prompt gets one token). The order of
+decisions is vLLM's scheduler's:
+
+1. running requests first, oldest first, each up to what is left of the token budget; one that finds no free
+   block preempts the youngest running request, which loses its blocks and later recomputes;
+2. then, unless a request was preempted, waiting requests in order of arrival, each with the prefix it hits.
+   One is admitted only if its *whole* sequence fits now, though only a chunk of it may run in this step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import xxhash
+
+from kvscout_common.errors import InternalError, ResourceExhausted
+from kvscout_mocker.block_manager import BlockManager, BlockTable
+from kvscout_mocker.config import EngineConfig
+from kvscout_mocker.events import Event
+from kvscout_mocker.sequence import Sequence
+from kvscout_mocker.tokenizer import RESERVED_TOKENS
+
+
+class RequestState(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request inside the engine."""
+
+    request_id: str
+    sequence: Sequence
+    max_tokens: int
+    seed: int = 0
+    report_prefix: bool = False
+    """Emit a Stored event for the blocks it hits too (`kv_cache_report_mode: full`)."""
+    prompt_tokens: int = field(init=False)
+    prompt_digest: int = field(init=False)
+    table: BlockTable = field(init=False, default_factory=BlockTable)
+    state: RequestState = field(init=False, default=RequestState.WAITING)
+    computed_tokens: int = field(init=False, default=0)
+    cached_tokens: int | None = field(init=False, default=None)
+    """Prompt tokens hit when it was first admitted; None before."""
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.sequence)
+        self.prompt_digest = xxhash.xxh3_64_intdigest(self.sequence.tokens.tobytes())
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.sequence) - self.prompt_tokens
+
+    def next_token(self, vocab_size: int) -> int:
+        """The next token: a function of prompt, position and seed alone, never an end of sequence."""
+        key = self.prompt_digest.to_bytes(8, "little") + self.output_tokens.to_bytes(4, "little")
+        return RESERVED_TOKENS + xxhash.xxh3_64_intdigest(key, self.seed) % (vocab_size - RESERVED_TOKENS)
+
+
+class Scheduled(NamedTuple):
+    """A request's share of a step."""
+
+    request: Request
+    tokens: int
+
+
+class Step(NamedTuple):
+    """What one step computes and how long that takes."""
+
+    scheduled: list[Scheduled]
+    duration_seconds: float
+
+
+class Output(NamedTuple):
+    """One generated token."""
+
+    request: Request
+    token: int
+    finished: bool
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the start, as vLLM's metrics count them."""
+
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+
+class Engine:
+    """The scheduler of one rank over its block manager."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.blocks = BlockManager(config.num_gpu_blocks, config.block_size)
+        self.counters = EngineCounters()
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the batch."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place in the batch, preempted ones included."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request whose prompt and output fit `max_model_len`.
+
+        Raises:
+            ResourceExhausted: The waiting queue is full.
+        """
+        if len(self._waiting) >= self.config.max_waiting:
+            raise ResourceExhausted(
+                f"the waiting queue is full ({self.config.max_waiting} requests)", retry_after_seconds=1.0
+            )
+        self._waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request and free its blocks, also in the middle of a step; no-op when it has finished."""
+        if request.state is RequestState.FINISHED:
+            return
+        if request.state is RequestState.RUNNING:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        self.counters.aborted += 1
+        self._end(request)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block; refused (False) while requests hold blocks."""
+        return self.blocks.reset()
+
+    def take_events(self) -> list[Event]:
+        """The KV events since the last call, in order."""
+        return self.blocks.take_events()
+
+    def begin_step(self) -> Step | None:
+        """Schedule the next step; None when there is nothing to do."""
+        scheduled: list[Scheduled] = []
+        budget = self.config.max_num_batched_tokens
+        budget, preempted = self._schedule_running(scheduled, budget)
+        if not preempted:
+            self._schedule_waiting(scheduled, budget)
+        if not scheduled:
+            if self._waiting and not self._running:
+                raise InternalError("an idle engine cannot admit its first waiting request")
+            return None
+        return Step(scheduled, self._duration(scheduled))
+
+    def finish_step(self, step: Step) -> list[Output]:
+        """Account for a computed step and hand out the tokens it generated, in batch order."""
+        outputs: list[Output] = []
+        for request, tokens in step.scheduled:
+            if request.state is not RequestState.RUNNING:  # aborted while the step ran
+                continue
+            request.computed_tokens += tokens
+            if request.computed_tokens < len(request.sequence):
+                continue
+            token = request.next_token(self.config.vocab_size)
+            request.sequence.append(token)
+            self.counters.generation_tokens += 1
+            finished = request.output_tokens >= request.max_tokens
+            if finished:
+                self._running.remove(request)
+                self.counters.finished += 1
+                self._end(request)
+            outputs.append(Output(request, token, finished))
+        return outputs
+
+    def _schedule_running(self, scheduled: list[Scheduled], budget: int) -> tuple[int, bool]:
+        preempted = False
+        index = 0
+        while index < len(self._running) and budget > 0:
+            request = self._running[index]
+            tokens = min(len(request.sequence) - request.computed_tokens, budget)
+            while not self._allocate(request, tokens):
+                preempted = True
+                if self._preempt_youngest() is request:
+                    return budget, True
+            scheduled.append(Scheduled(request, tokens))
+            budget -= tokens
+            index += 1
+        return budget, preempted
+
+    def _schedule_waiting(self, scheduled: list[Scheduled], budget: int) -> None:
+        while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
+            request = self._waiting[0]
+            prefix = self.blocks.cached_prefix(request.sequence)
+            if not self.blocks.fits(request.table, len(request.sequence), prefix):
+                return
+            self._waiting.popleft()
+            hit = len(prefix) * self.config.block_size
+            if request.report_prefix:
+                self.blocks.report_prefix(request.sequence, len(prefix))
+            tokens = min(len(request.sequence) - hit, budget)
+            request.computed_tokens = hit
+            self._allocate(request, tokens, prefix)
+            if request.cached_tokens is None:
+                request.cached_tokens = hit
+                self.counters.prompt_tokens += request.prompt_tokens
+                self.counters.prefix_query_tokens += request.prompt_tokens
+                self.counters.prefix_hit_tokens += hit
+            request.state = RequestState.RUNNING
+            self._running.append(request)
+            scheduled.append(Scheduled(request, tokens))
+            budget -= tokens
+
+    def _allocate(self, request: Request, tokens: int, prefix: list[int] | None = None) -> bool:
+        return self.blocks.allocate(request.sequence, request.table, request.computed_tokens + tokens, prefix or ())
+
+    def _preempt_youngest(self) -> Request:
+        request = self._running.pop()
+        self.blocks.release(request.table)
+        request.computed_tokens = 0
+        request.state = RequestState.WAITING
+        self._waiting.appendleft(request)
+        self.counters.preemptions += 1
+        return request
+
+    def _end(self, request: Request) -> None:
+        self.blocks.release(request.table)
+        request.state = RequestState.FINISHED
+
+    def _duration(self, scheduled: list[Scheduled]) -> float:
+        prefill_tokens = decodes = 0
+        for request, tokens in scheduled:
+            if tokens == 1 and request.output_tokens:
+                decodes += 1
+            else:
+                prefill_tokens += tokens
+        return self.config.cost.step_seconds(prefill_tokens, decodes)

@@ -1,0 +1,39 @@
+"""`kvscout-mocker`: flags and environment → one frozen config → run."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import click
+import uvloop
+
+from kvscout_common.errors import ConfigError
+from kvscout_mocker.config import config_from_flags, flags
+from kvscout_mocker.process import run
+
+
+@click.command(context_settings={"auto_envvar_prefix": "KVSCOUT_MOCKER", "show_default": True})
+@flags
+@click.option(
+    "--log-level",
+    type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
+    default="WARNING",
+)
+def main(log_level: str, **values: Any) -> None:
+    """A vLLM-like engine without a GPU: real prefix cache, real KV events, invented tokens.
+
+    Prints one JSON line with its real ports when it is ready. Every flag is also read from the environment
+    variable KVSCOUT_MOCKER_<FLAG>.
+    """
+    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        config = config_from_flags(**values)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    sys.exit(uvloop.run(run(config)))
+
+
+if __name__ == "__main__":
+    main()

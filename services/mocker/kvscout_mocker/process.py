@@ -1,0 +1,115 @@
+"""The life of one mocker process: bind everything, say so, step until a signal or a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+from collections.abc import Sequence
+
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+from kvscout_mocker.config import MockerConfig
+from kvscout_mocker.engine import Engine
+from kvscout_mocker.events import EventEncoder
+from kvscout_mocker.publisher import EventPublisher
+from kvscout_mocker.rank import Rank
+from kvscout_mocker.server import Api
+
+_log = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 0.5
+"""How long handlers may take to notice that their requests were aborted."""
+
+
+async def run(config: MockerConfig) -> int:
+    """Serve until SIGTERM or SIGINT; prints the ready line on stdout when everything is bound.
+
+    Returns:
+        The exit code: 0 after a signal, 1 if a port is taken or a task crashed.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    context = zmq.asyncio.Context()
+    ranks: list[Rank] = []
+    runner: web.AppRunner | None = None
+    try:
+        ranks.extend(_rank(config, dp_rank, context) for dp_rank in range(config.dp_size))
+        # Without cancellation a disconnected client would hold its blocks until its request is done.
+        runner = web.AppRunner(
+            Api(config, ranks).application(),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=SHUTDOWN_SECONDS,
+        )
+        await runner.setup()
+        site = web.TCPSite(runner, config.host, config.port)
+        await site.start()
+        _announce(runner, ranks)
+        await _step_until(stop, ranks)
+        await site.stop()
+    except (OSError, zmq.ZMQError) as error:
+        _log.error("cannot bind: %s", error)
+        return 1
+    except ExceptionGroup:
+        _log.exception("a task crashed")
+        return 1
+    finally:
+        for rank in ranks:
+            rank.stop()
+        if runner is not None:
+            await runner.cleanup()
+        for rank in ranks:
+            rank.publisher.close()
+        context.term()
+    return 0
+
+
+def _rank(config: MockerConfig, dp_rank: int, context: zmq.asyncio.Context) -> Rank:
+    publisher = EventPublisher(
+        context,
+        EventEncoder(config.event_format, config.block_hash_format, dp_rank),
+        host=config.host,
+        events_port=config.events_port and config.events_port + dp_rank,
+        replay_port=config.replay_port and config.replay_port + dp_rank,
+        topic=config.topic,
+        event_format=config.event_format,
+        buffer_steps=config.buffer_steps,
+    )
+    return Rank(dp_rank, Engine(config.engine), publisher, hash_seed=config.rank_hash_seed())
+
+
+def _announce(runner: web.AppRunner, ranks: Sequence[Rank]) -> None:
+    ready = {
+        "ready": True,
+        "http_port": runner.addresses[0][1],
+        "ranks": [
+            {
+                "dp_rank": rank.dp_rank,
+                "events": rank.publisher.endpoint,
+                "replay": rank.publisher.replay_endpoint,
+            }
+            for rank in ranks
+        ],
+    }
+    print(json.dumps(ready), flush=True)
+
+
+async def _step_until(stop: asyncio.Event, ranks: Sequence[Rank]) -> None:
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            task
+            for rank in ranks
+            for task in (
+                group.create_task(rank.run(), name=f"engine-{rank.dp_rank}"),
+                group.create_task(rank.publisher.serve_replay(), name=f"replay-{rank.dp_rank}"),
+            )
+        ]
+        await stop.wait()
+        for task in tasks:
+            task.cancel()
