@@ -1,7 +1,7 @@
 //! The native half of kvscout.
-use pyo3::prelude::*;
+//!
+//! The modules know no Python and are tested by `cargo test --no-default-features`; `python` binds them.
 
-#[pymodule]
-fn kvscout_native(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add("__version__", env!("CARGO_PKG_VERSION"))
-}
+pub mod hashing;
+#[cfg(feature = "python")]
+mod python;

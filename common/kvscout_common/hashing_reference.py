@@ -1,0 +1,162 @@
+"""Block hashes in plain Python: what `kvscout_common.hashing` uses where the extension is not built.
+
+Written to be read beside the formulas; `native/src/hashing.rs` computes the same faster.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from kvscout_common.errors import InvalidArgument
+
+SEED = 1337
+"""Seed of every chain, and of every block of a prompt without adapter and salt."""
+
+_MASK = 2**64 - 1
+_TOKEN_BYTES = 4
+_HEX_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+
+
+class MmItem(NamedTuple):
+    """A multimodal item of a prompt: its id and the placeholder tokens that stand for it."""
+
+    id: str
+    offset: int
+    """First placeholder token, counted from the start of the prompt."""
+    length: int
+    """Number of placeholder tokens, at least 1."""
+
+
+def block_seed(lora_name: str, cache_salt: str, first: bool) -> int:
+    """Seed of a block; see `kvscout_common.hashing.block_seed`."""
+    seed = SEED
+    if lora_name:
+        seed += xxh3_64_intdigest(lora_name.encode(), seed=0)
+    if first and cache_salt:
+        seed += xxh3_64_intdigest(cache_salt.encode(), seed=1)
+    return seed & _MASK
+
+
+def mm_hash(item_id: str) -> int:
+    """Number of a multimodal item; see `kvscout_common.hashing.mm_hash`."""
+    if _HEX_DIGEST.fullmatch(item_id):
+        return int(item_id[:16], 16)
+    return xxh3_64_intdigest(item_id.encode(), seed=0)
+
+
+def engine_hash(value: int | bytes) -> int:
+    """An engine's block hash as u64; see `kvscout_common.hashing.engine_hash`."""
+    if isinstance(value, bytes) and value:
+        return int.from_bytes(value[-8:], "big")
+    if isinstance(value, int) and -(2**63) <= value < 2**64:
+        return value & _MASK
+    raise InvalidArgument("an engine hash is neither 64-bit integer nor bytes", field="block_hashes")
+
+
+def extend_sequence(parent_sequence_hash: int | None, local: int) -> int:
+    """Sequence hash of a block after its parent; see `kvscout_common.hashing.extend_sequence`."""
+    if parent_sequence_hash is None:
+        return local
+    return xxh3_64_intdigest(struct.pack("<QQ", parent_sequence_hash, local), seed=SEED)
+
+
+def sequence_hashes(local: Sequence[int] | bytes) -> list[int]:
+    """Sequence hashes of a chain; see `kvscout_common.hashing.sequence_hashes`."""
+    parent: int | None = None
+    chain = []
+    for hash_ in _unpacked(local):
+        parent = extend_sequence(parent, hash_)
+        chain.append(parent)
+    return chain
+
+
+def block_hashes(
+    token_ids: Sequence[int] | bytes | bytearray | memoryview,
+    block_size: int,
+    *,
+    lora_name: str = "",
+    cache_salt: str = "",
+    mm_items: Sequence[tuple[str, int, int]] = (),
+    eagle: bool = False,
+) -> list[int]:
+    """Local hashes of a prompt's complete blocks; see `kvscout_common.hashing.block_hashes`."""
+    if block_size < 1:
+        raise InvalidArgument("must be at least 1 token", field="block_size")
+    items = [MmItem(*item) for item in mm_items]
+    if any(item.offset < 0 or item.length < 1 for item in items):
+        raise InvalidArgument("an item needs an offset of at least 0 and a length of at least 1", field="mm_items")
+    tokens = _token_bytes(token_ids)
+    count = max(0, len(tokens) // _TOKEN_BYTES - int(eagle)) // block_size
+    first_seed, seed = (block_seed(lora_name, cache_salt, first) for first in (True, False))
+    local = []
+    for index, window in enumerate(_windows(tokens, block_size, count, eagle)):
+        start = index * block_size
+        touching = sorted(
+            mm_hash(item.id) for item in items if item.offset < start + block_size and item.offset + item.length > start
+        )
+        data = window + struct.pack(f"<{len(touching)}Q", *touching)
+        local.append(xxh3_64_intdigest(data, seed=seed if index else first_seed))
+    return local
+
+
+def block_hashes_packed(
+    token_ids: Sequence[int] | bytes | bytearray | memoryview,
+    block_size: int,
+    *,
+    lora_name: str = "",
+    cache_salt: str = "",
+    mm_items: Sequence[tuple[str, int, int]] = (),
+    eagle: bool = False,
+) -> bytes:
+    """The same as little-endian u64s; see `kvscout_common.hashing.block_hashes_packed`."""
+    local = block_hashes(
+        token_ids,
+        block_size,
+        lora_name=lora_name,
+        cache_salt=cache_salt,
+        mm_items=mm_items,
+        eagle=eagle,
+    )
+    return struct.pack(f"<{len(local)}Q", *local)
+
+
+def _windows(tokens: bytes, block_size: int, count: int, eagle: bool) -> Iterator[bytes]:
+    for index in range(count):
+        start = index * block_size
+        yield tokens[start * _TOKEN_BYTES : (start + block_size + int(eagle)) * _TOKEN_BYTES]
+
+
+def _token_bytes(token_ids: Sequence[int] | bytes | bytearray | memoryview) -> bytes:
+    if isinstance(token_ids, (bytes, bytearray, memoryview)):
+        tokens = bytes(token_ids)
+        if len(tokens) % _TOKEN_BYTES:
+            raise InvalidArgument("the bytes are not whole u32s", field="token_ids")
+        return tokens
+    try:
+        # operator.index: struct's own errors do not tell a float from a number out of range.
+        ids = [operator.index(token) for token in token_ids]
+    except TypeError:
+        raise InvalidArgument("must be integers or the bytes of u32s", field="token_ids") from None
+    try:
+        return struct.pack(f"<{len(ids)}I", *ids)
+    except struct.error:
+        raise InvalidArgument("a token id is not in 0 .. 2^32-1", field="token_ids") from None
+
+
+def _unpacked(local: Sequence[int] | bytes | bytearray | memoryview) -> Sequence[int]:
+    if isinstance(local, (bytes, bytearray, memoryview)):
+        data = bytes(local)
+        if len(data) % 8:
+            raise InvalidArgument("the bytes are not whole u64s", field="block_hashes")
+        return struct.unpack(f"<{len(data) // 8}Q", data)
+    try:
+        struct.pack(f"<{len(local)}Q", *local)
+    except struct.error:
+        raise InvalidArgument("a block hash is not an integer in 0 .. 2^64-1", field="block_hashes") from None
+    return local

@@ -1,0 +1,4 @@
+"""The native half of kvscout; importing it fails with `ImportError` where the extension is not built."""
+
+from kvscout_native._core import *  # noqa: F403
+from kvscout_native._core import __version__  # noqa: F401

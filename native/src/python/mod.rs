@@ -1,0 +1,12 @@
+//! The Python module `kvscout_native._core`; `kvscout_native/__init__.pyi` documents it.
+
+mod errors;
+mod hashing;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    hashing::register(module)
+}
