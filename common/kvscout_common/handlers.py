@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -78,14 +78,17 @@ def _answer(
 
 def _stream(
     behaviour: Callable[[Any, Context], Any], handler: Handler, surround: Surround
-) -> Callable[[Any, Context], AsyncIterator[Any]]:
-    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+) -> Callable[[Any, Context], Awaitable[None]]:
+    # Writes to the context instead of yielding: when the caller goes away, the behaviour's generator is closed here
+    # and now, in the call's own task, and not whenever it happens to be collected.
+    async def stream(request: Any, context: Context) -> None:
         async with surround.around(context):
             result = behaviour(_checked(request, handler, surround), context)
             if inspect.isawaitable(result):  # a behaviour that writes to the context itself
                 await result
                 return
-            async for response in result:
-                yield response
+            async with aclosing(result):
+                async for response in result:
+                    await context.write(response)
 
     return stream

@@ -68,6 +68,7 @@ class WorkerRpcs:
                     worker=spec_to_proto(entry.spec),
                     source=entry.source,
                     lease_remaining_seconds=self.registry.lease_remaining(entry),
+                    lease_seconds=entry.lease_seconds,
                 )
                 for entry in self.registry.entries(tenant, request.model)
             ]

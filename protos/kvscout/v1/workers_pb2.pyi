@@ -624,10 +624,13 @@ class WorkerEntry(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     LEASE_REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     source: _builtins.str
-    """"rpc", "file", "nats" or "dns"."""
+    """"rpc", "file", "nats", "dns", or "peer" (a gateway learned it from its indexers and schedulers)."""
     lease_remaining_seconds: _builtins.float
     """Seconds until the lease ends; unset = no lease."""
+    lease_seconds: _builtins.int
+    """Length of the lease, in seconds; 0 = no lease."""
     @_builtins.property
     def worker(self) -> Global___Worker:
         """The registration."""
@@ -638,10 +641,11 @@ class WorkerEntry(_message.Message):
         worker: Global___Worker | None = ...,
         source: _builtins.str = ...,
         lease_remaining_seconds: _builtins.float | None = ...,
+        lease_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "lease_remaining_seconds", b"lease_remaining_seconds", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "lease_remaining_seconds", b"lease_remaining_seconds", "source", b"source", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "lease_remaining_seconds", b"lease_remaining_seconds", "lease_seconds", b"lease_seconds", "source", b"source", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_remaining_seconds: _TypeAlias = _typing.Literal["lease_remaining_seconds"]  # noqa: Y015
     _WhichOneofArgType__lease_remaining_seconds: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds"]  # noqa: Y015
