@@ -11,7 +11,8 @@ It behaves as vLLM's block pool does:
 
 1. A block is in the free queue exactly when no request references it. It keeps its hash there and can be
    hit until it is taken for something else: that is the eviction, one `BlockRemoved` a physical copy.
-2. A request's blocks are freed last one first, so that leaves are evicted before what leads to them.
+2. A request's blocks are freed last one first, so that leaves are evicted before what leads to them; those
+   without a hash (the partial tail) can never be hit and go to the front of the queue (vLLM ≥ 0.24).
 3. Blocks are registered under their hash when the step that fills them is *scheduled*: a request scheduled
    later in the same step hits them.
 4. A hash may have several physical copies: two requests computed it side by side, or a block-aligned prompt
@@ -128,6 +129,8 @@ class BlockManager:
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._free[block] = None
+        for block in table.block_ids[table.registered :]:
+            self._free.move_to_end(block, last=False)
         table.block_ids = []
         table.registered = 0
 
