@@ -1,0 +1,215 @@
+"""Continuous batching, step by step."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from kvscout_common.errors import ResourceExhausted
+from kvscout_mocker.config import EngineConfig, StepCost
+from kvscout_mocker.engine import Engine, Output, Request, RequestState
+from kvscout_mocker.events import AllBlocksCleared, BlockStored
+from kvscout_mocker.sequence import Sequence
+
+CONFIG = EngineConfig(
+    block_size=4,
+    num_gpu_blocks=65,
+    max_num_seqs=8,
+    max_num_batched_tokens=32,
+    max_model_len=256,
+    max_waiting=4,
+    vocab_size=1000,
+    cost=StepCost(base_seconds=1.0, prefill_seconds_per_token=0.1, decode_seconds_per_request=0.01),
+)
+
+
+def request(tokens: list[int], max_tokens: int = 1, seed: int = 0) -> Request:
+    return Request("r", Sequence(array("I", tokens), block_size=4, hash_seed=1), max_tokens, seed)
+
+
+def step(engine: Engine) -> list[Output]:
+    scheduled = engine.begin_step()
+    return [] if scheduled is None else engine.finish_step(scheduled)
+
+
+def drain(engine: Engine) -> list[Output]:
+    outputs: list[Output] = []
+    while (scheduled := engine.begin_step()) is not None:
+        outputs += engine.finish_step(scheduled)
+    return outputs
+
+
+def test_an_idle_engine_has_no_step() -> None:
+    assert Engine(CONFIG).begin_step() is None
+
+
+def test_a_prompt_within_the_budget_answers_after_one_step() -> None:
+    engine = Engine(CONFIG)
+    asked = request(list(range(10)), max_tokens=3)
+    engine.submit(asked)
+    outputs = [step(engine) for _ in range(3)]
+    assert [len(output) for output in outputs] == [1, 1, 1]
+    assert [output[0].finished for output in outputs] == [False, False, True]
+    assert asked.state is RequestState.FINISHED
+    assert engine.blocks.free_blocks == engine.blocks.capacity
+    assert engine.begin_step() is None
+
+
+def test_a_long_prompt_is_computed_in_chunks_with_one_event_each() -> None:
+    engine = Engine(CONFIG)
+    engine.submit(request(list(range(70))))
+    stored: list[list[int]] = []
+    while (scheduled := engine.begin_step()) is not None:
+        engine.finish_step(scheduled)
+        stored += [e.token_ids for e in engine.take_events() if isinstance(e, BlockStored)]
+    assert stored == [list(range(32)), list(range(32, 64)), list(range(64, 68))]
+
+
+def test_decodes_come_before_prefills_in_a_steps_budget() -> None:
+    engine = Engine(CONFIG)
+    first, second = request(list(range(20)), max_tokens=5), request(list(range(100, 170)))
+    engine.submit(first)
+    step(engine)
+    engine.submit(second)
+    scheduled = engine.begin_step()
+    assert scheduled is not None
+    assert [(s.request is first, s.tokens) for s in scheduled.scheduled] == [(True, 1), (False, 31)]
+    assert scheduled.duration_seconds == pytest.approx(1.0 + 31 * 0.1 + 0.01)
+
+
+def test_cached_tokens_cost_nothing_and_are_reported() -> None:
+    engine = Engine(CONFIG)
+    engine.submit(request(list(range(16))))
+    drain(engine)
+    again = request(list(range(16)))
+    engine.submit(again)
+    scheduled = engine.begin_step()
+    assert scheduled is not None
+    assert again.cached_tokens == 12
+    assert scheduled.scheduled[0].tokens == 4
+    assert (engine.counters.prefix_query_tokens, engine.counters.prefix_hit_tokens) == (32, 12)
+
+
+def test_requests_scheduled_in_one_step_share_their_prefix_already() -> None:
+    engine = Engine(CONFIG)
+    twins = [request(list(range(9))) for _ in range(2)]
+    for twin in twins:
+        engine.submit(twin)
+    step(engine)
+    assert [twin.cached_tokens for twin in twins] == [0, 8]
+
+
+def test_generated_blocks_are_hit_by_the_next_turn() -> None:
+    engine = Engine(CONFIG)
+    first = request(list(range(10)), max_tokens=7)
+    engine.submit(first)
+    drain(engine)
+    assert len(first.sequence) == 17
+    following = request([*first.sequence.tokens, 1, 2, 3])
+    engine.submit(following)
+    drain(engine)
+    assert following.cached_tokens == 16
+
+
+def test_tokens_depend_on_prompt_position_and_seed_alone() -> None:
+    def generate(tokens: list[int], seed: int = 0) -> list[int]:
+        engine = Engine(CONFIG)
+        engine.submit(request([500]))  # company must not matter
+        asked = request(tokens, max_tokens=12, seed=seed)
+        engine.submit(asked)
+        drain(engine)
+        return asked.sequence.tokens[len(tokens) :].tolist()
+
+    assert generate([1, 2, 3]) == generate([1, 2, 3])
+    assert len({tuple(generate([1, 2, 3])), tuple(generate([1, 2, 4])), tuple(generate([1, 2, 3], 9))}) == 3
+    assert len(set(generate([1, 2, 3]))) > 6
+    assert all(8 <= token < 1000 for token in generate([1, 2, 3]))
+
+
+def test_a_full_waiting_queue_refuses() -> None:
+    engine = Engine(CONFIG)
+    for _ in range(4):
+        engine.submit(request([1]))
+    with pytest.raises(ResourceExhausted, match="waiting queue is full"):
+        engine.submit(request([1]))
+    assert engine.num_waiting == 4
+
+
+def test_a_batch_has_no_more_than_max_num_seqs_requests() -> None:
+    engine = Engine(replace(CONFIG, max_num_seqs=2))
+    for first in range(3):
+        engine.submit(request([first], max_tokens=2))
+    step(engine)
+    assert (engine.num_running, engine.num_waiting) == (2, 1)
+
+
+def test_a_request_is_admitted_only_when_its_whole_prompt_fits() -> None:
+    engine = Engine(replace(CONFIG, num_gpu_blocks=31))
+    engine.submit(request(list(range(80)), max_tokens=2))
+    engine.submit(request(list(range(200, 280))))
+    step(engine)
+    assert (engine.num_running, engine.num_waiting) == (1, 1)
+    assert len(drain(engine)) == 3
+
+
+def test_the_youngest_request_is_preempted_and_recomputed_when_blocks_run_out() -> None:
+    engine = Engine(replace(CONFIG, num_gpu_blocks=6))
+    old, young = request([1, 2, 3, 4, 5, 6, 7], max_tokens=12), request([9, 8, 7, 6, 5], max_tokens=6)
+    engine.submit(old)
+    engine.submit(young)
+    outputs = drain(engine)
+    assert engine.counters.preemptions > 0
+    assert [o.request for o in outputs if o.finished] == [old, young]
+    alone = Engine(CONFIG)
+    again = request([9, 8, 7, 6, 5], max_tokens=6)
+    alone.submit(again)
+    drain(alone)
+    assert young.sequence.tokens == again.sequence.tokens
+    assert young.cached_tokens == 0
+    engine.blocks.check_invariants()
+
+
+def test_an_abort_in_the_middle_of_a_step_frees_the_blocks_and_gives_no_token() -> None:
+    engine = Engine(CONFIG)
+    running, waiting = request(list(range(40))), request([1])
+    engine.submit(running)
+    engine.submit(waiting)
+    scheduled = engine.begin_step()
+    assert scheduled is not None
+    engine.abort(running)
+    engine.abort(waiting)
+    engine.abort(waiting)
+    assert engine.finish_step(scheduled) == []
+    assert engine.blocks.free_blocks == engine.blocks.capacity
+    assert (engine.num_running, engine.num_waiting, engine.counters.aborted) == (0, 0, 2)
+
+
+def test_the_clearing_of_the_cache_is_reported_before_the_next_requests_blocks() -> None:
+    engine = Engine(CONFIG)
+    engine.submit(request(list(range(8))))
+    drain(engine)
+    engine.take_events()
+    assert engine.reset_prefix_cache()
+    engine.submit(request(list(range(8))))
+    step(engine)
+    assert [type(event) for event in engine.take_events()] == [AllBlocksCleared, BlockStored]
+
+
+def test_random_load_finishes_every_request_and_leaves_nothing_referenced() -> None:
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    engine = Engine(replace(CONFIG, num_gpu_blocks=20, max_waiting=1000, max_num_seqs=5))
+    live = [request([rng.randrange(3) for _ in range(rng.randint(1, 40))], rng.randint(1, 30)) for _ in range(80)]
+    for asked in live:
+        engine.submit(asked)
+    while (scheduled := engine.begin_step()) is not None:
+        assert sum(s.tokens for s in scheduled.scheduled) <= 32, seed
+        if rng.random() < 0.1:
+            engine.abort(rng.choice(live))
+        engine.finish_step(scheduled)
+        engine.blocks.check_invariants()
+    assert engine.counters.finished + engine.counters.aborted == 80, seed
+    assert engine.blocks.free_blocks == engine.blocks.capacity, seed
