@@ -1,0 +1,109 @@
+"""KV cache events as plain values: what an engine says happened to its blocks.
+
+::
+
+    EventBatch ── events: Stored | Removed | Cleared, in the order in which they happened
+               └─ faults: what could not be read, one entry an event
+
+`wire` makes them from an engine's bytes, `index` applies them. Engine hashes are opaque u64 identifiers
+that only link events to blocks; the content of a block is its tokens, or the local hashes of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
+
+
+class Tier(IntEnum):
+    """Where a block lies, fastest first."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+    EXTERNAL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Blocks were stored on one tier, each the child of the one before it, one physical copy of each.
+
+    Their content is `tokens`, or `local_hashes` where a bridge has hashed them already. Neither: the
+    blocks are known by their engine hashes and are now on this tier too.
+    """
+
+    engine_hashes: tuple[int, ...]
+    """u64, one a block."""
+    parent: int | None = None
+    """Engine hash of the block before the first one; None: the first one begins a prompt."""
+    tokens: tuple[int, ...] = ()
+    """u32 token ids as sent; their number may differ from blocks x block size."""
+    block_size: int = 0
+    """Tokens a block, as the engine says."""
+    tier: Tier = Tier.DEVICE
+    group: int = 0
+    """KV cache group; 0 where the engine does not tell."""
+    full_attention: bool = True
+    """Whether the group's blocks decide prefix hits; see `wire.is_full_attention`."""
+    lora_id: int = 0
+    """The engine's number of the LoRA adapter; 0: none."""
+    lora_name: str = ""
+    cache_salt: str = ""
+    """Salt of the prompt; it enters block 0 only."""
+    mm_items: tuple[tuple[str, ...], ...] = ()
+    """Ids of the multimodal items in each block; empty: no block has any."""
+    pairs: bool = False
+    """`tokens` came as EAGLE token pairs: one token more than the blocks' own."""
+    lookahead: int | None = None
+    """The token after the last block, which ends that block's EAGLE window."""
+    local_hashes: tuple[int, ...] = ()
+    """Local hashes, one a block; then `tokens` is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """One physical copy of each named block is gone from one tier."""
+
+    engine_hashes: tuple[int, ...]
+    tier: Tier = Tier.DEVICE
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """The rank dropped its whole cache: all tiers, all groups."""
+
+
+Event = Stored | Removed | Cleared
+
+
+class FaultKind(StrEnum):
+    """Why an event of a batch was not read."""
+
+    UNKNOWN_TAG = "unknown_tag"
+    BAD_EVENT = "bad_event"
+
+
+class Fault(NamedTuple):
+    """One event that could not be read; the rest of its batch was."""
+
+    kind: FaultKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """What an engine published in one message."""
+
+    events: tuple[Event, ...]
+    timestamp: float = 0.0
+    """Seconds since the Unix epoch, by the engine's clock; 0: not told."""
+    dp_rank: int | None = None
+    """Data-parallel rank that the engine says it is; None: not told."""
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def cleared(self) -> bool:
+        """Whether it contains a Cleared, which makes all batches before it irrelevant."""
+        return any(isinstance(event, Cleared) for event in self.events)

@@ -1,0 +1,382 @@
+"""The block index: which worker rank holds which leading blocks of a prompt.
+
+::
+
+                      root
+                     /    \\                 Every node is a prefix, named by the local hashes on its path.
+                   17      40               A worker *binds* engine hashes to nodes and counts copies of
+                  /  \\      |               them, for each (group, tier).
+                 8    3     9
+                 |          |               w1 holds 17 and 17·8·5, but not 17·8: 5 is *hidden* below the
+                 5          6               hole 8, and a query [17 8 5] gives w1 one block.
+
+    engine bytes ──apply_payload──▶ index ◀──find_matches── local hashes of a request
+                                    │  ▲
+                                  dump load
+
+Terms: a block is *held* on a tier by a worker when, for every full-attention group that the worker is
+known to have, a copy is on that tier or a faster one. It is *rooted* when all its ancestors are held too,
+otherwise *hidden*. An *orphan* was stored under a parent that this worker never had. A *ghost* was removed
+recently and can come back by its engine hash alone, with a tier change or as a parent.
+
+Invariants, checked by `check_invariants`:
+
+1. An engine hash of a worker is bound to one node, or is an orphan, or is a ghost: exactly one of these.
+2. Every bound hash has at least one copy; copies are only in full-attention groups.
+3. `find_matches` gives a worker k device blocks if and only if blocks 0..k-1 are all held by it on the
+   device and block k is not (or does not exist). The same for the other tiers, cumulatively, and for
+   `predicted`, where a block counts when it is held on the device or predicted for this worker.
+4. No orphan's parent is bound: orphans are bound as soon as their parent is.
+5. Ghosts and orphans of a worker number at most `GHOST_LIMIT` and `ORPHAN_LIMIT`.
+6. A node exists only while it is bound or predicted by a worker, a ghost of one, or has such a descendant.
+7. With `max_blocks` > 0, bound hashes and orphans of all workers together are at most `max_blocks` when a
+   call returns.
+
+Events of one worker must come in order, from one caller at a time. Every call is atomic for readers.
+The reference (`reference_index.ReferenceIndex`) serves one thread, such as an event loop; the native twin
+serves any number of readers during writes. No call blocks on anything but the work it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from kvscout_common.worker import CopyMode, WorkerRank
+from kvscout_indexer.events import EventBatch, Tier
+
+GHOST_LIMIT = 65_536
+"""Removed blocks remembered for each worker rank; the oldest is forgotten first."""
+
+ORPHAN_LIMIT = 65_536
+"""Orphans kept for each worker rank; further ones are dropped and counted."""
+
+GROUP_LIMIT = 64
+"""Cache groups known for each worker rank; events of further ones are skipped and counted."""
+
+MAX_COPIES = 2**32 - 1
+"""A count of copies stays here, whatever is stored."""
+
+DEFAULT_MAX_PREDICTED_BLOCKS = 1_048_576
+"""(block, worker) predictions kept in an index, as --router-max-tree-size."""
+
+DEFAULT_PRUNE_RATIO = 0.8
+"""Predictions above the maximum are pruned to this share of it, as --router-prune-target-ratio."""
+
+
+class Ignored(StrEnum):
+    """Why something an engine said was not indexed; each is counted for its worker.
+
+    In the order in which a Stored event is judged; counts are in events where not said otherwise.
+    """
+
+    INCOMPATIBLE = "incompatible"
+    """The worker was found incompatible before."""
+    SKIPPED_GROUP = "skipped_group"
+    """A group that is not full attention, or one above `GROUP_LIMIT`; stores and removes."""
+    UNKNOWN_MOVED = "unknown_moved"
+    """Tier change of an engine hash that is neither known nor a ghost; in blocks."""
+    BAD_LENGTH = "bad_length"
+    """Shorter than one block, or tokens ≠ blocks · block size; legal, adds nothing."""
+    EAGLE_MISMATCH = "eagle_mismatch"
+    """Token pairs on a worker without EAGLE, or an EAGLE window without its last token."""
+    BLOCK_SIZE = "block_size"
+    """Full blocks of another block size: the worker is incompatible from here on."""
+    UNNAMED_LORA = "unnamed_lora"
+    """An adapter number that the registration does not name."""
+    HASH_CONFLICT = "hash_conflict"
+    """An engine hash that is bound to another prefix; in blocks."""
+    ORPHAN_LIMIT = "orphan_limit"
+    """An orphan above `ORPHAN_LIMIT`; in blocks."""
+    UNKNOWN_REMOVED = "unknown_removed"
+    """Removal of a copy that is not known; in blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What the index must know of a worker rank besides its events."""
+
+    copies: CopyMode = CopyMode.COUNT
+    adapters: Mapping[int, str] = field(default_factory=dict)
+    """LoRA number → adapter name, for engines whose events carry the number only."""
+    total_kv_blocks: int = 0
+    """Blocks of the rank's device cache; more device copies than this prove lost removals. 0: unknown."""
+
+
+class Applied(NamedTuple):
+    """What became of one batch."""
+
+    events: int
+    """Events read, whether they changed anything or not."""
+    faults: int
+    """Events that could not be read."""
+    over_capacity: bool
+    """The worker now has more device copies than `total_kv_blocks`: removals were lost."""
+    incompatible: str
+    """Why the worker cannot be indexed; "" if it can."""
+
+
+class Overlap(NamedTuple):
+    """Leading blocks of a prompt that one worker rank has; tiers are cumulative."""
+
+    device: int
+    host: int
+    disk: int
+    external: int
+    predicted: int
+
+
+class Overlaps(NamedTuple):
+    """Answer of `find_matches`, in columns of equal length; rows are in no order.
+
+    Tiers are cumulative: `host` counts leading blocks on the host *or* the device, and so on. `predicted`
+    counts leading blocks that are held or predicted on the device. Rows that are 0 everywhere are left
+    out.
+    """
+
+    workers: tuple[WorkerRank, ...] = ()
+    device: tuple[int, ...] = ()
+    host: tuple[int, ...] = ()
+    disk: tuple[int, ...] = ()
+    external: tuple[int, ...] = ()
+    predicted: tuple[int, ...] = ()
+
+    def by_worker(self) -> dict[WorkerRank, Overlap]:
+        """The rows by worker rank."""
+        columns = zip(self.device, self.host, self.disk, self.external, self.predicted, strict=True)
+        return {worker: Overlap(*row) for worker, row in zip(self.workers, columns, strict=True)}
+
+
+class Copies(NamedTuple):
+    """Physical copies of one block in one cache group on one tier."""
+
+    group: int
+    tier: Tier
+    number: int
+
+
+class DumpedBlock(NamedTuple):
+    """One block of a dump: an engine hash bound to a prefix, or a hole above one."""
+
+    engine_hash: int | None
+    """None: a hole, not held, listed because a block below it is."""
+    parent: int
+    """Position of the parent's first entry in the list; -1: the block begins a prompt."""
+    local_hash: int
+    copies: tuple[Copies, ...]
+    """Sorted; empty for a hole."""
+
+
+class DumpedOrphan(NamedTuple):
+    """One orphan of a dump."""
+
+    engine_hash: int
+    parent_engine_hash: int
+    local_hash: int
+    copies: tuple[Copies, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDump:
+    """One consistent cut of a worker rank's state: the same state gives an equal dump, in any backend.
+
+    `blocks` is in depth-first order from the root, parents before children, siblings by local hash, the
+    engine hashes of one prefix in ascending order; the parent of a block is the first entry of its prefix.
+    Predictions and ghosts are not part of it.
+    """
+
+    worker: WorkerRank
+    epoch: int = 0
+    """Incarnation of the engine that the cursor belongs to; 0: the source has none."""
+    last_event_id: int | None = None
+    """Last event applied; None: none yet."""
+    groups: tuple[tuple[int, bool], ...] = ()
+    """Known cache groups, sorted, and whether each is full attention."""
+    blocks: tuple[DumpedBlock, ...] = ()
+    orphans: tuple[DumpedOrphan, ...] = ()
+    """Sorted by engine hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """State of one worker rank."""
+
+    blocks: int
+    """Blocks (prefixes) held on any tier."""
+    hidden: int
+    """Of these, the ones below a hole."""
+    orphans: int
+    ghosts: int
+    predictions: int
+    device_copies: int
+    """Σ device counts over blocks and groups, orphans included."""
+    over_capacity: bool
+    incompatible: str
+    """Why the worker is not indexed; "" if it is."""
+    ignored: Mapping[Ignored, int]
+    """Since the worker was added; reasons that never happened are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """State of the whole index."""
+
+    blocks: int
+    """Distinct prefixes held by any worker."""
+    memberships: int
+    """(prefix, worker) pairs held on any tier."""
+    workers: int
+    """Worker ranks that hold any block."""
+    orphans: int
+    hidden: int
+    ghosts: int
+    predictions: int
+    bytes: int
+    """Memory: exact in the native twin, estimated in the reference."""
+    evicted: int
+    """Blocks dropped by the `max_blocks` bound, since start."""
+    queries: int
+    """Calls of `find_matches`, since start."""
+    unknown_worker: int
+    """Batches for workers that were not added, since start."""
+
+
+class BlockIndex(Protocol):
+    """The blocks of all worker ranks of one pool; see the module's picture and invariants.
+
+    Constructed as `Index(block_size, eagle=False, *, max_blocks=0, max_predicted_blocks=..., prune_ratio=...)`.
+    `now` is the caller's monotonic clock, in seconds; it must not go back.
+    """
+
+    def add_worker(self, worker: WorkerRank, options: WorkerOptions) -> None:
+        """Makes a worker rank known, empty; for a known one, replaces its options and keeps its blocks.
+
+        A changed `copies` mode applies to events from then on. O(1).
+        """
+        ...
+
+    def remove_worker(self, worker_id: str) -> int:
+        """Drops all ranks of a worker and returns how many there were.
+
+        They are gone from answers at once; their memory is freed in slices by later calls. O(ranks).
+        """
+        ...
+
+    def remove_rank(self, worker: WorkerRank) -> bool:
+        """Drops one rank, like `remove_worker`; False if it was not known. O(1)."""
+        ...
+
+    def reset(self, worker: WorkerRank) -> None:
+        """Forgets all that events said of a worker rank, cursor, groups and incompatibility included.
+
+        Unknown workers are ignored. Counters stay. O(1) for readers.
+        """
+        ...
+
+    def demote(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> int:
+        """Turns what a worker holds into predictions: its history can no longer be verified.
+
+        Blocks held on the device are predicted for `ttl_seconds`. All its bound hashes stay valid as
+        parents until then, and a Removed of one ends its prediction. Orphans are dropped, ghosts stay,
+        groups stay. O(its blocks).
+
+        Returns:
+            Blocks that are now predicted.
+        """
+        ...
+
+    def apply(self, worker: WorkerRank, batch: EventBatch, *, epoch: int = 0, event_id: int | None = None) -> Applied:
+        """Applies one batch and moves the worker's cursor, as one step. O(blocks of the batch).
+
+        Stored events are judged in the order of `Ignored`. Within a chain whose parent is known, each
+        block's prefix follows from the one before it, also where that one was dropped. In a chain
+        whose parent is unknown, a bound engine hash is a conflict that drops the rest of the event.
+
+        Args:
+            epoch: Incarnation of the engine; 0: none.
+            event_id: The batch's sequence number; None leaves the cursor where it is.
+        """
+        ...
+
+    def apply_payload(
+        self, worker: WorkerRank, payload: bytes, *, epoch: int = 0, event_id: int | None = None
+    ) -> Applied:
+        """Applies an engine's msgpack payload: `apply(worker, wire.decode_batch(payload), ...)`.
+
+        Raises:
+            MalformedBatch: The payload is no batch; nothing was applied, the cursor moved all the same.
+        """
+        ...
+
+    def predict(
+        self, worker: WorkerRank, block_hashes: Sequence[int] | bytes, *, ttl_seconds: float, now: float
+    ) -> int:
+        """Predicts that a worker will hold a prompt's blocks, until `now + ttl_seconds`.
+
+        Blocks that it holds on the device are left alone; predicted ones are refreshed, never shortened. Any
+        Stored or Removed that names a prediction's block on this worker ends it. Above the maximum,
+        predictions are pruned, soonest to expire first, deeper ones before their parents. Unknown
+        workers are ignored. O(blocks · log predictions).
+
+        Returns:
+            Blocks that are predicted and were not before.
+        """
+        ...
+
+    def find_matches(self, block_hashes: Sequence[int] | bytes, *, now: float, early_exit: bool = False) -> Overlaps:
+        """How many leading blocks of a prompt each worker rank holds; exact.
+
+        Args:
+            block_hashes: Local hashes from block 0, as integers or as little-endian u64s.
+            now: Decides which predictions count.
+            early_exit: Stop once at most one worker can have more; its numbers are then lower bounds.
+
+        At most O(blocks · workers/64 + rows). Changes no answer (it marks blocks as used, for the bound).
+        """
+        ...
+
+    def maintain(self, *, now: float, budget: int = 4096) -> bool:
+        """Frees memory of what was dropped, and expired predictions, for about `budget` blocks.
+
+        `apply` does some of it too. Returns True while more is left.
+        """
+        ...
+
+    def dump(self, worker: WorkerRank) -> WorkerDump | None:
+        """One consistent cut of a worker rank; None if it is not known. O(its blocks · log)."""
+        ...
+
+    def load(self, dump: WorkerDump) -> None:
+        """Replaces all that events said of a worker rank by a dump, cursor included, as one step.
+
+        Raises:
+            NotFound: The worker is not known.
+            InvalidArgument: The dump contradicts itself; nothing changed.
+        """
+        ...
+
+    def workers(self) -> tuple[WorkerRank, ...]:
+        """The known worker ranks, sorted."""
+        ...
+
+    def cursor(self, worker: WorkerRank) -> tuple[int, int | None] | None:
+        """(epoch, last event id) of a worker rank; None if it is not known."""
+        ...
+
+    def worker_stats(self, worker: WorkerRank) -> WorkerStats | None:
+        """State of a worker rank; None if it is not known. O(its blocks) while it has hidden ones."""
+        ...
+
+    def stats(self) -> IndexStats:
+        """State of the index. O(workers), and O(blocks) of workers that have hidden ones."""
+        ...
+
+    def check_invariants(self) -> None:
+        """Verifies the module's invariants the slow way; for tests.
+
+        Raises:
+            AssertionError: Naming the first violation.
+        """
+        ...
