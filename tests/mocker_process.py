@@ -90,6 +90,8 @@ async def running_mocker(*flags: str, environment: dict[str, str] | None = None)
         async with aiohttp.ClientSession() as http:
             yield MockerProcess(process, f"http://127.0.0.1:{ready['http_port']}", ready["ranks"], http)
     finally:
-        if process.returncode is None:
+        stopping = process.returncode is None
+        if stopping:
             process.terminate()
         await process.communicate()
+        assert not stopping or process.returncode == 0
