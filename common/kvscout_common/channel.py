@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 
 from kvscout_common.errors import ConfigError, KvscoutError, from_status
+from kvscout_common.interceptors import ANSWERED_TRAILER
 
 T = TypeVar("T")
 
@@ -114,14 +115,15 @@ def bearer_interceptors(token: str) -> tuple[grpc.aio.ClientInterceptor, ...]:
 
 def to_error(error: grpc.aio.AioRpcError) -> KvscoutError:
     """Our exception for a failed call."""
+    trailers = dict(error.trailing_metadata() or ())
     retry_after: float | None = None
-    for key, value in error.trailing_metadata() or ():
-        if key == "retry-after":
-            try:
-                retry_after = float(value)
-            except ValueError:
-                retry_after = None  # not ours: some proxies send dates here
-    return from_status(error.code(), error.details() or "", retry_after_seconds=retry_after)
+    try:
+        retry_after = float(trailers["retry-after"])
+    except (KeyError, ValueError):
+        pass  # absent, or a date: some proxies send those
+    ours = from_status(error.code(), error.details() or "", retry_after_seconds=retry_after)
+    ours.answered = ANSWERED_TRAILER in trailers
+    return ours
 
 
 async def call(method: Callable[..., Awaitable[T]], request: Any, *, timeout: float | None = None) -> T:

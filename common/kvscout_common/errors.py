@@ -33,11 +33,14 @@ class KvscoutError(Exception):
         message: What happened, in one sentence a caller can act on.
         field: The request field, flag or key at fault, if there is one.
         retry_after_seconds: When a later try may succeed, if that is known.
+
+    Attributes:
+        answered: On a client: the service itself said so, as opposed to a connection that failed.
     """
 
-    def __init__(
-        self, message: str, *, field: str | None = None, retry_after_seconds: float | None = None
-    ) -> None:
+    answered: bool = False
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
@@ -128,9 +131,7 @@ def status_code(error: KvscoutError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-def from_status(
-    code: grpc.StatusCode, message: str, *, retry_after_seconds: float | None = None
-) -> KvscoutError:
+def from_status(code: grpc.StatusCode, message: str, *, retry_after_seconds: float | None = None) -> KvscoutError:
     """The error that a gRPC status stands for; codes we never send become `InternalError`.
 
     Args:

@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeAlias
 
 import grpc
 
-Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
 
 class Surround(Protocol):

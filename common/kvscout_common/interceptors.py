@@ -14,6 +14,8 @@ from kvscout_common.handlers import Context, Continuation, Handler, wrap
 
 log = logging.getLogger("kvscout.rpc")
 
+ANSWERED_TRAILER = "kvscout-error"
+"""Marks a status that a service chose: UNAVAILABLE without it is a connection that failed."""
 INTERNAL_TEXT = "internal error; the service's log has the details"
 
 
@@ -45,10 +47,10 @@ class _Errors:
         except grpc.aio.AbortError:
             raise
         except KvscoutError as error:
-            trailers: tuple[tuple[str, str], ...] = ()
+            trailers = [(ANSWERED_TRAILER, type(error).__name__)]
             if error.retry_after_seconds is not None:
-                trailers = (("retry-after", f"{error.retry_after_seconds:g}"),)
-            await context.abort(status_code(error), str(error), trailing_metadata=trailers)
+                trailers.append(("retry-after", f"{error.retry_after_seconds:g}"))
+            await context.abort(status_code(error), str(error), trailing_metadata=tuple(trailers))
         except Exception:
             log.exception("unexpected error in %s", self._method)
             await context.abort(grpc.StatusCode.INTERNAL, INTERNAL_TEXT)

@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry
 
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError, KvscoutError
+from kvscout_common.hashing import log_backend
 from kvscout_common.identity import IdentityInterceptor, TokenTable
 from kvscout_common.interceptors import ErrorInterceptor
 from kvscout_common.telemetry import configure_logging, serve_metrics
@@ -65,6 +66,7 @@ def run(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> None:
         0 after SIGTERM or SIGINT, 1 after a crash, 2 for a configuration error.
     """
     configure_logging(config.log_level, config.log_format)
+    log_backend()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config, build))

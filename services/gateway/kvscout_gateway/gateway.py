@@ -1,0 +1,176 @@
+"""The gateway's parts, put together: what the servicer calls and what runs beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+
+from kvscout.v1 import gateway_pb2, indexer_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from kvscout_common.errors import KvscoutError
+from kvscout_common.registry import Registry
+from kvscout_common.registry_tasks import registry_tasks
+from kvscout_common.service_info import service_info
+from kvscout_common.worker import WorkerSpec
+from kvscout_common.worker_proto import rank_to_proto
+from kvscout_gateway.config import GatewayConfig
+from kvscout_gateway.engine import VllmEngine
+from kvscout_gateway.failover import Failover, Member
+from kvscout_gateway.generate import GenerateFlow
+from kvscout_gateway.metrics import GatewayMetrics
+from kvscout_gateway.observation import Observations
+from kvscout_gateway.registration import Registration
+from kvscout_gateway.releases import Bookings
+from kvscout_gateway.routing import Indexers, Placement, RoutingFlow, Schedulers
+
+log = logging.getLogger("kvscout.gateway")
+
+SETTINGS_SECONDS = 5.0
+"""How often the scheduler's settings are read."""
+
+
+def _indexer_stub(channel: grpc.aio.Channel) -> indexer_pb2_grpc.IndexerAsyncStub:
+    return indexer_pb2_grpc.IndexerStub(channel)
+
+
+def _scheduler_stub(channel: grpc.aio.Channel) -> scheduler_pb2_grpc.SchedulerAsyncStub:
+    return scheduler_pb2_grpc.SchedulerStub(channel)
+
+
+class Gateway:
+    """One gateway: stateless but for what is in flight and what was seen of the workers."""
+
+    def __init__(self, config: GatewayConfig, metrics: GatewayMetrics) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.started = time.monotonic()
+        self.draining = False
+        self.registry = Registry(time.monotonic)
+        self.workers_file, self._registry_tasks = registry_tasks(self.registry, config.server.workers_file)
+        self.indexers: Indexers = Failover("indexer", config.indexers, _indexer_stub, config.security)
+        self.schedulers: Schedulers = Failover("scheduler", config.schedulers, _scheduler_stub, config.security)
+        self.members: tuple[Member[Any], ...] = (*self.indexers.members, *self.schedulers.members)
+        self.registration = Registration(self.registry, [(f"{m.kind} {m.address}", m.stub) for m in self.members])
+        self.routing = RoutingFlow(
+            self.registry,
+            self.indexers,
+            self.schedulers,
+            metrics,
+            indexer_timeout_seconds=config.indexer_timeout_seconds,
+            scheduler_timeout_seconds=config.scheduler_timeout_seconds,
+        )
+        self.engine = VllmEngine(connect_seconds=config.engine_connect_seconds, idle_seconds=config.engine_idle_seconds)
+        self.bookings = Bookings(
+            metrics, lease_seconds=config.lease_seconds, timeout_seconds=config.scheduler_timeout_seconds
+        )
+        self.observations = Observations()
+        self._reports: set[asyncio.Task[None]] = set()
+        self.generate = GenerateFlow(
+            self.routing,
+            self.engine,
+            self.bookings,
+            self.observations,
+            metrics,
+            report_failure=self._report_failure,
+            migration_limit=config.migration_limit,
+            max_in_flight=config.max_in_flight,
+        )
+        self.registry.listen(self)
+
+    def worker_added(self, spec: WorkerSpec) -> None:
+        """Nothing: observations are made when first needed."""
+
+    def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
+        """Nothing: what was seen of the worker stays true."""
+
+    def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
+        """Forgets what was seen of it."""
+        self.observations.forget(spec.tenant, spec.worker_id)
+
+    def workers(self, tenant: str) -> list[WorkerSpec]:
+        """The registered workers of a tenant."""
+        return [entry.spec for entry in self.registry.entries(tenant)]
+
+    def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """What runs beside the server, by name."""
+        syncs = {f"sync {member.name}": self._keep(member) for member in self.registration.members}
+        return {
+            **self._registry_tasks,
+            **syncs,
+            "renew": self.bookings.renew,
+            "scheduler-settings": self._follow_settings,
+        }
+
+    def _keep(self, member: Any) -> Callable[[], Coroutine[Any, Any, None]]:
+        return lambda: self.registration.keep(member)
+
+    async def drain(self) -> None:
+        """Waits until no request is in flight and every Free is delivered."""
+        self.draining = True
+        await self.generate.idle.wait()
+        await self.bookings.settle()
+
+    async def close(self) -> None:
+        """Closes every connection."""
+        if self._reports:
+            await asyncio.gather(*self._reports, return_exceptions=True)
+        await self.engine.close()
+        await self.indexers.close()
+        await self.schedulers.close()
+
+    def info(self) -> types_pb2.ServiceInfo:
+        """What this process is, with what an operator should know."""
+        warnings = [f"{member.name}: {member.error}" for member in self.registration.members if member.error]
+        if self.workers_file is not None and self.workers_file.error:
+            warnings.append(f"workers file: {self.workers_file.error}")
+        return service_info(self.started, draining=self.draining, warnings=warnings)
+
+    def helper_statuses(self) -> list[gateway_pb2.HelperStatus]:
+        """The state of every indexer and scheduler."""
+        return [
+            gateway_pb2.HelperStatus(
+                kind=member.kind,
+                address=member.address,
+                healthy=not (member.last_error or sync.error),
+                last_error=member.last_error or sync.error,
+                calls=member.calls,
+                failures=member.failures,
+                pending_registrations=sync.pending,
+            )
+            for member, sync in zip(self.members, self.registration.members, strict=True)
+        ]
+
+    async def _follow_settings(self) -> None:
+        """Reads the scheduler's weight: at 0 the indexer need not be asked."""
+        while True:
+            try:
+                status, _ = await self.schedulers.call(
+                    lambda stub: stub.GetStatus,
+                    types_pb2.GetStatusRequest(tenant="*"),
+                    timeout_seconds=self.config.scheduler_timeout_seconds,
+                )
+                self.routing.overlap_score_weight = status.overlap_score_weight
+            except KvscoutError as error:
+                log.debug("scheduler settings not read: %s", error)
+            await asyncio.sleep(SETTINGS_SECONDS)
+
+    def _report_failure(self, tenant: str, placement: Placement, reason: str) -> None:
+        log.warning("worker %s/%d failed: %s", *placement.worker, reason)
+        request = scheduler_pb2.ReportFailureRequest(
+            tenant=tenant, worker=rank_to_proto(placement.worker), reason=reason
+        )
+        task = asyncio.get_running_loop().create_task(self._deliver_failure(request))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    async def _deliver_failure(self, request: scheduler_pb2.ReportFailureRequest) -> None:
+        try:
+            await self.schedulers.call(
+                lambda stub: stub.ReportFailure, request, timeout_seconds=self.config.scheduler_timeout_seconds
+            )
+        except KvscoutError as error:
+            log.warning("failure of %s not reported: %s", request.worker.worker_id, error)

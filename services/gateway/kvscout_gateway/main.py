@@ -1,0 +1,129 @@
+"""`kvscout-gateway`: flags and environment → one frozen config → serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvscout_common.channel import ClientSecurity
+from kvscout_common.config import ServerConfig
+from kvscout_common.errors import ConfigError
+from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, client_flags, flag, server_flags
+from kvscout_common.serving import App, run
+from kvscout_gateway.config import GatewayConfig
+
+
+@click.command(cls=SectionedCommand)
+@flag(
+    "--indexer", multiple=True, default=("127.0.0.1:50051",), help="Indexer host:port; repeat in order of preference."
+)
+@flag("--no-indexer", is_flag=True, help="Run without an indexer: route on load alone.")
+@flag(
+    "--scheduler",
+    multiple=True,
+    default=("127.0.0.1:50052",),
+    help="Scheduler host:port; repeat in order of preference.",
+)
+@flag(
+    "--migration-limit",
+    default=1,
+    type=click.IntRange(0, 10),
+    help="Tries on other workers after one failed before its first token.",
+)
+@flag(
+    "--indexer-timeout-ms",
+    default=20.0,
+    type=click.FloatRange(min=0.1),
+    section=PERFORMANCE,
+    help="A slower indexer is not waited for.",
+)
+@flag(
+    "--scheduler-timeout-ms",
+    default=1000.0,
+    type=click.FloatRange(min=1),
+    section=PERFORMANCE,
+    help="A slower scheduler counts as down.",
+)
+@flag(
+    "--engine-connect-seconds",
+    default=2.0,
+    type=click.FloatRange(min=0.01),
+    section=PERFORMANCE,
+    help="Longest wait for a connection to an engine.",
+)
+@flag(
+    "--engine-idle-seconds",
+    default=300.0,
+    type=click.FloatRange(min=0.1),
+    section=PERFORMANCE,
+    help="Longest silence of an engine within a request.",
+)
+@flag(
+    "--max-in-flight",
+    default=10_000,
+    type=click.IntRange(min=1),
+    section=PERFORMANCE,
+    help="Requests that run at once; more are refused.",
+)
+@flag(
+    "--lease-seconds",
+    default=300,
+    type=click.IntRange(3, 3600),
+    section=BEHAVIOUR,
+    help="Lease of the gateway's own bookings.",
+)
+@client_flags()
+@server_flags("gateway", port=50050, metrics_port=9093)
+def main(**values: Any) -> None:
+    """Place LLM requests on the workers that have their prompts cached, and run them there."""
+    try:
+        config = GatewayConfig(
+            server=ServerConfig.from_flags(values),
+            security=ClientSecurity.from_flags(
+                values["tls_ca"], values["tls_client_cert"], values["tls_client_key"], values["token_file"]
+            ),
+            indexers=() if values["no_indexer"] else tuple(values["indexer"]),
+            schedulers=tuple(values["scheduler"]),
+            indexer_timeout_seconds=values["indexer_timeout_ms"] / 1000,
+            scheduler_timeout_seconds=values["scheduler_timeout_ms"] / 1000,
+            migration_limit=values["migration_limit"],
+            engine_connect_seconds=values["engine_connect_seconds"],
+            engine_idle_seconds=values["engine_idle_seconds"],
+            max_in_flight=values["max_in_flight"],
+            lease_seconds=values["lease_seconds"],
+        )
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    run(config.server, lambda: build(config))
+
+
+async def build(config: GatewayConfig) -> App:
+    """The gateway as an app to serve."""
+    from prometheus_client import CollectorRegistry
+
+    from kvscout.v1 import gateway_pb2, gateway_pb2_grpc
+    from kvscout_gateway.gateway import Gateway
+    from kvscout_gateway.metrics import GatewayMetrics
+    from kvscout_gateway.servicer import GatewayServicer
+
+    metrics = CollectorRegistry()
+    gateway = Gateway(config, GatewayMetrics(metrics))
+    servicer = GatewayServicer(gateway)
+    return App(
+        name="gateway",
+        services=[
+            (
+                gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name,
+                lambda server: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server),
+            )
+        ],
+        tasks=gateway.tasks(),
+        drain=gateway.drain,
+        close=gateway.close,
+        metrics=metrics,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Gateway messages ↔ the flows' plain values. Pure."""
+
+from __future__ import annotations
+
+import uuid
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+from kvscout.v1 import gateway_pb2, types_pb2
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.hashing import MmItem
+from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_common.worker_proto import rank_to_proto, role_from_proto
+from kvscout_gateway.generate import Piece
+from kvscout_gateway.prompt import Prompt
+from kvscout_gateway.routing import Placement, Wish
+
+_FINISH = {
+    "": gateway_pb2.FINISH_REASON_UNSPECIFIED,
+    "stop": gateway_pb2.FINISH_REASON_STOP,
+    "length": gateway_pb2.FINISH_REASON_LENGTH,
+    "abort": gateway_pb2.FINISH_REASON_ABORT,
+}
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian u32."""
+    return array("I", token_ids).tobytes()
+
+
+def _mm_items(items: Iterable[types_pb2.MultimodalItem]) -> tuple[MmItem, ...]:
+    return tuple(MmItem(item.id, item.offset, item.length or 1) for item in items)
+
+
+def route_wish(request: gateway_pb2.RouteRequest) -> Wish:
+    """What a RouteRequest asks for.
+
+    Raises:
+        InvalidArgument: If the prompt is missing, given twice, or given as hashes without their block size.
+    """
+    if not request.model:
+        raise InvalidArgument("must not be empty", field="model")
+    if request.token_ids and request.block_hashes:
+        raise InvalidArgument("give token_ids or block_hashes, not both", field="token_ids")
+    if request.token_ids:
+        if request.HasField("block_size"):
+            raise InvalidArgument("goes with block_hashes only", field="block_size")
+        prompt = Prompt(
+            isl_tokens=len(request.token_ids),
+            token_ids=pack_tokens(request.token_ids),
+            cache_salt=request.cache_salt,
+            mm_items=_mm_items(request.mm_items),
+        )
+    elif request.block_hashes:
+        if not request.block_size:
+            raise InvalidArgument("is required with block_hashes, at least 1", field="block_size")
+        least = len(request.block_hashes) * request.block_size
+        if request.isl_tokens and request.isl_tokens < least:
+            raise InvalidArgument(f"is below the {least} tokens of block_hashes", field="isl_tokens")
+        prompt = Prompt(
+            isl_tokens=request.isl_tokens or least,
+            given_hashes=tuple(request.block_hashes),
+            given_block_size=request.block_size,
+        )
+    else:
+        raise InvalidArgument("the prompt is empty: give token_ids or block_hashes", field="token_ids")
+    return Wish(
+        model=request.model,
+        tenant=request.tenant or DEFAULT_TENANT,
+        prompt=prompt,
+        lora_name=request.lora_name,
+        role=role_from_proto(request.role),
+        request_id=request.request_id,
+        attempt_id=request.attempt_id,
+        allowed=tuple(request.allowed_worker_ids),
+        pinned=request.worker_id,
+        pinned_rank=_pinned_rank(request),
+        required_labels=dict(request.required_labels),
+        override=request.router_config_override if request.HasField("router_config_override") else None,
+        priority=request.priority,
+        expected_output_tokens=request.expected_output_tokens,
+        explain=request.explain,
+        lease_seconds=request.lease_seconds,
+    )
+
+
+def generate_wish(request: gateway_pb2.GenerateRequest, lease_seconds: int) -> Wish:
+    """What a GenerateRequest asks of its worker.
+
+    Raises:
+        InvalidArgument: If the model or the prompt is missing, or an option is out of range.
+    """
+    if not request.model:
+        raise InvalidArgument("must not be empty", field="model")
+    if not request.token_ids:
+        raise InvalidArgument("the prompt is empty", field="token_ids")
+    return Wish(
+        model=request.model,
+        tenant=request.tenant or DEFAULT_TENANT,
+        prompt=Prompt(
+            isl_tokens=len(request.token_ids),
+            token_ids=pack_tokens(request.token_ids),
+            cache_salt=request.cache_salt,
+            mm_items=_mm_items(request.mm_items),
+        ),
+        lora_name=request.lora_name,
+        request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
+        allowed=tuple(request.allowed_worker_ids),
+        pinned=request.worker_id,
+        pinned_rank=_pinned_rank(request),
+        required_labels=dict(request.required_labels),
+        override=request.router_config_override if request.HasField("router_config_override") else None,
+        priority=request.priority,
+        expected_output_tokens=request.stop_conditions.max_tokens,
+        explain=request.explain,
+        lease_seconds=lease_seconds,
+    )
+
+
+def _pinned_rank(request: gateway_pb2.RouteRequest | gateway_pb2.GenerateRequest) -> int | None:
+    if not request.HasField("dp_rank"):
+        return None
+    if not request.worker_id:
+        raise InvalidArgument("needs worker_id", field="dp_rank")
+    return request.dp_rank
+
+
+def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:
+    """Stop, sampling and output options, named as vLLM's /v1/completions names them; unset ones left out.
+
+    Raises:
+        InvalidArgument: If one is out of range.
+    """
+    stop, sampling, output = request.stop_conditions, request.sampling_options, request.output_options
+    if stop.HasField("max_tokens") and stop.max_tokens < 1:
+        raise InvalidArgument("must be at least 1", field="stop_conditions.max_tokens")
+    if stop.HasField("max_tokens") and stop.min_tokens > stop.max_tokens:
+        raise InvalidArgument("must not exceed max_tokens", field="stop_conditions.min_tokens")
+    if sampling.HasField("n") and sampling.n != 1:
+        raise InvalidArgument("a stream carries one sequence", field="sampling_options.n")
+    if sampling.HasField("temperature") and not sampling.temperature >= 0:
+        raise InvalidArgument("must be a number >= 0", field="sampling_options.temperature")
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise InvalidArgument("must be above 0 and at most 1", field="sampling_options.top_p")
+    parameters: dict[str, Any] = {
+        field.name: value
+        for message in (sampling, output)
+        for field, value in message.ListFields()  # all optional: only those that are set
+    }
+    if stop.HasField("max_tokens"):
+        parameters["max_tokens"] = stop.max_tokens
+    if stop.min_tokens:
+        parameters["min_tokens"] = stop.min_tokens
+    if stop.stop:
+        parameters["stop"] = list(stop.stop)
+    if stop.stop_token_ids:
+        parameters["stop_token_ids"] = list(stop.stop_token_ids)
+    if stop.ignore_eos:
+        parameters["ignore_eos"] = True
+    if request.cache_salt:
+        parameters["cache_salt"] = request.cache_salt
+    return parameters
+
+
+def route_response(placement: Placement) -> gateway_pb2.RouteResponse:
+    """A placement as the answer of Route."""
+    worker = rank_to_proto(placement.worker)
+    return gateway_pb2.RouteResponse(
+        worker_id=worker.worker_id,
+        dp_rank=worker.dp_rank,
+        overlap_blocks=placement.overlap_blocks,
+        effective_overlap_blocks=placement.effective_overlap_blocks,
+        endpoint=placement.endpoint,
+        num_blocks=placement.num_blocks,
+        block_size=placement.block_size,
+        cost=placement.cost,
+        degraded=bool(placement.degraded),
+        degraded_reasons=placement.degraded,
+        explanation=placement.explanation,
+    )
+
+
+def generate_response(piece: Piece, request_id: str) -> gateway_pb2.GenerateResponse:
+    """A piece of output as a message of Generate."""
+    if piece.placement is not None:
+        return gateway_pb2.GenerateResponse(route=route_response(piece.placement), request_id=request_id)
+    chunk = piece.chunk
+    usage = None
+    if chunk.prompt_tokens is not None:
+        usage = gateway_pb2.Usage(
+            prompt_tokens=chunk.prompt_tokens,
+            completion_tokens=chunk.completion_tokens,
+            cached_tokens=chunk.cached_tokens,
+        )
+    return gateway_pb2.GenerateResponse(
+        token_ids=chunk.token_ids,
+        text=chunk.text,
+        finish_reason=_FINISH.get(chunk.finish_reason, gateway_pb2.FINISH_REASON_STOP),
+        usage=usage,
+    )
