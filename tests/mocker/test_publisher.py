@@ -130,6 +130,8 @@ async def test_each_rank_counts_and_publishes_on_its_own() -> None:
             assert batch(frames[3])[2] == rank
             assert sources[str(rank)]["endpoint"] == mocker.ranks[rank]["events"]
             assert sources[str(rank)]["replay_endpoint"] == mocker.ranks[rank]["replay"]
+        assert [rank["dp_rank"] for rank in mocker.ranks] == [0, 1]
+        assert len({rank[kind] for rank in mocker.ranks for kind in ("events", "replay")}) == 4
 
 
 async def test_a_restarted_process_counts_from_0_with_other_hashes() -> None:

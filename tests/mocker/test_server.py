@@ -193,9 +193,10 @@ async def test_errors_have_openais_shape_and_name_the_field(
 
 
 async def test_what_is_not_json_and_unknown_paths_have_openais_shape_too(mocker: MockerProcess) -> None:
-    async with mocker.http.post(mocker.url + "/v1/completions", data=b"{") as response:
-        assert response.status == 400
-        assert (await response.json())["error"]["param"] == "body"
+    for data in (b"{", b"\xff", b"[" * 100_000):
+        async with mocker.http.post(mocker.url + "/v1/completions", data=data) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["param"] == "body"
     async with mocker.http.get(mocker.url + "/v2") as response:
         assert (response.status, (await response.json())["error"]["type"]) == (404, "NotFoundError")
 

@@ -90,7 +90,7 @@ class EventPublisher:
         batch = _Batch(self._next_seq, self._encoder.encode(events, time.time()))
         self._next_seq += 1
         self._recent.append(batch)
-        self._pub.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), batch.payload), copy=False)
+        self._pub.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), batch.payload))
 
     async def serve_replay(self) -> None:
         """Answer replay requests until cancelled."""
@@ -108,9 +108,7 @@ class EventPublisher:
 
     async def _answer(self, client: bytes, start: int) -> None:
         for seq, payload in [batch for batch in self._recent if batch.seq >= start]:
-            await self._replay.send_multipart(
-                [client, *self._replay_prefix, seq.to_bytes(8, "big"), payload], copy=False
-            )
+            await self._replay.send_multipart([client, *self._replay_prefix, seq.to_bytes(8, "big"), payload])
         await self._replay.send_multipart([client, *self._replay_end, END_OF_REPLAY, b""])
 
     def close(self) -> None:

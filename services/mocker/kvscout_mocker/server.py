@@ -143,12 +143,13 @@ class Api:
 
     def _rank(self, header: str | None) -> Rank:
         if header is not None:
-            if not header.isascii() or not header.isdigit() or int(header) >= len(self._ranks):
+            named = next((rank for rank in self._ranks if str(rank.dp_rank) == header), None)
+            if named is None:
                 raise InvalidArgument(
                     f"must be a rank between 0 and {len(self._ranks) - 1}, not {header!r}",
                     field="X-data-parallel-rank",
                 )
-            return self._ranks[int(header)]
+            return named
         order = [*self._ranks[self._next_rank :], *self._ranks[: self._next_rank]]
         rank = min(order, key=lambda r: r.load)
         self._next_rank = (rank.dp_rank + 1) % len(self._ranks)
@@ -225,7 +226,7 @@ def _sse(chunk: dict[str, Any]) -> bytes:
 async def _json(http: web.Request) -> object:
     try:
         body: object = json.loads(await http.read())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"is not JSON: {error}", field="body") from None
     return body
 
