@@ -1,0 +1,77 @@
+"""A routed request that holds a place on its worker until it is freed."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+from kvscout_client.results import FreeOutcome, RouteDecision
+from kvscout_common.errors import KvscoutError
+
+
+class Lifecycle(Protocol):
+    """What a booking needs of its router."""
+
+    async def mark_prefill_complete(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> bool:
+        """Reports the first token."""
+        ...
+
+    async def free(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> FreeOutcome:
+        """Ends the request."""
+        ...
+
+
+class Booking:
+    """A booked request; leaving its `async with` block frees it.
+
+    ::
+
+        async with await router.route(token_ids, request_id="r-1") as booking:
+            stream = await my_engine(booking.decision.endpoint, token_ids)
+            await stream.first_token()
+            await booking.prefill_complete()
+            await stream.rest()
+    """
+
+    def __init__(
+        self, router: Lifecycle, decision: RouteDecision, *, request_id: str, model: str, attempt_id: int
+    ) -> None:
+        self.decision = decision
+        self.request_id = request_id
+        self.model = model
+        self.attempt_id = attempt_id
+        self._router = router
+        self._freed = False
+
+    async def prefill_complete(self) -> bool:
+        """Reports the first token, so that the prompt no longer counts as prefill load.
+
+        Returns:
+            False if it was reported before.
+
+        Raises:
+            NotFound: The booking is gone: freed, or its lease has ended.
+        """
+        return await self._router.mark_prefill_complete(self.request_id, model=self.model, attempt_id=self.attempt_id)
+
+    async def free(self) -> FreeOutcome:
+        """Ends the request; repeated calls do nothing more."""
+        if self._freed:
+            return FreeOutcome.ALREADY_FREED
+        outcome = await self._router.free(self.request_id, model=self.model, attempt_id=self.attempt_id)
+        self._freed = True
+        return outcome
+
+    async def __aenter__(self) -> Booking:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.free()
+        except KvscoutError as failure:
+            if error is None:
+                raise
+            # What went wrong inside matters more; the booking ends with its lease.
+            error.add_note(f"and request {self.request_id!r} could not be freed: {failure}")

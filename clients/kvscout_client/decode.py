@@ -1,0 +1,186 @@
+"""Protobuf answers → results."""
+
+from __future__ import annotations
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
+from kvscout_client.results import (
+    BusyThresholds,
+    Candidate,
+    Explanation,
+    FinishReason,
+    FreeOutcome,
+    GenerateChunk,
+    HelperState,
+    RouteDecision,
+    RouterStatus,
+    Usage,
+    WorkerLoad,
+    WorkerObservation,
+    WorkerRecord,
+)
+from kvscout_common.worker import WorkerRank
+from kvscout_common.worker_proto import spec_from_proto
+
+_FINISH_REASONS = {
+    gateway_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    gateway_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    gateway_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
+}
+
+_FREE_OUTCOMES = {
+    scheduler_pb2.FREE_OUTCOME_FREED: FreeOutcome.FREED,
+    scheduler_pb2.FREE_OUTCOME_ALREADY_FREED: FreeOutcome.ALREADY_FREED,
+    scheduler_pb2.FREE_OUTCOME_DEQUEUED: FreeOutcome.DEQUEUED,
+}
+
+
+def decision(message: gateway_pb2.RouteResponse) -> RouteDecision:
+    """A routing decision."""
+    return RouteDecision(
+        worker=WorkerRank(message.worker_id, message.dp_rank),
+        endpoint=message.endpoint,
+        overlap_blocks=message.overlap_blocks,
+        effective_overlap_blocks=message.effective_overlap_blocks,
+        num_blocks=message.num_blocks,
+        block_size=message.block_size,
+        cost=message.cost,
+        degraded=message.degraded,
+        degraded_reasons=tuple(message.degraded_reasons),
+        explanation=_explanation(message.explanation) if message.HasField("explanation") else None,
+    )
+
+
+def _explanation(message: scheduler_pb2.Explanation) -> Explanation:
+    return Explanation(
+        policy=message.policy,
+        overlap_score_weight=message.overlap_score_weight,
+        router_temperature=message.router_temperature,
+        reason=message.reason,
+        candidates=tuple(
+            Candidate(
+                worker=_rank(c.worker),
+                eligible=c.eligible,
+                ineligible_reason=c.ineligible_reason,
+                device_blocks=c.device_blocks,
+                host_blocks=c.host_blocks,
+                disk_blocks=c.disk_blocks,
+                external_blocks=c.external_blocks,
+                prefill_blocks=c.prefill_blocks,
+                decode_blocks=c.decode_blocks,
+                cost=c.cost,
+                probability=c.probability,
+            )
+            for c in message.candidates
+        ),
+    )
+
+
+def chunk(message: gateway_pb2.GenerateResponse) -> GenerateChunk:
+    """A piece of output."""
+    return GenerateChunk(
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        finish_reason=_FINISH_REASONS.get(message.finish_reason),
+        decision=decision(message.route) if message.HasField("route") else None,
+        usage=_usage(message.usage) if message.HasField("usage") else None,
+        request_id=message.request_id,
+    )
+
+
+def _usage(message: gateway_pb2.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        completion_tokens=message.completion_tokens,
+        cached_tokens=message.cached_tokens if message.HasField("cached_tokens") else None,
+    )
+
+
+def free_outcome(message: scheduler_pb2.FreeResponse) -> FreeOutcome:
+    """What a free did."""
+    return _FREE_OUTCOMES.get(message.outcome, FreeOutcome.UNKNOWN)
+
+
+def load(message: scheduler_pb2.WorkerLoad) -> WorkerLoad:
+    """The load of one rank."""
+    return WorkerLoad(
+        worker=_rank(message.worker),
+        potential_prefill_tokens=message.potential_prefill_tokens,
+        potential_decode_blocks=message.potential_decode_blocks,
+        active_requests=message.active_requests,
+        active_prefill_tokens=message.active_prefill_tokens,
+        active_decode_blocks=message.active_decode_blocks,
+        busy=message.busy,
+        cooldown_seconds=message.cooldown_seconds,
+        draining=message.draining,
+        total_kv_blocks=message.total_kv_blocks,
+    )
+
+
+def worker_record(message: workers_pb2.WorkerEntry) -> WorkerRecord:
+    """A registered worker."""
+    return WorkerRecord(
+        spec=spec_from_proto(message.worker),
+        source=message.source,
+        lease_remaining_seconds=(
+            message.lease_remaining_seconds if message.HasField("lease_remaining_seconds") else None
+        ),
+    )
+
+
+def thresholds(message: types_pb2.BusyThresholds) -> BusyThresholds:
+    """The thresholds of a model."""
+    return BusyThresholds(
+        model=message.model,
+        tenant=message.tenant,
+        active_decode_blocks_threshold=(
+            message.active_decode_blocks_threshold if message.HasField("active_decode_blocks_threshold") else None
+        ),
+        active_prefill_tokens_threshold=(
+            message.active_prefill_tokens_threshold if message.HasField("active_prefill_tokens_threshold") else None
+        ),
+    )
+
+
+def status(message: gateway_pb2.GatewayStatus) -> RouterStatus:
+    """The state of a gateway."""
+    service = message.service
+    return RouterStatus(
+        version=service.version,
+        uptime_seconds=service.uptime_seconds,
+        backend=service.backend,
+        draining=service.draining,
+        warnings=tuple(service.warnings),
+        helpers=tuple(
+            HelperState(
+                kind=h.kind,
+                address=h.address,
+                healthy=h.healthy,
+                last_error=h.last_error,
+                calls=h.calls,
+                failures=h.failures,
+                pending_registrations=h.pending_registrations,
+            )
+            for h in message.helpers
+        ),
+        workers=tuple(
+            WorkerObservation(
+                worker=_rank(w.worker),
+                requests=w.requests,
+                failures=w.failures,
+                prompt_tokens=w.prompt_tokens,
+                cached_tokens=w.cached_tokens,
+                checked=w.checked,
+                mispredicted=w.mispredicted,
+                prediction_error_tokens=w.prediction_error_tokens,
+            )
+            for w in message.workers
+        ),
+        in_flight=message.in_flight,
+        requests=message.requests,
+        failures=message.failures,
+        degraded=dict(message.degraded),
+    )
+
+
+def _rank(message: types_pb2.WorkerRank) -> WorkerRank:
+    return WorkerRank(message.worker_id, message.dp_rank)

@@ -1,0 +1,205 @@
+"""What the client returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvscout_common.worker import WorkerRank, WorkerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One worker rank that was considered."""
+
+    worker: WorkerRank
+    eligible: bool
+    ineligible_reason: str
+    """Why it could not be chosen; "" = it could."""
+    device_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    external_blocks: int
+    prefill_blocks: float
+    decode_blocks: float
+    cost: float
+    probability: float
+    """Of being drawn, where the temperature is above 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a worker was chosen."""
+
+    policy: str
+    overlap_score_weight: float
+    router_temperature: float
+    reason: str
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """Where a prompt should go."""
+
+    worker: WorkerRank
+    endpoint: str
+    """The worker's HTTP endpoint; "" = none registered."""
+    overlap_blocks: int
+    """Leading blocks of the prompt on its device."""
+    effective_overlap_blocks: float
+    """Overlap as the cost counted it, slower tiers weighted."""
+    num_blocks: int
+    """Complete blocks in the prompt."""
+    block_size: int
+    """Tokens a block."""
+    cost: float
+    degraded: bool
+    """A helper was out of reach: the choice was made with less knowledge than usual."""
+    degraded_reasons: tuple[str, ...]
+    explanation: Explanation | None
+    """Set where it was asked for."""
+
+
+class FinishReason(StrEnum):
+    """Why generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a finished request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+    """Prompt tokens that the engine took from its cache; None = it did not report."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateChunk:
+    """A piece of the output."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    """Set in the last piece of output."""
+    decision: RouteDecision | None = None
+    """Where the request runs: in the first piece, and again if it had to move before its first token."""
+    usage: Usage | None = None
+    """In the last piece."""
+    request_id: str = ""
+    """In the first piece."""
+
+
+class FreeOutcome(StrEnum):
+    """What a free did."""
+
+    FREED = "freed"
+    UNKNOWN = "unknown"
+    """Nothing was active under this id and attempt."""
+    ALREADY_FREED = "already_freed"
+    DEQUEUED = "dequeued"
+    """It was waiting in the queue and is taken out."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """Load of one worker rank, now and with the prompt of the question added."""
+
+    worker: WorkerRank
+    potential_prefill_tokens: int
+    potential_decode_blocks: int
+    active_requests: int
+    active_prefill_tokens: int
+    active_decode_blocks: int
+    busy: bool
+    cooldown_seconds: float
+    draining: bool
+    total_kv_blocks: int
+    """0 = unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredWorker:
+    """Answer to a registration."""
+
+    spec: WorkerSpec
+    """As stored, defaults filled in."""
+    created: bool
+    """False = an existing registration was replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One registered worker."""
+
+    spec: WorkerSpec
+    source: str
+    """Where the registration comes from, such as "rpc" or "file"."""
+    lease_remaining_seconds: float | None
+    """None = no lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class BusyThresholds:
+    """When the workers of a model count as busy; None = off."""
+
+    model: str
+    tenant: str
+    active_decode_blocks_threshold: float | None
+    """Fraction of total_kv_blocks in active decode blocks."""
+    active_prefill_tokens_threshold: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class HelperState:
+    """An indexer or scheduler as the gateway sees it."""
+
+    kind: str
+    address: str
+    healthy: bool
+    last_error: str
+    calls: int
+    failures: int
+    pending_registrations: int
+    """Registrations it has not been told yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerObservation:
+    """What the gateway saw of one worker rank."""
+
+    worker: WorkerRank
+    requests: int
+    failures: int
+    prompt_tokens: int
+    cached_tokens: int
+    checked: int
+    """Requests whose cached tokens the engine reported."""
+    mispredicted: int
+    prediction_error_tokens: int
+    """Σ |predicted − reported| cached tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStatus:
+    """State of the gateway and of what it depends on."""
+
+    version: str
+    uptime_seconds: float
+    backend: str
+    """"native" with the Rust extension, "reference" without it."""
+    draining: bool
+    warnings: tuple[str, ...]
+    helpers: tuple[HelperState, ...]
+    workers: tuple[WorkerObservation, ...]
+    in_flight: int
+    requests: int
+    failures: int
+    degraded: Mapping[str, int]
+    """Decisions made with less knowledge than usual, by reason."""

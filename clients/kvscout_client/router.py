@@ -1,0 +1,447 @@
+"""The asynchronous client of a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from enum import Enum
+from types import TracebackType
+from typing import Final, TypeVar, overload
+
+from kvscout.v1 import gateway_pb2, gateway_pb2_grpc, scheduler_pb2, types_pb2, workers_pb2
+from kvscout_client import decode
+from kvscout_client.booking import Booking
+from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions
+from kvscout_client.results import (
+    BusyThresholds,
+    FreeOutcome,
+    GenerateChunk,
+    RegisteredWorker,
+    RouteDecision,
+    RouterStatus,
+    WorkerLoad,
+    WorkerRecord,
+)
+from kvscout_client.tokens import Tokens, token_list
+from kvscout_common.channel import PLAINTEXT, ClientSecurity, call, open_channel, stream
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerSpec
+from kvscout_common.worker_proto import role_to_proto, spec_from_proto, spec_to_proto
+
+_WithTokens = TypeVar(
+    "_WithTokens",
+    gateway_pb2.RouteRequest,
+    gateway_pb2.GenerateRequest,
+    gateway_pb2.GatewayPotentialLoadsRequest,
+)
+
+
+class Unchanged(Enum):
+    """The type of `UNCHANGED`."""
+
+    UNCHANGED = "unchanged"
+
+
+UNCHANGED: Final = Unchanged.UNCHANGED
+"""A threshold that `set_busy_thresholds` leaves as it is."""
+
+
+class Router:
+    """A gateway's rpcs with Python types; one connection, safe for any number of concurrent calls of one event loop.
+
+    Every method raises the exceptions of `kvscout_common.errors` that the gateway answers, `Unavailable` when it cannot
+    be reached and `DeadlineExceeded` after `timeout_seconds`.
+    """
+
+    def __init__(
+        self,
+        address: str = "localhost:50050",
+        *,
+        model: str = "",
+        tenant: str = DEFAULT_TENANT,
+        security: ClientSecurity = PLAINTEXT,
+        timeout_seconds: float | None = 30.0,
+    ) -> None:
+        """Connects lazily; nothing is sent before the first call.
+
+        Args:
+            address: host:port of the gateway.
+            model: Used by calls that name none.
+            tenant: Named in every request.
+            security: TLS files and bearer token.
+            timeout_seconds: Deadline of every unary call; None = none. Streams have their own.
+        """
+        self._channel = open_channel(address, security)
+        self._stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(self._channel)
+        self._model = model
+        self._tenant = tenant
+        self._timeout = timeout_seconds
+
+    async def __aenter__(self) -> Router:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection; calls in flight are cancelled."""
+        await self._channel.close()
+
+    # Requests
+
+    @overload
+    async def route(
+        self,
+        token_ids: Tokens,
+        *,
+        request_id: None = None,
+        attempt_id: int = 0,
+        model: str = "",
+        lora_name: str = "",
+        cache_salt: str = "",
+        role: Role = Role.AGGREGATED,
+        worker_id: str = "",
+        dp_rank: int | None = None,
+        allowed_worker_ids: Iterable[str] = (),
+        required_labels: Mapping[str, str] | None = None,
+        override: RouterOverride | None = None,
+        priority: int = 0,
+        expected_output_tokens: int = 0,
+        explain: bool = False,
+        lease_seconds: int = 0,
+    ) -> RouteDecision: ...
+
+    @overload
+    async def route(
+        self,
+        token_ids: Tokens,
+        *,
+        request_id: str,
+        attempt_id: int = 0,
+        model: str = "",
+        lora_name: str = "",
+        cache_salt: str = "",
+        role: Role = Role.AGGREGATED,
+        worker_id: str = "",
+        dp_rank: int | None = None,
+        allowed_worker_ids: Iterable[str] = (),
+        required_labels: Mapping[str, str] | None = None,
+        override: RouterOverride | None = None,
+        priority: int = 0,
+        expected_output_tokens: int = 0,
+        explain: bool = False,
+        lease_seconds: int = 0,
+    ) -> Booking: ...
+
+    async def route(
+        self,
+        token_ids: Tokens,
+        *,
+        request_id: str | None = None,
+        attempt_id: int = 0,
+        model: str = "",
+        lora_name: str = "",
+        cache_salt: str = "",
+        role: Role = Role.AGGREGATED,
+        worker_id: str = "",
+        dp_rank: int | None = None,
+        allowed_worker_ids: Iterable[str] = (),
+        required_labels: Mapping[str, str] | None = None,
+        override: RouterOverride | None = None,
+        priority: int = 0,
+        expected_output_tokens: int = 0,
+        explain: bool = False,
+        lease_seconds: int = 0,
+    ) -> RouteDecision | Booking:
+        """Tells where a prompt should go and, with a request id, books it there.
+
+        Args:
+            token_ids: The prompt.
+            request_id: Set = book; the caller then owes `prefill_complete` and `free`, the latter best through
+                `async with`. None = query only, nothing changes.
+            attempt_id: Tells attempts of one request apart.
+            model: Model or adapter; "" = the router's.
+            lora_name: Adapter; "" = base model.
+            cache_salt: Separates the prompt's cache blocks from others'.
+            role: Role of the worker wanted.
+            worker_id: The worker that must be chosen; "" = free choice.
+            dp_rank: The rank of it that must be chosen.
+            allowed_worker_ids: Only these may be chosen; empty = all.
+            required_labels: Labels the worker must have.
+            override: Changes of the scheduler's settings for this request.
+            priority: In the queue, higher first.
+            expected_output_tokens: 0 = unknown.
+            explain: Explain the decision.
+            lease_seconds: Until the booking ends unless renewed; 0 = 300.
+
+        Raises:
+            InvalidArgument, NotFound, FailedPrecondition, ResourceExhausted, Unavailable, AlreadyExists: As
+                documented at the rpc.
+        """
+        if request_id is not None and not request_id:
+            raise InvalidArgument("must not be empty; None = query only", field="request_id")
+        request = _filled(
+            gateway_pb2.RouteRequest(
+                model=model or self._model,
+                tenant=self._tenant,
+                request_id=request_id or "",
+                attempt_id=attempt_id,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+                role=role_to_proto(role),
+                allowed_worker_ids=allowed_worker_ids,
+                worker_id=worker_id,
+                dp_rank=dp_rank,
+                required_labels=required_labels or {},
+                router_config_override=override.to_proto() if override else None,
+                priority=priority,
+                expected_output_tokens=expected_output_tokens,
+                explain=explain,
+                lease_seconds=lease_seconds,
+            ),
+            token_ids,
+        )
+        decision = decode.decision(await call(self._stub.Route, request, timeout=self._timeout))
+        if request_id is None:
+            return decision
+        return Booking(self, decision, request_id=request_id, model=request.model, attempt_id=attempt_id)
+
+    async def generate(
+        self,
+        token_ids: Tokens,
+        *,
+        model: str = "",
+        request_id: str = "",
+        stop: StopConditions | None = None,
+        sampling: SamplingOptions | None = None,
+        output: OutputOptions | None = None,
+        lora_name: str = "",
+        cache_salt: str = "",
+        worker_id: str = "",
+        dp_rank: int | None = None,
+        allowed_worker_ids: Iterable[str] = (),
+        required_labels: Mapping[str, str] | None = None,
+        override: RouterOverride | None = None,
+        priority: int = 0,
+        explain: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> AsyncIterator[GenerateChunk]:
+        """Runs a prompt on the best worker and streams its output. Closing the iterator early cancels the request.
+
+        Args:
+            token_ids: The prompt.
+            model: Model or adapter; "" = the router's.
+            request_id: "" = the gateway makes one.
+            stop: When to stop.
+            sampling: How to draw.
+            output: What to return.
+            lora_name, cache_salt, worker_id, dp_rank, allowed_worker_ids, required_labels, override, priority,
+                explain: As for `route`.
+            timeout_seconds: Deadline of the whole request; None = none.
+
+        Yields:
+            Pieces of output, in order: the first names the worker, the last carries the usage.
+
+        Raises:
+            InternalError: The engine failed after its first token.
+            others: As `route`.
+        """
+        request = _filled(
+            gateway_pb2.GenerateRequest(
+                model=model or self._model,
+                tenant=self._tenant,
+                request_id=request_id,
+                stop_conditions=stop.to_proto() if stop else None,
+                sampling_options=sampling.to_proto() if sampling else None,
+                output_options=output.to_proto() if output else None,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+                worker_id=worker_id,
+                dp_rank=dp_rank,
+                allowed_worker_ids=allowed_worker_ids,
+                required_labels=required_labels or {},
+                router_config_override=override.to_proto() if override else None,
+                priority=priority,
+                explain=explain,
+            ),
+            token_ids,
+        )
+        async for message in stream(self._stub.Generate, request, timeout=timeout_seconds):
+            yield decode.chunk(message)
+
+    async def mark_prefill_complete(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> bool:
+        """Reports the first token of a booked request.
+
+        Returns:
+            False if it was reported before.
+
+        Raises:
+            NotFound: Unknown request.
+        """
+        reference = self._reference(request_id, model, attempt_id)
+        answer: scheduler_pb2.MarkPrefillCompleteResponse = await call(
+            self._stub.MarkPrefillComplete, reference, timeout=self._timeout
+        )
+        return answer.changed
+
+    async def free(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> FreeOutcome:
+        """Ends a booked request; one that is unknown or freed is no error."""
+        reference = self._reference(request_id, model, attempt_id)
+        return decode.free_outcome(await call(self._stub.Free, reference, timeout=self._timeout))
+
+    # Workers
+
+    async def register_worker(self, spec: WorkerSpec, *, lease_seconds: int = 0) -> RegisteredWorker:
+        """Registers a worker, or replaces its registration, everywhere.
+
+        Args:
+            spec: The worker.
+            lease_seconds: The registration ends when no `keep_alive` came for so long; 0 = it stays.
+        """
+        request = workers_pb2.RegisterWorkerRequest(
+            tenant=spec.tenant, worker=spec_to_proto(spec), lease_seconds=lease_seconds
+        )
+        answer: workers_pb2.RegisterWorkerResponse = await call(
+            self._stub.RegisterWorker, request, timeout=self._timeout
+        )
+        return RegisteredWorker(spec_from_proto(answer.worker), answer.created)
+
+    async def update_worker(self, spec: WorkerSpec) -> RegisteredWorker:
+        """Replaces the registration of a worker that must exist; its lease goes on.
+
+        Raises:
+            NotFound: Unknown worker.
+        """
+        request = workers_pb2.UpdateWorkerRequest(tenant=spec.tenant, worker=spec_to_proto(spec))
+        answer: workers_pb2.RegisterWorkerResponse = await call(self._stub.UpdateWorker, request, timeout=self._timeout)
+        return RegisteredWorker(spec_from_proto(answer.worker), answer.created)
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Removes a worker with its blocks and bookings.
+
+        Raises:
+            NotFound: Unknown worker.
+            FailedPrecondition: It comes from a file, which is where to remove it.
+        """
+        request = workers_pb2.RemoveWorkerRequest(tenant=self._tenant, worker_id=worker_id)
+        await call(self._stub.RemoveWorker, request, timeout=self._timeout)
+
+    async def drain_worker(self, worker_id: str, *, undo: bool = False) -> int:
+        """Stops new requests for a worker, or lets them in again.
+
+        Returns:
+            Requests still active on it.
+
+        Raises:
+            NotFound: Unknown worker.
+        """
+        request = workers_pb2.DrainWorkerRequest(tenant=self._tenant, worker_id=worker_id, undo=undo)
+        answer: workers_pb2.DrainWorkerResponse = await call(self._stub.DrainWorker, request, timeout=self._timeout)
+        return answer.active_requests
+
+    async def keep_alive(self, worker_ids: Iterable[str]) -> tuple[str, ...]:
+        """Renews leases.
+
+        Returns:
+            Workers that are not registered (any more) and must register again.
+        """
+        request = workers_pb2.KeepAliveRequest(tenant=self._tenant, worker_ids=worker_ids)
+        answer: workers_pb2.KeepAliveResponse = await call(self._stub.KeepAlive, request, timeout=self._timeout)
+        return tuple(answer.unknown_worker_ids)
+
+    async def list_workers(self, *, model: str = "") -> list[WorkerRecord]:
+        """The registered workers, ordered by id.
+
+        Args:
+            model: Only of this model; "" = all, the router's default model notwithstanding.
+        """
+        request = workers_pb2.ListWorkersRequest(tenant=self._tenant, model=model)
+        answer: workers_pb2.ListWorkersResponse = await call(self._stub.ListWorkers, request, timeout=self._timeout)
+        return [decode.worker_record(entry) for entry in answer.workers]
+
+    # Load and state
+
+    async def potential_loads(
+        self,
+        token_ids: Tokens = (),
+        *,
+        model: str = "",
+        role: Role = Role.AGGREGATED,
+        lora_name: str = "",
+        cache_salt: str = "",
+    ) -> list[WorkerLoad]:
+        """The load of each worker rank, now and with a prompt added; no prompt = as it is."""
+        request = _filled(
+            gateway_pb2.GatewayPotentialLoadsRequest(
+                model=model or self._model,
+                tenant=self._tenant,
+                role=role_to_proto(role),
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+            ),
+            token_ids,
+        )
+        answer: scheduler_pb2.PotentialLoadsResponse = await call(
+            self._stub.GetPotentialLoads, request, timeout=self._timeout
+        )
+        return [decode.load(entry) for entry in answer.loads]
+
+    async def busy_thresholds(self, *, model: str = "") -> BusyThresholds:
+        """A model's busy thresholds."""
+        request = types_pb2.GetBusyThresholdsRequest(model=model or self._model, tenant=self._tenant)
+        return decode.thresholds(await call(self._stub.GetBusyThresholds, request, timeout=self._timeout))
+
+    async def list_busy_thresholds(self) -> list[BusyThresholds]:
+        """The thresholds of every model that has any."""
+        request = types_pb2.ListBusyThresholdsRequest(tenant=self._tenant)
+        answer: types_pb2.ListBusyThresholdsResponse = await call(
+            self._stub.ListBusyThresholds, request, timeout=self._timeout
+        )
+        return [decode.thresholds(entry) for entry in answer.thresholds]
+
+    async def set_busy_thresholds(
+        self,
+        *,
+        model: str = "",
+        active_decode_blocks_threshold: float | Unchanged | None = UNCHANGED,
+        active_prefill_tokens_threshold: int | Unchanged | None = UNCHANGED,
+    ) -> BusyThresholds:
+        """Changes a model's busy thresholds from the next selection on.
+
+        Args:
+            model: "" = the router's.
+            active_decode_blocks_threshold: Fraction of total_kv_blocks, 0 < f ≤ 1; None turns it off.
+            active_prefill_tokens_threshold: Tokens; None turns it off.
+
+        Returns:
+            The thresholds now in effect.
+        """
+        request = types_pb2.SetBusyThresholdsRequest(model=model or self._model, tenant=self._tenant)
+        for name, value in (
+            ("active_decode_blocks_threshold", active_decode_blocks_threshold),
+            ("active_prefill_tokens_threshold", active_prefill_tokens_threshold),
+        ):
+            if value is None:
+                request.clear.append(name)
+            elif not isinstance(value, Unchanged):
+                setattr(request, name, value)
+        return decode.thresholds(await call(self._stub.SetBusyThresholds, request, timeout=self._timeout))
+
+    async def status(self, *, model: str = "") -> RouterStatus:
+        """The state of the gateway, of its helpers and of what it saw of the workers."""
+        request = types_pb2.GetStatusRequest(tenant=self._tenant, model=model)
+        return decode.status(await call(self._stub.GetStatus, request, timeout=self._timeout))
+
+    def _reference(self, request_id: str, model: str, attempt_id: int) -> scheduler_pb2.RequestRef:
+        return scheduler_pb2.RequestRef(
+            model=model or self._model, tenant=self._tenant, request_id=request_id, attempt_id=attempt_id
+        )
+
+
+def _filled(request: _WithTokens, token_ids: Tokens) -> _WithTokens:
+    try:
+        request.token_ids.extend(token_list(token_ids))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"must be integers from 0 to 2^32 − 1: {error}", field="token_ids") from error
+    return request
