@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from kvscout_common.errors import InvalidArgument
 
-Tokens: TypeAlias = Sequence[int] | array[int] | bytes | bytearray | memoryview
+Tokens: TypeAlias = "Sequence[int] | array[int] | bytes | bytearray | memoryview"
 """Token ids, each 0..2³²−1: a sequence of integers, any one-dimensional integer buffer (`array`, numpy), or raw bytes,
 which are read as u32 little-endian."""
 
