@@ -135,8 +135,7 @@ class WorkerSpec:
     def ranks(self) -> tuple[WorkerRank, ...]:
         """Every data-parallel rank of this worker, in order."""
         return tuple(
-            WorkerRank(self.worker_id, rank)
-            for rank in range(self.dp_start_rank, self.dp_start_rank + self.dp_size)
+            WorkerRank(self.worker_id, rank) for rank in range(self.dp_start_rank, self.dp_start_rank + self.dp_size)
         )
 
     def event_endpoint(self, dp_rank: int) -> EventEndpoint | None:
@@ -174,9 +173,7 @@ class WorkerSpec:
         for endpoint in self.event_endpoints:
             where = f"event_endpoints.{endpoint.dp_rank}"
             if endpoint.dp_rank not in ranks:
-                raise InvalidArgument(
-                    f"rank {endpoint.dp_rank} is not one of {min(ranks)}..{max(ranks)}", field=where
-                )
+                raise InvalidArgument(f"rank {endpoint.dp_rank} is not one of {min(ranks)}..{max(ranks)}", field=where)
             if endpoint.dp_rank in seen:
                 raise InvalidArgument("given twice", field=where)
             if not endpoint.endpoint.startswith(("tcp://", "ipc://", "inproc://")):

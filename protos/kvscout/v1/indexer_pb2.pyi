@@ -197,6 +197,9 @@ class StreamFindMatchesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant of requests that leave theirs unset; unset = "default"."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___FindMatchesRequest]:
         """Requests with ids that are unique on this stream; at most 1,024 a message."""
@@ -205,10 +208,11 @@ class StreamFindMatchesRequest(_message.Message):
         self,
         *,
         requests: _abc.Iterable[Global___FindMatchesRequest] | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

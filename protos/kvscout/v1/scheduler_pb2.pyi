@@ -578,8 +578,11 @@ class AddOutputRequest(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Blocks filled since the last call; >= 1."""
+    tenant: _builtins.str
+    """Tenant; unset = "default". The request's own, where it names one, must agree."""
     @_builtins.property
     def request(self) -> Global___RequestRef:
         """The request; required."""
@@ -589,10 +592,11 @@ class AddOutputRequest(_message.Message):
         *,
         request: Global___RequestRef | None = ...,
         blocks: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "request", b"request", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,118 @@
+"""Exceptions of servicers become statuses, in every shape of call."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_server import serving
+
+from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc
+from kvscout_common import errors
+from kvscout_common.channel import call, stream
+from kvscout_common.interceptors import INTERNAL_TEXT
+
+
+class Faulty(indexer_pb2_grpc.IndexerServicer):
+    """Raises what it is told to."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.closed = asyncio.Event()
+
+    async def FindMatches(self, request: Any, context: Any) -> indexer_pb2.FindMatchesResponse:
+        raise self.error
+
+    async def Dump(self, request: Any, context: Any) -> AsyncIterator[events_pb2.KvEventBatch]:
+        try:
+            yield events_pb2.KvEventBatch(version=1)
+            if request.model == "endless":
+                await asyncio.Event().wait()
+            raise self.error
+        finally:
+            self.closed.set()
+
+    async def StreamFindMatches(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[indexer_pb2.StreamFindMatchesResponse]:
+        async for _ in request_iterator:
+            yield indexer_pb2.StreamFindMatchesResponse()
+        raise self.error
+
+
+def adding(servicer: Faulty) -> Any:
+    return lambda server: indexer_pb2_grpc.add_IndexerServicer_to_server(servicer, server)
+
+
+async def test_our_exceptions_arrive_as_themselves_with_field_and_retry_hint() -> None:
+    sent = errors.ResourceExhausted("all busy", retry_after_seconds=1.5)
+    async with serving(adding(Faulty(sent))) as channel:
+        stub = indexer_pb2_grpc.IndexerStub(channel)
+        with pytest.raises(errors.ResourceExhausted, match="all busy") as caught:
+            await call(stub.FindMatches, indexer_pb2.FindMatchesRequest())
+    assert caught.value.retry_after_seconds == 1.5
+    assert caught.value.answered
+
+
+async def test_a_dead_connection_is_unavailable_and_not_an_answer() -> None:
+    async with serving(adding(Faulty(errors.NotFound("x")))) as channel:
+        stub = indexer_pb2_grpc.IndexerStub(channel)
+        with pytest.raises(errors.NotFound):
+            await call(stub.FindMatches, indexer_pb2.FindMatchesRequest())
+    unused = grpc.aio.insecure_channel("127.0.0.1:1")
+    try:
+        with pytest.raises(errors.Unavailable) as caught:
+            await call(indexer_pb2_grpc.IndexerStub(unused).FindMatches, indexer_pb2.FindMatchesRequest(), timeout=5)
+    finally:
+        await unused.close()
+    assert not caught.value.answered
+
+
+async def test_anything_else_is_internal_with_a_fixed_text_and_a_logged_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(adding(Faulty(ZeroDivisionError("secret detail")))) as channel:
+        stub = indexer_pb2_grpc.IndexerStub(channel)
+        with caplog.at_level(logging.ERROR), pytest.raises(errors.InternalError) as caught:
+            await call(stub.FindMatches, indexer_pb2.FindMatchesRequest())
+    assert caught.value.message == INTERNAL_TEXT
+    assert "secret detail" in caplog.text
+
+
+async def test_an_error_after_answers_of_a_stream_arrives_after_them() -> None:
+    async with serving(adding(Faulty(errors.NotFound("no such model")))) as channel:
+        stub = indexer_pb2_grpc.IndexerStub(channel)
+        answers = []
+        with pytest.raises(errors.NotFound, match="no such model"):
+            async for answer in stream(stub.Dump, indexer_pb2.DumpRequest()):
+                answers.append(answer)
+    assert len(answers) == 1
+
+
+async def test_bidirectional_streams_are_covered_too() -> None:
+    async with serving(adding(Faulty(errors.FailedPrecondition("block size")))) as channel:
+        running = indexer_pb2_grpc.IndexerStub(channel).StreamFindMatches(
+            iter([indexer_pb2.StreamFindMatchesRequest()])
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in running:
+                pass
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_stream_whose_reader_goes_away_is_closed_at_once() -> None:
+    servicer = Faulty(errors.NotFound("x"))
+    async with serving(adding(servicer)) as channel:
+        running = indexer_pb2_grpc.IndexerStub(channel).Dump(indexer_pb2.DumpRequest(model="endless"))
+        await running.read()
+        running.cancel()
+        async with asyncio.timeout(10):
+            await servicer.closed.wait()
+
+
+async def test_rpcs_that_no_release_has_yet_answer_unimplemented() -> None:
+    async with serving(adding(Faulty(errors.NotFound("x")))) as channel:
+        with pytest.raises(errors.Unimplemented):
+            await call(indexer_pb2_grpc.IndexerStub(channel).RecordRouting, indexer_pb2.RecordRoutingRequest())

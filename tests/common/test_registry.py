@@ -1,0 +1,138 @@
+"""The registry: names, leases, sources and what listeners hear."""
+
+import pytest
+
+from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvscout_common.registry import Registry, Source
+from kvscout_common.worker import EventEndpoint, WorkerSpec
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Recorder:
+    """Writes down what a registry tells."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def worker_added(self, spec: WorkerSpec) -> None:
+        self.heard.append(f"+{spec.worker_id}")
+
+    def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
+        self.heard.append(f"~{new.worker_id}")
+
+    def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
+        self.heard.append(f"-{spec.worker_id}:{reason}")
+
+
+def spec(worker_id: str, **fields: object) -> WorkerSpec:
+    return WorkerSpec(worker_id=worker_id, **{"model": "m", "block_size": 16, **fields})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def registry(clock: Clock) -> Registry:
+    return Registry(clock)
+
+
+def test_listeners_hear_of_changes_once_and_late_ones_of_what_is_there(registry: Registry) -> None:
+    early, late = Recorder(), Recorder()
+    registry.listen(early)
+    assert registry.register(spec("a"))
+    assert not registry.register(spec("a"))
+    assert not registry.register(spec("a", total_kv_blocks=9))
+    registry.listen(late)
+    registry.remove("default", "a")
+    assert early.heard == ["+a", "~a", "-a:removed"]
+    assert late.heard == ["+a", "-a:removed"]
+
+
+def test_a_lease_ends_unless_it_is_kept_alive(registry: Registry, clock: Clock) -> None:
+    recorder = Recorder()
+    registry.listen(recorder)
+    registry.register(spec("leased"), lease_seconds=10)
+    registry.register(spec("lasting"))
+    clock.now += 9
+    assert registry.keep_alive("default", ["leased", "lasting", "ghost"]) == ["ghost"]
+    clock.now += 9
+    assert registry.expire() == []
+    clock.now += 1
+    assert [ended.worker_id for ended in registry.expire()] == ["leased"]
+    assert recorder.heard == ["+leased", "+lasting", "-leased:lease"]
+    assert registry.keep_alive("default", ["leased"]) == ["leased"]
+
+
+def test_an_update_keeps_the_lease(registry: Registry, clock: Clock) -> None:
+    registry.register(spec("a"), lease_seconds=10)
+    clock.now += 5
+    registry.update(spec("a", total_kv_blocks=7))
+    entry = registry.get("default", "a")
+    assert (entry.spec.total_kv_blocks, registry.lease_remaining(entry)) == (7, 5.0)
+    with pytest.raises(NotFound):
+        registry.update(spec("b"))
+
+
+def test_tenants_have_names_of_their_own(registry: Registry) -> None:
+    registry.register(spec("a"))
+    registry.register(spec("a", tenant="t", model="other"))
+    assert [(e.spec.tenant, e.spec.model) for e in registry.entries()] == [("default", "m"), ("t", "other")]
+    assert [e.spec.tenant for e in registry.entries("t")] == ["t"]
+    assert [e.spec.tenant for e in registry.entries(model="m")] == ["default"]
+
+
+def test_a_file_owns_its_workers(registry: Registry) -> None:
+    recorder = Recorder()
+    registry.register(spec("mine"))
+    registry.register(spec("taken"))
+    registry.listen(recorder)
+    registry.replace_source(Source.FILE, [spec("taken", total_kv_blocks=1), spec("file")])
+    with pytest.raises(FailedPrecondition, match="workers file"):
+        registry.remove("default", "file")
+    with pytest.raises(FailedPrecondition, match="workers file"):
+        registry.register(spec("taken"))
+    registry.set_draining("default", "file", True)
+    assert registry.get("default", "file").spec.draining
+    registry.replace_source(Source.FILE, [])
+    assert [e.spec.worker_id for e in registry.entries()] == ["mine"]
+    assert recorder.heard == ["+mine", "+taken", "~taken", "+file", "~file", "-taken:file", "-file:file"]
+
+
+def test_peers_never_replace_what_is_known_here(registry: Registry) -> None:
+    registry.register(spec("a", total_kv_blocks=5))
+    registry.replace_source(Source.PEER, [spec("a"), spec("b")])
+    assert registry.get("default", "a").spec.total_kv_blocks == 5
+    assert registry.get("default", "b").source is Source.PEER
+    registry.replace_source(Source.PEER, [])
+    assert [e.spec.worker_id for e in registry.entries()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"worker_id": ""}, "worker_id"),
+        ({"model": ""}, "model"),
+        ({"tenant": ""}, "tenant"),
+        ({"block_size": 0}, "block_size"),
+        ({"dp_size": 0}, "dp_size"),
+        ({"dp_size": 1025}, "dp_size"),
+        ({"http_endpoint": "10.0.0.1:80"}, "http_endpoint"),
+        ({"event_endpoints": (EventEndpoint(1, "tcp://h:1"),)}, "event_endpoints.1"),
+        ({"event_endpoints": (EventEndpoint(0, "h:1"),)}, "event_endpoints.0"),
+        ({"event_endpoints": (EventEndpoint(0, "tcp://h:1"), EventEndpoint(0, "tcp://h:2"))}, "event_endpoints.0"),
+    ],
+)
+def test_a_registration_out_of_range_names_the_field(fields: dict[str, object], field: str) -> None:
+    good: dict[str, object] = {"worker_id": "w"}
+    with pytest.raises(InvalidArgument) as caught:
+        spec(**{**good, **fields}).validate()  # type: ignore[arg-type]
+    assert caught.value.field == field

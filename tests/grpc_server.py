@@ -1,0 +1,32 @@
+"""An in-process gRPC server with kvscout's interceptors, for tests of what surrounds a servicer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+
+from kvscout_common.channel import PLAINTEXT, ClientSecurity, open_channel
+from kvscout_common.identity import IdentityInterceptor, TokenTable
+from kvscout_common.interceptors import ErrorInterceptor
+
+
+@asynccontextmanager
+async def serving(
+    add: Callable[[grpc.aio.Server], None],
+    *,
+    tokens: TokenTable | None = None,
+    security: ClientSecurity = PLAINTEXT,
+) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a server that `add` adds a servicer to."""
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(), IdentityInterceptor(tokens)))
+    add(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = open_channel(f"127.0.0.1:{port}", security)
+    try:
+        yield channel
+    finally:
+        await channel.close()
+        await server.stop(None)

@@ -1,0 +1,82 @@
+"""Real kvscout processes for tests: started on free ports, stopped when the block ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+DEADLINE_SECONDS = 20.0
+
+
+@dataclass(slots=True)
+class Running:
+    """A process that said it is ready."""
+
+    process: asyncio.subprocess.Process
+    ready: dict[str, Any]
+    """Its ready line."""
+
+    @property
+    def address(self) -> str:
+        """host:port of its gRPC server."""
+        return f"127.0.0.1:{self.ready['port']}"
+
+    async def stop(self) -> int:
+        """SIGTERM, unless it has ended; returns the exit code."""
+        if self.process.returncode is None:
+            self.process.terminate()
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+
+async def start(module: str, *flags: str, environment: Mapping[str, str] | None = None) -> Running:
+    """Starts `python -m module` and waits for its ready line.
+
+    Args:
+        module: Such as "kvscout_indexer.main".
+        flags: Command line; "--port 0" and "--metrics-port 0" come first.
+        environment: Replaces the environment if given.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, "--port", "0", "--metrics-port", "0", *flags,
+        stdout=asyncio.subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    assert process.stdout is not None
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        line = await process.stdout.readline()
+    if not line:
+        raise AssertionError(f"{module} ended with {await process.wait()} before it was ready")
+    return Running(process, json.loads(line))
+
+
+@asynccontextmanager
+async def running(module: str, *flags: str, environment: Mapping[str, str] | None = None) -> AsyncIterator[Running]:
+    """A process for the length of a block; it must still run then, unless the block ended it, and exit with 0."""
+    started = await start(module, *flags, environment=environment)
+    try:
+        yield started
+    finally:
+        ended_before = started.process.returncode is not None
+        code = await started.stop()
+        assert ended_before or code == 0, f"{module} exited with {code}"
+
+
+async def eventually(
+    condition: Callable[[], Awaitable[Any]], *, deadline_seconds: float = DEADLINE_SECONDS, what: str = "condition"
+) -> Any:
+    """Waits until an awaited condition is truthy and returns its value; AssertionError past the deadline."""
+    last: Any = None
+    try:
+        async with asyncio.timeout(deadline_seconds):
+            while not (last := await condition()):
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"{what} not reached within {deadline_seconds} s; last: {last!r}") from None
+    return last
