@@ -136,7 +136,11 @@ def test_tenants_are_found_in_repeated_and_nested_messages() -> None:
     message = scheduler_pb2.LifecycleRequest(
         tenant="outer",
         operations=[
-            scheduler_pb2.LifecycleOperation(renew=scheduler_pb2.RenewRequest(requests=[{"tenant": "deep"}, {}])),
+            scheduler_pb2.LifecycleOperation(
+                renew=scheduler_pb2.RenewRequest(
+                    requests=[scheduler_pb2.RequestRef(tenant="deep"), scheduler_pb2.RequestRef()]
+                )
+            ),
             scheduler_pb2.LifecycleOperation(select=scheduler_pb2.SelectRequest(tenant="b")),
         ],
     )

@@ -42,13 +42,17 @@ class Faulty(indexer_pb2_grpc.IndexerServicer):
         raise self.error
 
 
+def faulty(error: Exception) -> Faulty:
+    return Faulty(error)  # type: ignore[abstract]  # rpcs without a method answer UNIMPLEMENTED
+
+
 def adding(servicer: Faulty) -> Any:
     return lambda server: indexer_pb2_grpc.add_IndexerServicer_to_server(servicer, server)
 
 
 async def test_our_exceptions_arrive_as_themselves_with_field_and_retry_hint() -> None:
     sent = errors.ResourceExhausted("all busy", retry_after_seconds=1.5)
-    async with serving(adding(Faulty(sent))) as channel:
+    async with serving(adding(faulty(sent))) as channel:
         stub = indexer_pb2_grpc.IndexerStub(channel)
         with pytest.raises(errors.ResourceExhausted, match="all busy") as caught:
             await call(stub.FindMatches, indexer_pb2.FindMatchesRequest())
@@ -57,7 +61,7 @@ async def test_our_exceptions_arrive_as_themselves_with_field_and_retry_hint() -
 
 
 async def test_a_dead_connection_is_unavailable_and_not_an_answer() -> None:
-    async with serving(adding(Faulty(errors.NotFound("x")))) as channel:
+    async with serving(adding(faulty(errors.NotFound("x")))) as channel:
         stub = indexer_pb2_grpc.IndexerStub(channel)
         with pytest.raises(errors.NotFound):
             await call(stub.FindMatches, indexer_pb2.FindMatchesRequest())
@@ -73,7 +77,7 @@ async def test_a_dead_connection_is_unavailable_and_not_an_answer() -> None:
 async def test_anything_else_is_internal_with_a_fixed_text_and_a_logged_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with serving(adding(Faulty(ZeroDivisionError("secret detail")))) as channel:
+    async with serving(adding(faulty(ZeroDivisionError("secret detail")))) as channel:
         stub = indexer_pb2_grpc.IndexerStub(channel)
         with caplog.at_level(logging.ERROR), pytest.raises(errors.InternalError) as caught:
             await call(stub.FindMatches, indexer_pb2.FindMatchesRequest())
@@ -82,7 +86,7 @@ async def test_anything_else_is_internal_with_a_fixed_text_and_a_logged_tracebac
 
 
 async def test_an_error_after_answers_of_a_stream_arrives_after_them() -> None:
-    async with serving(adding(Faulty(errors.NotFound("no such model")))) as channel:
+    async with serving(adding(faulty(errors.NotFound("no such model")))) as channel:
         stub = indexer_pb2_grpc.IndexerStub(channel)
         answers = []
         with pytest.raises(errors.NotFound, match="no such model"):
@@ -92,7 +96,7 @@ async def test_an_error_after_answers_of_a_stream_arrives_after_them() -> None:
 
 
 async def test_bidirectional_streams_are_covered_too() -> None:
-    async with serving(adding(Faulty(errors.FailedPrecondition("block size")))) as channel:
+    async with serving(adding(faulty(errors.FailedPrecondition("block size")))) as channel:
         running = indexer_pb2_grpc.IndexerStub(channel).StreamFindMatches(
             iter([indexer_pb2.StreamFindMatchesRequest()])
         )
@@ -103,7 +107,7 @@ async def test_bidirectional_streams_are_covered_too() -> None:
 
 
 async def test_a_stream_whose_reader_goes_away_is_closed_at_once() -> None:
-    servicer = Faulty(errors.NotFound("x"))
+    servicer = faulty(errors.NotFound("x"))
     async with serving(adding(servicer)) as channel:
         running = indexer_pb2_grpc.IndexerStub(channel).Dump(indexer_pb2.DumpRequest(model="endless"))
         await running.read()
@@ -113,6 +117,6 @@ async def test_a_stream_whose_reader_goes_away_is_closed_at_once() -> None:
 
 
 async def test_rpcs_that_no_release_has_yet_answer_unimplemented() -> None:
-    async with serving(adding(Faulty(errors.NotFound("x")))) as channel:
+    async with serving(adding(faulty(errors.NotFound("x")))) as channel:
         with pytest.raises(errors.Unimplemented):
             await call(indexer_pb2_grpc.IndexerStub(channel).RecordRouting, indexer_pb2.RecordRoutingRequest())
