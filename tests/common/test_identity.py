@@ -31,7 +31,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 
 def add(server: grpc.aio.Server) -> None:
-    scheduler_pb2_grpc.add_SchedulerServicer_to_server(Scheduler(), server)
+    scheduler_pb2_grpc.add_SchedulerServicer_to_server(Scheduler(), server)  # type: ignore[abstract]
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
 
 
