@@ -98,7 +98,7 @@ class GenerateFlow:
     async def _tries(self, wish: Wish, parameters: Mapping[str, Any]) -> AsyncGenerator[Piece, None]:
         started = self._clock()
         for attempt in range(self._migration_limit + 1):
-            tried = replace(wish, attempt_id=wish.attempt_id + attempt)
+            tried = replace(wish, attempt_id=attempt + 1)  # 0 would mean: attempts are not told apart
             placement = await self._routing.place(tried)
             streamed = False
             try:
