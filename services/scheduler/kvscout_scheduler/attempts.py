@@ -1,0 +1,60 @@
+"""Attempts that are over: what makes a late, repeated or overtaking call harmless for a while."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from kvscout_scheduler.request import RequestKey
+
+
+class Ended(Enum):
+    """How an attempt ended."""
+
+    BY_CALLER = auto()
+    """A Free came after its booking: a copy of the booking call that comes still later must not book again."""
+    BEFORE_BOOKING = auto()
+    """A Free came first: the booking it was meant for is cancelled when it arrives."""
+    BY_US = auto()
+    """Lease, owner, worker, or an answer that was lost: the caller may book again."""
+
+
+class EndedAttempts:
+    """Remembers attempts for a fixed time, the oldest first to go; bounded.
+
+    Args:
+        seconds: How long.
+        limit: How many; above it the oldest are forgotten early.
+    """
+
+    def __init__(self, seconds: float, limit: int) -> None:
+        self._seconds = seconds
+        self._limit = limit
+        self._ended: dict[tuple[RequestKey, int], tuple[Ended, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def add(self, key: RequestKey, attempt_id: int, how: Ended, now: float) -> None:
+        """Remembers an attempt from now on."""
+        name = (key, attempt_id)
+        self._ended.pop(name, None)
+        self._ended[name] = (how, now + self._seconds)
+        if len(self._ended) > self._limit:
+            del self._ended[next(iter(self._ended))]
+
+    def get(self, key: RequestKey, attempt_id: int, now: float) -> Ended | None:
+        """How an attempt ended, None if it did not or that is forgotten."""
+        found = self._ended.get((key, attempt_id))
+        return found[0] if found is not None and found[1] > now else None
+
+    def forget(self, key: RequestKey, attempt_id: int) -> None:
+        """Forgets an attempt: it is active again."""
+        self._ended.pop((key, attempt_id), None)
+
+    def expire(self, now: float) -> None:
+        """Forgets what is old enough."""
+        while self._ended:
+            name = next(iter(self._ended))
+            if self._ended[name][1] > now:
+                break
+            del self._ended[name]

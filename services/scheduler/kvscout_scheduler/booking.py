@@ -1,0 +1,87 @@
+"""A booking: one request that occupies a worker, from its reservation to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvscout_common.worker import WorkerRank
+from kvscout_scheduler.active_load import Allocation
+from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.pool import Pool
+from kvscout_scheduler.request import RequestKey
+
+
+class Phase(StrEnum):
+    """Where an active request is."""
+
+    PREFILL = "prefill"
+    """No token yet."""
+    DECODE = "decode"
+
+
+class FreeOutcome(StrEnum):
+    """What a Free did."""
+
+    FREED = "freed"
+    UNKNOWN = "unknown"
+    """Nothing was active under this id and attempt."""
+    ALREADY_FREED = "already_freed"
+
+
+class EndReason(StrEnum):
+    """Why a booking ended without a Free."""
+
+    LEASE = "lease"
+    OWNER_GONE = "owner_gone"
+    """The owner's stream was away for too long."""
+    OWNER_FORGOT = "owner_forgot"
+    """The owner came back and did not list it."""
+    WORKER_REMOVED = "worker_removed"
+    UNDELIVERED = "undelivered"
+    """Nobody got the answer."""
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """Mutable; owned by `Bookings`. Two bookings are equal only if they are one."""
+
+    key: RequestKey
+    attempt_id: int
+    pool: Pool
+    rank: WorkerRank
+    allocation: Allocation
+    answer: Decision | None
+    """What the caller was told, given again to a repeated call; None for a plain reservation."""
+    prompt_blocks: int
+    """The partial one included."""
+    uncached_tokens: int
+    expected_output_tokens: int
+    booked_at: float
+    owner_id: str = ""
+    """"" = a unary caller."""
+    lease_seconds: float = 0.0
+    expires_at: float | None = None
+    """None = it has no lease: its owner holds it."""
+    lease_bucket: int | None = None
+    phase: Phase = Phase.PREFILL
+    output_blocks: int = 0
+    answers: int = 1
+    """Calls that were told of it and whose answer is not known to be lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveRequest:
+    """What is shown of a booking."""
+
+    key: RequestKey
+    attempt_id: int
+    rank: WorkerRank
+    phase: Phase
+    prompt_blocks: int
+    output_blocks: int
+    uncached_tokens: int
+    expected_output_tokens: int
+    owner_id: str
+    age_seconds: float
+    lease_remaining_seconds: float | None

@@ -1,0 +1,295 @@
+"""All active requests, by name: who books, renews, frees, and what ends by itself.
+
+Invariants
+1. A booking is here, in its pool's load, in its slot's members, and either among the leases or with one owner;
+   or in none of them.
+2. A name (tenant, model, role, request_id) has at most one booking; its attempt id says which call it answers.
+3. What ended is remembered for a while (`attempts`), so that a second Free can say so and a booking call that comes
+   after its own Free books nothing. Attempt 0 means that the caller does not tell attempts apart: its Frees cancel
+   nothing that comes later.
+
+Every method is atomic: it awaits nothing. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
+from kvscout_scheduler.attempts import Ended, EndedAttempts
+from kvscout_scheduler.booking import ActiveRequest, Booking, EndReason, FreeOutcome, Phase
+from kvscout_scheduler.leases import Leases
+from kvscout_scheduler.owners import Owners
+from kvscout_scheduler.pool import Pool
+from kvscout_scheduler.request import RequestKey
+from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.stats import SchedulerStats
+
+log = logging.getLogger("kvscout.scheduler")
+
+
+class Bookings:
+    """The active requests of a scheduler."""
+
+    def __init__(self, settings: SchedulerSettings, stats: SchedulerStats) -> None:
+        self._settings = settings
+        self._stats = stats
+        self._active: dict[RequestKey, Booking] = {}
+        self._members: dict[tuple[Pool, int], dict[Booking, None]] = {}
+        self._leases = Leases()
+        self._owners = Owners(settings.owner_grace_seconds)
+        self._attempts = EndedAttempts(settings.tombstone_seconds, settings.max_tombstones)
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def __iter__(self) -> Iterator[Booking]:
+        return iter(self._active.values())
+
+    def admit(self, key: RequestKey, attempt_id: int, now: float) -> Booking | None:
+        """Looks whether a request may be booked.
+
+        Returns:
+            The booking that this very attempt has already, its lease renewed, to be answered again; else None.
+
+        Raises:
+            AlreadyExists: Another attempt of the request is active.
+            Cancelled: This attempt was freed already.
+            ResourceExhausted: There are too many active requests.
+        """
+        active = self._active.get(key)
+        if active is not None:
+            if active.attempt_id != attempt_id:
+                raise AlreadyExists(f"request {key.request_id!r} is active under attempt {active.attempt_id}")
+            active.answers += 1
+            self._stats.repeated_calls += 1
+            self._renew(active, now)
+            return active
+        if attempt_id and self._attempts.get(key, attempt_id, now) in (Ended.BY_CALLER, Ended.BEFORE_BOOKING):
+            self._stats.cancelled_on_arrival += 1
+            raise Cancelled(f"attempt {attempt_id} of request {key.request_id!r} was freed before it was booked")
+        if len(self._active) >= self._settings.max_active_requests:
+            raise ResourceExhausted(f"{len(self._active)} requests are active (limit)", retry_after_seconds=1.0)
+        return None
+
+    def add(self, booking: Booking, *, owner_id: str = "", lease_seconds: float = 0.0) -> None:
+        """Adds a booking that `admit` let in.
+
+        Args:
+            booking: Its load is in its pool already.
+            owner_id: Its owner; "" = it has a lease instead.
+            lease_seconds: 0 = the default.
+        """
+        self._active[booking.key] = booking
+        self._members.setdefault((booking.pool, booking.allocation.slot), {})[booking] = None
+        self._attempts.forget(booking.key, booking.attempt_id)
+        booking.lease_seconds = lease_seconds or self._settings.lease_seconds
+        if owner_id:
+            self._owners.add(booking, owner_id, booking.booked_at)
+        else:
+            self._leases.set(booking, booking.booked_at + booking.lease_seconds)
+        self._stats.bookings += 1
+
+    def complete_prefill(self, key: RequestKey, attempt_id: int, now: float) -> bool:
+        """Ends a request's prefill phase.
+
+        Returns:
+            False if it was over already.
+
+        Raises:
+            NotFound: If this attempt is not active.
+        """
+        booking = self._require(key, attempt_id)
+        self._renew(booking, now)
+        if booking.phase is Phase.DECODE:
+            return False
+        booking.phase = Phase.DECODE
+        booking.pool.load.complete_prefill(booking.allocation)
+        return True
+
+    def add_output(self, key: RequestKey, attempt_id: int, blocks: int, now: float) -> int:
+        """Adds generated blocks to a request.
+
+        Returns:
+            Its output blocks in all.
+
+        Raises:
+            FailedPrecondition: If output is not tracked.
+            NotFound: If this attempt is not active.
+        """
+        if not self._settings.track_output_blocks:
+            raise FailedPrecondition("output blocks are not tracked (--router-track-output-blocks)")
+        booking = self._require(key, attempt_id)
+        self._renew(booking, now)
+        booking.output_blocks += blocks
+        booking.pool.load.add_private(booking.allocation, blocks)
+        return booking.output_blocks
+
+    def free(self, key: RequestKey, attempt_id: int, now: float) -> FreeOutcome:
+        """Releases all that an attempt holds, whatever its phase; a no-op if it holds nothing."""
+        booking = self._active.get(key)
+        if booking is not None and booking.attempt_id == attempt_id:
+            self._end(booking, Ended.BY_CALLER, now)
+            self._stats.freed += 1
+            return FreeOutcome.FREED
+        ended = self._attempts.get(key, attempt_id, now)
+        if ended in (Ended.BY_CALLER, Ended.BY_US):
+            outcome = FreeOutcome.ALREADY_FREED
+            if ended is Ended.BY_US and attempt_id:
+                self._attempts.add(key, attempt_id, Ended.BY_CALLER, now)
+        else:
+            outcome = FreeOutcome.UNKNOWN
+            if attempt_id and ended is None:
+                self._attempts.add(key, attempt_id, Ended.BEFORE_BOOKING, now)
+        self._stats.free_no_ops[outcome] += 1
+        return outcome
+
+    def renew(self, key: RequestKey, attempt_id: int, now: float, lease_seconds: float = 0.0) -> bool:
+        """Renews a lease, from now.
+
+        Args:
+            key: The request.
+            attempt_id: Its attempt.
+            now: On the scheduler's clock.
+            lease_seconds: The new length; 0 = as it is.
+
+        Returns:
+            False if this attempt is not active.
+        """
+        booking = self._active.get(key)
+        if booking is None or booking.attempt_id != attempt_id:
+            return False
+        if lease_seconds:
+            booking.lease_seconds = lease_seconds
+        self._renew(booking, now)
+        return True
+
+    def undelivered(self, key: RequestKey, attempt_id: int, now: float) -> bool:
+        """Takes back a booking whose answer was lost, unless a repeated call got the answer.
+
+        Returns:
+            Whether the booking ended.
+        """
+        booking = self._active.get(key)
+        if booking is None or booking.attempt_id != attempt_id:
+            return False
+        booking.answers -= 1
+        if booking.answers > 0:
+            return False
+        self._expire(booking, EndReason.UNDELIVERED, now)
+        return True
+
+    def connect_owner(
+        self, owner_id: str, in_flight: Iterable[tuple[RequestKey, int]], now: float
+    ) -> tuple[int, list[tuple[RequestKey, int]]]:
+        """Opens a stream of an owner, who lists what it has in flight.
+
+        Bookings of the owner that it does not list end. Listed ones of unary callers become its own.
+
+        Returns:
+            The session of the stream, and the listed requests that are not the owner's here.
+        """
+        session = self._owners.connect(owner_id)
+        listed = list(in_flight)
+        names = set(listed)
+        for booking in list(self._owners.bookings(owner_id)):
+            if (booking.key, booking.attempt_id) not in names:
+                self._expire(booking, EndReason.OWNER_FORGOT, now)
+        unknown = []
+        for key, attempt_id in listed:
+            active = self._active.get(key)
+            if active is None or active.attempt_id != attempt_id or active.owner_id not in ("", owner_id):
+                unknown.append((key, attempt_id))
+            elif not active.owner_id:
+                self._leases.clear(active)
+                self._owners.add(active, owner_id, now)
+        return session, unknown
+
+    def disconnect_owner(self, owner_id: str, session: int, now: float) -> None:
+        """Ends a stream of an owner; its bookings end after the grace time unless it comes back."""
+        self._owners.disconnect(owner_id, session, now)
+
+    def expire(self, now: float) -> int:
+        """Ends bookings whose lease or whose owner's grace time is over; forgets old attempts.
+
+        Returns:
+            Bookings that ended.
+        """
+        overdue = [(booking, EndReason.LEASE) for booking in self._leases.expired(now)]
+        overdue += [(booking, EndReason.OWNER_GONE) for booking in self._owners.expired(now)]
+        for booking, reason in overdue:
+            self._expire(booking, reason, now)
+        self._attempts.expire(now)
+        return len(overdue)
+
+    def drop_slot(self, pool: Pool, slot: int, now: float) -> int:
+        """Ends all bookings on a worker rank that is going away; returns how many."""
+        members = list(self._members.get((pool, slot), ()))
+        for booking in members:
+            self._expire(booking, EndReason.WORKER_REMOVED, now)
+        return len(members)
+
+    def listing(self, booking: Booking, now: float) -> ActiveRequest:
+        """What is shown of a booking."""
+        return ActiveRequest(
+            key=booking.key,
+            attempt_id=booking.attempt_id,
+            rank=booking.rank,
+            phase=booking.phase,
+            prompt_blocks=booking.prompt_blocks,
+            output_blocks=booking.output_blocks,
+            uncached_tokens=booking.uncached_tokens,
+            expected_output_tokens=booking.expected_output_tokens,
+            owner_id=booking.owner_id,
+            age_seconds=now - booking.booked_at,
+            lease_remaining_seconds=None if booking.expires_at is None else max(0.0, booking.expires_at - now),
+        )
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the structures contradict each other."""
+        for key, booking in self._active.items():
+            assert booking.key == key
+            assert booking in self._members[booking.pool, booking.allocation.slot]
+            assert self._owners.owns(booking) != (booking.lease_bucket is not None), "a lease or an owner"
+        leased = [booking for booking in self._active.values() if booking.lease_bucket is not None]
+        assert len(self._leases) == len(leased), "no lease without a booking"
+        assert sum(map(len, self._members.values())) == len(self._active), "no member without a booking"
+
+    def _require(self, key: RequestKey, attempt_id: int) -> Booking:
+        booking = self._active.get(key)
+        if booking is None:
+            raise NotFound(f"request {key.request_id!r} of model {key.model!r} is not active")
+        if booking.attempt_id != attempt_id:
+            raise NotFound(f"request {key.request_id!r} is active, but under attempt {booking.attempt_id}")
+        return booking
+
+    def _renew(self, booking: Booking, now: float) -> None:
+        if booking.expires_at is not None:
+            self._leases.set(booking, now + booking.lease_seconds)
+
+    def _expire(self, booking: Booking, reason: EndReason, now: float) -> None:
+        self._end(booking, Ended.BY_US, now)
+        self._stats.ended[reason] += 1
+        log.warning(
+            "booking of request %s (model %s, attempt %d) on %s/%d ended after %.1f s: %s",
+            booking.key.request_id,
+            booking.key.model,
+            booking.attempt_id,
+            booking.rank.worker_id,
+            booking.rank.dp_rank,
+            now - booking.booked_at,
+            reason,
+        )
+
+    def _end(self, booking: Booking, how: Ended, now: float) -> None:
+        del self._active[booking.key]
+        place = (booking.pool, booking.allocation.slot)
+        members = self._members[place]
+        del members[booking]
+        if not members:
+            del self._members[place]
+        self._leases.clear(booking)
+        self._owners.drop(booking)
+        booking.pool.load.remove(booking.allocation)
+        self._attempts.add(booking.key, booking.attempt_id, how, now)

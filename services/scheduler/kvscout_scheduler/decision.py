@@ -1,0 +1,57 @@
+"""What the scheduler answers: the worker, what it has of the prompt, and on request why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvscout_common.worker import WorkerRank, WorkerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One worker rank that was considered."""
+
+    rank: WorkerRank
+    eligible: bool
+    ineligible_reason: str
+    """"" where it is eligible."""
+    device_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    external_blocks: int
+    """Overlaps are cumulative, as in `Overlaps`."""
+    prefill_blocks: float
+    decode_blocks: float
+    cost: float
+    probability: float
+    """Of being drawn; 0 where the policy drew without a temperature."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a worker was chosen."""
+
+    policy: str
+    overlap_score_weight: float
+    router_temperature: float
+    reason: str
+    candidates: tuple[Candidate, ...]
+    """Every worker rank of the pool, by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The worker that was picked."""
+
+    rank: WorkerRank
+    spec: WorkerSpec
+    policy: str
+    overlap_blocks: int
+    """Leading blocks of the prompt on its device, confirmed or predicted."""
+    effective_overlap_blocks: float
+    """Slower tiers weighted; 0 where prefix caches are ignored."""
+    cost: float
+    """In blocks for `kv`, else in the policy's own unit."""
+    uncached_tokens: int
+    """Prompt tokens charged as prefill."""
+    explanation: Explanation | None = None

@@ -1,0 +1,108 @@
+"""Overlaps of one prompt with the caches of many workers, in columns, as the indexer answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import gt
+
+from kvscout_common.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Overlaps:
+    """One row a worker rank, one column a quantity; ranks without overlap are left out, rows are in no order.
+
+    Tiers are cumulative: `host_blocks` counts leading blocks held on host or device, and so on. An empty column
+    equals the faster one before it; an empty `predicted_blocks` equals `device_blocks`, empty `dp_ranks` are all 0.
+    """
+
+    worker_ids: Sequence[str] = ()
+    dp_ranks: Sequence[int] = ()
+    device_blocks: Sequence[int] = ()
+    host_blocks: Sequence[int] = ()
+    disk_blocks: Sequence[int] = ()
+    external_blocks: Sequence[int] = ()
+    predicted_blocks: Sequence[int] = ()
+
+    def ranks(self) -> Iterator[tuple[str, int]]:
+        """(worker_id, dp_rank) of each row."""
+        return zip(self.worker_ids, self.dp_ranks or repeat(0), strict=False)
+
+    def device(self) -> Sequence[int]:
+        """Leading blocks on the device of each row, confirmed or predicted, whichever reaches further."""
+        if self.predicted_blocks:
+            return list(map(max, self.device_blocks, self.predicted_blocks))
+        return self.device_blocks
+
+    @property
+    def slower_tiers(self) -> bool:
+        """Whether anything but the device is known of."""
+        return bool(self.host_blocks or self.disk_blocks or self.external_blocks)
+
+    def by_tier(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
+        """Cumulative columns of device, host, disk and external storage, none below the faster one."""
+        device = self.device()
+        host = list(map(max, device, self.host_blocks)) if self.host_blocks else device
+        disk = list(map(max, host, self.disk_blocks)) if self.disk_blocks else host
+        external = list(map(max, disk, self.external_blocks)) if self.external_blocks else disk
+        return device, host, disk, external
+
+    def effective(self, host_weight: float, disk_weight: float) -> Sequence[float]:
+        """Weighted overlap of each row: device + host_weight·host_ext + disk_weight·(disk_ext + external_ext).
+
+        Args:
+            host_weight: What a block on the host is worth, in device blocks.
+            disk_weight: What a block on disk or external storage is worth, in device blocks.
+        """
+        device, host, _, external = self.by_tier()
+        return [
+            d + host_weight * (h - d) + disk_weight * (e - h) for d, h, e in zip(device, host, external, strict=True)
+        ]
+
+    def validate(self, max_blocks: int) -> None:
+        """Checks that the columns fit together and stay within the prompt.
+
+        Args:
+            max_blocks: Complete blocks of the prompt.
+
+        Raises:
+            InvalidArgument: Naming the column.
+        """
+        rows = len(self.worker_ids)
+        if len(self.device_blocks) != rows:
+            raise _column("device_blocks", f"has {len(self.device_blocks)} rows, worker_ids has {rows}")
+        faster_name, faster = "device_blocks", self.device_blocks
+        for name, column in (
+            ("host_blocks", self.host_blocks),
+            ("disk_blocks", self.disk_blocks),
+            ("external_blocks", self.external_blocks),
+        ):
+            if column:
+                self._check_above(name, column, faster_name, faster)
+                faster_name, faster = name, column
+        predicted = self.predicted_blocks
+        if predicted:
+            self._check_above("predicted_blocks", predicted, "device_blocks", self.device_blocks)
+        if self.dp_ranks and len(self.dp_ranks) != rows:
+            raise _column("dp_ranks", f"has {len(self.dp_ranks)} rows, worker_ids has {rows}")
+        for name, column in ((faster_name, faster), ("predicted_blocks", predicted)):
+            if column and max(column) > max_blocks:
+                raise _column(name, f"{max(column)} blocks overlap, the prompt has {max_blocks}")
+        if rows and min(self.device_blocks) < 0:
+            raise _column("device_blocks", "must not be negative")
+
+    @staticmethod
+    def _check_above(name: str, column: Sequence[int], faster_name: str, faster: Sequence[int]) -> None:
+        if len(column) != len(faster):
+            raise _column(name, f"has {len(column)} rows, {faster_name} has {len(faster)}")
+        if any(map(gt, faster, column)):
+            raise _column(name, f"is below {faster_name}, though it includes it")
+
+
+def _column(name: str, message: str) -> InvalidArgument:
+    return InvalidArgument(message, field=f"overlaps.{name}")
+
+
+NO_OVERLAPS = Overlaps()

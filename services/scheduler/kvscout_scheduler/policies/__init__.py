@@ -1,0 +1,102 @@
+"""Selection policies by name; packages add theirs through entry points of the group `kvscout.policies`.
+
+A policy is a class without constructor arguments; every pool has its own instance of it. In another package::
+
+    [project.entry-points."kvscout.policies"]
+    fewest-tokens = "my_package.policies:FewestTokens"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from random import Random
+from typing import Protocol
+
+from kvscout_common.errors import ConfigError, InvalidArgument
+from kvscout_scheduler.candidates import Candidates
+
+ENTRY_POINT_GROUP = "kvscout.policies"
+
+
+class Policy(Protocol):
+    """Picks one of the candidates. Not asked about eligibility, not told of anything but selections."""
+
+    def costs(self, candidates: Candidates) -> Sequence[float]:
+        """What it minimises, one value a candidate, none NaN; changes nothing."""
+
+    def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
+        """Index of the candidate it picks.
+
+        Args:
+            candidates: At least one.
+            costs: What `costs` said of them.
+            rng: The only source of chance.
+        """
+
+    def probabilities(self, candidates: Candidates, costs: Sequence[float]) -> Sequence[float]:
+        """Probability of each candidate, where a temperature is used; else all 0."""
+
+    def reason(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
+        """Why it picked this one, in one sentence."""
+
+
+PolicyFactory = Callable[[], Policy]
+
+
+class PolicyRegistry:
+    """The known policies.
+
+    Args:
+        builtin: Policies of this package, by name.
+        installed: Entry points of other packages; loaded at first use.
+
+    Raises:
+        ConfigError: If another package takes the name of a policy that is there.
+    """
+
+    def __init__(self, builtin: Mapping[str, PolicyFactory], installed: Iterable[EntryPoint] = ()) -> None:
+        self._factories = dict(builtin)
+        self._installed: dict[str, EntryPoint] = {}
+        for entry_point in installed:
+            if entry_point.name in self._factories or entry_point.name in self._installed:
+                raise ConfigError(f"{entry_point.value} takes a name that is there already", field=entry_point.name)
+            self._installed[entry_point.name] = entry_point
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all policies, in alphabetical order."""
+        return tuple(sorted({*self._factories, *self._installed}))
+
+    def check(self, name: str) -> None:
+        """Checks that a policy exists.
+
+        Raises:
+            InvalidArgument: If it does not; the message names those that do.
+        """
+        if name not in self._factories and name not in self._installed:
+            raise InvalidArgument(f"unknown policy {name!r}, known are {', '.join(self.names)}", field="policy")
+
+    def create(self, name: str) -> Policy:
+        """A new instance of a policy.
+
+        Raises:
+            InvalidArgument: If it does not exist.
+        """
+        self.check(name)
+        if name not in self._factories:
+            self._factories[name] = self._installed[name].load()
+        return self._factories[name]()
+
+
+def installed_policies() -> PolicyRegistry:
+    """Registry of this package's policies and those of every installed package."""
+    from kvscout_scheduler.policies.kv import Kv
+    from kvscout_scheduler.policies.least_loaded import LeastLoaded
+    from kvscout_scheduler.policies.random import UniformRandom
+    from kvscout_scheduler.policies.round_robin import RoundRobin
+
+    return PolicyRegistry(
+        {"kv": Kv, "least-loaded": LeastLoaded, "random": UniformRandom, "round-robin": RoundRobin},
+        entry_points(group=ENTRY_POINT_GROUP),
+    )

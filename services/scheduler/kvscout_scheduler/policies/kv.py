@@ -1,0 +1,44 @@
+"""`kv`: the worker with the least work to do, its own and this request's.
+
+::
+
+    cost = overlap_score_weight · prefill_blocks + decode_blocks        (all of it: kvscout_scheduler.cost)
+
+At temperature 0 the least cost wins, exact ties uniformly at random; above, softmax over range-normalised costs.
+
+Worked example, weight 1, blocks of 16 tokens, a prompt of 160 tokens = 10 blocks, all workers otherwise idle: w0 has
+2 of its blocks cached, w1 has 5 and 30 active blocks of others, w2 has none. Prefill blocks are 8, 5, 10, decode
+blocks 10, 40, 10; costs 18, 45, 20: w0 wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from kvscout_scheduler.candidates import Candidates
+from kvscout_scheduler.choose import choose, probabilities
+
+
+class Kv:
+    """Least cost of prefill and decode blocks."""
+
+    def costs(self, candidates: Candidates) -> Sequence[float]:
+        return candidates.kv_costs
+
+    def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
+        return choose(costs, candidates.settings.router_temperature, rng)
+
+    def probabilities(self, candidates: Candidates, costs: Sequence[float]) -> Sequence[float]:
+        temperature = candidates.settings.router_temperature
+        return probabilities(costs, temperature) if temperature > 0 else [0.0] * len(costs)
+
+    def reason(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
+        work = (
+            f"{candidates.prefill_blocks[index]:g} prefill and {candidates.decode_blocks[index]:g} decode blocks, "
+            f"cost {costs[index]:g}"
+        )
+        if candidates.settings.router_temperature > 0:
+            return f"drawn at temperature {candidates.settings.router_temperature:g}: {work}"
+        ties = costs.count(costs[index])
+        return f"least cost: {work}" if ties == 1 else f"drawn among {ties} workers of equal least cost: {work}"

@@ -1,0 +1,149 @@
+"""The workers that can take each other's requests, as columns by slot, and what is known of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvscout_common.errors import FailedPrecondition, InvalidArgument
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_scheduler.active_load import ActiveLoad, Lane
+from kvscout_scheduler.request import EMPTY_PROMPT, PoolId, Prompt
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.policies import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """What an engine reports of itself; None = not reported."""
+
+    kv_cache_usage: float | None = None
+    """Fraction of KV blocks in use, 0..1."""
+    running_requests: int | None = None
+    waiting_requests: int | None = None
+
+    def validate(self) -> EngineMetrics:
+        """Itself, if it is in range.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        if self.kv_cache_usage is not None and not 0 <= self.kv_cache_usage <= 1:
+            raise InvalidArgument(f"must be between 0 and 1, not {self.kv_cache_usage}", field="kv_cache_usage")
+        for name in ("running_requests", "waiting_requests"):
+            value: int | None = getattr(self, name)
+            if value is not None and value < 0:
+                raise InvalidArgument("must not be negative", field=name)
+        return self
+
+
+NO_METRICS = EngineMetrics()
+
+
+@dataclass(slots=True)
+class HitCounts:
+    """Prompt tokens booked on a worker rank since it came, and how many of them were cached."""
+
+    isl_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Pool:
+    """Workers of one (tenant, model, role). Slots of removed ranks are used again; columns never shrink.
+
+    Invariants
+    1. `order` is the slots in use, by rank; `slot_of` their inverse; `lanes` the same slots by lane.
+    2. A slot that is not in use carries no load, no cool-down and no metrics.
+    """
+
+    def __init__(self, pool_id: PoolId, *, track_blocks: bool) -> None:
+        self.id = pool_id
+        self.load = ActiveLoad(track_blocks=track_blocks)
+        self.order: list[int] = []
+        self.slot_of: dict[tuple[str, int], int] = {}
+        self.ranks: list[WorkerRank] = []
+        self.specs: list[WorkerSpec] = []
+        self.lane_of: list[Lane] = []
+        self.lanes: dict[Lane, list[int]] = {}
+        self.draining: set[int] = set()
+        self.cooldown_until: dict[int, float] = {}
+        self.metrics: dict[int, EngineMetrics] = {}
+        self.hits: list[HitCounts] = []
+        self.policies: dict[str, Policy] = {}
+        """Instances of the policies that were used here, by name."""
+        self._unused: list[int] = []
+
+    def add(self, spec: WorkerSpec) -> None:
+        """Adds the ranks of a worker that is not here."""
+        for rank in spec.ranks:
+            if self._unused:
+                slot = self._unused.pop()
+            else:
+                slot = len(self.ranks)
+                self.ranks.append(rank)
+                self.specs.append(spec)
+                self.lane_of.append(Lane(spec.block_size, spec.eagle))
+                self.hits.append(HitCounts())
+                self.load.ensure_slot(slot)
+            self.ranks[slot], self.hits[slot] = rank, HitCounts()
+            self.slot_of[rank] = slot
+        self.update(spec)
+        self._reorder()
+
+    def update(self, spec: WorkerSpec) -> None:
+        """Takes what may change of a worker while its requests go on."""
+        for slot in self.slots(spec):
+            self.specs[slot] = spec
+            self.lane_of[slot] = Lane(spec.block_size, spec.eagle)
+            (self.draining.add if spec.draining else self.draining.discard)(slot)
+
+    def remove(self, spec: WorkerSpec) -> None:
+        """Removes the ranks of a worker, whose load must be gone."""
+        for rank in spec.ranks:
+            slot = self.slot_of.pop(rank)
+            self.draining.discard(slot)
+            self.cooldown_until.pop(slot, None)
+            self.metrics.pop(slot, None)
+            self._unused.append(slot)
+        self._reorder()
+
+    def slots(self, spec: WorkerSpec) -> list[int]:
+        """Slots of a worker's ranks."""
+        return [self.slot_of[rank] for rank in spec.ranks]
+
+    def _reorder(self) -> None:
+        self.order = [self.slot_of[rank] for rank in sorted(self.slot_of)]
+        self.lanes = {}
+        for slot in self.order:
+            self.lanes.setdefault(self.lane_of[slot], []).append(slot)
+
+    def prompts(self, prompt: Prompt, others: tuple[Prompt, ...], isl_tokens: int) -> dict[Lane, Prompt]:
+        """The hashes that hold for each lane, checked; a lane nobody hashed for gets none.
+
+        Raises:
+            InvalidArgument: A field of a prompt is wrong, or its block size is left open and the workers differ.
+            FailedPrecondition: There are hashes, but for no block size of this pool.
+        """
+        given = (prompt, *others)
+        if len(self.lanes) > 1 and len({lane.block_size for lane in self.lanes}) > 1:
+            for each in given:
+                if each.blocks and not each.block_size:
+                    sizes = sorted({lane.block_size for lane in self.lanes})
+                    raise InvalidArgument(f"required, the model's workers have {sizes}", field="block_size")
+        found: dict[Lane, Prompt] = {}
+        for lane in self.lanes:
+            fitting = [p for p in given if p.block_size in (0, lane.block_size) and p.eagle in (None, lane.eagle)]
+            if fitting:
+                best = next((p for p in fitting if p.eagle is not None), fitting[0])
+                best.validate(isl_tokens, lane.block_size)
+                found[lane] = best
+            else:
+                found[lane] = EMPTY_PROMPT
+        if self.lanes and not any(p.blocks for p in found.values()) and any(p.blocks for p in given):
+            hashed, sizes = (
+                sorted({p.block_size for p in given if p.blocks}),
+                sorted({x.block_size for x in self.lanes}),
+            )
+            raise FailedPrecondition(f"block-size mismatch: hashed for {hashed}, the workers of the model have {sizes}")
+        return found

@@ -1,0 +1,197 @@
+"""Which active requests share which blocks, on which workers: a radix tree over packed local hashes.
+
+::
+
+    root ── [10 20]┬── [30]      ends 1   holders {w0: 1}
+            holders├── [99]      ends 1   holders {w0: 1}
+            {w0: 3}└── ends 1 (a request of exactly these two blocks)
+
+An active request is a whole prefix, so it is a path from the root. A node is a *run* of blocks without a branch; it
+counts, for each worker slot, the requests whose path goes through it. The path says what the prefix is: local
+hashes suffice, no sequence hash is computed.
+
+Invariants
+1. A node's holders are a subset of its parent's, and none is counted 0: along a request the set of workers shrinks.
+2. A request ends at the end of a run; `ends` counts those.
+3. Each node but the root has `ends` > 0 or at least two children; so there are at most two nodes a request, and
+   the runs together are at most the blocks of the active requests.
+4. The first block of a run is its key among its siblings.
+
+Complexity: O(nodes on the path), each a memory comparison of its run; a request that shares nothing is one node,
+whatever its length. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+HASH_BYTES = 8
+
+
+class Node:
+    """A run of blocks; opaque to everyone but the tree."""
+
+    __slots__ = ("children", "ends", "holders", "parent", "run")
+
+    def __init__(self, run: bytes, parent: Node | None, holders: dict[int, int]) -> None:
+        self.run = run
+        self.parent = parent
+        self.holders = holders
+        self.children: dict[bytes, Node] = {}
+        self.ends = 0
+
+
+class PrefixTree:
+    """Active prefixes of the workers of one block size."""
+
+    __slots__ = ("_root",)
+
+    def __init__(self) -> None:
+        self._root = Node(b"", None, {})
+
+    def add(self, hashes: bytes, slot: int) -> tuple[Node, int]:
+        """Adds a request on a worker.
+
+        Args:
+            hashes: Packed local hashes of its prompt.
+            slot: The worker.
+
+        Returns:
+            What to give `remove`, and the number of blocks that were not active on the worker before.
+        """
+        node, at, end, new = self._root, 0, len(hashes), 0
+        while at < end:
+            child = node.children.get(hashes[at : at + HASH_BYTES])
+            if child is None:
+                child = Node(hashes[at:], node, {slot: 1})
+                node.children[hashes[at : at + HASH_BYTES]] = child
+                node, new = child, new + end - at
+                break
+            if not hashes.startswith(child.run, at):
+                child = self._split(child, common_bytes(child.run, hashes, at))
+            length = len(child.run)
+            count = child.holders.get(slot, 0)
+            if not count:
+                new += length
+            child.holders[slot] = count + 1
+            node, at = child, at + length
+        node.ends += 1
+        return node, new // HASH_BYTES
+
+    def remove(self, end: Node, slot: int) -> int:
+        """Removes a request that was added.
+
+        Args:
+            end: What `add` returned.
+            slot: The worker it was added on.
+
+        Returns:
+            The number of blocks that are no longer active on the worker.
+        """
+        end.ends -= 1
+        gone, node = 0, end
+        while node.parent is not None:
+            count = node.holders[slot] - 1
+            if count:
+                node.holders[slot] = count
+            else:
+                del node.holders[slot]
+                gone += len(node.run)
+            node = node.parent
+        if end.parent is not None and not end.holders:
+            del end.parent.children[end.run[:HASH_BYTES]]
+            end = end.parent
+        if end.parent is not None and not end.ends and len(end.children) == 1:
+            self._join(end)
+        return gone // HASH_BYTES
+
+    def shared(self, hashes: bytes) -> dict[int, int]:
+        """Leading blocks of a prompt that are active on each worker; workers with none are left out.
+
+        Args:
+            hashes: Packed local hashes of the prompt.
+        """
+        node, at, end = self._root, 0, len(hashes)
+        shared: dict[int, int] = {}
+        while at < end:
+            child = node.children.get(hashes[at : at + HASH_BYTES])
+            if child is None:
+                break
+            whole = hashes.startswith(child.run, at)
+            at += len(child.run) if whole else common_bytes(child.run, hashes, at)
+            shared.update(dict.fromkeys(child.holders, at // HASH_BYTES))
+            if not whole:
+                break
+            node = child
+        return shared
+
+    @staticmethod
+    def _split(node: Node, at: int) -> Node:
+        """Cuts a run in two; returns the upper part. The lower part stays the node that requests point at."""
+        parent = node.parent
+        assert parent is not None
+        upper = Node(node.run[:at], parent, dict(node.holders))
+        parent.children[upper.run[:HASH_BYTES]] = upper
+        node.run, node.parent = node.run[at:], upper
+        upper.children[node.run[:HASH_BYTES]] = node
+        return upper
+
+    @staticmethod
+    def _join(node: Node) -> None:
+        """Gives the run of a node where nothing ends to its only child, whose holders are the same."""
+        parent, (child,) = node.parent, node.children.values()
+        assert parent is not None
+        child.run, child.parent = node.run + child.run, parent
+        parent.children[child.run[:HASH_BYTES]] = child
+
+    def dump(self) -> dict[bytes, dict[int, int]]:
+        """Holders of each run, by the whole prefix up to its end; the same whatever the order of operations."""
+        found: dict[bytes, dict[int, int]] = {}
+        waiting = [(b"", self._root)]
+        while waiting:
+            prefix, node = waiting.pop()
+            for child in node.children.values():
+                found[prefix + child.run] = dict(child.holders)
+                waiting.append((prefix + child.run, child))
+        return found
+
+    def recount(self) -> Counter[int]:
+        """Distinct active blocks of each worker, counted from the runs."""
+        blocks: Counter[int] = Counter()
+        waiting = [self._root]
+        while waiting:
+            node = waiting.pop()
+            blocks.update(dict.fromkeys(node.holders, len(node.run) // HASH_BYTES))
+            waiting.extend(node.children.values())
+        return blocks
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the structure contradicts its description."""
+        waiting = [self._root]
+        while waiting:
+            node = waiting.pop()
+            through: Counter[int] = Counter()
+            for key, child in node.children.items():
+                assert child.parent is node, "child knows its parent"
+                assert child.run.startswith(key), "a run is filed under its first block"
+                assert len(child.run) % HASH_BYTES == 0, "runs are whole blocks"
+                assert all(count > 0 for count in child.holders.values()), "no holder counted 0"
+                assert child.ends or len(child.children) > 1, "runs are as long as they can be"
+                through.update(child.holders)
+                waiting.append(child)
+            if node is not self._root:
+                assert all(count <= node.holders.get(slot, 0) for slot, count in through.items()), "holders shrink"
+                assert node.holders, "a run is active somewhere"
+                assert sum(node.holders.values()) == sum(through.values()) + node.ends, "paths add up"
+
+
+def common_bytes(run: bytes, hashes: bytes, at: int) -> int:
+    """Length of the common prefix of a run and hashes[at:], in whole blocks, as bytes; both share the first block."""
+    low, high = 1, min(len(run), len(hashes) - at) // HASH_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        if hashes.startswith(run[: middle * HASH_BYTES], at):
+            low = middle
+        else:
+            high = middle - 1
+    return low * HASH_BYTES

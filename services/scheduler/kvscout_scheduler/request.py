@@ -1,0 +1,218 @@
+"""What the scheduler is asked: plain values, checked once at the door."""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerRank
+from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
+
+HASH_BYTES = 8
+MAX_LEASE_SECONDS = 86_400
+
+
+class PoolId(NamedTuple):
+    """Workers that can take each other's requests: the unit of load and of selection."""
+
+    tenant: str
+    model: str
+    role: Role
+
+
+class RequestKey(NamedTuple):
+    """What names a booking; an attempt id beside it tells repeated calls from new attempts."""
+
+    tenant: str
+    model: str
+    role: Role
+    request_id: str
+
+    @property
+    def pool(self) -> PoolId:
+        """The pool it is booked in."""
+        return PoolId(self.tenant, self.model, self.role)
+
+
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """Local hashes as little-endian u64s, eight bytes a block: their form in every request.
+
+    Raises:
+        InvalidArgument: If a hash does not fit in 64 bits.
+    """
+    try:
+        packed = array("Q", hashes)
+    except OverflowError as error:
+        raise InvalidArgument("a hash is not in 0 .. 2^64-1", field="block_hashes") from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigOverride:
+    """Settings changed for one request; None keeps the scheduler's."""
+
+    overlap_score_weight: float | None = None
+    router_temperature: float | None = None
+    policy: str | None = None
+    seed: int | None = None
+
+    def validate(self) -> None:
+        """Checks the ranges.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        for name in ("overlap_score_weight", "router_temperature"):
+            value: float | None = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise InvalidArgument(f"must be a finite number of at least 0, not {value}", field=name)
+
+
+NO_OVERRIDE = ConfigOverride()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt hashed for the workers of one block size, and where it is cached."""
+
+    block_hashes: bytes = b""
+    """Packed local hashes of the leading complete blocks; fewer than the prompt has (or none) is allowed, the rest
+    of the prompt is then shared with no other request."""
+    block_size: int = 0
+    """Tokens a block; 0 = that of the pool's workers."""
+    eagle: bool | None = None
+    """Hashed over EAGLE windows; None = as the pool's workers want it."""
+    overlaps: Overlaps = NO_OVERLAPS
+
+    @property
+    def blocks(self) -> int:
+        """Hashed blocks."""
+        return len(self.block_hashes) // HASH_BYTES
+
+    def validate(self, isl_tokens: int, block_size: int) -> None:
+        """Checks hashes and overlaps against the prompt's length.
+
+        Args:
+            isl_tokens: Prompt length in tokens.
+            block_size: Tokens a block of the workers it is for.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        complete = isl_tokens // block_size
+        if len(self.block_hashes) % HASH_BYTES:
+            raise InvalidArgument("packed hashes must be whole u64s", field="block_hashes")
+        if self.blocks > complete:
+            raise InvalidArgument(
+                f"{self.blocks} hashes, but {isl_tokens} tokens are {complete} complete blocks of {block_size}",
+                field="block_hashes",
+            )
+        if self.overlaps is not NO_OVERLAPS:
+            self.overlaps.validate(complete)
+
+
+EMPTY_PROMPT = Prompt()
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionRequest:
+    """A request that wants a worker."""
+
+    model: str
+    isl_tokens: int
+    """Prompt length in tokens."""
+    prompt: Prompt = EMPTY_PROMPT
+    other_prompts: tuple[Prompt, ...] = ()
+    """The same prompt for workers of other block sizes."""
+    tenant: str = DEFAULT_TENANT
+    role: Role = Role.AGGREGATED
+    request_id: str = ""
+    """Names the booking; a query needs none."""
+    attempt_id: int = 0
+    """0 = the caller does not tell attempts apart."""
+    allowed_worker_ids: frozenset[str] = frozenset()
+    """Empty = all."""
+    excluded_worker_ids: frozenset[str] = frozenset()
+    pinned_worker_id: str = ""
+    """"" = free choice."""
+    pinned_dp_rank: int | None = None
+    required_labels: Mapping[str, str] = field(default_factory=dict)
+    lora_name: str = ""
+    override: ConfigOverride = NO_OVERRIDE
+    priority: int = 0
+    expected_output_tokens: int = 0
+    """0 = unknown."""
+    charge_prefill: bool = True
+    """False: the prompt is computed elsewhere (decode legs), no prefill tokens are charged."""
+    explain: bool = False
+
+    @property
+    def pool(self) -> PoolId:
+        """The pool it selects from."""
+        return PoolId(self.tenant, self.model, self.role)
+
+    @property
+    def key(self) -> RequestKey:
+        """Name of its booking."""
+        return RequestKey(self.tenant, self.model, self.role, self.request_id)
+
+    def validate(self) -> None:
+        """Checks what needs no knowledge of the workers.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        if not self.model:
+            raise InvalidArgument("must not be empty", field="model")
+        if self.isl_tokens < 1:
+            raise InvalidArgument("must be at least 1", field="isl_tokens")
+        if self.pinned_dp_rank is not None and not self.pinned_worker_id:
+            raise InvalidArgument("needs pinned_worker_id", field="pinned_dp_rank")
+        if self.pinned_worker_id:
+            if self.allowed_worker_ids and self.pinned_worker_id not in self.allowed_worker_ids:
+                raise InvalidArgument(
+                    f"{self.pinned_worker_id!r} is not one of allowed_worker_ids", field="pinned_worker_id"
+                )
+            if self.pinned_worker_id in self.excluded_worker_ids:
+                raise InvalidArgument(f"{self.pinned_worker_id!r} is excluded as well", field="pinned_worker_id")
+        if self.override is not NO_OVERRIDE:
+            self.override.validate()
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveRequest:
+    """A request to be booked on a given worker, without choosing."""
+
+    key: RequestKey
+    rank: WorkerRank
+    isl_tokens: int
+    block_hashes: bytes = b""
+    attempt_id: int = 0
+    cached_tokens: int = 0
+    """Leading prompt tokens cached on the worker; not charged."""
+    expected_output_tokens: int = 0
+
+    def validate(self) -> None:
+        """Checks what needs no knowledge of the workers.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        for name, given in (
+            ("model", self.key.model),
+            ("request_id", self.key.request_id),
+            ("worker", self.rank.worker_id),
+        ):
+            if not given:
+                raise InvalidArgument("must not be empty", field=name)
+        if self.isl_tokens < 1:
+            raise InvalidArgument("must be at least 1", field="isl_tokens")
+        if not 0 <= self.cached_tokens <= self.isl_tokens:
+            raise InvalidArgument(f"must be between 0 and isl_tokens ({self.isl_tokens})", field="cached_tokens")

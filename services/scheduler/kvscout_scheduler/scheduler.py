@@ -1,0 +1,450 @@
+"""The scheduler: one atomic decision after the other, over workers, load and bookings.
+
+No method awaits, so that on one event loop every call sees the state that the one before it left: two clients never
+decide on the same load. The clock and the random generator are passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from random import Random
+
+from kvscout_common.errors import AlreadyExists, InvalidArgument, KvscoutError, Unavailable
+from kvscout_common.worker import WorkerRank
+from kvscout_scheduler.booking import ActiveRequest, Booking, FreeOutcome
+from kvscout_scheduler.bookings import Bookings
+from kvscout_scheduler.candidates import Candidates, SelectionSettings
+from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.eligibility import busy
+from kvscout_scheduler.policies import PolicyRegistry, installed_policies
+from kvscout_scheduler.pool import EngineMetrics, Pool
+from kvscout_scheduler.request import (
+    EMPTY_PROMPT,
+    HASH_BYTES,
+    MAX_LEASE_SECONDS,
+    PoolId,
+    Prompt,
+    RequestKey,
+    ReserveRequest,
+    SelectionRequest,
+)
+from kvscout_scheduler.selection import Selected, Selector
+from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.stats import SchedulerStats
+from kvscout_scheduler.thresholds import BusyThresholds, ThresholdTable
+from kvscout_scheduler.workers import Workers
+
+DEFAULT_SETTINGS = SchedulerSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """Load of one worker rank, now and with a prompt added."""
+
+    rank: WorkerRank
+    potential_prefill_tokens: int
+    potential_decode_blocks: int
+    active_requests: int
+    active_prefill_tokens: int
+    active_decode_blocks: int
+    busy: bool
+    cooldown_seconds: float
+    draining: bool
+    total_kv_blocks: int
+
+
+class Scheduler:
+    """Picks workers, books requests on them, and knows what is active.
+
+    Args:
+        settings: Checked here.
+        clock: Monotonic seconds.
+        rng: For ties and temperatures.
+        policies: None = this package's and those of installed packages.
+
+    Raises:
+        ConfigError: A setting is out of range.
+        InvalidArgument: The policy in the settings is unknown.
+    """
+
+    def __init__(
+        self,
+        settings: SchedulerSettings = DEFAULT_SETTINGS,
+        *,
+        clock: Callable[[], float],
+        rng: Random,
+        policies: PolicyRegistry | None = None,
+    ) -> None:
+        self.settings = settings.validate()
+        self.policies = installed_policies() if policies is None else policies
+        self.stats = SchedulerStats()
+        self.thresholds = ThresholdTable(settings.thresholds)
+        self.bookings = Bookings(settings, self.stats)
+        self.workers = Workers(settings, self.bookings, clock)
+        """Give it to the registry as a listener."""
+        self.draining = False
+        self._clock = clock
+        self._selector = Selector(settings, self.policies, rng)
+
+    def select(self, request: SelectionRequest) -> Decision:
+        """Picks a worker and books nothing.
+
+        Raises:
+            InvalidArgument: A field of the request is wrong; it is named.
+            NotFound: The model was never seen, or the pinned worker does not exist.
+            Unavailable: No worker can take the request now, or the scheduler drains.
+            FailedPrecondition: No worker has the labels or the adapter, or the hashes are of another block size.
+            ResourceExhausted: All that could take it are busy.
+        """
+        self._selector.check(request)
+        return self._select(request, self._clock(), books=False).decision
+
+    def select_and_reserve(
+        self, request: SelectionRequest, *, owner_id: str = "", lease_seconds: float = 0.0
+    ) -> Decision:
+        """Picks a worker and books the request on it, in one step.
+
+        The same attempt called again gets its first answer, without the explanation, and nothing more is booked.
+
+        Args:
+            request: With a request id.
+            owner_id: Whose it is; "" = a unary caller, who has a lease.
+            lease_seconds: Length of the lease; 0 = the default.
+
+        Raises:
+            AlreadyExists: The request id is active under another attempt, or was reserved without choosing.
+            Cancelled: This attempt was freed already.
+            KvscoutError: As `select`.
+        """
+        self._selector.check(request)
+        _check_booking(request.request_id, request.attempt_id, lease_seconds)
+        now = self._clock()
+        key = request.key
+        active = self.bookings.admit(key, request.attempt_id, now)
+        if active is not None:
+            if active.answer is None:
+                active.answers -= 1
+                raise AlreadyExists(f"request {key.request_id!r} was reserved without choosing")
+            return active.answer
+        selected = self._select(request, now, books=True)
+        decision = selected.decision
+        pool = self.workers.pool(request.pool)
+        booking = self._book(
+            key,
+            request.attempt_id,
+            pool,
+            selected.slot,
+            block_hashes=selected.block_hashes,
+            total_blocks=selected.total_blocks,
+            uncached_tokens=decision.uncached_tokens,
+            expected_output_tokens=request.expected_output_tokens,
+            answer=decision if decision.explanation is None else replace(decision, explanation=None),
+            now=now,
+        )
+        self.bookings.add(booking, owner_id=owner_id, lease_seconds=lease_seconds)
+        if request.charge_prefill:
+            self._count_hits(pool, selected.slot, request.isl_tokens, decision.uncached_tokens)
+        return decision
+
+    def reserve(self, request: ReserveRequest, *, owner_id: str = "", lease_seconds: float = 0.0) -> int:
+        """Books a request on a given worker, whatever its load.
+
+        Args:
+            request: What to book.
+            owner_id: Whose it is; "" = a unary caller, who has a lease.
+            lease_seconds: Length of the lease; 0 = the default.
+
+        Returns:
+            Prompt tokens charged as uncached.
+
+        Raises:
+            InvalidArgument: A field is wrong; it is named.
+            NotFound: Unknown model or worker.
+            Unavailable: The model has no worker of the role now, or the scheduler drains.
+            AlreadyExists: The id is active under another attempt, or on another worker.
+            Cancelled: This attempt was freed already.
+        """
+        request.validate()
+        key = request.key
+        _check_booking(key.request_id, request.attempt_id, lease_seconds)
+        now = self._clock()
+        active = self.bookings.admit(key, request.attempt_id, now)
+        if active is not None:
+            if active.rank != request.rank:
+                active.answers -= 1
+                raise AlreadyExists(f"request {key.request_id!r} is active on {active.rank.worker_id!r}")
+            return active.uncached_tokens
+        self._require_open()
+        pool = self.workers.pool(key.pool)
+        _, slot = self.workers.slot(key.tenant, request.rank)
+        if pool.slot_of.get(request.rank) != slot:
+            raise InvalidArgument(f"{request.rank.worker_id!r} is not a worker of this model and role", field="worker")
+        block_size = pool.lane_of[slot].block_size
+        Prompt(request.block_hashes).validate(request.isl_tokens, block_size)
+        booking = self._book(
+            key,
+            request.attempt_id,
+            pool,
+            slot,
+            block_hashes=request.block_hashes,
+            total_blocks=-(-request.isl_tokens // block_size),
+            uncached_tokens=request.isl_tokens - request.cached_tokens,
+            expected_output_tokens=request.expected_output_tokens,
+            answer=None,
+            now=now,
+        )
+        self.bookings.add(booking, owner_id=owner_id, lease_seconds=lease_seconds)
+        self._count_hits(pool, slot, request.isl_tokens, booking.uncached_tokens)
+        return booking.uncached_tokens
+
+    def mark_prefill_complete(self, key: RequestKey, attempt_id: int = 0) -> bool:
+        """The first token is out; False = it was marked before.
+
+        Raises:
+            InvalidArgument: No request id.
+            NotFound: This attempt is not active.
+        """
+        _check_booking(key.request_id, attempt_id, 0.0)
+        return self.bookings.complete_prefill(key, attempt_id, self._clock())
+
+    def add_output(self, key: RequestKey, blocks: int, attempt_id: int = 0) -> int:
+        """Adds generated blocks to a request's load; returns its output blocks in all.
+
+        Raises:
+            InvalidArgument: No request id, or blocks below 1.
+            NotFound: This attempt is not active.
+            FailedPrecondition: Output is not tracked.
+        """
+        _check_booking(key.request_id, attempt_id, 0.0)
+        if blocks < 1:
+            raise InvalidArgument("must be at least 1", field="blocks")
+        return self.bookings.add_output(key, attempt_id, blocks, self._clock())
+
+    def free(self, key: RequestKey, attempt_id: int = 0) -> FreeOutcome:
+        """Releases all that an attempt holds; implies prefill complete. Unknown or repeated: a no-op that says so.
+
+        Raises:
+            InvalidArgument: No request id.
+        """
+        _check_booking(key.request_id, attempt_id, 0.0)
+        return self.bookings.free(key, attempt_id, self._clock())
+
+    def renew(self, key: RequestKey, attempt_id: int = 0, *, lease_seconds: float = 0.0) -> bool:
+        """Renews a lease; False = this attempt is not active.
+
+        Raises:
+            InvalidArgument: No request id, or a lease out of range.
+        """
+        _check_booking(key.request_id, attempt_id, lease_seconds)
+        return self.bookings.renew(key, attempt_id, self._clock(), lease_seconds)
+
+    def undelivered(self, key: RequestKey, attempt_id: int = 0) -> bool:
+        """Takes back a booking whose answer the caller did not get, unless a repeated call got it."""
+        return self.bookings.undelivered(key, attempt_id, self._clock())
+
+    def connect_owner(
+        self, owner_id: str, in_flight: Iterable[tuple[RequestKey, int]]
+    ) -> tuple[int, list[tuple[RequestKey, int]]]:
+        """Opens an owner's stream; see `Bookings.connect_owner`.
+
+        Raises:
+            InvalidArgument: The owner has no name.
+        """
+        if not owner_id:
+            raise InvalidArgument("must not be empty", field="owner_id")
+        return self.bookings.connect_owner(owner_id, in_flight, self._clock())
+
+    def disconnect_owner(self, owner_id: str, session: int) -> None:
+        """Ends an owner's stream; its bookings end after the grace time unless it comes back."""
+        self.bookings.disconnect_owner(owner_id, session, self._clock())
+
+    def expire(self) -> int:
+        """Ends what is overdue; to be called every second or so. Returns bookings that ended."""
+        now = self._clock()
+        for pool in self.workers:
+            for slot in [slot for slot, until in pool.cooldown_until.items() if until <= now]:
+                del pool.cooldown_until[slot]
+        return self.bookings.expire(now)
+
+    def drain(self) -> None:
+        """Takes no more selections and bookings; what is active goes on."""
+        self.draining = True
+
+    def report_failure(self, tenant: str, rank: WorkerRank, cooldown_seconds: float = 0.0) -> float:
+        """Leaves a worker rank out of selections for a while; never shortens a cool-down.
+
+        Args:
+            tenant: Of the worker.
+            rank: The rank that failed a request.
+            cooldown_seconds: 0 = the default.
+
+        Returns:
+            Seconds until its cool-down ends.
+
+        Raises:
+            InvalidArgument: The length is out of range.
+            NotFound: Unknown worker.
+        """
+        if not 0 <= cooldown_seconds <= MAX_LEASE_SECONDS:
+            raise InvalidArgument(f"must be between 0 and {MAX_LEASE_SECONDS}", field="cooldown_seconds")
+        pool, slot = self.workers.slot(tenant, rank)
+        now = self._clock()
+        until = now + (cooldown_seconds or self.settings.cooldown_seconds)
+        until = pool.cooldown_until[slot] = max(until, pool.cooldown_until.get(slot, now))
+        self.stats.failures_reported += 1
+        return until - now
+
+    def report_metrics(self, tenant: str, rank: WorkerRank, metrics: EngineMetrics) -> None:
+        """Takes what an engine says of itself; replaces what it said before.
+
+        Raises:
+            InvalidArgument: A value is out of range; it is named.
+            NotFound: Unknown worker.
+        """
+        pool, slot = self.workers.slot(tenant, rank)
+        pool.metrics[slot] = metrics.validate()
+
+    def busy_thresholds(self, tenant: str) -> dict[str, BusyThresholds]:
+        """Thresholds of every model of a tenant that has any, by model."""
+        models = sorted(self.workers.models(tenant).union(self.thresholds.models(tenant)))
+        found = {model: self.thresholds.get(tenant, model) for model in models}
+        return {model: thresholds for model, thresholds in found.items() if not thresholds.off}
+
+    def potential_loads(
+        self, pool_id: PoolId, *, isl_tokens: int = 0, prompt: Prompt = EMPTY_PROMPT
+    ) -> list[WorkerLoad]:
+        """Load of each worker rank, by rank, now and with a prompt added.
+
+        Args:
+            pool_id: Whose loads.
+            isl_tokens: Length of the prompt; 0 = none.
+            prompt: Its hashes and overlaps.
+
+        Raises:
+            InvalidArgument: Naming the field.
+            NotFound: The model was never seen.
+        """
+        if not pool_id.model:
+            raise InvalidArgument("must not be empty", field="model")
+        try:
+            pool = self.workers.pool(pool_id)
+        except Unavailable:
+            return []
+        prompts = pool.prompts(prompt, (), isl_tokens)
+        request = SelectionRequest(pool_id.model, isl_tokens, prompt, tenant=pool_id.tenant, role=pool_id.role)
+        settings = SelectionSettings(tier_weights=self.settings.tier_weights)
+        candidates = Candidates(pool, request, pool.order, prompts, settings)
+        thresholds, now = self.thresholds.get(pool_id.tenant, pool_id.model), self._clock()
+        load = pool.load
+        return [
+            WorkerLoad(
+                rank=pool.ranks[slot],
+                potential_prefill_tokens=load.prefill_tokens[slot] + candidates.uncached_tokens(index),
+                potential_decode_blocks=candidates.decode_blocks[index],
+                active_requests=load.requests[slot],
+                active_prefill_tokens=load.prefill_tokens[slot],
+                active_decode_blocks=load.decode_blocks[slot],
+                busy=busy(pool, slot, thresholds),
+                cooldown_seconds=max(0.0, pool.cooldown_until.get(slot, now) - now),
+                draining=slot in pool.draining,
+                total_kv_blocks=pool.specs[slot].total_kv_blocks,
+            )
+            for index, slot in enumerate(pool.order)
+        ]
+
+    def list_active_requests(
+        self, tenant: str, *, model: str = "", worker_id: str = "", limit: int = 1000
+    ) -> tuple[list[ActiveRequest], int]:
+        """Active requests, oldest first.
+
+        Args:
+            tenant: Whose.
+            model: "" = all.
+            worker_id: "" = all.
+            limit: How many at most.
+
+        Returns:
+            The first `limit` of them, and how many there are.
+        """
+        found = [
+            booking
+            for booking in self.bookings
+            if booking.key.tenant == tenant
+            and model in ("", booking.key.model)
+            and worker_id in ("", booking.rank.worker_id)
+        ]
+        now = self._clock()
+        return [self.bookings.listing(booking, now) for booking in found[:limit]], len(found)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if any structure contradicts another."""
+        self.bookings.check_invariants()
+        for pool in self.workers:
+            allocations = [booking.allocation for booking in self.bookings if booking.pool is pool]
+            pool.load.check_invariants(allocations)
+
+    def _select(self, request: SelectionRequest, now: float, *, books: bool) -> Selected:
+        try:
+            self._require_open()
+            pool = self.workers.pool(request.pool)
+            thresholds = self.thresholds.get(request.tenant, request.model)
+            selected = self._selector.select(pool, request, thresholds, now, books=books)
+        except KvscoutError as error:
+            self.stats.refusals[type(error).__name__] += 1
+            raise
+        self.stats.decisions[selected.decision.policy] += 1
+        return selected
+
+    def _require_open(self) -> None:
+        if self.draining:
+            raise Unavailable("the scheduler is draining")
+
+    def _book(
+        self,
+        key: RequestKey,
+        attempt_id: int,
+        pool: Pool,
+        slot: int,
+        *,
+        block_hashes: bytes,
+        total_blocks: int,
+        uncached_tokens: int,
+        expected_output_tokens: int,
+        answer: Decision | None,
+        now: float,
+    ) -> Booking:
+        allocation = pool.load.add(
+            slot,
+            pool.lane_of[slot],
+            block_hashes,
+            private_blocks=total_blocks - len(block_hashes) // HASH_BYTES,
+            prefill_tokens=uncached_tokens,
+        )
+        return Booking(
+            key=key,
+            attempt_id=attempt_id,
+            pool=pool,
+            rank=pool.ranks[slot],
+            allocation=allocation,
+            answer=answer,
+            prompt_blocks=total_blocks,
+            uncached_tokens=uncached_tokens,
+            expected_output_tokens=expected_output_tokens,
+            booked_at=now,
+        )
+
+    def _count_hits(self, pool: Pool, slot: int, isl_tokens: int, uncached_tokens: int) -> None:
+        cached = isl_tokens - uncached_tokens
+        for counts in (self.stats, pool.hits[slot]):
+            counts.isl_tokens += isl_tokens
+            counts.cached_tokens += cached
+
+
+def _check_booking(request_id: str, attempt_id: int, lease_seconds: float) -> None:
+    if not request_id:
+        raise InvalidArgument("must not be empty", field="request_id")
+    if attempt_id < 0:
+        raise InvalidArgument("must not be negative", field="attempt_id")
+    if not 0 <= lease_seconds <= MAX_LEASE_SECONDS:
+        raise InvalidArgument(f"must be between 0 and {MAX_LEASE_SECONDS}", field="lease_seconds")

@@ -1,0 +1,165 @@
+"""One selection: who may take the request, what the policy says, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+from kvscout_scheduler.candidates import Candidates, SelectionSettings
+from kvscout_scheduler.decision import Candidate, Decision, Explanation
+from kvscout_scheduler.eligibility import eligible
+from kvscout_scheduler.policies import Policy, PolicyRegistry
+from kvscout_scheduler.pool import Pool
+from kvscout_scheduler.request import SelectionRequest
+from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.thresholds import BusyThresholds
+
+
+class Selected(NamedTuple):
+    """What was picked, and what booking it takes."""
+
+    decision: Decision
+    slot: int
+    block_hashes: bytes
+    total_blocks: int
+
+
+class Selector:
+    """Picks workers. Keeps one instance of each policy a pool, nothing else.
+
+    Args:
+        settings: Defaults that a request may override.
+        registry: The policies.
+        rng: Draws of requests without a seed of their own.
+    """
+
+    def __init__(self, settings: SchedulerSettings, registry: PolicyRegistry, rng: Random) -> None:
+        registry.check(settings.policy)
+        self._settings = settings
+        self._registry = registry
+        self._rng = rng
+
+    def check(self, request: SelectionRequest) -> None:
+        """Checks a request, as far as that needs no workers.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        request.validate()
+        if request.override.policy is not None:
+            self._registry.check(request.override.policy)
+
+    def select(
+        self, pool: Pool, request: SelectionRequest, thresholds: BusyThresholds, now: float, *, books: bool
+    ) -> Selected:
+        """Picks a worker; changes nothing but the turn of policies that take turns.
+
+        Args:
+            pool: The pool of the request.
+            request: A checked request.
+            thresholds: Busy thresholds of its model.
+            now: On the scheduler's clock.
+            books: Whether the choice is going to be booked.
+
+        Raises:
+            InvalidArgument, FailedPrecondition: `Pool.prompts`.
+            NotFound, Unavailable, FailedPrecondition, ResourceExhausted: `eligible`.
+        """
+        prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
+        dropped: dict[int, str] | None = {} if request.explain else None
+        slots = eligible(pool, request, thresholds, now, dropped)
+        candidates = Candidates(pool, request, slots, prompts, self._in_effect(request, books))
+        name = self._settings.policy if request.override.policy is None else request.override.policy
+        policy = self._policy(pool, name)
+        costs = policy.costs(candidates)
+        seed = request.override.seed
+        index = policy.pick(candidates, costs, self._rng if seed is None else Random(seed))
+        slot = slots[index]
+        lane = pool.lane_of[slot]
+        explanation = (
+            None
+            if dropped is None
+            else explain(pool, name, policy, candidates=candidates, costs=costs, index=index, dropped=dropped)
+        )
+        decision = Decision(
+            rank=pool.ranks[slot],
+            spec=pool.specs[slot],
+            policy=name,
+            overlap_blocks=candidates.device_blocks[index],
+            effective_overlap_blocks=candidates.effective_blocks[index],
+            cost=costs[index],
+            uncached_tokens=candidates.uncached_tokens(index),
+            explanation=explanation,
+        )
+        return Selected(decision, slot, candidates.prompt(lane).block_hashes, candidates.total_blocks(lane))
+
+    def _in_effect(self, request: SelectionRequest, books: bool) -> SelectionSettings:
+        defaults, override = self._settings, request.override
+        weight, temperature = override.overlap_score_weight, override.router_temperature
+        return SelectionSettings(
+            overlap_score_weight=defaults.overlap_score_weight if weight is None else weight,
+            router_temperature=defaults.router_temperature if temperature is None else temperature,
+            tier_weights=defaults.tier_weights,
+            books=books,
+        )
+
+    def _policy(self, pool: Pool, name: str) -> Policy:
+        policy = pool.policies.get(name)
+        if policy is None:
+            policy = pool.policies[name] = self._registry.create(name)
+        return policy
+
+
+def explain(
+    pool: Pool,
+    name: str,
+    policy: Policy,
+    *,
+    candidates: Candidates,
+    costs: Sequence[float],
+    index: int,
+    dropped: dict[int, str],
+) -> Explanation:
+    """Why the policy picked a candidate, beside all that it did not.
+
+    Args:
+        pool: Where they come from; as it was when the policy picked.
+        name: Of the policy.
+        policy: The policy.
+        candidates: The eligible ones.
+        costs: What the policy said of them.
+        index: The one it picked.
+        dropped: Why each other worker of the pool was not eligible, by slot.
+    """
+    settings = candidates.settings
+    everyone = candidates.of(pool.order)
+    all_costs = policy.costs(everyone)
+    drawn = dict(zip(candidates.slots, policy.probabilities(candidates, costs), strict=True))
+    rows = []
+    columns = zip(
+        everyone.slots, everyone.tiers(), everyone.prefill_blocks, everyone.decode_blocks, all_costs, strict=True
+    )
+    for slot, tiers, prefill_blocks, decode_blocks, cost in columns:
+        rows.append(
+            Candidate(
+                rank=pool.ranks[slot],
+                eligible=slot not in dropped,
+                ineligible_reason=dropped.get(slot, ""),
+                device_blocks=tiers.device,
+                host_blocks=tiers.host,
+                disk_blocks=tiers.disk,
+                external_blocks=tiers.external,
+                prefill_blocks=prefill_blocks,
+                decode_blocks=decode_blocks,
+                cost=cost,
+                probability=drawn.get(slot, 0.0),
+            )
+        )
+    return Explanation(
+        policy=name,
+        overlap_score_weight=settings.overlap_score_weight,
+        router_temperature=settings.router_temperature,
+        reason=policy.reason(candidates, costs, index),
+        candidates=tuple(rows),
+    )

@@ -1,0 +1,65 @@
+"""Settings of a scheduler."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvscout_common.errors import ConfigError
+from kvscout_common.worker import Role
+from kvscout_scheduler.cost import DEFAULT_TIER_WEIGHTS, TierWeights
+from kvscout_scheduler.thresholds import NO_THRESHOLDS, BusyThresholds
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """How a scheduler decides and how long it remembers."""
+
+    policy: str = "kv"
+    """Where a request names none."""
+    overlap_score_weight: float = 1.0
+    """0 = prefix caches are ignored."""
+    router_temperature: float = 0.0
+    """0 = always the cheapest worker."""
+    tier_weights: TierWeights = DEFAULT_TIER_WEIGHTS
+    track_active_blocks: bool = True
+    """Prefill pools never track them."""
+    track_output_blocks: bool = False
+    thresholds: BusyThresholds = NO_THRESHOLDS
+    """Of models that have none of their own."""
+    lease_seconds: float = 300.0
+    """Of bookings of unary callers, where the call names none."""
+    owner_grace_seconds: float = 10.0
+    """How long an owner's stream may be gone before its bookings end."""
+    tombstone_seconds: float = 60.0
+    """How long ended attempts are remembered."""
+    max_tombstones: int = 262_144
+    """Ended attempts remembered at most; 60 s of 4,000 requests a second."""
+    cooldown_seconds: float = 10.0
+    """How long a worker that failed a request is left out."""
+    max_active_requests: int = 1_000_000
+
+    def tracks_blocks(self, role: Role) -> bool:
+        """Whether requests on workers of a role occupy blocks; a prefill worker gives them away at once."""
+        return self.track_active_blocks and role is not Role.PREFILL
+
+    def validate(self) -> SchedulerSettings:
+        """Itself, if every setting is in range.
+
+        Raises:
+            ConfigError: Naming the first that is not.
+        """
+        for name in ("overlap_score_weight", "router_temperature", "owner_grace_seconds", "cooldown_seconds"):
+            value: float = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"must be a finite number of at least 0, not {value}", field=name)
+        for name in ("lease_seconds", "tombstone_seconds", "max_tombstones", "max_active_requests"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"must be a finite number above 0, not {value}", field=name)
+        for name in ("host", "disk"):
+            weight: float = getattr(self.tier_weights, name)
+            if not 0 <= weight <= 1:
+                raise ConfigError(f"must be between 0 and 1, not {weight}", field=f"{name}_weight")
+        self.thresholds.validate()
+        return self

@@ -1,0 +1,32 @@
+"""Counters of the scheduler: plain integers since start, for whoever exports them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """What happened since start."""
+
+    decisions: Counter[str] = field(default_factory=Counter)
+    """Workers picked, booked or not, by policy."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Selections that failed, by the error's class."""
+    bookings: int = 0
+    repeated_calls: int = 0
+    """Bookings asked for again by the same attempt, and answered with the first answer."""
+    cancelled_on_arrival: int = 0
+    """Bookings whose Free came first."""
+    freed: int = 0
+    free_no_ops: Counter[str] = field(default_factory=Counter)
+    """Frees that found nothing to do, by outcome."""
+    ended: Counter[str] = field(default_factory=Counter)
+    """Bookings that ended without a Free, by reason."""
+    isl_tokens: int = 0
+    """Prompt tokens of all bookings."""
+    cached_tokens: int = 0
+    """Of these, tokens that were expected to be cached where they were booked."""
+    failures_reported: int = 0
+    """Reports that a worker failed a request."""

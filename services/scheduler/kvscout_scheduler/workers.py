@@ -1,0 +1,102 @@
+"""The pools and their workers, as the registry tells of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvscout_common.errors import NotFound, Unavailable
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_scheduler.bookings import Bookings
+from kvscout_scheduler.pool import Pool
+from kvscout_scheduler.request import PoolId
+from kvscout_scheduler.settings import SchedulerSettings
+
+
+class Workers:
+    """Workers by name, pools by id. A registry listener; a pool is there while it has workers.
+
+    Args:
+        settings: Settings of the scheduler.
+        bookings: Ends the bookings of workers that go.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, settings: SchedulerSettings, bookings: Bookings, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._bookings = bookings
+        self._clock = clock
+        self._pools: dict[PoolId, Pool] = {}
+        self._specs: dict[tuple[str, str], WorkerSpec] = {}
+        self._seen: set[tuple[str, str]] = set()
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter(self._pools.values())
+
+    def worker_added(self, spec: WorkerSpec) -> None:
+        """A worker is new."""
+        pool_id = pool_of(spec)
+        pool = self._pools.get(pool_id)
+        if pool is None:
+            pool = self._pools[pool_id] = Pool(pool_id, track_blocks=self._settings.tracks_blocks(spec.role))
+        pool.add(spec)
+        self._specs[spec.tenant, spec.worker_id] = spec
+        self._seen.add((spec.tenant, spec.model))
+
+    def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
+        """A worker's registration changed; its bookings stay if it serves the same model in blocks of the same kind
+        on the same ranks, else they end: it is another worker then."""
+        if (pool_of(old), old.pool, old.ranks) == (pool_of(new), new.pool, new.ranks):
+            self._pools[pool_of(new)].update(new)
+            self._specs[new.tenant, new.worker_id] = new
+        else:
+            self.worker_removed(old, "replaced")
+            self.worker_added(new)
+
+    def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
+        """A worker is gone; its bookings end."""
+        pool = self._pools[pool_of(spec)]
+        now = self._clock()
+        for slot in pool.slots(spec):
+            self._bookings.drop_slot(pool, slot, now)
+        pool.remove(spec)
+        del self._specs[spec.tenant, spec.worker_id]
+        if not pool.order:
+            del self._pools[pool.id]
+
+    def pool(self, pool_id: PoolId) -> Pool:
+        """A pool that has workers.
+
+        Raises:
+            NotFound: The model was never seen.
+            Unavailable: It was, but has no worker of this role now.
+        """
+        pool = self._pools.get(pool_id)
+        if pool is None:
+            if (pool_id.tenant, pool_id.model) not in self._seen:
+                raise NotFound(f"model {pool_id.model!r} was never seen in tenant {pool_id.tenant!r}")
+            raise Unavailable(f"model {pool_id.model!r} has no {pool_id.role} worker now")
+        return pool
+
+    def slot(self, tenant: str, rank: WorkerRank) -> tuple[Pool, int]:
+        """Where a worker rank is.
+
+        Raises:
+            NotFound: No such worker, or it has no such rank.
+        """
+        spec = self._specs.get((tenant, rank.worker_id))
+        if spec is None:
+            raise NotFound(f"no worker {rank.worker_id!r} in tenant {tenant!r}")
+        pool = self._pools[pool_of(spec)]
+        slot = pool.slot_of.get(rank)
+        if slot is None:
+            raise NotFound(f"worker {rank.worker_id!r} has no rank {rank.dp_rank}")
+        return pool, slot
+
+    def models(self, tenant: str) -> set[str]:
+        """Models of a tenant that were ever seen."""
+        return {model for owner, model in self._seen if owner == tenant}
+
+
+def pool_of(spec: WorkerSpec) -> PoolId:
+    """The pool that a worker belongs to."""
+    return PoolId(spec.tenant, spec.model, spec.role)
