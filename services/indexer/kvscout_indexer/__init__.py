@@ -1,0 +1,1 @@
+"""The indexer: which worker holds which leading blocks of a prompt."""

@@ -1,0 +1,84 @@
+"""`kvscout-indexer`: flags and environment → one frozen config → serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvscout_common.config import ServerConfig
+from kvscout_common.errors import ConfigError
+from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
+from kvscout_common.serving import App, run
+from kvscout_indexer.config import IndexerConfig
+
+
+@click.command(cls=SectionedCommand)
+@flag(
+    "--router-ttl",
+    default=120.0,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds that blocks whose history was lost stay predicted.",
+)
+@flag(
+    "--max-blocks",
+    default=0,
+    type=click.IntRange(min=0),
+    section=PERFORMANCE,
+    help="Bound of each block index, in held blocks; 0 = none.",
+)
+@flag(
+    "--router-max-tree-size",
+    default=1_048_576,
+    type=click.IntRange(min=1),
+    section=PERFORMANCE,
+    help="Predicted blocks kept in each index.",
+)
+@flag(
+    "--router-prune-target-ratio",
+    default=0.8,
+    type=click.FloatRange(0, 1, min_open=True),
+    section=PERFORMANCE,
+    help="Share of --router-max-tree-size that is left after pruning.",
+)
+@server_flags("indexer", port=50051, metrics_port=9091)
+def main(**values: Any) -> None:
+    """Ingest the KV events of engines and tell which worker holds which leading blocks of a prompt."""
+    try:
+        config = IndexerConfig(
+            server=ServerConfig.from_flags(values),
+            max_blocks=values["max_blocks"],
+            router_ttl_seconds=values["router_ttl"],
+            max_predicted_blocks=values["router_max_tree_size"],
+            prune_target_ratio=values["router_prune_target_ratio"],
+        )
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    run(config.server, lambda: build(config))
+
+
+async def build(config: IndexerConfig) -> App:
+    """The indexer as an app to serve."""
+    from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
+    from kvscout_indexer.indexer import Indexer
+    from kvscout_indexer.metrics import IndexerCollector, metrics_registry
+    from kvscout_indexer.servicer import IndexerServicer
+
+    indexer = Indexer(config)
+    servicer = IndexerServicer(indexer)  # type: ignore[abstract]  # rpcs without a method answer UNIMPLEMENTED
+    return App(
+        name="indexer",
+        services=[
+            (
+                indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name,
+                lambda server: indexer_pb2_grpc.add_IndexerServicer_to_server(servicer, server),
+            )
+        ],
+        tasks=indexer.tasks(),
+        close=indexer.close,
+        metrics=metrics_registry(IndexerCollector(indexer)),
+    )
+
+
+if __name__ == "__main__":
+    main()

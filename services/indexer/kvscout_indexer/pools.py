@@ -1,0 +1,108 @@
+"""The block indexes of an indexer, one a pool (model, tenant, block size, EAGLE), and who is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvscout_common.worker import PoolKey, WorkerRank, WorkerSpec
+from kvscout_indexer.index import BlockIndex, WorkerOptions
+
+
+def worker_options(spec: WorkerSpec) -> WorkerOptions:
+    """What the index must know of a worker."""
+    return WorkerOptions(
+        copies=spec.copies,
+        adapters={adapter.lora_id: adapter.name for adapter in spec.adapters if adapter.lora_id},
+        total_kv_blocks=spec.total_kv_blocks,
+    )
+
+
+class Pools:
+    """Indexes by pool; each exists while a worker of its pool is registered."""
+
+    def __init__(self, make_index: Callable[[PoolKey], BlockIndex]) -> None:
+        self._make_index = make_index
+        self._indexes: dict[PoolKey, BlockIndex] = {}
+        self._workers: dict[PoolKey, set[str]] = {}
+        self._seen: set[tuple[str, str]] = set()
+        """(tenant, model) of every worker that was ever registered."""
+
+    def add(self, spec: WorkerSpec) -> BlockIndex:
+        """Makes a worker's ranks known to its index, or gives them new options."""
+        self._seen.add((spec.tenant, spec.model))
+        index = self._indexes.get(spec.pool)
+        if index is None:
+            index = self._indexes[spec.pool] = self._make_index(spec.pool)
+        self._workers.setdefault(spec.pool, set()).add(spec.worker_id)
+        for rank in spec.ranks:
+            index.add_worker(rank, worker_options(spec))
+        return index
+
+    def remove(self, spec: WorkerSpec) -> None:
+        """Drops a worker with all its ranks, and its index if it was the last one."""
+        index = self._indexes[spec.pool]
+        index.remove_worker(spec.worker_id)
+        members = self._workers[spec.pool]
+        members.discard(spec.worker_id)
+        if not members:
+            del self._workers[spec.pool], self._indexes[spec.pool]
+
+    def drop_rank(self, spec: WorkerSpec, rank: WorkerRank) -> None:
+        """Drops a rank that a worker no longer has."""
+        self._indexes[spec.pool].remove_rank(rank)
+
+    def items(self) -> list[tuple[PoolKey, BlockIndex]]:
+        """Every index, in order of its key."""
+        return sorted(self._indexes.items(), key=lambda item: item[0])
+
+    def of(self, spec: WorkerSpec) -> BlockIndex:
+        """The index of a registered worker."""
+        return self._indexes[spec.pool]
+
+    def require_model(self, tenant: str, model: str) -> None:
+        """Refuses a model that was never seen.
+
+        Raises:
+            NotFound: If no worker of it was ever registered in this tenant.
+        """
+        if model and (tenant, model) not in self._seen:
+            raise NotFound(f"no worker of model {model!r} was ever registered in tenant {tenant!r}")
+
+    def find(
+        self, tenant: str, model: str, block_size: int | None, eagle: bool | None
+    ) -> tuple[PoolKey, BlockIndex] | None:
+        """The index that a query means.
+
+        Args:
+            tenant: Tenant.
+            model: Model.
+            block_size: None = the only one that the model's workers have.
+            eagle: None = the only kind that the model's workers have.
+
+        Returns:
+            None if the model was seen but has no worker now: nothing matches.
+
+        Raises:
+            InvalidArgument: If `model` is empty or `block_size` is 0.
+            NotFound: If the model was never seen.
+            FailedPrecondition: If the model's workers have another block size, or several and none is named.
+        """
+        if not model:
+            raise InvalidArgument("must not be empty", field="model")
+        if block_size == 0:
+            raise InvalidArgument("must be at least 1 token", field="block_size")
+        self.require_model(tenant, model)
+        candidates = [key for key in self._indexes if (key.tenant, key.model) == (tenant, model)]
+        if not candidates:
+            return None
+        fitting = [
+            key for key in candidates if block_size in (None, key.block_size) and eagle in (None, key.eagle)
+        ]
+        if len(fitting) == 1:
+            return fitting[0], self._indexes[fitting[0]]
+        sizes = ", ".join(f"{key.block_size}{' (eagle)' if key.eagle else ''}" for key in sorted(candidates))
+        if fitting:
+            raise FailedPrecondition(f"the model's workers have several block sizes, name one: {sizes}")
+        asked = f"{block_size or 'any'}{' (eagle)' if eagle else ''}"
+        raise FailedPrecondition(f"block size {asked} was asked for, the model's workers have {sizes}")

@@ -1,0 +1,152 @@
+"""The ZMQ sockets of one source: a SUB socket for live batches, a DEALER for replays.
+
+Sockets are watched through their file descriptors by the event loop's epoll and drained in bursts, so that hundreds
+of silent engines cost nothing and a busy one does not starve the rest. What the process is too slow to read waits in
+the socket, up to `RECEIVE_LIMIT` batches; then ZMQ drops, the sequence shows a gap, and the gap is replayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+
+import zmq
+import zmq.asyncio
+import zmq.utils.monitor
+
+from kvscout_common.worker import EventEndpoint
+from kvscout_indexer.wire import MalformedBatch, Message, parse_message, parse_replay_reply, replay_request
+
+log = logging.getLogger("kvscout.indexer")
+
+RECEIVE_LIMIT = 100_000
+"""Batches that wait in a socket."""
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+BURST = 64
+"""Batches read from one socket before the others, and the rpcs, get their turn."""
+REPLAY_IDLE_SECONDS = 2.0
+"""A replay that is silent this long has ended early: engines answer within 100 ms."""
+
+
+class Subscription:
+    """A SUB socket on one endpoint; tells of batches, of malformed messages and of connections.
+
+    Callbacks run on the event loop and must not block. `on_connected` is called after each handshake with the
+    engine: the first one and every reconnect, of which the data itself says nothing.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: EventEndpoint,
+        *,
+        on_message: Callable[[Message], None],
+        on_malformed: Callable[[str], None],
+        on_connected: Callable[[], None],
+    ) -> None:
+        self._on_message = on_message
+        self._on_malformed = on_malformed
+        self._on_connected = on_connected
+        self._loop = asyncio.get_running_loop()
+        self._socket = context.socket(zmq.SUB)
+        self._socket.set(zmq.RCVHWM, RECEIVE_LIMIT)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.set(zmq.RECONNECT_IVL, 100)
+        self._socket.set(zmq.RECONNECT_IVL_MAX, 2000)
+        # A peer that vanished without a word (host gone) is noticed and reconnected to.
+        self._socket.set(zmq.HEARTBEAT_IVL, 5000)
+        self._socket.set(zmq.HEARTBEAT_TIMEOUT, 15000)
+        self._socket.subscribe(endpoint.topic)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._closed = False
+        try:
+            if endpoint.bind:
+                self._socket.bind(endpoint.endpoint)
+            else:
+                self._socket.connect(endpoint.endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self._loop.add_reader(self._socket.FD, self._drain)
+        self._loop.add_reader(self._monitor.FD, self._drain_monitor)
+        self._loop.call_soon(self._drain)
+        self._loop.call_soon(self._drain_monitor)
+
+    def close(self) -> None:
+        """Closes the sockets; no callback comes afterwards."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._socket.FD)
+        self._loop.remove_reader(self._monitor.FD)
+        self._socket.disable_monitor()
+        self._socket.close()
+
+    def _drain(self) -> None:
+        """Reads a burst. The descriptor only tells of news, so a socket left unread must be visited again."""
+        for _ in range(BURST):
+            if self._closed:
+                return
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = parse_message(parts)
+            except MalformedBatch as error:
+                self._on_malformed(str(error))
+                continue
+            self._on_message(message)
+        self._loop.call_soon(self._drain)
+
+    def _drain_monitor(self) -> None:
+        while not self._closed:
+            try:
+                event = zmq.utils.monitor.parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._on_connected()
+
+
+class ReplayBroken(Exception):
+    """A replay ended before its end marker."""
+
+
+async def replay(
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    start: int,
+    *,
+    idle_seconds: float = REPLAY_IDLE_SECONDS,
+) -> AsyncGenerator[Message, None]:
+    """Asks an engine's replay socket for every batch from `start` on; ends with the engine's end marker.
+
+    Raises:
+        ReplayBroken: If the engine falls silent, or sends something else.
+    """
+    socket = zmq.asyncio.Context.shadow(context).socket(zmq.DEALER)
+    try:
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RCVHWM, RECEIVE_LIMIT)
+        socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.connect(endpoint)
+        try:
+            # A DEALER blocks while it has no peer: an engine that is away must not hold the caller.
+            async with asyncio.timeout(idle_seconds):
+                await socket.send_multipart(replay_request(start))
+            while True:
+                async with asyncio.timeout(idle_seconds):
+                    parts = await socket.recv_multipart()
+                message = parse_replay_reply(parts)
+                if message is None:
+                    return
+                yield message
+        except TimeoutError as error:
+            raise ReplayBroken(f"{endpoint} was silent for {idle_seconds:g} s") from error
+        except (MalformedBatch, zmq.ZMQError) as error:
+            raise ReplayBroken(f"{endpoint}: {error}") from error
+    finally:
+        socket.close()
