@@ -23,16 +23,19 @@ async def expire_leases(registry: Registry) -> None:
 
 def registry_tasks(
     registry: Registry, workers_file: Path | None
-) -> tuple[WorkersFile | None, dict[str, Callable[[], Coroutine[Any, Any, None]]]]:
+) -> tuple[dict[str, Callable[[], Coroutine[Any, Any, None]]], Callable[[], list[str]]]:
     """Loads the workers file, if there is one, and names the tasks to run beside the server.
+
+    Returns:
+        The tasks, and what to warn an operator of: a file whose current content is not in effect.
 
     Raises:
         ConfigError: If the file is wrong.
     """
     tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {"registry-leases": lambda: expire_leases(registry)}
     if workers_file is None:
-        return None, tasks
+        return tasks, list
     file = WorkersFile(workers_file, registry)
     file.load()
     tasks["workers-file"] = file.watch
-    return file, tasks
+    return tasks, lambda: [f"workers file not in effect: {file.error}"] if file.error else []

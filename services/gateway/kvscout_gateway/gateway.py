@@ -50,7 +50,7 @@ class Gateway:
         self.started = time.monotonic()
         self.draining = False
         self.registry = Registry(time.monotonic)
-        self.workers_file, self._registry_tasks = registry_tasks(self.registry, config.server.workers_file)
+        self._registry_tasks, self._registry_warnings = registry_tasks(self.registry, config.server.workers_file)
         self.indexers: Indexers = Failover("indexer", config.indexers, _indexer_stub, config.security)
         self.schedulers: Schedulers = Failover("scheduler", config.schedulers, _scheduler_stub, config.security)
         self.members: tuple[Member[Any], ...] = (*self.indexers.members, *self.schedulers.members)
@@ -125,9 +125,7 @@ class Gateway:
     def info(self) -> types_pb2.ServiceInfo:
         """What this process is, with what an operator should know."""
         warnings = [f"{member.name}: {member.error}" for member in self.registration.members if member.error]
-        if self.workers_file is not None and self.workers_file.error:
-            warnings.append(f"workers file: {self.workers_file.error}")
-        return service_info(self.started, draining=self.draining, warnings=warnings)
+        return service_info(self.started, draining=self.draining, warnings=[*warnings, *self._registry_warnings()])
 
     def helper_statuses(self) -> list[gateway_pb2.HelperStatus]:
         """The state of every indexer and scheduler."""

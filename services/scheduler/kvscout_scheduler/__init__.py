@@ -1,0 +1,1 @@
+"""The scheduler: which worker takes a request, given overlaps and load."""

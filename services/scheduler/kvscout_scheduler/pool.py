@@ -72,6 +72,8 @@ class Pool:
         self.hits: list[HitCounts] = []
         self.policies: dict[str, Policy] = {}
         """Instances of the policies that were used here, by name."""
+        self.decisions = 0
+        """Workers picked here since the pool came."""
         self._unused: list[int] = []
 
     def add(self, spec: WorkerSpec) -> None:
@@ -141,9 +143,7 @@ class Pool:
             else:
                 found[lane] = EMPTY_PROMPT
         if self.lanes and not any(p.blocks for p in found.values()) and any(p.blocks for p in given):
-            hashed, sizes = (
-                sorted({p.block_size for p in given if p.blocks}),
-                sorted({x.block_size for x in self.lanes}),
-            )
+            hashed = sorted({p.block_size for p in given if p.blocks})
+            sizes = sorted({lane.block_size for lane in self.lanes})
             raise FailedPrecondition(f"block-size mismatch: hashed for {hashed}, the workers of the model have {sizes}")
         return found

@@ -177,8 +177,8 @@ class Scheduler:
             return active.uncached_tokens
         self._require_open()
         pool = self.workers.pool(key.pool)
-        _, slot = self.workers.slot(key.tenant, request.rank)
-        if pool.slot_of.get(request.rank) != slot:
+        home, slot = self.workers.slot(key.tenant, request.rank)
+        if home is not pool:
             raise InvalidArgument(f"{request.rank.worker_id!r} is not a worker of this model and role", field="worker")
         block_size = pool.lane_of[slot].block_size
         Prompt(request.block_hashes).validate(request.isl_tokens, block_size)
@@ -394,6 +394,7 @@ class Scheduler:
             self.stats.refusals[type(error).__name__] += 1
             raise
         self.stats.decisions[selected.decision.policy] += 1
+        pool.decisions += 1
         return selected
 
     def _require_open(self) -> None:

@@ -72,10 +72,18 @@ class Workers:
         """
         pool = self._pools.get(pool_id)
         if pool is None:
-            if (pool_id.tenant, pool_id.model) not in self._seen:
-                raise NotFound(f"model {pool_id.model!r} was never seen in tenant {pool_id.tenant!r}")
+            self.require_model(pool_id.tenant, pool_id.model)
             raise Unavailable(f"model {pool_id.model!r} has no {pool_id.role} worker now")
         return pool
+
+    def require_model(self, tenant: str, model: str) -> None:
+        """Refuses a model that no worker ever served.
+
+        Raises:
+            NotFound: The model was never seen.
+        """
+        if (tenant, model) not in self._seen:
+            raise NotFound(f"model {model!r} was never seen in tenant {tenant!r}")
 
     def slot(self, tenant: str, rank: WorkerRank) -> tuple[Pool, int]:
         """Where a worker rank is.

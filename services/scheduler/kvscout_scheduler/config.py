@@ -1,0 +1,18 @@
+"""What the scheduler can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvscout_common.config import ServerConfig
+from kvscout_scheduler.settings import SchedulerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Configuration of one scheduler process."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    settings: SchedulerSettings = field(default_factory=SchedulerSettings)
+    seed: int | None = None
+    """Of the random draws; None = from the system."""

@@ -1,0 +1,121 @@
+"""`kvscout-scheduler`: flags and environment → one frozen config → serve."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import click
+
+from kvscout_common.config import ServerConfig
+from kvscout_common.errors import ConfigError, InvalidArgument
+from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
+from kvscout_common.serving import App, run
+from kvscout_scheduler.config import SchedulerConfig
+from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.thresholds import BusyThresholds
+
+EXPIRY_SECONDS = 0.5
+"""How often leases are looked at: a fraction of the shortest one, one second."""
+
+
+@click.command(cls=SectionedCommand)
+@flag("--router-mode", default="kv", help="Selection policy where a request names none.")
+@flag(
+    "--kv-overlap-score-weight",
+    default=1.0,
+    help="Weight of prefill against decode load; 0 ignores prefix caches.",
+)
+@flag("--router-temperature", default=0.0, help="0 = always the cheapest worker, above: softmax over the costs.")
+@flag("--no-track-active-blocks", is_flag=True, help="Count no active blocks, prefill tokens only.")
+@flag("--router-track-output-blocks", is_flag=True, help="Count generated blocks that AddOutput reports.")
+@flag(
+    "--active-decode-blocks-threshold",
+    type=float,
+    help="Busy above this fraction of a worker's KV blocks; unset = off.",
+)
+@flag(
+    "--active-prefill-tokens-threshold",
+    type=int,
+    help="Busy above this number of active prefill tokens; unset = off.",
+)
+@flag("--worker-cooldown-seconds", default=10.0, help="How long a worker that failed a request is left out.")
+@flag("--lease-seconds", default=300.0, help="Lease of bookings whose call names none.")
+@flag("--seed", type=int, help="Seed of the random draws; unset = from the system.")
+@flag(
+    "--max-active-requests",
+    default=1_000_000,
+    type=click.IntRange(min=1),
+    section=PERFORMANCE,
+    help="Bookings held at once; more are refused.",
+)
+@server_flags("scheduler", port=50052, metrics_port=9092)
+def main(**values: Any) -> None:
+    """Pick the worker that takes a request, and keep account of what is active on each."""
+    try:
+        config = SchedulerConfig(
+            server=ServerConfig.from_flags(values),
+            settings=SchedulerSettings(
+                policy=values["router_mode"],
+                overlap_score_weight=values["kv_overlap_score_weight"],
+                router_temperature=values["router_temperature"],
+                track_active_blocks=not values["no_track_active_blocks"],
+                track_output_blocks=values["router_track_output_blocks"],
+                thresholds=BusyThresholds(
+                    values["active_decode_blocks_threshold"], values["active_prefill_tokens_threshold"]
+                ),
+                cooldown_seconds=values["worker_cooldown_seconds"],
+                lease_seconds=values["lease_seconds"],
+                max_active_requests=values["max_active_requests"],
+            ).validate(),
+            seed=values["seed"],
+        )
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from error
+    run(config.server, lambda: build(config))
+
+
+async def build(config: SchedulerConfig) -> App:
+    """The scheduler as an app to serve."""
+    from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
+    from kvscout_common.registry import Registry
+    from kvscout_common.registry_tasks import registry_tasks
+    from kvscout_scheduler.metrics import SchedulerCollector, metrics_registry
+    from kvscout_scheduler.scheduler import Scheduler
+    from kvscout_scheduler.servicer import SchedulerServicer
+
+    try:
+        scheduler = Scheduler(config.settings, clock=time.monotonic, rng=random.Random(config.seed))
+    except InvalidArgument as error:
+        raise ConfigError(error.message, field="router_mode") from error
+    registry = Registry(time.monotonic)
+    registry.listen(scheduler.workers)
+    tasks, warnings = registry_tasks(registry, config.server.workers_file)
+    servicer = SchedulerServicer(scheduler, registry, warnings)  # type: ignore[abstract]  # the rest: UNIMPLEMENTED
+
+    async def expire() -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_SECONDS)
+            scheduler.expire()
+
+    async def drain() -> None:
+        scheduler.drain()
+
+    return App(
+        name="scheduler",
+        services=[
+            (
+                scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name,
+                lambda server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server),
+            )
+        ],
+        tasks={**tasks, "booking-leases": expire},
+        drain=drain,
+        metrics=metrics_registry(SchedulerCollector(scheduler)),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The scheduler's Prometheus metrics, read from the core when they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvscout_scheduler.pool import Pool
+from kvscout_scheduler.scheduler import Scheduler
+
+_WORKER = ["tenant", "model", "role", "worker", "dp_rank"]
+_POOL = ["tenant", "model", "role"]
+
+
+class SchedulerCollector(Collector):
+    """Turns loads and counters into samples."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def collect(self) -> Iterator[Metric]:
+        """Samples of now."""
+        requests = GaugeMetricFamily("kvscout_active_requests", "Active requests", labels=_WORKER)
+        prefill = GaugeMetricFamily(
+            "kvscout_active_prefill_tokens", "Uncached tokens in prefill", labels=_WORKER
+        )
+        decode = GaugeMetricFamily("kvscout_active_decode_blocks", "Distinct active blocks", labels=_WORKER)
+        hit_rate = GaugeMetricFamily(
+            "kvscout_expected_hit_rate", "Cached / prompt tokens of bookings, as expected", labels=_WORKER
+        )
+        balance = GaugeMetricFamily("kvscout_load_balance_score", "std / mean of active blocks", labels=_POOL)
+        for pool in list(self._scheduler.workers):
+            names = [pool.id.tenant, pool.id.model, pool.id.role]
+            balance.add_metric(names, balance_score(pool))
+            for slot in pool.order:
+                labels = [*names, pool.ranks[slot].worker_id, str(pool.ranks[slot].dp_rank)]
+                requests.add_metric(labels, pool.load.requests[slot])
+                prefill.add_metric(labels, pool.load.prefill_tokens[slot])
+                decode.add_metric(labels, pool.load.decode_blocks[slot])
+                hits = pool.hits[slot]
+                hit_rate.add_metric(labels, hits.cached_tokens / hits.isl_tokens if hits.isl_tokens else 0.0)
+        yield from (requests, prefill, decode, hit_rate, balance)
+        stats = self._scheduler.stats
+        decisions = CounterMetricFamily("kvscout_decisions", "Workers picked, by policy", labels=["policy"])
+        for policy, count in stats.decisions.items():
+            decisions.add_metric([policy], count)
+        refusals = CounterMetricFamily("kvscout_refusals", "Selections that failed, by error", labels=["error"])
+        for error, count in stats.refusals.items():
+            refusals.add_metric([error], count)
+        ended = CounterMetricFamily(
+            "kvscout_reservations_expired", "Bookings that ended without a Free, by reason", labels=["reason"]
+        )
+        for reason, count in stats.ended.items():
+            ended.add_metric([reason], count)
+        yield from (decisions, refusals, ended)
+
+
+def balance_score(pool: Pool) -> float:
+    """Standard deviation over mean of the active blocks of a pool's worker ranks; 0 where nothing is active."""
+    blocks = [pool.load.decode_blocks[slot] for slot in pool.order]
+    mean = sum(blocks) / len(blocks) if blocks else 0.0
+    if mean == 0:
+        return 0.0
+    return float((sum((value - mean) ** 2 for value in blocks) / len(blocks)) ** 0.5 / mean)
+
+
+def metrics_registry(collector: Collector) -> CollectorRegistry:
+    """A Prometheus registry with one collector."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return registry

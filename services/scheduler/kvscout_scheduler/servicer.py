@@ -1,0 +1,210 @@
+"""The Scheduler service: protobuf → one call of the core → protobuf."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.identity import current_identity
+from kvscout_common.registry import ALL_TENANTS, Registry
+from kvscout_common.service_info import service_info
+from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_common.worker_proto import rank_from_proto, role_to_proto
+from kvscout_common.worker_rpcs import WorkerRpcs
+from kvscout_scheduler import translate
+from kvscout_scheduler.pool import EngineMetrics
+from kvscout_scheduler.request import Prompt, RequestKey, pack_hashes
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.thresholds import BusyThresholds
+
+DEFAULT_LIST_LIMIT = 1_000
+MAX_LIST_LIMIT = 100_000
+
+
+class SchedulerServicer(WorkerRpcs, scheduler_pb2_grpc.SchedulerServicer):
+    """Translates; every decision is made in the core."""
+
+    def __init__(self, scheduler: Scheduler, registry: Registry, warnings: Callable[[], list[str]]) -> None:
+        super().__init__(registry)
+        self._scheduler = scheduler
+        self._warnings = warnings
+        self._started = time.monotonic()
+
+    def active_requests(self, tenant: str, worker_id: str) -> int:
+        """Requests active on a worker."""
+        return self._scheduler.list_active_requests(tenant, worker_id=worker_id, limit=0)[1]
+
+    async def Select(self, request: scheduler_pb2.SelectRequest, context: Any) -> scheduler_pb2.SelectResponse:
+        return translate.decision_to_proto(self._scheduler.select(translate.selection_from_proto(request)))
+
+    async def SelectAndReserve(
+        self, request: scheduler_pb2.SelectRequest, context: Any
+    ) -> scheduler_pb2.SelectResponse:
+        wanted = translate.selection_from_proto(request)
+        decision = self._scheduler.select_and_reserve(wanted, lease_seconds=request.lease_seconds)
+        self._undo_if_undelivered(context, wanted.key, wanted.attempt_id)
+        return translate.decision_to_proto(decision)
+
+    async def Reserve(self, request: scheduler_pb2.ReserveRequest, context: Any) -> scheduler_pb2.ReserveResponse:
+        wanted = translate.reserve_from_proto(request)
+        uncached = self._scheduler.reserve(wanted, lease_seconds=request.lease_seconds)
+        self._undo_if_undelivered(context, wanted.key, wanted.attempt_id)
+        return scheduler_pb2.ReserveResponse(uncached_tokens=uncached)
+
+    def _undo_if_undelivered(self, context: Any, key: RequestKey, attempt_id: int) -> None:
+        """Takes a booking back if its call ends (deadline, caller gone) before the answer is out."""
+
+        def done(ended: Any) -> None:
+            if ended.cancelled():
+                self._scheduler.undelivered(key, attempt_id)
+
+        context.add_done_callback(done)
+
+    async def MarkPrefillComplete(
+        self, request: scheduler_pb2.RequestRef, context: Any
+    ) -> scheduler_pb2.MarkPrefillCompleteResponse:
+        changed = self._scheduler.mark_prefill_complete(translate.key_from_proto(request), request.attempt_id)
+        return scheduler_pb2.MarkPrefillCompleteResponse(changed=changed)
+
+    async def AddOutput(self, request: scheduler_pb2.AddOutputRequest, context: Any) -> scheduler_pb2.AddOutputResponse:
+        ref = request.request
+        if request.tenant and ref.tenant and request.tenant != ref.tenant:
+            raise InvalidArgument(f"{ref.tenant!r} is not {request.tenant!r}", field="request.tenant")
+        key = translate.key_from_proto(ref, request.tenant)
+        output = self._scheduler.add_output(key, request.blocks, ref.attempt_id)
+        return scheduler_pb2.AddOutputResponse(output_blocks=output)
+
+    async def Free(self, request: scheduler_pb2.RequestRef, context: Any) -> scheduler_pb2.FreeResponse:
+        return translate.outcome_to_proto(self._scheduler.free(translate.key_from_proto(request), request.attempt_id))
+
+    async def Renew(self, request: scheduler_pb2.RenewRequest, context: Any) -> scheduler_pb2.RenewResponse:
+        if not request.requests:
+            raise InvalidArgument("names no request", field="requests")
+        keys = [(translate.key_from_proto(ref, request.tenant), ref.attempt_id) for ref in request.requests]
+        return scheduler_pb2.RenewResponse(
+            unknown=[
+                index
+                for index, (key, attempt_id) in enumerate(keys)
+                if not self._scheduler.renew(key, attempt_id, lease_seconds=request.lease_seconds)
+            ]
+        )
+
+    async def GetPotentialLoads(
+        self, request: scheduler_pb2.PotentialLoadsRequest, context: Any
+    ) -> scheduler_pb2.PotentialLoadsResponse:
+        prompt = Prompt(pack_hashes(request.block_hashes), overlaps=translate.overlaps_from_proto(request.overlaps))
+        loads = self._scheduler.potential_loads(
+            translate.pool_from_request(request), isl_tokens=request.isl_tokens, prompt=prompt
+        )
+        return scheduler_pb2.PotentialLoadsResponse(loads=map(translate.load_to_proto, loads))
+
+    async def ListActiveRequests(
+        self, request: scheduler_pb2.ListActiveRequestsRequest, context: Any
+    ) -> scheduler_pb2.ListActiveRequestsResponse:
+        listed, total = self._scheduler.list_active_requests(
+            request.tenant or DEFAULT_TENANT,
+            model=request.model,
+            worker_id=request.worker_id,
+            limit=min(request.limit or DEFAULT_LIST_LIMIT, MAX_LIST_LIMIT),
+        )
+        return scheduler_pb2.ListActiveRequestsResponse(requests=map(translate.active_to_proto, listed), total=total)
+
+    async def ReportWorkerMetrics(
+        self, request: scheduler_pb2.ReportWorkerMetricsRequest, context: Any
+    ) -> scheduler_pb2.ReportWorkerMetricsResponse:
+        self._scheduler.report_metrics(
+            request.tenant or DEFAULT_TENANT,
+            rank_from_proto(request.worker),
+            EngineMetrics(
+                kv_cache_usage=request.kv_cache_usage if request.HasField("kv_cache_usage") else None,
+                running_requests=request.running_requests if request.HasField("running_requests") else None,
+                waiting_requests=request.waiting_requests if request.HasField("waiting_requests") else None,
+            ),
+        )
+        return scheduler_pb2.ReportWorkerMetricsResponse()
+
+    async def ReportFailure(
+        self, request: scheduler_pb2.ReportFailureRequest, context: Any
+    ) -> scheduler_pb2.ReportFailureResponse:
+        remaining = self._scheduler.report_failure(
+            request.tenant or DEFAULT_TENANT, rank_from_proto(request.worker), request.cooldown_seconds
+        )
+        return scheduler_pb2.ReportFailureResponse(cooldown_remaining_seconds=remaining)
+
+    async def GetBusyThresholds(
+        self, request: types_pb2.GetBusyThresholdsRequest, context: Any
+    ) -> types_pb2.BusyThresholds:
+        if not request.model:
+            raise InvalidArgument("must not be empty", field="model")
+        tenant = request.tenant or DEFAULT_TENANT
+        return _thresholds(tenant, request.model, self._scheduler.thresholds.get(tenant, request.model))
+
+    async def SetBusyThresholds(
+        self, request: types_pb2.SetBusyThresholdsRequest, context: Any
+    ) -> types_pb2.BusyThresholds:
+        changes: dict[str, float | int | None] = dict.fromkeys(request.clear)
+        for field, value in request.ListFields():
+            if field.name.endswith("_threshold"):
+                if field.name in changes:
+                    raise InvalidArgument("is both set and cleared", field=field.name)
+                changes[field.name] = value
+        tenant = request.tenant or DEFAULT_TENANT
+        changed = self._scheduler.thresholds.change(tenant, request.model, **changes)
+        return _thresholds(tenant, request.model, changed)
+
+    async def ListBusyThresholds(
+        self, request: types_pb2.ListBusyThresholdsRequest, context: Any
+    ) -> types_pb2.ListBusyThresholdsResponse:
+        tenant = request.tenant or DEFAULT_TENANT
+        return types_pb2.ListBusyThresholdsResponse(
+            thresholds=[
+                _thresholds(tenant, model, thresholds)
+                for model, thresholds in self._scheduler.busy_thresholds(tenant).items()
+            ]
+        )
+
+    async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> scheduler_pb2.SchedulerStatus:
+        tenant = request.tenant or DEFAULT_TENANT
+        if tenant == ALL_TENANTS:
+            tenant = current_identity().tenant
+        settings, stats = self._scheduler.settings, self._scheduler.stats
+        pools = [
+            pool
+            for pool in self._scheduler.workers
+            if tenant in (ALL_TENANTS, pool.id.tenant) and request.model in ("", pool.id.model)
+        ]
+        if request.model and not pools:
+            self._scheduler.workers.require_model(tenant, request.model)
+        return scheduler_pb2.SchedulerStatus(
+            service=service_info(self._started, draining=self._scheduler.draining, warnings=self._warnings()),
+            policy=settings.policy,
+            overlap_score_weight=settings.overlap_score_weight,
+            router_temperature=settings.router_temperature,
+            pools=[
+                scheduler_pb2.PoolLoad(
+                    model=pool.id.model,
+                    tenant=pool.id.tenant,
+                    role=role_to_proto(pool.id.role),
+                    worker_ranks=len(pool.order),
+                    active_requests=sum(pool.load.requests[slot] for slot in pool.order),
+                    active_prefill_tokens=sum(pool.load.prefill_tokens[slot] for slot in pool.order),
+                    active_decode_blocks=sum(pool.load.decode_blocks[slot] for slot in pool.order),
+                    decisions=pool.decisions,
+                )
+                for pool in sorted(pools, key=lambda pool: pool.id)
+            ],
+            expired=dict(stats.ended),
+            policies=self._scheduler.policies.names,
+        )
+
+
+def _thresholds(tenant: str, model: str, thresholds: BusyThresholds) -> types_pb2.BusyThresholds:
+    return types_pb2.BusyThresholds(
+        model=model,
+        tenant=tenant,
+        active_decode_blocks_threshold=thresholds.active_decode_blocks_threshold,
+        active_prefill_tokens_threshold=thresholds.active_prefill_tokens_threshold,
+    )

@@ -1,0 +1,213 @@
+"""Scheduler messages ↔ the core's plain values. Pure."""
+
+from __future__ import annotations
+
+from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_from_proto, role_to_proto
+from kvscout_scheduler.booking import ActiveRequest, FreeOutcome, Phase
+from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
+from kvscout_scheduler.request import (
+    NO_OVERRIDE,
+    ConfigOverride,
+    PoolId,
+    Prompt,
+    RequestKey,
+    ReserveRequest,
+    SelectionRequest,
+    pack_hashes,
+)
+from kvscout_scheduler.scheduler import WorkerLoad
+
+_OUTCOMES = {
+    FreeOutcome.FREED: scheduler_pb2.FREE_OUTCOME_FREED,
+    FreeOutcome.UNKNOWN: scheduler_pb2.FREE_OUTCOME_UNKNOWN,
+    FreeOutcome.ALREADY_FREED: scheduler_pb2.FREE_OUTCOME_ALREADY_FREED,
+}
+_PHASES = {
+    Phase.PREFILL: scheduler_pb2.REQUEST_PHASE_PREFILL,
+    Phase.DECODE: scheduler_pb2.REQUEST_PHASE_DECODE,
+}
+
+
+def overlaps_from_proto(message: types_pb2.Overlaps) -> Overlaps:
+    """The columns of FindMatches; they are checked against the prompt later."""
+    if not message.worker_ids:
+        return NO_OVERLAPS
+    return Overlaps(
+        worker_ids=list(message.worker_ids),
+        dp_ranks=list(message.dp_ranks),
+        device_blocks=list(message.device_blocks),
+        host_blocks=list(message.host_blocks),
+        disk_blocks=list(message.disk_blocks),
+        external_blocks=list(message.external_blocks),
+        predicted_blocks=list(message.predicted_blocks),
+    )
+
+
+def _override(message: scheduler_pb2.SelectRequest) -> ConfigOverride:
+    if not message.HasField("router_config_override"):
+        return NO_OVERRIDE
+    given = message.router_config_override
+    return ConfigOverride(
+        overlap_score_weight=given.overlap_score_weight if given.HasField("overlap_score_weight") else None,
+        router_temperature=given.router_temperature if given.HasField("router_temperature") else None,
+        policy=given.policy if given.HasField("policy") else None,
+        seed=given.seed if given.HasField("seed") else None,
+    )
+
+
+def selection_from_proto(message: scheduler_pb2.SelectRequest) -> SelectionRequest:
+    """A request that wants a worker.
+
+    Raises:
+        InvalidArgument: If a field cannot be read; the core checks the rest.
+    """
+    return SelectionRequest(
+        model=message.model,
+        isl_tokens=message.isl_tokens,
+        prompt=Prompt(
+            block_hashes=pack_hashes(message.block_hashes),
+            block_size=message.block_size,
+            overlaps=overlaps_from_proto(message.overlaps),
+        ),
+        other_prompts=tuple(
+            Prompt(pack_hashes(p.block_hashes), p.block_size, p.eagle, overlaps_from_proto(p.overlaps))
+            for p in message.other_pools
+        ),
+        tenant=message.tenant or DEFAULT_TENANT,
+        role=role_from_proto(message.role),
+        request_id=message.request_id,
+        attempt_id=message.attempt_id,
+        allowed_worker_ids=frozenset(message.allowed_worker_ids),
+        excluded_worker_ids=frozenset(message.excluded_worker_ids),
+        pinned_worker_id=message.pinned_worker_id,
+        pinned_dp_rank=message.pinned_dp_rank if message.HasField("pinned_dp_rank") else None,
+        required_labels=dict(message.required_labels),
+        lora_name=message.lora_name,
+        override=_override(message),
+        priority=message.priority,
+        expected_output_tokens=message.expected_output_tokens,
+        explain=message.explain,
+    )
+
+
+def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
+    """The worker that was picked."""
+    explanation = None
+    if decision.explanation is not None:
+        why = decision.explanation
+        explanation = scheduler_pb2.Explanation(
+            policy=why.policy,
+            overlap_score_weight=why.overlap_score_weight,
+            router_temperature=why.router_temperature,
+            reason=why.reason,
+            candidates=[
+                scheduler_pb2.Candidate(
+                    worker=rank_to_proto(candidate.rank),
+                    eligible=candidate.eligible,
+                    ineligible_reason=candidate.ineligible_reason,
+                    device_blocks=candidate.device_blocks,
+                    host_blocks=candidate.host_blocks,
+                    disk_blocks=candidate.disk_blocks,
+                    external_blocks=candidate.external_blocks,
+                    prefill_blocks=candidate.prefill_blocks,
+                    decode_blocks=candidate.decode_blocks,
+                    cost=candidate.cost,
+                    probability=candidate.probability,
+                )
+                for candidate in why.candidates
+            ],
+        )
+    return scheduler_pb2.SelectResponse(
+        worker=rank_to_proto(decision.rank),
+        http_endpoint=decision.spec.http_endpoint,
+        overlap_blocks=decision.overlap_blocks,
+        effective_overlap_blocks=decision.effective_overlap_blocks,
+        cost=decision.cost,
+        uncached_tokens=decision.uncached_tokens,
+        explanation=explanation,
+        block_size=decision.spec.block_size,
+    )
+
+
+def reserve_from_proto(message: scheduler_pb2.ReserveRequest) -> ReserveRequest:
+    """A request to be booked on a given worker.
+
+    Raises:
+        InvalidArgument: If it names no worker, or a hash is out of range.
+    """
+    return ReserveRequest(
+        key=RequestKey(
+            message.tenant or DEFAULT_TENANT, message.model, role_from_proto(message.role), message.request_id
+        ),
+        rank=rank_from_proto(message.worker),
+        isl_tokens=message.isl_tokens,
+        block_hashes=pack_hashes(message.block_hashes),
+        attempt_id=message.attempt_id,
+        cached_tokens=message.cached_tokens,
+        expected_output_tokens=message.expected_output_tokens,
+    )
+
+
+def key_from_proto(message: scheduler_pb2.RequestRef, outer_tenant: str = "") -> RequestKey:
+    """The name of a booking; an unset tenant is that of the message around it.
+
+    Raises:
+        InvalidArgument: If it names no request or no model.
+    """
+    if not message.request_id:
+        raise InvalidArgument("must not be empty", field="request_id")
+    if not message.model:
+        raise InvalidArgument("must not be empty", field="model")
+    tenant = message.tenant or outer_tenant or DEFAULT_TENANT
+    return RequestKey(tenant, message.model, role_from_proto(message.role), message.request_id)
+
+
+def outcome_to_proto(outcome: FreeOutcome) -> scheduler_pb2.FreeResponse:
+    """What a Free did."""
+    return scheduler_pb2.FreeResponse(outcome=_OUTCOMES[outcome])
+
+
+def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
+    """The load of a worker rank."""
+    return scheduler_pb2.WorkerLoad(
+        worker=rank_to_proto(load.rank),
+        potential_prefill_tokens=load.potential_prefill_tokens,
+        potential_decode_blocks=load.potential_decode_blocks,
+        active_requests=load.active_requests,
+        active_prefill_tokens=load.active_prefill_tokens,
+        active_decode_blocks=load.active_decode_blocks,
+        busy=load.busy,
+        cooldown_seconds=load.cooldown_seconds,
+        draining=load.draining,
+        total_kv_blocks=load.total_kv_blocks,
+    )
+
+
+def active_to_proto(active: ActiveRequest) -> scheduler_pb2.ActiveRequest:
+    """An active request."""
+    return scheduler_pb2.ActiveRequest(
+        request=scheduler_pb2.RequestRef(
+            model=active.key.model,
+            tenant=active.key.tenant,
+            role=role_to_proto(active.key.role),
+            request_id=active.key.request_id,
+            attempt_id=active.attempt_id,
+        ),
+        worker=rank_to_proto(active.rank),
+        phase=_PHASES[active.phase],
+        blocks=active.prompt_blocks,
+        output_blocks=active.output_blocks,
+        uncached_tokens=active.uncached_tokens,
+        owner_id=active.owner_id,
+        age_seconds=active.age_seconds,
+        lease_remaining_seconds=active.lease_remaining_seconds,
+    )
+
+
+def pool_from_request(message: scheduler_pb2.PotentialLoadsRequest) -> PoolId:
+    """Whose loads are asked for."""
+    return PoolId(message.tenant or DEFAULT_TENANT, message.model, role_from_proto(message.role))
