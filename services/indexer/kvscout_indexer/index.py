@@ -21,14 +21,15 @@ recently and can come back by its engine hash alone, with a tier change or as a 
 
 Invariants, checked by `check_invariants`:
 
-1. An engine hash of a worker is bound to one node, or is an orphan, or is a ghost: exactly one of these.
+1. A known engine hash of a worker is exactly one of these: bound to one node, an orphan, a ghost, or
+   demoted (known as a parent only, see `demote`).
 2. Every bound hash has at least one copy; copies are only in full-attention groups.
 3. `find_matches` gives a worker k device blocks if and only if blocks 0..k-1 are all held by it on the
    device and block k is not (or does not exist). The same for the other tiers, cumulatively, and for
    `predicted`, where a block counts when it is held on the device or predicted for this worker.
 4. No orphan's parent is bound: orphans are bound as soon as their parent is.
 5. Ghosts and orphans of a worker number at most `GHOST_LIMIT` and `ORPHAN_LIMIT`.
-6. A node exists only while it is bound or predicted by a worker, a ghost of one, or has such a descendant.
+6. A node exists only while a worker's bound hash, ghost, demoted hash or prediction needs it or a descendant.
 7. With `max_blocks` > 0, bound hashes and orphans of all workers together are at most `max_blocks` when a
    call returns.
 
@@ -80,10 +81,10 @@ class Ignored(StrEnum):
     """Tier change of an engine hash that is neither known nor a ghost; in blocks."""
     BAD_LENGTH = "bad_length"
     """Shorter than one block, or tokens ≠ blocks · block size; legal, adds nothing."""
-    EAGLE_MISMATCH = "eagle_mismatch"
-    """Token pairs on a worker without EAGLE, or an EAGLE window without its last token."""
     BLOCK_SIZE = "block_size"
     """Full blocks of another block size: the worker is incompatible from here on."""
+    EAGLE_MISMATCH = "eagle_mismatch"
+    """Token pairs on a worker without EAGLE, or an EAGLE window without its last token."""
     UNNAMED_LORA = "unnamed_lora"
     """An adapter number that the registration does not name."""
     HASH_CONFLICT = "hash_conflict"
@@ -224,7 +225,7 @@ class IndexStats:
     """State of the whole index."""
 
     blocks: int
-    """Distinct prefixes held by any worker."""
+    """Distinct prefixes held by any worker; those of dropped workers count until `maintain` freed them."""
     memberships: int
     """(prefix, worker) pairs held on any tier."""
     workers: int

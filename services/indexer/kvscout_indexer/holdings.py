@@ -1,0 +1,386 @@
+"""What one worker rank holds: its engine hashes, the prefixes they are bound to, their copies.
+
+::
+
+    engine hash ─┬─ blocks    bound: Block(node, counts for each place)
+                 ├─ orphans   parent unknown: Orphan(parent hash, local hash, counts), found by `waiting`
+                 ├─ ghosts    removed lately: node, oldest first
+                 └─ demoted   no longer verified: node, valid as a parent only
+
+`Holdings` keeps `PrefixTree` in step: each change of counts sets the worker's bit at the node. It knows
+nothing of event formats; `reference_index` judges events and calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
+
+from kvscout_common.worker import CopyMode
+from kvscout_indexer.events import Tier
+from kvscout_indexer.index import GHOST_LIMIT, MAX_COPIES, ORPHAN_LIMIT, Copies
+from kvscout_indexer.prefix_tree import NOT_HELD, Node, PrefixTree
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+Place = tuple[int, Tier]
+"""Cache group and tier: where a copy lies."""
+
+Counts = dict[Place, int]
+"""Copies of a block in each place; never 0."""
+
+
+class Block:
+    """A bound engine hash. Several of one worker can share a node; `twin` links them."""
+
+    __slots__ = ("counts", "engine_hash", "level", "node", "twin")
+
+    def __init__(self, engine_hash: int, node: Node, counts: Counts) -> None:
+        self.engine_hash = engine_hash
+        self.node = node
+        self.counts = counts
+        self.level = NOT_HELD
+        self.twin: Block | None = None
+
+
+class Prediction(NamedTuple):
+    """That a worker holds a node's block until `expiry`."""
+
+    expiry: float
+    serial: int
+    """Tells it from earlier predictions of the same block."""
+
+
+class Orphan(NamedTuple):
+    """An engine hash whose parent this worker never had."""
+
+    parent: int
+    local: int
+    counts: Counts
+
+
+def level_of(counts: Mapping[Place, int], full_groups: tuple[int, ...]) -> int:
+    """The fastest tier at which every full-attention group has a copy there or faster, or `NOT_HELD`."""
+    slowest = 0 if full_groups else NOT_HELD
+    for group in full_groups:
+        slowest = max(slowest, next((tier for tier in Tier if (group, tier) in counts), NOT_HELD))
+    return slowest
+
+
+def copies_of(counts: Mapping[Place, int]) -> tuple[Copies, ...]:
+    """Counts in the form of a dump."""
+    return tuple(Copies(group, tier, number) for (group, tier), number in sorted(counts.items()))
+
+
+class Holdings:
+    """The content of one worker rank, in one slot of the tree.
+
+    Args:
+        tree: Shared by all workers of the index.
+        slot: This worker's bit position in the tree's masks; no other user until it is drained.
+    """
+
+    def __init__(self, tree: PrefixTree, slot: int) -> None:
+        self.tree = tree
+        self.slot = slot
+        self.bit = 1 << slot
+        self.full_groups: tuple[int, ...] = ()
+        self.blocks: dict[int, Block] = {}
+        self.nodes: dict[Node, Block] = {}
+        """Bound nodes, each with the first of its blocks."""
+        self.orphans: dict[int, Orphan] = {}
+        self.waiting: dict[int, dict[int, None]] = {}
+        """Parent hash → orphans that wait for it, in order."""
+        self.ghosts: dict[int, Node] = {}
+        self.demoted: dict[int, Node] = {}
+        self.demoted_until = 0.0
+        self.predictions: dict[Node, Prediction] = {}
+        """Kept by `predictions.Predictions`."""
+        self.visible = True
+        """False once the worker dropped it: then it only waits to be drained."""
+        self.held = 0
+        """Nodes held on any tier."""
+        self.device_copies = 0
+        self.may_have_hidden = False
+        """False proves that no block is hidden; True says that one may be."""
+
+    @property
+    def entries(self) -> int:
+        """Bound hashes and orphans: what the `max_blocks` bound counts."""
+        return len(self.blocks) + len(self.orphans)
+
+    def set_full_groups(self, groups: tuple[int, ...]) -> None:
+        """Tells which full-attention groups the worker has; a block must be in all of them to be held."""
+        if groups == self.full_groups:
+            return
+        self.full_groups = groups
+        for block in self.blocks.values():
+            self._relevel(block)
+
+    def prefix_of(self, engine_hash: int) -> Node | None:
+        """The node that an engine hash names, held or not; None for orphans and unknown ones."""
+        block = self.blocks.get(engine_hash)
+        if block is not None:
+            return block.node
+        return self.ghosts.get(engine_hash) or self.demoted.get(engine_hash)
+
+    def store(self, engine_hash: int, node: Node, at: Place, mode: CopyMode) -> bool:
+        """Adds one copy of a block whose prefix is known.
+
+        Returns:
+            False if the hash is an orphan or bound to another prefix: nothing changed.
+        """
+        block = self.blocks.get(engine_hash)
+        if block is None:
+            if engine_hash in self.orphans:
+                return False
+            block = self._bind(engine_hash, node, {})
+            self._forget(engine_hash)
+        elif block.node is not node:
+            return False
+        self._add_copy(block.counts, at, mode)
+        self._relevel(block)
+        self._adopt(engine_hash)
+        return True
+
+    def store_orphan(self, engine_hash: int, parent: int, local: int, at: Place, mode: CopyMode) -> bool:
+        """Adds one copy of a block whose parent is unknown; the caller checks `can_wait`."""
+        orphan = self.orphans.get(engine_hash)
+        if engine_hash in self.blocks or (orphan is not None and orphan[:2] != (parent, local)):
+            return False
+        if orphan is None:
+            self._forget(engine_hash)
+            orphan = self.orphans[engine_hash] = Orphan(parent, local, {})
+            self.waiting.setdefault(parent, {})[engine_hash] = None
+        self._add_copy(orphan.counts, at, mode)
+        return True
+
+    def can_wait(self, engine_hash: int) -> bool:
+        """Whether there is room for this orphan."""
+        return engine_hash in self.orphans or len(self.orphans) < ORPHAN_LIMIT
+
+    def move(self, engine_hash: int, at: Place, mode: CopyMode) -> bool:
+        """Adds one copy of a block by its engine hash alone; False if the hash is unknown."""
+        orphan = self.orphans.get(engine_hash)
+        if orphan is not None:
+            self._add_copy(orphan.counts, at, mode)
+            return True
+        node = self.prefix_of(engine_hash)
+        return node is not None and self.store(engine_hash, node, at, mode)
+
+    def remove(self, engine_hash: int, at: Place) -> bool:
+        """Drops one copy; False if there is none like it."""
+        block = self.blocks.get(engine_hash)
+        orphan = self.orphans.get(engine_hash)
+        counts = block.counts if block else orphan.counts if orphan else {}
+        number = counts.get(at, 0)
+        if not number:
+            return False
+        if number > 1:
+            counts[at] = number - 1
+        else:
+            del counts[at]
+        self.device_copies -= at[1] is Tier.DEVICE
+        if block is not None:
+            self._relevel(block)
+            if not counts:
+                self.unbind(block)
+        elif not counts:
+            self._drop_orphan(engine_hash)
+        return True
+
+    def retire_demoted(self, engine_hash: int) -> Node | None:
+        """Turns a demoted hash into a ghost because the engine removed it; its node, None if it is none."""
+        node = self.demoted.pop(engine_hash, None)
+        if node is not None:
+            self._remember(engine_hash, node)
+        return node
+
+    def unbind(self, block: Block) -> None:
+        """Makes a bound hash a ghost, whatever copies it has."""
+        self.device_copies -= sum(n for (_, tier), n in block.counts.items() if tier is Tier.DEVICE)
+        block.counts.clear()
+        self._relevel(block)
+        self._unlink(block)
+        self._remember(block.engine_hash, block.node)
+
+    def evict_orphan(self, engine_hash: int) -> None:
+        """Drops an orphan, whatever copies it has."""
+        counts = self.orphans[engine_hash].counts
+        self.device_copies -= sum(n for (_, tier), n in counts.items() if tier is Tier.DEVICE)
+        self._drop_orphan(engine_hash)
+
+    def demote(self, until: float) -> list[Node]:
+        """Makes all bound hashes demoted and drops the orphans; the nodes that the device held."""
+        on_device = [node for node in self.nodes if node.level(self.bit) == Tier.DEVICE]
+        for engine_hash, block in list(self.blocks.items()):
+            block.counts.clear()
+            self._relevel(block)
+            self._unlink(block)
+            self.demoted[engine_hash] = block.node
+        self.orphans.clear()
+        self.waiting.clear()
+        self.device_copies = 0
+        self.may_have_hidden = False
+        self.demoted_until = max(self.demoted_until, until)
+        return on_device
+
+    def expire_demoted(self, now: float, budget: int) -> int:
+        """Forgets demoted hashes whose time has come, at most `budget`; how many it forgot."""
+        if now < self.demoted_until:
+            return 0
+        return _drain(self.demoted, budget, lambda _, node: self.tree.release(node))
+
+    def restore(self, engine_hash: int, node: Node, counts: Counts) -> None:
+        """Binds a hash with its copies, from a dump; the hash must be unknown."""
+        self.device_copies += sum(n for (_, tier), n in counts.items() if tier is Tier.DEVICE)
+        self._relevel(self._bind(engine_hash, node, counts))
+
+    def restore_orphan(self, engine_hash: int, orphan: Orphan) -> None:
+        """Adds an orphan with its copies, from a dump; the hash must be unknown."""
+        self.device_copies += sum(n for (_, tier), n in orphan.counts.items() if tier is Tier.DEVICE)
+        self.orphans[engine_hash] = orphan
+        self.waiting.setdefault(orphan.parent, {})[engine_hash] = None
+
+    def hidden(self) -> int:
+        """Blocks held below a hole. O(1) if there cannot be any, else O(blocks)."""
+        if not self.may_have_hidden:
+            return 0
+        rooted: dict[Node, bool] = {self.tree.root: True}
+        for node in self.nodes:
+            trail = []
+            step: Node | None = node
+            while step is not None and step not in rooted:
+                trail.append(step)
+                step = step.parent
+            for member in reversed(trail):
+                parent = member.parent
+                rooted[member] = parent is not None and rooted[parent] and member.held_by(self.bit)
+        hidden = sum(1 for node in self.nodes if node.held_by(self.bit) and not rooted[node])
+        self.may_have_hidden = hidden > 0
+        return hidden
+
+    def drain(self, budget: int) -> int:
+        """Takes content that is no longer visible out of the tree, at most `budget` entries; how many."""
+        tree, bit = self.tree, self.bit
+
+        def drop_block(_: int, block: Block) -> None:
+            tree.set_level(block.node, bit, NOT_HELD)
+            tree.release(block.node)
+
+        def drop_prediction(node: Node, _: Prediction) -> None:
+            tree.set_predicted(node, bit, False)
+            tree.release(node)
+
+        left = budget - _drain(self.blocks, budget, drop_block)
+        left -= _drain(self.predictions, left, drop_prediction)
+        left -= _drain(self.ghosts, left, lambda _, node: tree.release(node))
+        left -= _drain(self.demoted, left, lambda _, node: tree.release(node))
+        if not self.blocks:
+            self.nodes.clear()
+            self.orphans.clear()
+            self.waiting.clear()
+        return budget - left
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing of it is left in the tree."""
+        return not (self.blocks or self.predictions or self.ghosts or self.demoted)
+
+    def _add_copy(self, counts: Counts, at: Place, mode: CopyMode) -> None:
+        number = counts.get(at, 0)
+        if number and (mode is CopyMode.SET or number >= MAX_COPIES):
+            return
+        counts[at] = number + 1
+        self.device_copies += at[1] is Tier.DEVICE
+
+    def _bind(self, engine_hash: int, node: Node, counts: Counts) -> Block:
+        block = Block(engine_hash, node, counts)
+        block.twin = self.nodes.get(node)
+        self.nodes[node] = self.blocks[engine_hash] = block
+        self.tree.acquire(node)
+        return block
+
+    def _unlink(self, block: Block) -> None:
+        """Takes a block out of `blocks` and `nodes`; the caller takes over its hold on the node."""
+        del self.blocks[block.engine_hash]
+        head = self.nodes[block.node]
+        if head is block:
+            if block.twin is None:
+                del self.nodes[block.node]
+            else:
+                self.nodes[block.node] = block.twin
+            return
+        while head.twin is not block:
+            assert head.twin is not None
+            head = head.twin
+        head.twin = block.twin
+
+    def _relevel(self, block: Block) -> None:
+        """Brings the tree in step with a block's counts."""
+        level = level_of(block.counts, self.full_groups)
+        if level == block.level:
+            return
+        block.level = level
+        node = block.node
+        best = min(twin.level for twin in twins(self.nodes[node]))
+        before = node.level(self.bit)
+        if best == before:
+            return
+        self.tree.set_level(node, self.bit, best)
+        if best == NOT_HELD:
+            self.held -= 1
+            self.may_have_hidden = self.may_have_hidden or bool(node.children)
+        elif before == NOT_HELD:
+            self.held += 1
+            parent = node.parent
+            assert parent is not None
+            self.may_have_hidden = self.may_have_hidden or not parent.held_by(self.bit)
+
+    def _adopt(self, engine_hash: int) -> None:
+        """Binds the orphans that waited for a hash, and those that waited for them."""
+        arrived = [engine_hash]
+        while arrived:
+            parent = arrived.pop()
+            for child in self.waiting.pop(parent, ()):
+                orphan = self.orphans.pop(child)
+                node = self.tree.child(self.blocks[parent].node, orphan.local)
+                self._relevel(self._bind(child, node, orphan.counts))
+                arrived.append(child)
+
+    def _forget(self, engine_hash: int) -> None:
+        """Ends a ghost or demoted hash because the hash is stored again."""
+        for memory in (self.ghosts, self.demoted):
+            node = memory.pop(engine_hash, None)
+            if node is not None:
+                self.tree.release(node)
+
+    def _remember(self, engine_hash: int, node: Node) -> None:
+        """Makes a hash the youngest ghost; its hold on the node is the caller's former one."""
+        self.ghosts[engine_hash] = node
+        if len(self.ghosts) > GHOST_LIMIT:
+            oldest = next(iter(self.ghosts))
+            self.tree.release(self.ghosts.pop(oldest))
+
+    def _drop_orphan(self, engine_hash: int) -> None:
+        parent = self.orphans.pop(engine_hash).parent
+        siblings = self.waiting[parent]
+        del siblings[engine_hash]
+        if not siblings:
+            del self.waiting[parent]
+
+
+def twins(block: Block | None) -> Iterator[Block]:
+    """A node's blocks, from its first one."""
+    while block is not None:
+        yield block
+        block = block.twin
+
+
+def _drain(entries: dict[K, V], budget: int, drop: Callable[[K, V], None]) -> int:
+    """Pops at most `budget` entries, youngest first, and drops each; how many it popped."""
+    number = min(len(entries), max(budget, 0))
+    for _ in range(number):
+        drop(*entries.popitem())
+    return number

@@ -1,0 +1,437 @@
+"""The order of a source's event batches: what to apply, what to drop, when to ask for a replay.
+
+::
+
+              ┌──────────── id = last+1: apply ───────────┐
+              ▼                                           │
+    WAITING ─────▶ LIVE ── gap, reconnect, restart ──▶ REPLAYING ── verified to the end ──▶ LIVE
+                                                          │ history gone, no answer, overflow
+                                                          └──▶ demote, then LIVE with history_incomplete
+
+One machine a source (one worker rank behind one socket). It is pure: it owns no socket and no clock, takes
+what happened and returns decisions, which the caller carries out in order. Batches are opaque to it but
+for their number, their digest and whether they clear the cache.
+
+Engines without epochs start again at 0 after a restart. A batch is therefore known by (id, digest): an old
+id with a digest never seen is a new life of the engine. Every replay begins at the last applied batch, to
+compare its digest: an engine that restarted and has overtaken `last` meanwhile is found out by it. The
+caller reads what a socket still holds before it reports that socket's reconnect.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from xxhash import xxh3_64_intdigest
+
+DIGESTS_KEPT: Final = 64
+"""Digests of the last applied batches, to tell duplicates from restarts."""
+
+HELD_BATCHES: Final = 65_536
+HELD_BYTES: Final = 64 * 1024 * 1024
+"""Live batches held while a replay runs; more, and the replay is given up."""
+
+FIRST_RETRY_SECONDS: Final = 0.2
+MAX_ATTEMPTS: Final = 8
+"""Replays tried for one recovery; the wait between them doubles."""
+
+QUARANTINE_AFTER: Final = 100
+"""Malformed batches in a row."""
+
+QUARANTINE_SECONDS: Final = 60.0
+
+T = TypeVar("T")
+
+
+def digest(payload: bytes) -> int:
+    """What identifies a batch beside its number: XXH3_64 of its payload."""
+    return xxh3_64_intdigest(payload)
+
+
+@dataclass(frozen=True, slots=True)
+class SequencedBatch(Generic[T]):
+    """One batch as it came from a source."""
+
+    event_id: int
+    digest: int
+    content: T
+    """Whatever the caller wants back with `Apply`."""
+    size_bytes: int = 0
+    epoch: int = 0
+    """Incarnation of the engine; 0: the source has none."""
+    dp_rank: int | None = None
+    """Rank that the batch names; None: none."""
+    cleared: bool = False
+    """It empties the cache, so that nothing before it matters."""
+    malformed: bool = False
+    """It could not be decoded. It keeps its place in the sequence and changes nothing."""
+
+
+class Apply(NamedTuple, Generic[T]):
+    """Apply this batch to the index and move the cursor."""
+
+    batch: SequencedBatch[T]
+
+
+class DropReason(StrEnum):
+    """Why a batch is not applied."""
+
+    DUPLICATE = "duplicate"
+    STALE = "stale"
+    """Of a former incarnation, or overtaken by a restart or a Cleared."""
+    WRONG_RANK = "wrong_rank"
+    QUARANTINED = "quarantined"
+
+
+class Drop(NamedTuple):
+    """Do not apply this batch."""
+
+    event_id: int
+    reason: DropReason
+
+
+class RequestReplay(NamedTuple):
+    """Ask the source for all batches from `first_id` on; pass `attempt` back with each answer.
+
+    Answers to an earlier request may be thrown away.
+    """
+
+    first_id: int
+    attempt: int
+
+
+class Reset(NamedTuple):
+    """The engine restarted: drop all that is known of the worker rank."""
+
+
+class Demote(NamedTuple):
+    """History is lost: what the worker rank holds becomes a prediction."""
+
+    missing: str
+    """Which events, for people."""
+
+
+Decision = Apply[T] | Drop | RequestReplay | Reset | Demote
+
+
+class SourceSequence(Generic[T]):
+    """The state machine of one source.
+
+    Args:
+        dp_rank: The registered rank; batches that name another one are refused.
+        can_replay: Whether the source can be asked for past batches.
+    """
+
+    def __init__(self, *, dp_rank: int = 0, can_replay: bool = True) -> None:
+        self._dp_rank = dp_rank
+        self._can_replay = can_replay
+        self.epoch = 0
+        self.last_id: int | None = None
+        """Last batch applied."""
+        self.replaying = False
+        self.history_incomplete = False
+        self.missing = ""
+        """What is missing while `history_incomplete`."""
+        self.misconfigured = ""
+        """Why the source is refused, while its batches name another rank."""
+        self.quarantined_until: float | None = None
+        self.retry_at: float | None = None
+        """When to call `on_tick`, on the caller's clock."""
+        self.attempt = 0
+        """Number of the replay request that is answered now."""
+        self.counters: Counter[str] = Counter()
+        """applied, malformed, gaps, replays, restarts, demotions, and one for each `DropReason`."""
+        self._digests: dict[int, int] = {}
+        self._highest_live = -1
+        self._held: dict[int, SequencedBatch[T]] = {}
+        self._held_bytes = 0
+        self._highest_held = -1
+        self._failures = 0
+        self._verified = True
+        """Whether the replay has shown the batch `last_id` with the digest that we know."""
+        self._progress = False
+        """Whether the replay brought anything."""
+        self._malformed_in_row = 0
+
+    @property
+    def held(self) -> int:
+        """Live batches that wait for the replay to end."""
+        return len(self._held)
+
+    def restore(self, *, epoch: int, last_id: int | None, last_digest: int | None = None) -> None:
+        """Sets the cursor because a state was loaded that contains everything up to `last_id`."""
+        self.epoch, self.last_id = epoch, last_id
+        self._digests.clear()
+        if last_id is not None and last_digest is not None:
+            self._digests[last_id] = last_digest
+        self._highest_live = -1
+        self._end_replay()
+        self._release_held()
+        self._complete()
+
+    def on_batch(self, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:
+        """A batch came over the live channel."""
+        out: list[Decision[T]] = []
+        if not self._admit(batch, now, out):
+            return out
+        if batch.epoch < self.epoch:
+            self._drop(batch, DropReason.STALE, out)
+        elif batch.epoch > self.epoch and (self.last_id is not None or self._held):
+            self._restart(out, epoch=batch.epoch, cause=batch)
+        elif self._seen(batch) or (batch.epoch and self.last_id is not None and batch.event_id <= self.last_id):
+            self._drop(batch, DropReason.DUPLICATE, out)
+        elif not batch.epoch and batch.event_id <= self._highest():
+            self._restart(out, epoch=0, cause=batch)
+        else:
+            self.epoch = batch.epoch
+            self._accept(batch, out)
+        self._highest_live = max(self._highest_live, batch.event_id)
+        self._trim()
+        return out
+
+    def on_reconnect(self) -> list[Decision[T]]:
+        """The live channel was (re)connected: batches may have been lost, the engine may be another."""
+        out: list[Decision[T]] = []
+        self.quarantined_until = None
+        if self._can_replay:
+            self._request(out)
+        elif self.last_id is not None:
+            self._lose(f"whatever came after {self.last_id}, before a reconnect", out)
+        return out
+
+    def on_replay(self, attempt: int, batch: SequencedBatch[T]) -> list[Decision[T]]:
+        """A reply of the replay came."""
+        out: list[Decision[T]] = []
+        if not self.replaying or attempt != self.attempt:
+            return out
+        if batch.epoch > self.epoch and self.last_id is not None:
+            self._restart(out, epoch=batch.epoch)
+            return out
+        waiting = self._held.get(batch.event_id)
+        known = self._digests.get(batch.event_id)
+        if waiting is not None and waiting.digest != batch.digest:
+            self._restart(out, epoch=batch.epoch)
+        elif batch.event_id == self.last_id:
+            if known is not None and known != batch.digest:
+                self._restart(out, epoch=batch.epoch)
+            else:
+                self._digests[batch.event_id] = batch.digest
+                self._verified = True
+        elif self.last_id is not None and batch.event_id < self.last_id:
+            self._drop(batch, DropReason.DUPLICATE, out)
+        else:
+            self.epoch = batch.epoch
+            if not batch.cleared:
+                self._check_history(batch.event_id, out)
+            self._verified = self._progress = True
+            self._apply(batch, out)
+        return out
+
+    def on_replay_end(self, attempt: int) -> list[Decision[T]]:
+        """The replay said that it is complete."""
+        out: list[Decision[T]] = []
+        if not self.replaying or attempt != self.attempt:
+            return out
+        if not self._verified:
+            # The engine keeps its newest batches. If it has none from `last_id` on, it starts anew.
+            if not self._held:
+                self._restart(out, epoch=self.epoch)
+            else:
+                self._give_up("the replay was empty", out)
+            return out
+        self._apply_held(out, until_gap=True)
+        if not self._held:
+            self._end_replay()
+        elif self._progress:
+            self._request(out)
+        else:
+            self._give_up("the replay ended early", out)
+        return out
+
+    def on_replay_failed(self, attempt: int, now: float) -> list[Decision[T]]:
+        """The replay was not answered in time, or its answer could not be read."""
+        out: list[Decision[T]] = []
+        if not self.replaying or attempt != self.attempt:
+            return out
+        self._failures += 1
+        self.attempt += 1
+        if self._failures >= MAX_ATTEMPTS:
+            self._give_up(f"{self._failures} replays failed", out)
+        else:
+            self.retry_at = now + FIRST_RETRY_SECONDS * 2 ** (self._failures - 1)
+        return out
+
+    def on_tick(self, now: float) -> list[Decision[T]]:
+        """Time passed; asks for the replay again when it is due."""
+        out: list[Decision[T]] = []
+        if self.retry_at is not None and now >= self.retry_at:
+            failures = self._failures
+            self._request(out)
+            self._failures = failures
+        return out
+
+    def _admit(self, batch: SequencedBatch[T], now: float, out: list[Decision[T]]) -> bool:
+        """Whether the source may be listened to at all."""
+        if batch.dp_rank is not None and batch.dp_rank != self._dp_rank:
+            self.misconfigured = f"batches name rank {batch.dp_rank}, the registration {self._dp_rank}"
+            self._drop(batch, DropReason.WRONG_RANK, out)
+            return False
+        self.misconfigured = ""
+        if self.quarantined_until is not None and now < self.quarantined_until:
+            self._drop(batch, DropReason.QUARANTINED, out)
+            return False
+        self.quarantined_until = None
+        self._malformed_in_row = self._malformed_in_row + 1 if batch.malformed else 0
+        if self._malformed_in_row >= QUARANTINE_AFTER:
+            self._malformed_in_row = 0
+            self.quarantined_until = now + QUARANTINE_SECONDS
+        return True
+
+    def _accept(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> None:
+        """A batch that is new and of this incarnation."""
+        expected = self.last_id + 1 if self.last_id is not None else 0
+        if batch.cleared:
+            for event_id in [i for i in self._held if i < batch.event_id]:
+                self._drop(self._held[event_id], DropReason.STALE, out)
+                self._held_bytes -= self._held.pop(event_id).size_bytes
+            self._end_replay()
+            self._apply(batch, out)
+            self._apply_held(out, until_gap=True)
+            if self._held:
+                self._request(out)
+        elif self.replaying:
+            self._hold(batch, out)
+        elif batch.event_id == expected:
+            self._apply(batch, out)
+        else:
+            self.counters["gaps"] += 1
+            self._hold(batch, out)
+            if self._can_replay:
+                self._request(out)
+            else:
+                self._give_up("there is no replay", out)
+
+    def _restart(self, out: list[Decision[T]], *, epoch: int, cause: SequencedBatch[T] | None = None) -> None:
+        """The engine restarted: forget everything, and learn its new life from the beginning.
+
+        Batches held so far are in that replay if they belong to the new life: it is asked for after they came.
+        """
+        for batch in self._held.values():
+            self._drop(batch, DropReason.STALE, out)
+        self._release_held()
+        self._end_replay()
+        self.counters["restarts"] += 1
+        out.append(Reset())
+        self.epoch, self.last_id = epoch, None
+        self._digests.clear()
+        self._highest_live = -1
+        self._complete()
+        if cause is not None:
+            self._accept(cause, out)
+        elif self._can_replay:
+            self._request(out)
+
+    def _request(self, out: list[Decision[T]]) -> None:
+        """Begins a replay, or begins the running one again."""
+        self.replaying = True
+        self.attempt += 1
+        self.counters["replays"] += 1
+        self.retry_at = None
+        self._failures = 0
+        self._progress = False
+        self._verified = self.last_id is None
+        out.append(RequestReplay(self.last_id if self.last_id is not None else 0, self.attempt))
+
+    def _end_replay(self) -> None:
+        self.replaying = False
+        self.retry_at = None
+        self._failures = 0
+
+    def _give_up(self, reason: str, out: list[Decision[T]]) -> None:
+        """The replay cannot be verified: go on from what came live."""
+        self._end_replay()
+        if not self._held:
+            self._lose(f"whatever came after {self.last_id}: {reason}", out)
+        self._apply_held(out, until_gap=False)
+
+    def _apply_held(self, out: list[Decision[T]], *, until_gap: bool) -> None:
+        """Applies the batches held, in order, up to the first gap or across the gaps."""
+        for event_id in sorted(self._held):
+            expected = self.last_id + 1 if self.last_id is not None else 0
+            if event_id > expected:
+                if until_gap:
+                    return
+                self._check_history(event_id, out)
+            self._apply(self._held[event_id], out)
+
+    def _check_history(self, event_id: int, out: list[Decision[T]]) -> None:
+        """Demotes what is held if batches are missing before `event_id`, or cannot be verified."""
+        expected = self.last_id + 1 if self.last_id is not None else 0
+        if event_id > expected:
+            self._lose(f"{expected}..{event_id - 1}", out)
+        elif not self._verified:
+            self._lose(f"whatever came before {event_id}", out)
+        self._verified = True
+
+    def _lose(self, missing: str, out: list[Decision[T]]) -> None:
+        self.history_incomplete = True
+        self.missing = missing
+        if self.last_id is not None:
+            self.counters["demotions"] += 1
+            out.append(Demote(missing))
+
+    def _complete(self) -> None:
+        self.history_incomplete = False
+        self.missing = ""
+
+    def _apply(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> None:
+        held = self._held.pop(batch.event_id, None)
+        if held is not None:
+            self._held_bytes -= held.size_bytes
+            if held is not batch:
+                self._drop(held, DropReason.DUPLICATE, out)
+        if batch.cleared:
+            self._complete()
+        self.counters["applied"] += 1
+        self.counters["malformed"] += batch.malformed
+        self.last_id = batch.event_id
+        self._digests.pop(batch.event_id, None)
+        self._digests[batch.event_id] = batch.digest
+        self._trim()
+        out.append(Apply(batch))
+
+    def _hold(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> None:
+        self._held[batch.event_id] = batch
+        self._held_bytes += batch.size_bytes
+        self._highest_held = max(self._highest_held, batch.event_id)
+        if len(self._held) > HELD_BATCHES or self._held_bytes > HELD_BYTES:
+            self._give_up("too much came during the replay", out)
+
+    def _release_held(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
+        self._highest_held = -1
+
+    def _drop(self, batch: SequencedBatch[T], reason: DropReason, out: list[Decision[T]]) -> None:
+        self.counters[reason] += 1
+        out.append(Drop(batch.event_id, reason))
+
+    def _seen(self, batch: SequencedBatch[T]) -> bool:
+        held = self._held.get(batch.event_id)
+        known = held.digest if held is not None else self._digests.get(batch.event_id)
+        return known == batch.digest
+
+    def _highest(self) -> int:
+        """The highest id that a live batch may repeat."""
+        return max(self.last_id if self.last_id is not None else -1, self._highest_held)
+
+    def _trim(self) -> None:
+        """Keeps the last digests, and those of replayed batches that are still to come live."""
+        while len(self._digests) > DIGESTS_KEPT:
+            oldest = next(iter(self._digests))
+            if oldest > self._highest_live and len(self._digests) <= HELD_BATCHES:
+                return
+            del self._digests[oldest]

@@ -1,0 +1,175 @@
+"""Content of the reference index → dump → content, and the check of its invariants.
+
+Works on `Holdings` only; cursors and groups belong to the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_indexer.events import Tier
+from kvscout_indexer.holdings import Counts, Holdings, Orphan, copies_of, level_of, twins
+from kvscout_indexer.index import (
+    GHOST_LIMIT,
+    MAX_COPIES,
+    ORPHAN_LIMIT,
+    Copies,
+    DumpedBlock,
+    DumpedOrphan,
+    WorkerDump,
+)
+from kvscout_indexer.prefix_tree import NOT_HELD, Node, PrefixTree
+
+
+def dump_holdings(holdings: Holdings) -> tuple[tuple[DumpedBlock, ...], tuple[DumpedOrphan, ...]]:
+    """Blocks and orphans in the order that `WorkerDump` promises."""
+    below: dict[Node, list[Node]] = {}
+    listed: set[Node] = set()
+    for node in holdings.nodes:
+        step = node
+        while step.parent is not None and step not in listed:
+            listed.add(step)
+            below.setdefault(step.parent, []).append(step)
+            step = step.parent
+    blocks: list[DumpedBlock] = []
+    stack = [(holdings.tree.root, -1)]
+    while stack:
+        node, parent = stack.pop()
+        position = -1
+        if node.parent is not None:
+            position = len(blocks)
+            bound = sorted(twins(holdings.nodes.get(node)), key=lambda block: block.engine_hash)
+            blocks.extend(
+                DumpedBlock(block.engine_hash, parent, node.local, copies_of(block.counts)) for block in bound
+            )
+            if not bound:
+                blocks.append(DumpedBlock(None, parent, node.local, ()))
+        children = sorted(below.get(node, ()), key=lambda child: child.local, reverse=True)
+        stack.extend((child, position) for child in children)
+    orphans = tuple(
+        DumpedOrphan(engine_hash, orphan.parent, orphan.local, copies_of(orphan.counts))
+        for engine_hash, orphan in sorted(holdings.orphans.items())
+    )
+    return tuple(blocks), orphans
+
+
+def check(dump: WorkerDump) -> None:
+    """Verifies that a dump can be loaded.
+
+    Raises:
+        InvalidArgument: Naming the first entry that contradicts another.
+    """
+    full = {group for group, is_full in dump.groups if is_full}
+    hashes: set[int] = set()
+    for position, block in enumerate(dump.blocks):
+        field = f"blocks.{position}"
+        if not -1 <= block.parent < position:
+            raise InvalidArgument("its parent does not come before it", field=field)
+        if (block.engine_hash is None) != (not block.copies):
+            raise InvalidArgument("a hole has copies, or a block has none", field=field)
+        _check_entry(field, block.engine_hash, block.copies, full, hashes)
+    for position, orphan in enumerate(dump.orphans):
+        _check_entry(f"orphans.{position}", orphan.engine_hash, orphan.copies, full, hashes)
+        if not orphan.copies:
+            raise InvalidArgument("an orphan has no copies", field=f"orphans.{position}")
+    bound = {block.engine_hash for block in dump.blocks}
+    for position, orphan in enumerate(dump.orphans):
+        if orphan.parent_engine_hash in bound:
+            raise InvalidArgument("its parent is known", field=f"orphans.{position}")
+    if len(dump.orphans) > ORPHAN_LIMIT:
+        raise InvalidArgument(f"more than {ORPHAN_LIMIT}", field="orphans")
+
+
+def _check_entry(field: str, engine_hash: int | None, copies: Iterable[Copies], full: set[int], seen: set[int]) -> None:
+    if engine_hash is not None:
+        if engine_hash in seen:
+            raise InvalidArgument("its engine hash comes twice", field=field)
+        seen.add(engine_hash)
+    for group, _, number in copies:
+        if group not in full:
+            raise InvalidArgument(f"group {group} is not full attention", field=field)
+        if not 1 <= number <= MAX_COPIES:
+            raise InvalidArgument(f"{number} copies", field=field)
+
+
+def load_holdings(holdings: Holdings, dump: WorkerDump) -> None:
+    """Fills empty holdings from a dump that `check` accepted."""
+    nodes: list[Node] = []
+    for block in dump.blocks:
+        parent = nodes[block.parent] if block.parent >= 0 else holdings.tree.root
+        node = holdings.tree.child(parent, block.local_hash)
+        nodes.append(node)
+        if block.engine_hash is not None:
+            holdings.restore(block.engine_hash, node, _counts(block.copies))
+    for node in reversed(nodes):
+        holdings.tree.prune(node)
+    for orphan in dump.orphans:
+        holdings.restore_orphan(
+            orphan.engine_hash,
+            Orphan(orphan.parent_engine_hash, orphan.local_hash, _counts(orphan.copies)),
+        )
+
+
+def _counts(copies: Iterable[Copies]) -> Counts:
+    return {(group, Tier(tier)): number for group, tier, number in copies}
+
+
+def check_holdings(tree: PrefixTree, visible: Sequence[Holdings], dropped: Sequence[Holdings]) -> None:
+    """Verifies the invariants of `index` over the content of all workers.
+
+    Raises:
+        AssertionError: Naming the first violation.
+    """
+    refs: dict[Node, int] = {}
+    for holdings in [*visible, *dropped]:
+        for node in (
+            *(block.node for block in holdings.blocks.values()),
+            *holdings.ghosts.values(),
+            *holdings.demoted.values(),
+            *holdings.predictions,
+        ):
+            refs[node] = refs.get(node, 0) + 1
+    attached = set(tree.walk())
+    assert len(attached) == tree.nodes, "nodes are counted"
+    assert tree.held == sum(1 for node in attached if node.masks[3]), "held nodes are counted"
+    assert refs.keys() <= attached, "every node in use is in the tree"
+    for node in attached:
+        assert node.refs == refs.get(node, 0), "references are counted"
+        assert node.refs or node.children, "no node outlives its use"
+    for holdings in visible:
+        _check_worker(holdings, attached)
+
+
+def _check_worker(holdings: Holdings, attached: set[Node]) -> None:
+    bit = holdings.bit
+    kinds = (holdings.blocks, holdings.orphans, holdings.ghosts, holdings.demoted)
+    known = [engine_hash for kind in kinds for engine_hash in kind]
+    assert len(known) == len(set(known)), "an engine hash is known in one way"
+    assert len(holdings.ghosts) <= GHOST_LIMIT, "ghosts are bounded"
+    assert len(holdings.orphans) <= ORPHAN_LIMIT, "orphans are bounded"
+    levels: dict[Node, int] = {}
+    device_copies = 0
+    block_counts = [block.counts for block in holdings.blocks.values()]
+    orphan_counts = [orphan.counts for orphan in holdings.orphans.values()]
+    for counts in block_counts + orphan_counts:
+        assert counts, "a known block has a copy"
+        for (group, tier), number in counts.items():
+            assert group in holdings.full_groups, "copies are in full-attention groups"
+            assert 0 < number <= MAX_COPIES, "copies are in range"
+            device_copies += number if tier is Tier.DEVICE else 0
+    assert device_copies == holdings.device_copies, "device copies are counted"
+    for block in holdings.blocks.values():
+        level = level_of(block.counts, holdings.full_groups)
+        assert level == block.level, "a block knows its level"
+        levels[block.node] = min(level, levels.get(block.node, level))
+        assert block in twins(holdings.nodes.get(block.node)), "a node knows its blocks"
+    assert levels.keys() == holdings.nodes.keys(), "bound nodes are listed"
+    for node in attached:
+        assert node.level(bit) == levels.get(node, NOT_HELD), "masks follow the copies"
+        predicted = bool(node.masks[4] & bit)
+        assert predicted == (node in holdings.predictions), "predictions have their bit"
+    assert holdings.held == sum(1 for node in levels if node.held_by(bit)), "held blocks are counted"
+    waiting = {child: parent for parent, children in holdings.waiting.items() for child in children}
+    assert waiting == {h: orphan.parent for h, orphan in holdings.orphans.items()}, "orphans wait"
+    assert not waiting.values() & holdings.blocks.keys(), "no orphan's parent is bound"
