@@ -1,0 +1,155 @@
+"""Random lifecycles of requests: whatever happens to them, in the end every total is exactly 0.
+
+`KVSCOUT_LIFECYCLES` sets how many (default 20,000), `KVSCOUT_TEST_SEED` repeats a run.
+"""
+
+from __future__ import annotations
+
+import os
+from random import Random
+
+import pytest
+from scheduler_builders import BLOCK, MODEL, ManualClock, key, scheduler, test_seed, worker
+
+from kvscout_common.errors import AlreadyExists, Cancelled, NotFound, Unavailable
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_scheduler.overlaps import Overlaps
+from kvscout_scheduler.request import Prompt, ReserveRequest, SelectionRequest, pack_hashes
+from kvscout_scheduler.scheduler import Scheduler
+
+LIFECYCLES = int(os.environ.get("KVSCOUT_LIFECYCLES", "20000"))
+CHECK_EVERY = 400
+OWNERS = ("gateway-0", "gateway-1", "")
+
+
+class Traffic:
+    """Clients, gateways and workers that do whatever they may do, in random order."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.clock = ManualClock()
+        self.specs: dict[str, WorkerSpec] = {
+            f"w{n}": worker(f"w{n}", dp_size=1 + n % 2, total_kv_blocks=1000) for n in range(5)
+        }
+        self.scheduler: Scheduler = scheduler(
+            *self.specs.values(), clock=self.clock, seed=seed, track_output_blocks=True, lease_seconds=30.0
+        )
+        self.absent: dict[str, WorkerSpec] = {}
+        self.open: list[tuple[str, int]] = []
+        self.sessions = {owner: self.scheduler.connect_owner(owner, [])[0] for owner in OWNERS if owner}
+
+    def prompt(self) -> tuple[bytes, int]:
+        """Hashes that often share a prefix with others, and a length that often has a partial block."""
+        hashes = pack_hashes(self.rng.choices((1, 2), (3, 1), k=self.rng.randrange(12)))
+        return hashes, max(1, len(hashes) // 8 * BLOCK + self.rng.randrange(BLOCK))
+
+    def begin(self, number: int) -> None:
+        """One more lifecycle: booked by choice or by name, sometimes freed before, twice, or never."""
+        rng, name, attempt = self.rng, f"r{number}", rng_attempt(self.rng)
+        hashes, isl = self.prompt()
+        if rng.random() < 0.03:
+            self.scheduler.free(key(name), attempt)
+        owner = rng.choice(OWNERS)
+        try:
+            if rng.random() < 0.8:
+                ids = list(self.specs)
+                columns = [rng.randrange(len(hashes) // 8 + 1) for _ in ids]
+                asked = SelectionRequest(
+                    MODEL, isl, Prompt(hashes, overlaps=Overlaps(ids, (), columns)), request_id=name, attempt_id=attempt
+                )
+                self.scheduler.select_and_reserve(asked, owner_id=owner)
+            else:
+                rank = WorkerRank(rng.choice([*self.specs, *self.absent]), 0)
+                self.scheduler.reserve(ReserveRequest(key(name), rank, isl, hashes, attempt), owner_id=owner)
+        except (Cancelled, NotFound, Unavailable):
+            return
+        self.open.append((name, attempt))
+
+    def disturb(self) -> None:
+        """One thing that happens to a request, an owner or a worker."""
+        rng, event = self.rng, self.rng.random()
+        if event < 0.9:
+            if self.open:
+                self.touch(*rng.choice(self.open))
+        elif event < 0.96:
+            self.clock.advance(rng.random() * 4)
+            self.scheduler.expire()
+        elif event < 0.98:
+            self.reconnect(rng.choice([owner for owner in OWNERS if owner]))
+        elif self.absent and rng.random() < 0.6:
+            name, spec = self.absent.popitem()
+            self.specs[name] = spec
+            self.scheduler.workers.worker_added(spec)
+        elif self.specs:
+            name = rng.choice(list(self.specs))
+            self.absent[name] = self.specs.pop(name)
+            self.scheduler.workers.worker_removed(self.absent[name], "removed")
+
+    def touch(self, name: str, attempt: int) -> None:
+        rng, event = self.rng, self.rng.random()
+        try:
+            if event < 0.6:
+                self.scheduler.free(key(name), attempt)
+                if rng.random() < 0.9:
+                    self.open.remove((name, attempt))
+            elif event < 0.8:
+                self.scheduler.mark_prefill_complete(key(name), attempt)
+            elif event < 0.9:
+                self.scheduler.add_output(key(name), rng.randrange(1, 4), attempt)
+            elif event < 0.94:
+                self.scheduler.undelivered(key(name), attempt)
+            elif event < 0.97:
+                self.scheduler.free(key(name), attempt + 1)
+            else:
+                hashes, isl = self.prompt()
+                again = SelectionRequest(MODEL, isl, Prompt(hashes), request_id=name, attempt_id=attempt)
+                self.scheduler.select_and_reserve(again)
+        except (AlreadyExists, Cancelled, NotFound, Unavailable):
+            pass
+
+    def reconnect(self, owner: str) -> None:
+        """A stream breaks, and comes back at once, late, or with part of what it had."""
+        self.scheduler.disconnect_owner(owner, self.sessions[owner])
+        self.clock.advance(self.rng.choice((0.0, 5.0, 11.0)))
+        self.scheduler.expire()
+        listed = [(key(name), attempt) for name, attempt in self.open if self.rng.random() < 0.9]
+        self.sessions[owner], _ = self.scheduler.connect_owner(owner, listed)
+
+    def end(self) -> None:
+        """Everyone leaves: half of the requests are freed, the rest ends by itself."""
+        for name, attempt in self.open[::2]:
+            self.scheduler.free(key(name), attempt)
+        for owner, session in self.sessions.items():
+            self.scheduler.disconnect_owner(owner, session)
+        self.clock.advance(100.0)
+        self.scheduler.expire()
+        for spec in self.absent.values():
+            self.scheduler.workers.worker_added(spec)
+
+
+def rng_attempt(rng: Random) -> int:
+    """Half of the callers tell attempts apart."""
+    return rng.choice((0, rng.randrange(1, 2**63)))
+
+
+@pytest.mark.timeout(600)
+def test_s5_random_lifecycles_end_in_exact_zeros() -> None:
+    traffic = Traffic(test_seed())
+    made = traffic.scheduler
+    for number in range(LIFECYCLES):
+        traffic.begin(number)
+        while len(traffic.open) > 100 or traffic.rng.random() < 0.5:
+            traffic.disturb()
+        if number % CHECK_EVERY == 0:
+            made.check_invariants()
+    made.check_invariants()
+    traffic.end()
+    made.check_invariants()
+    assert len(made.bookings) == 0
+    assert made.list_active_requests("default") == ([], 0)
+    for pool in made.workers:
+        size = len(pool.load.requests)
+        assert pool.load.requests == pool.load.prefill_tokens == pool.load.decode_blocks == [0] * size
+    stats = made.stats
+    assert stats.bookings == stats.freed + sum(stats.ended.values())
+    assert stats.bookings > LIFECYCLES * 0.8

@@ -1,0 +1,110 @@
+"""Short ways to build what the scheduler's tests need."""
+
+from __future__ import annotations
+
+import os
+import time
+from random import Random
+from typing import Any
+
+from kvscout_common.worker import Role, WorkerRank, WorkerSpec
+from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
+from kvscout_scheduler.request import Prompt, RequestKey, ReserveRequest, SelectionRequest, pack_hashes
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.settings import SchedulerSettings
+
+BLOCK = 16
+MODEL = "m"
+
+
+def test_seed() -> int:
+    """Seed of a random test: `KVSCOUT_TEST_SEED`, else a new one; printed, so that a failure shows it."""
+    seed = int(os.environ.get("KVSCOUT_TEST_SEED", time.time_ns() % 2**32))
+    print(f"KVSCOUT_TEST_SEED={seed}")
+    return seed
+
+
+test_seed.__test__ = False  # type: ignore[attr-defined]  # a name pytest would collect
+
+
+class ManualClock:
+    """A clock that moves when told to."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def worker(worker_id: str, **fields: Any) -> WorkerSpec:
+    """A worker of model "m" with blocks of 16."""
+    return WorkerSpec(**{"worker_id": worker_id, "model": MODEL, "block_size": BLOCK, **fields})
+
+
+def scheduler(*specs: WorkerSpec | str, clock: ManualClock | None = None, seed: int = 7, **settings: Any) -> Scheduler:
+    """A scheduler with these workers."""
+    made = Scheduler(SchedulerSettings(**settings), clock=clock or ManualClock(), rng=Random(seed))
+    for spec in specs:
+        made.workers.worker_added(worker(spec) if isinstance(spec, str) else spec)
+    return made
+
+
+def overlaps(**device_blocks: int) -> Overlaps:
+    """Device overlaps by worker id."""
+    return Overlaps(tuple(device_blocks), (), tuple(device_blocks.values()))
+
+
+def request(
+    hashes: list[int] | None = None,
+    *,
+    isl: int | None = None,
+    on: Overlaps = NO_OVERLAPS,
+    block_size: int = BLOCK,
+    **fields: Any,
+) -> SelectionRequest:
+    """A request with these block hashes; its length is that of the blocks unless told."""
+    hashes = hashes or []
+    length = len(hashes) * block_size if isl is None else isl
+    prompt = Prompt(pack_hashes(hashes), overlaps=on)
+    return SelectionRequest(**{"model": MODEL, "isl_tokens": length, "prompt": prompt, **fields})
+
+
+def key(request_id: str, role: Role = Role.AGGREGATED) -> RequestKey:
+    """Name of a booking of model "m"."""
+    return RequestKey("default", MODEL, role, request_id)
+
+
+def reserve(
+    made: Scheduler,
+    request_id: str,
+    worker_id: str,
+    hashes: list[int] | None = None,
+    *,
+    isl: int | None = None,
+    cached_tokens: int = 0,
+    attempt_id: int = 0,
+) -> int:
+    """Books a request on a worker."""
+    hashes = hashes or []
+    return made.reserve(
+        ReserveRequest(
+            key(request_id),
+            WorkerRank(worker_id, 0),
+            len(hashes) * BLOCK if isl is None else isl,
+            pack_hashes(hashes),
+            attempt_id,
+            cached_tokens,
+        )
+    )
+
+
+def loads(made: Scheduler) -> dict[str, tuple[int, int, int]]:
+    """(active requests, prefill tokens, decode blocks) of each worker of model "m", by worker id."""
+    return {
+        load.rank.worker_id: (load.active_requests, load.active_prefill_tokens, load.active_decode_blocks)
+        for load in made.potential_loads(key("any").pool)
+    }
