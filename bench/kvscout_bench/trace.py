@@ -39,6 +39,8 @@ class TraceOptions:
 
     limit: int = 0
     """Only the first so many requests; 0 = all."""
+    duration_seconds: float = 0.0
+    """Only requests due within so many seconds, after scaling; 0 = all."""
     rate_scale: float = 1.0
     """Times the recorded rate: 2 replays an hour in half an hour."""
     max_output_tokens: int = 0
@@ -53,7 +55,7 @@ class TraceOptions:
         Raises:
             ConfigError: Naming the first one that is not.
         """
-        for name in ("limit", "max_output_tokens", "max_input_tokens"):
+        for name in ("limit", "duration_seconds", "max_output_tokens", "max_input_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError("must not be negative", field=name)
         if not 0 < self.rate_scale < float("inf"):
@@ -92,13 +94,15 @@ def trace_sessions(path: Path, options: TraceOptions) -> Iterator[Session]:
             raise ConfigError(f"{path}: timestamps go backwards at {request.timestamp_ms:g}", field="trace")
         previous = request.timestamp_ms
         first = request.timestamp_ms if first is None else first
+        start = (request.timestamp_ms - first) / 1000 / options.rate_scale
+        if options.duration_seconds and start >= options.duration_seconds:
+            return
         output = max(1, request.output_length)
         turn = Turn(
             new_tokens=prompt_tokens(request.hash_ids, request.input_length, options.vocab_size),
             max_tokens=min(output, options.max_output_tokens) if options.max_output_tokens else output,
             think_seconds=0.0,
         )
-        start = (request.timestamp_ms - first) / 1000 / options.rate_scale
         yield Session(f"trace-{taken}", start, (turn,))
         taken += 1
         if taken == options.limit:

@@ -1,0 +1,193 @@
+"""`kvscout demo`: KV-aware routing against round-robin, on this machine, with real processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from kvscout_bench.report import as_json as summary_json
+from kvscout_bench.report import comparison, errors_by_text, improvements
+from kvscout_bench.trace import TraceOptions, trace_sessions
+from kvscout_bench.workload import MultiTurn, Session, multi_turn
+from kvscout_cli.comparison import PolicyResult, replay_under
+from kvscout_cli.connection import option
+from kvscout_cli.lifetime import run
+from kvscout_cli.output import print_json, stderr, stdout
+from kvscout_cli.progress import replay_progress
+from kvscout_cli.topology import Mockers, Topology
+from kvscout_common.flags import SectionedCommand
+
+BASELINE, CANDIDATE = "round-robin", "kv"
+
+SESSIONS_PER_SECOND = 3.0
+ARRIVAL_SECONDS = 20.0
+
+CHAT_BLOCKS = 2560
+"""KV blocks of an engine in the default workload: 40,960 tokens. Its live sessions need about 120,000, so that four
+engines together hold them once, and none holds them all; larger caches hide bad routing, in this demo as in life."""
+
+TRACE_BLOCKS = 16_384
+"""262,144 tokens: the longest prompts of the public traces have more than 120,000."""
+TRACE_REQUESTS = 120
+TRACE_OUTPUT_TOKENS = 32
+"""Outputs of a trace are cut to this: routing decides on prompts, and streaming costs CPU that two cores lack."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    description: str
+    sessions: Callable[[], Iterable[Session]]
+    mockers: Mockers
+
+
+@click.command(cls=SectionedCommand)
+@option("--sessions", type=click.IntRange(min=1), help="Sessions; with --trace, requests.  [default: rate · duration]")
+@option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    help=f"Sessions a second.  [default: {SESSIONS_PER_SECOND:g}]",
+)
+@option(
+    "--duration",
+    type=click.FloatRange(min=0, min_open=True),
+    help=f"Seconds in which sessions arrive; they are then finished.  [default: {ARRIVAL_SECONDS:g}]",
+)
+@option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the workload.")
+@option("--mockers", default=4, show_default=True, type=click.IntRange(1, 64), help="Simulated engines.")
+@option("--blocks", type=click.IntRange(min=2), help=f"KV blocks of an engine.  [default: {CHAT_BLOCKS}]")
+@option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Replay a trace in Mooncake's format instead of generated sessions.",
+)
+@option(
+    "--trace-speed",
+    default=2.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Times the recorded rate, with engines as much faster.",
+)
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    *,
+    sessions: int | None,
+    rate: float | None,
+    duration: float | None,
+    seed: int,
+    mockers: int,
+    blocks: int | None,
+    trace: Path | None,
+    trace_speed: float,
+    as_json: bool,
+) -> None:
+    """Compare kv-aware routing with round-robin on this machine.
+
+    Starts indexer, scheduler, gateway and simulated engines as real processes, replays the same sessions through the
+    gateway under round-robin and under kv, each on a fresh stack, and prints what the engines and the client measured.
+    Takes about 75 seconds.
+    """
+    if sessions is not None and duration is not None:
+        raise click.UsageError("Give --sessions or --duration, not both.")
+    if trace is None:
+        rate = rate or SESSIONS_PER_SECOND
+        workload = _chat(sessions or max(1, round(rate * (duration or ARRIVAL_SECONDS))), rate, seed, mockers, blocks)
+    elif rate is not None:
+        raise click.UsageError("A trace has its own rate; --trace-speed changes it.")
+    else:
+        workload = _trace(
+            trace, requests=sessions, duration=duration, speed=trace_speed, mockers=mockers, blocks=blocks
+        )
+    total = sum(len(session.turns) for session in workload.sessions())
+    if not as_json:
+        stderr().print(f"{total} requests: {workload.description}")
+    topology = Topology(workload.mockers)
+    results = []
+    for policy in (BASELINE, CANDIDATE):
+        with replay_progress(policy, total) as progress:
+            results.append(run(replay_under(policy, topology, workload.sessions, progress)))
+    baseline, candidate = results
+    if as_json:
+        print_json(_document(workload, baseline, candidate))
+    else:
+        _print(baseline, candidate)
+    if baseline.summary.errors or candidate.summary.errors:
+        raise SystemExit(1)
+
+
+def _chat(sessions: int, rate: float, seed: int, mockers: int, blocks: int | None) -> _Workload:
+    parameters = MultiTurn(sessions=sessions, sessions_per_second=rate, seed=seed).validate()
+    blocks = blocks or CHAT_BLOCKS
+    return _Workload(
+        f"{sessions} multi-turn sessions of {parameters.apps} apps, {rate:g} new ones a second, on {mockers} engines "
+        f"with {blocks:,} blocks of 16 tokens",
+        partial(multi_turn, parameters),
+        Mockers(mockers, num_gpu_blocks=blocks),
+    )
+
+
+def _trace(
+    path: Path, *, requests: int | None, duration: float | None, speed: float, mockers: int, blocks: int | None
+) -> _Workload:
+    options = TraceOptions(
+        limit=requests or (0 if duration else TRACE_REQUESTS),
+        duration_seconds=duration or 0.0,
+        rate_scale=speed,
+        max_output_tokens=TRACE_OUTPUT_TOKENS,
+    ).validate()
+    blocks = blocks or TRACE_BLOCKS
+    return _Workload(
+        f"{path.name} at {speed:g} times its rate, outputs cut to {TRACE_OUTPUT_TOKENS} tokens, on {mockers} engines "
+        f"with {blocks:,} blocks of 16 tokens",
+        partial(trace_sessions, path, options),
+        Mockers(
+            mockers,
+            num_gpu_blocks=blocks,
+            max_num_batched_tokens=8192,
+            flags=("--speedup", str(speed), "--max-model-len", str((blocks - 1) * 16)),
+        ),
+    )
+
+
+def _document(workload: _Workload, *results: PolicyResult) -> dict[str, object]:
+    baseline, candidate = results
+    return {
+        "workload": workload.description,
+        "policies": {
+            result.policy: {
+                **summary_json(result.summary),
+                "cpu_cores": result.cpu_cores,
+                "mispredicted": result.mispredicted,
+                "error_texts": dict(errors_by_text(result.run.records)),
+            }
+            for result in results
+        },
+        "improvement": improvements(baseline.summary, candidate.summary),
+    }
+
+
+def _print(baseline: PolicyResult, candidate: PolicyResult) -> None:
+    table = Table(title="the same sessions under both policies", header_style="bold")
+    table.add_column("")
+    for heading in (baseline.policy, candidate.policy, f"{candidate.policy} is"):
+        table.add_column(heading, justify="right")
+    for row in comparison(baseline.summary, candidate.summary):
+        table.add_row(*row)
+    if baseline.cpu_cores is not None and candidate.cpu_cores is not None:
+        label = f"CPU, cores of {os.cpu_count()}"
+        table.add_row(label, f"{baseline.cpu_cores:.2f}", f"{candidate.cpu_cores:.2f}", "")
+    console = stdout()
+    console.print(table)
+    console.print(
+        "hit rate: cached / prompt tokens as the engines report them; TTFT from when a request was due; "
+        "balance 0 = even.",
+        style="dim",
+    )
+    for result in (baseline, candidate):
+        for text, count in errors_by_text(result.run.records)[:5]:
+            stderr().print(f"{result.policy}: {count} × {text}", style="red")

@@ -1,0 +1,90 @@
+"""`kvscout route`: where would this prompt go, and why?"""
+
+from __future__ import annotations
+
+import click
+from rich.table import Table
+
+from kvscout_cli.connection import Connection, chosen_model, connection_flags, json_flag, model_flag, option
+from kvscout_cli.lifetime import run
+from kvscout_cli.output import print_json, stdout
+from kvscout_cli.prompt import prompt_arguments
+from kvscout_client import Explanation, RouteDecision, RouterOverride
+from kvscout_common.flags import SectionedCommand
+
+
+@click.command(cls=SectionedCommand)
+@prompt_arguments
+@model_flag
+@option("--lora", default="", help="LoRA adapter.")
+@option("--salt", default="", help="Cache salt.")
+@option("--worker", default="", help="Worker that must be chosen.")
+@option("--policy", help="Policy for this request, such as kv or round-robin.")
+@option("--temperature", type=float, help="Router temperature for this request.")
+@option("--overlap-weight", type=float, help="Overlap score weight for this request.")
+@option("--explain", is_flag=True, help="Show every candidate.")
+@json_flag
+@connection_flags
+def command(
+    connection: Connection,
+    *,
+    token_ids: list[int],
+    model: str,
+    lora: str,
+    salt: str,
+    worker: str,
+    policy: str | None,
+    temperature: float | None,
+    overlap_weight: float | None,
+    explain: bool,
+    as_json: bool,
+) -> None:
+    """Ask where a prompt should go. Nothing is booked.
+
+    \b
+        kvscout route 1 2 3 4
+        kvscout route --file prompt.json --explain
+    """
+
+    async def ask() -> RouteDecision:
+        async with connection.router() as router:
+            return await router.route(
+                token_ids,
+                model=await chosen_model(router, model),
+                lora_name=lora,
+                cache_salt=salt,
+                worker_id=worker,
+                override=RouterOverride(overlap_weight, temperature, policy),
+                explain=explain,
+            )
+
+    decision = run(ask())
+    if as_json:
+        print_json(decision)
+        return
+    console = stdout()
+    cached = decision.overlap_blocks * decision.block_size
+    console.print(f"worker    {decision.worker.worker_id}, rank {decision.worker.dp_rank}")
+    console.print(f"endpoint  {decision.endpoint or '–'}")
+    console.print(
+        f"overlap   {decision.overlap_blocks} of {decision.num_blocks} blocks, {cached} of {len(token_ids)} tokens"
+    )
+    console.print(f"cost      {decision.cost:g}")
+    if decision.degraded:
+        console.print(f"degraded  {'; '.join(decision.degraded_reasons)}")
+    if decision.explanation is not None:
+        console.print(f"reason    {decision.explanation.reason} (policy {decision.explanation.policy})\n")
+        console.print(_candidates(decision.explanation))
+
+
+def _candidates(explanation: Explanation) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("worker")
+    for column in ("rank", "device", "host", "disk", "prefill blocks", "decode blocks", "cost"):
+        table.add_column(column, justify="right")
+    table.add_column("not eligible")
+    for c in sorted(explanation.candidates, key=lambda c: (not c.eligible, c.cost, c.worker)):
+        numbers = (c.worker.dp_rank, c.device_blocks, c.host_blocks, c.disk_blocks)
+        costs = (c.prefill_blocks, c.decode_blocks, c.cost)
+        table.add_row(c.worker.worker_id, *(str(n) for n in numbers), *(f"{n:g}" for n in costs), c.ineligible_reason)
+    return table

@@ -1,0 +1,145 @@
+"""`kvscout up`: a whole kvscout on this machine, kept until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+
+from kvscout_cli.connection import option
+from kvscout_cli.lifetime import run
+from kvscout_cli.process import ProcessFailed
+from kvscout_cli.relay import given_words, relay, relayed_flags
+from kvscout_cli.stack import READY_SECONDS, Stack
+from kvscout_cli.state import StateDirectory
+from kvscout_cli.topology import DEFAULT_PORTS, Mockers, Ports, Running, Topology, launch
+from kvscout_common.flags import SectionedCommand, flag
+
+_FLAGS = relayed_flags()
+
+state_dir_flag = flag(
+    "--state-dir",
+    section="Options",
+    default=".kvscout",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where it keeps its lock, its state and the log of --detach.",
+)
+
+
+@click.command(cls=SectionedCommand)
+@option("--mockers", default=4, show_default=True, type=click.IntRange(0, 64), help="Simulated engines.")
+@option("--blocks", default=4096, show_default=True, type=click.IntRange(min=2), help="KV blocks of each of them.")
+@option(
+    "--workers-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="YAML file of real engines; no simulated ones are started.",
+)
+@option("--free-ports", is_flag=True, help="Any free ports instead of the default ones.")
+@option("--detach", is_flag=True, help="Return when it is up; `kvscout down` stops it.")
+@option(
+    "--log-level",
+    default="info",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Of all processes.",
+)
+@state_dir_flag
+@relay(_FLAGS)
+@click.pass_context
+def command(
+    context: click.Context,
+    /,
+    *,
+    mockers: int,
+    blocks: int,
+    workers_file: Path | None,
+    free_ports: bool,
+    detach: bool,
+    log_level: str,
+    state_dir: Path,
+    **_relayed: Any,
+) -> None:
+    """Start indexer, scheduler, gateway and engines, and keep them until Ctrl-C or `kvscout down`.
+
+    Takes the services' own flags, too, and passes them on.
+    """
+    state = StateDirectory(state_dir)
+    if detach:
+        _detach(state)
+        return
+    level = ("--log-level", log_level)
+    topology = Topology(
+        mockers=Mockers(mockers, num_gpu_blocks=blocks, flags=level),
+        workers_file=workers_file,
+        ports=Ports(gateway_metrics=0, indexer_metrics=0, scheduler_metrics=0) if free_ports else DEFAULT_PORTS,
+        indexer_flags=(*level, *given_words(context, _FLAGS, "indexer")),
+        scheduler_flags=(*level, *given_words(context, _FLAGS, "scheduler")),
+        gateway_flags=(*level, *given_words(context, _FLAGS, "gateway")),
+    )
+    with state.held():
+        run(_keep(topology, state), until_signalled=True)
+
+
+async def _keep(topology: Topology, state: StateDirectory) -> None:
+    with TemporaryDirectory(prefix="kvscout-") as directory:
+        async with Stack(on_line=lambda name, line: click.echo(f"{name:<10} {line}", err=True)) as stack:
+            running = await launch(stack, topology, Path(directory))
+            state.write(
+                {
+                    **{name: address for name, address in asdict(running).items() if name != "workers"},
+                    "workers": [worker.worker_id for worker in running.workers],
+                    "processes": {process.program.name: process.pid for process in stack.processes},
+                }
+            )
+            click.echo(_how_to_talk_to_it(running))
+            await stack.run(_forever())
+
+
+async def _forever() -> None:
+    await asyncio.Event().wait()
+
+
+def _how_to_talk_to_it(running: Running) -> str:
+    where = "" if running.gateway.endswith(":50050") else f"export KVSCOUT_GATEWAY={running.gateway}\n  "
+    return f"""
+kvscout is up: gateway {running.gateway}, indexer {running.indexer}, scheduler {running.scheduler}, \
+{len(running.workers)} workers
+
+  {where}kvscout workers list
+  kvscout route $(seq 1 64) --explain
+  kvscout generate $(seq 1 64) --max-tokens 8
+  grpcurl -plaintext {running.gateway} list
+
+Ctrl-C or `kvscout down` stops it.
+"""
+
+
+def _detach(state: StateDirectory) -> None:
+    arguments = [word for word in sys.argv[1:] if word != "--detach"]
+    state.log_file.parent.mkdir(parents=True, exist_ok=True)
+    with state.log_file.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvscout_cli.main", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + 2 * READY_SECONDS
+    while state.read().get("pid") != process.pid:
+        tail = tuple(state.log_file.read_text().splitlines()[-30:])
+        if process.poll() is not None:
+            raise ProcessFailed(f"it ended with code {process.returncode}", tail)
+        if time.monotonic() >= deadline:
+            process.terminate()
+            raise ProcessFailed("it was not ready in time", tail)
+        time.sleep(0.1)
+    click.echo(f"kvscout is up: gateway {state.read()['gateway']}")
+    click.echo(f"log {state.log_file} · `kvscout down` stops it")

@@ -1,0 +1,183 @@
+"""`kvscout workers`: which workers there are; register, drain and remove them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from kvscout_cli.connection import Connection, connection_flags, json_flag, option
+from kvscout_cli.lifetime import run
+from kvscout_cli.output import print_json, stdout
+from kvscout_client import RegisteredWorker, WorkerRecord
+from kvscout_common.errors import ConfigError
+from kvscout_common.flags import SectionedCommand
+from kvscout_common.worker import EngineKind, EventEndpoint, Role, WorkerSpec
+from kvscout_common.workers_file import load_workers
+
+
+@click.group(name="workers")
+def command() -> None:
+    """List, register, drain and remove workers."""
+
+
+@command.command("list", cls=SectionedCommand)
+@option("--model", default="", help="Only of this model.")
+@json_flag
+@connection_flags
+def list_workers(connection: Connection, model: str, as_json: bool) -> None:
+    """List the registered workers."""
+
+    async def ask() -> list[WorkerRecord]:
+        async with connection.router() as router:
+            return await router.list_workers(model=model)
+
+    records = run(ask())
+    if as_json:
+        print_json(records)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("worker", "model", "role", "engine", "endpoint"):
+        table.add_column(column)
+    for column in ("ranks", "block size", "KV blocks"):
+        table.add_column(column, justify="right")
+    for column in ("source", "lease", "state"):
+        table.add_column(column)
+    for record in records:
+        spec, lease = record.spec, record.lease_remaining_seconds
+        table.add_row(
+            *(spec.worker_id, spec.model, spec.role.value, spec.engine.value, spec.http_endpoint or "–"),
+            *(str(spec.dp_size), str(spec.block_size), str(spec.total_kv_blocks or "–")),
+            *(record.source, "–" if lease is None else f"{lease:.0f} s", "draining" if spec.draining else "active"),
+        )
+    stdout().print(table)
+
+
+@command.command(cls=SectionedCommand)
+@click.argument("worker_id", required=False)
+@option(
+    "--file",
+    "path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Register every worker of a workers file instead.",
+)
+@option("--model", default="", help="Model it serves.")
+@option("--block-size", type=click.IntRange(min=1), help="Tokens a KV block.")
+@option("--http", default="", help="Base URL of its HTTP API.")
+@option("--events", multiple=True, help="ZMQ event endpoint; repeat for further ranks.")
+@option("--replay", multiple=True, help="ZMQ replay endpoint; repeat in the order of --events.")
+@option(
+    "--engine",
+    default=EngineKind.VLLM,
+    show_default=True,
+    type=click.Choice(list(EngineKind)),
+    help="Engine.",
+)
+@option("--role", default=Role.AGGREGATED, show_default=True, type=click.Choice(list(Role)), help="Role.")
+@option("--dp-size", default=1, show_default=True, type=click.IntRange(1, 1024), help="Data-parallel ranks.")
+@option("--total-kv-blocks", default=0, type=click.IntRange(min=0), help="KV blocks of a rank; 0 = unknown.")
+@option("--label", multiple=True, help="KEY=VALUE that requests can require; repeatable.")
+@option("--lease-seconds", default=0, type=click.IntRange(min=0), help="Ends unless kept alive; 0 = stays.")
+@json_flag
+@connection_flags
+def register(
+    connection: Connection,
+    *,
+    worker_id: str | None,
+    path: Path | None,
+    lease_seconds: int,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Register a worker, or replace its registration.
+
+    \b
+        kvscout workers register vllm-0 --model llama --block-size 16 \\
+            --http http://10.0.0.5:8000 --events tcp://10.0.0.5:5557 --replay tcp://10.0.0.5:5657
+    """
+    if bool(worker_id) == bool(path):
+        raise click.UsageError("Give a worker id or --file.")
+    specs = load_workers(path) if path else [_spec(worker_id or "", connection.tenant, **values)]
+
+    async def ask() -> list[RegisteredWorker]:
+        async with connection.router() as router:
+            return [await router.register_worker(spec, lease_seconds=lease_seconds) for spec in specs]
+
+    answers = run(ask())
+    if as_json:
+        print_json(answers)
+        return
+    for answer in answers:
+        click.echo(f"{answer.spec.worker_id} {'registered' if answer.created else 'replaced'}")
+
+
+@command.command(cls=SectionedCommand)
+@click.argument("worker_ids", nargs=-1, required=True)
+@json_flag
+@connection_flags
+def remove(connection: Connection, worker_ids: tuple[str, ...], as_json: bool) -> None:
+    """Remove workers with their blocks and bookings."""
+
+    async def ask() -> None:
+        async with connection.router() as router:
+            for worker_id in worker_ids:
+                await router.remove_worker(worker_id)
+                if not as_json:
+                    click.echo(f"{worker_id} removed")
+
+    run(ask())
+    if as_json:
+        print_json({"removed": worker_ids})
+
+
+@command.command(cls=SectionedCommand)
+@click.argument("worker_ids", nargs=-1, required=True)
+@option("--undo", is_flag=True, help="Take requests again.")
+@json_flag
+@connection_flags
+def drain(connection: Connection, worker_ids: tuple[str, ...], undo: bool, as_json: bool) -> None:
+    """Stop new requests for workers; what runs goes on."""
+
+    async def ask() -> dict[str, int]:
+        async with connection.router() as router:
+            active = await asyncio.gather(*(router.drain_worker(worker_id, undo=undo) for worker_id in worker_ids))
+        return dict(zip(worker_ids, active, strict=True))
+
+    answers = run(ask())
+    if as_json:
+        print_json({"draining": not undo, "active_requests": answers})
+        return
+    for worker_id, active in answers.items():
+        click.echo(f"{worker_id} {'takes requests again' if undo else f'drains, {active} requests active'}")
+
+
+def _spec(worker_id: str, tenant: str, **values: Any) -> WorkerSpec:
+    if not values["model"] or not values["block_size"]:
+        raise click.UsageError("--model and --block-size are needed.")
+    events, replays = values["events"], values["replay"]
+    if replays and len(replays) != len(events):
+        raise ConfigError(f"{len(replays)} given for {len(events)} --events", field="--replay")
+    labels = {}
+    for label in values["label"]:
+        key, separator, value = label.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"{label!r} is not KEY=VALUE", field="--label")
+        labels[key] = value
+    return WorkerSpec(
+        worker_id=worker_id,
+        model=values["model"],
+        tenant=tenant,
+        block_size=values["block_size"],
+        role=values["role"],
+        engine=values["engine"],
+        http_endpoint=values["http"],
+        dp_size=values["dp_size"],
+        event_endpoints=tuple(
+            EventEndpoint(rank, endpoint, replays[rank] if replays else "") for rank, endpoint in enumerate(events)
+        ),
+        total_kv_blocks=values["total_kv_blocks"],
+        labels=labels,
+    ).validate()

@@ -1,0 +1,83 @@
+"""One workload under two policies, each on a stack of its own.
+
+A fresh stack for each policy, not one that is reset: caches, index, bookings, event sequences and counters all begin
+empty, by construction instead of by trust in a reset, for the price of about two seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kvscout_bench.record import Run
+from kvscout_bench.replay import Limits, OpenLoop, gateway_target
+from kvscout_bench.report import Summary, summarise
+from kvscout_bench.workload import Session
+from kvscout_cli.progress import ReplayProgress
+from kvscout_cli.stack import Stack
+from kvscout_cli.topology import MODEL, Topology, launch
+from kvscout_client import Router
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResult:
+    """What one policy did."""
+
+    policy: str
+    summary: Summary
+    run: Run
+    cpu_cores: float | None
+    """CPU used by driver and stack during the replay, in cores: near the machine's number, latencies say more about
+    the machine than about the policy. None = this system does not tell."""
+    mispredicted: int
+    """Requests whose cached tokens were not what the index had predicted."""
+
+
+async def replay_under(
+    policy: str,
+    topology: Topology,
+    sessions: Callable[[], Iterable[Session]],
+    progress: ReplayProgress,
+) -> PolicyResult:
+    """Starts a stack with a policy, replays the sessions through its gateway, stops it.
+
+    Raises:
+        ProcessFailed: A process ended unasked.
+    """
+    topology = replace(topology, scheduler_flags=("--router-mode", policy, *topology.scheduler_flags))
+    with TemporaryDirectory(prefix="kvscout-") as directory:
+        async with Stack() as stack:
+            progress.status("starting the stack")
+            running = await launch(stack, topology, Path(directory))
+            async with Router(running.gateway) as router:
+                progress.status("started")
+                limits = Limits()
+                driver = OpenLoop(gateway_target(router, MODEL, limits), limits, progress.record)
+                before, started = _cpu_seconds(stack), time.monotonic()
+                run = await stack.run(driver.run(sessions()))
+                after, elapsed = _cpu_seconds(stack), time.monotonic() - started
+                status = await router.status()
+    return PolicyResult(
+        policy=policy,
+        summary=summarise(run, running.ranks),
+        run=run,
+        cpu_cores=None if before is None or after is None else (after - before) / elapsed,
+        mispredicted=sum(worker.mispredicted for worker in status.workers),
+    )
+
+
+def _cpu_seconds(stack: Stack) -> float | None:
+    """CPU time used so far by this process and the stack's, where /proc tells."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    total = time.process_time()
+    for process in stack.processes:
+        try:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        total += (int(fields[11]) + int(fields[12])) / ticks
+    return total

@@ -1,0 +1,93 @@
+"""`kvscout`: the command line. Each command is one module in `commands`, imported when it is used.
+
+Exit codes: 0 done · 1 the call or a process failed · 2 wrong usage or configuration · 3 the gateway cannot be reached
+or nothing can serve the request now · 128 + n ended by signal n (Ctrl-C: 130).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import click
+
+from kvscout_cli.process import ProcessFailed
+from kvscout_common.errors import DeadlineExceeded, InvalidArgument, KvscoutError, Unavailable
+
+COMMANDS = ("demo", "up", "down", "route", "generate", "workers")
+"""In the order of --help; command x is `commands.x.command`."""
+
+
+class CliError(click.ClickException):
+    """A kvscout error as a message and an exit code instead of a traceback."""
+
+    exit_code = 1
+
+    def __init__(self, error: KvscoutError) -> None:
+        super().__init__(str(error))
+        self.tail = error.tail if isinstance(error, ProcessFailed) else ()
+
+    def show(self, file: Any = None) -> None:
+        """Prints the message and, for a process, the last lines it wrote."""
+        if self.tail:
+            click.echo("last lines of its log:", err=True)
+            for line in self.tail:
+                click.echo(f"  {line}", err=True)
+        click.echo(f"error: {self.message}", err=True)
+
+
+class WrongUsage(CliError):
+    """What was asked makes no sense."""
+
+    exit_code = 2
+
+
+class OutOfReach(CliError):
+    """Nothing can serve the call now."""
+
+    exit_code = 3
+
+
+def cli_error(error: KvscoutError) -> CliError:
+    """The exit code and message of an error."""
+    match error:
+        case ProcessFailed():
+            return CliError(error)
+        case InvalidArgument():
+            return WrongUsage(error)
+        case Unavailable() | DeadlineExceeded():
+            return OutOfReach(error)
+        case _:
+            return CliError(error)
+
+
+class Commands(click.Group):
+    """The command group; turns kvscout errors into messages."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"kvscout_cli.commands.{cmd_name}").command
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command."""
+        try:
+            return super().invoke(ctx)
+        except KvscoutError as error:
+            raise cli_error(error) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kvscout")
+def main() -> None:
+    """KV-aware routing of LLM requests: try it, run it, talk to it."""
+
+
+if __name__ == "__main__":
+    main(prog_name="kvscout")

@@ -1,0 +1,43 @@
+"""What commands print: results on stdout as text or JSON, everything else on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import click
+from rich.console import Console
+
+
+def stdout() -> Console:
+    """For results. Not wrapped when piped, so that lines stay lines."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=240)
+
+
+def stderr() -> Console:
+    """For progress and remarks."""
+    return Console(stderr=True, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """Prints results as one JSON document."""
+    click.echo(json.dumps(plain(value), indent=2, ensure_ascii=False))
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, named tuples and enums as JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value

@@ -1,0 +1,190 @@
+"""Which processes make up a kvscout on one machine, and how they find each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvscout_cli.process import ManagedProcess, Program
+from kvscout_cli.stack import Stack
+from kvscout_client import Router, RouterStatus
+from kvscout_common.errors import KvscoutError, Unavailable
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_common.workers_file import load_workers
+
+MODEL = "mock-model"
+"""What simulated engines serve."""
+
+CONNECTED_SECONDS = 30.0
+"""Longest wait until the gateway has told every helper of every worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where the services of a stack listen; 0 = any free port, -1 for metrics = none."""
+
+    gateway: int = 0
+    indexer: int = 0
+    scheduler: int = 0
+    gateway_metrics: int = -1
+    indexer_metrics: int = -1
+    scheduler_metrics: int = -1
+    mocker_http: int = 0
+    """Of the first simulated engine, the next ones count up; also for the two below."""
+    mocker_events: int = 0
+    mocker_replay: int = 0
+
+
+DEFAULT_PORTS = Ports(50050, 50051, 50052, 9093, 9091, 9092, 8100, 5557, 5657)
+
+
+@dataclass(frozen=True, slots=True)
+class Mockers:
+    """Simulated engines of one kind."""
+
+    count: int = 4
+    block_size: int = 16
+    num_gpu_blocks: int = 4096
+    max_num_batched_tokens: int = 2048
+    flags: tuple[str, ...] = ()
+    """Further flags of `kvscout_mocker.main`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A stack: one indexer, one scheduler, one gateway, and engines."""
+
+    mockers: Mockers = Mockers()
+    workers_file: Path | None = None
+    """Engines that run already; None = start simulated ones."""
+    ports: Ports = Ports()
+    indexer_flags: tuple[str, ...] = ()
+    scheduler_flags: tuple[str, ...] = ()
+    gateway_flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A stack that is ready."""
+
+    gateway: str
+    indexer: str
+    scheduler: str
+    workers: tuple[WorkerSpec, ...]
+
+    @property
+    def ranks(self) -> tuple[WorkerRank, ...]:
+        """Every worker rank."""
+        return tuple(rank for worker in self.workers for rank in worker.ranks)
+
+
+async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
+    """Starts a topology and waits until its helpers know all workers.
+
+    Args:
+        stack: Starts and watches the processes.
+        topology: What to start.
+        directory: Takes the workers file of simulated engines; must outlive the stack.
+
+    Raises:
+        ConfigError: The workers file is wrong.
+        ProcessFailed: A process ended or was not ready in time.
+        Unavailable: The gateway could not reach its helpers.
+    """
+    ports = topology.ports
+    workers_file = topology.workers_file
+    workers: Sequence[WorkerSpec] = load_workers(workers_file) if workers_file else ()
+    mockers = [] if workers_file else [_mocker(topology, index) for index in range(topology.mockers.count)]
+    indexer, scheduler, *engines = await stack.start(
+        _service("indexer", ports.indexer, ports.indexer_metrics, topology.indexer_flags),
+        _service("scheduler", ports.scheduler, ports.scheduler_metrics, topology.scheduler_flags),
+        *mockers,
+    )
+    if workers_file is None:
+        workers_file = directory / "workers.yaml"
+        entries = [_worker_entry(topology.mockers, engine) for engine in engines]
+        workers_file.write_text(yaml.safe_dump({"workers": entries}, sort_keys=False))
+        workers = load_workers(workers_file)
+    flags = (
+        *("--indexer", _address(indexer), "--scheduler", _address(scheduler)),
+        *("--workers-file", str(workers_file.absolute())),
+        *topology.gateway_flags,
+    )
+    (gateway,) = await stack.start(_service("gateway", ports.gateway, ports.gateway_metrics, flags))
+    running = Running(_address(gateway), _address(indexer), _address(scheduler), tuple(workers))
+    await stack.run(_connected(running))
+    return running
+
+
+async def _connected(running: Running) -> None:
+    error: object = "no answer"
+    async with Router(running.gateway, timeout_seconds=5.0) as router:
+        try:
+            async with asyncio.timeout(CONNECTED_SECONDS):
+                while True:
+                    try:
+                        status = await router.status()
+                        error = _unconnected(status)
+                        if not error and len(await router.list_workers()) >= len(running.workers):
+                            return
+                    except KvscoutError as failure:
+                        error = failure
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise Unavailable(f"the gateway is not connected to its helpers: {error}") from None
+
+
+def _unconnected(status: RouterStatus) -> str:
+    missing = [
+        f"{helper.kind} {helper.address}: {helper.last_error or f'{helper.pending_registrations} workers not told yet'}"
+        for helper in status.helpers
+        if helper.pending_registrations or helper.last_error
+    ]
+    return "; ".join(missing)
+
+
+def _service(name: str, port: int, metrics_port: int, flags: Sequence[str]) -> Program:
+    arguments = ("--port", str(port), "--metrics-port", str(metrics_port), *flags)
+    return Program(name, f"kvscout_{name}.main", arguments)
+
+
+def _mocker(topology: Topology, index: int) -> Program:
+    mockers, ports = topology.mockers, topology.ports
+    flags: dict[str, object] = {
+        "--port": ports.mocker_http and ports.mocker_http + index,
+        "--events-port": ports.mocker_events and ports.mocker_events + index,
+        "--replay-port": ports.mocker_replay and ports.mocker_replay + index,
+        "--model": MODEL,
+        "--block-size": mockers.block_size,
+        "--num-gpu-blocks": mockers.num_gpu_blocks,
+        "--max-num-batched-tokens": mockers.max_num_batched_tokens,
+    }
+    words = [str(word) for flag in flags.items() for word in flag]
+    return Program(f"mocker-{index}", "kvscout_mocker.main", (*words, *mockers.flags))
+
+
+def _worker_entry(mockers: Mockers, engine: ManagedProcess) -> dict[str, Any]:
+    ranks = engine.ready_line["ranks"]
+    return {
+        "worker_id": engine.program.name,
+        "model": MODEL,
+        "engine": "mock",
+        "http_endpoint": f"http://127.0.0.1:{engine.ready_line['http_port']}",
+        "block_size": mockers.block_size,
+        "dp_size": len(ranks),
+        "event_endpoints": [
+            {"dp_rank": rank["dp_rank"], "endpoint": rank["events"], "replay_endpoint": rank["replay"]}
+            for rank in ranks
+        ],
+        "total_kv_blocks": mockers.num_gpu_blocks,
+        "max_num_batched_tokens": mockers.max_num_batched_tokens,
+    }
+
+
+def _address(service: ManagedProcess) -> str:
+    return f"127.0.0.1:{service.ready_line['port']}"
