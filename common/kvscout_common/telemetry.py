@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.registry import Collector
 
 
 class _JsonFormatter(logging.Formatter):
@@ -70,6 +71,13 @@ class RateLimitedLog:
         self._last[key] = (now, 0)
         suffix = f" ({last[1]} more since)" if last is not None and last[1] else ""
         self._log.warning(message + "%s", *args, suffix)
+
+
+def registry_of(collector: Collector) -> CollectorRegistry:
+    """A Prometheus registry with one collector, which reads a service's state when it is scraped."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return registry
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Callable[[], None]]:

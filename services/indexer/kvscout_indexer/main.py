@@ -10,6 +10,7 @@ from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
 from kvscout_common.serving import App, run
+from kvscout_common.telemetry import registry_of
 from kvscout_indexer.config import IndexerConfig
 
 
@@ -61,7 +62,7 @@ async def build(config: IndexerConfig) -> App:
     """The indexer as an app to serve."""
     from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
     from kvscout_indexer.indexer import Indexer
-    from kvscout_indexer.metrics import IndexerCollector, metrics_registry
+    from kvscout_indexer.metrics import IndexerCollector
     from kvscout_indexer.servicer import IndexerServicer
 
     indexer = Indexer(config)
@@ -76,7 +77,7 @@ async def build(config: IndexerConfig) -> App:
         ],
         tasks=indexer.tasks(),
         close=indexer.close,
-        metrics=metrics_registry(IndexerCollector(indexer)),
+        metrics=registry_of(IndexerCollector(indexer)),
     )
 
 

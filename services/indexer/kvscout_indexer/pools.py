@@ -52,7 +52,7 @@ class Pools:
         """Drops a rank that a worker no longer has."""
         self._indexes[spec.pool].remove_rank(rank)
 
-    def items(self) -> list[tuple[PoolKey, BlockIndex]]:
+    def by_key(self) -> list[tuple[PoolKey, BlockIndex]]:
         """Every index, in order of its key."""
         return sorted(self._indexes.items(), key=lambda item: item[0])
 
@@ -96,9 +96,7 @@ class Pools:
         candidates = [key for key in self._indexes if (key.tenant, key.model) == (tenant, model)]
         if not candidates:
             return None
-        fitting = [
-            key for key in candidates if block_size in (None, key.block_size) and eagle in (None, key.eagle)
-        ]
+        fitting = [key for key in candidates if block_size in (None, key.block_size) and eagle in (None, key.eagle)]
         if len(fitting) == 1:
             return fitting[0], self._indexes[fitting[0]]
         sizes = ", ".join(f"{key.block_size}{' (eagle)' if key.eagle else ''}" for key in sorted(candidates))

@@ -13,6 +13,7 @@ from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
 from kvscout_common.serving import App, run
+from kvscout_common.telemetry import registry_of
 from kvscout_scheduler.config import SchedulerConfig
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.thresholds import BusyThresholds
@@ -82,7 +83,7 @@ async def build(config: SchedulerConfig) -> App:
     from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
     from kvscout_common.registry import Registry
     from kvscout_common.registry_tasks import registry_tasks
-    from kvscout_scheduler.metrics import SchedulerCollector, metrics_registry
+    from kvscout_scheduler.metrics import SchedulerCollector
     from kvscout_scheduler.scheduler import Scheduler
     from kvscout_scheduler.servicer import SchedulerServicer
 
@@ -113,7 +114,7 @@ async def build(config: SchedulerConfig) -> App:
         ],
         tasks={**tasks, "booking-leases": expire},
         drain=drain,
-        metrics=metrics_registry(SchedulerCollector(scheduler)),
+        metrics=registry_of(SchedulerCollector(scheduler)),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,9 +23,7 @@ class SchedulerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Samples of now."""
         requests = GaugeMetricFamily("kvscout_active_requests", "Active requests", labels=_WORKER)
-        prefill = GaugeMetricFamily(
-            "kvscout_active_prefill_tokens", "Uncached tokens in prefill", labels=_WORKER
-        )
+        prefill = GaugeMetricFamily("kvscout_active_prefill_tokens", "Uncached tokens in prefill", labels=_WORKER)
         decode = GaugeMetricFamily("kvscout_active_decode_blocks", "Distinct active blocks", labels=_WORKER)
         hit_rate = GaugeMetricFamily(
             "kvscout_expected_hit_rate", "Cached / prompt tokens of bookings, as expected", labels=_WORKER
@@ -65,10 +62,3 @@ def balance_score(pool: Pool) -> float:
     if mean == 0:
         return 0.0
     return float((sum((value - mean) ** 2 for value in blocks) / len(blocks)) ** 0.5 / mean)
-
-
-def metrics_registry(collector: Collector) -> CollectorRegistry:
-    """A Prometheus registry with one collector."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-    return registry

@@ -1,0 +1,184 @@
+"""The indexer's parts, put together: who is registered, whose events are read, what is indexed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+import zmq
+
+from kvscout_common.errors import NotFound
+from kvscout_common.registry import Registry
+from kvscout_common.registry_tasks import registry_tasks
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.worker import EventEndpoint, PoolKey, Transport, WorkerRank, WorkerSpec
+from kvscout_indexer.config import IndexerConfig
+from kvscout_indexer.index import BlockIndex
+from kvscout_indexer.pools import Pools
+from kvscout_indexer.reference_index import ReferenceIndex
+from kvscout_indexer.source import Source
+
+log = logging.getLogger("kvscout.indexer")
+
+MAX_RECOVERIES = 16
+"""Replays that run at once."""
+TICK_SECONDS = 0.1
+"""How often due retries are looked for: half the shortest pause between two."""
+MAINTAIN_BUDGET = 4096
+"""Dropped blocks freed in one turn of the event loop: about a millisecond."""
+
+
+class Indexer:
+    """Indexes, sources and the registry they follow."""
+
+    def __init__(self, config: IndexerConfig) -> None:
+        self.started = time.monotonic()
+        self.registry = Registry(time.monotonic)
+        self.pools = Pools(self._make_index)
+        self._config = config
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 65_535)
+        self._sources: dict[tuple[str, WorkerRank], Source] = {}
+        self._recoveries = asyncio.Semaphore(MAX_RECOVERIES)
+        self._warnings = RateLimitedLog(log)
+        self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._registry_tasks, self.warnings = registry_tasks(self.registry, config.server.workers_file)
+        self.registry.listen(self)
+
+    def _make_index(self, pool: PoolKey) -> BlockIndex:
+        return ReferenceIndex(
+            pool.block_size,
+            pool.eagle,
+            max_blocks=self._config.max_blocks,
+            max_predicted_blocks=self._config.max_predicted_blocks,
+            prune_ratio=self._config.prune_target_ratio,
+        )
+
+    def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """What runs beside the server, by name."""
+        return {**self._registry_tasks, "ingest": self._watch_ingest, "ticks": self._tick, "maintain": self._maintain}
+
+    async def close(self) -> None:
+        """Closes every socket."""
+        for source in self._sources.values():
+            source.close()
+        await asyncio.sleep(0)  # replays that were cancelled close their sockets now
+        self._context.destroy(linger=0)
+
+    def sources(self, tenant: str) -> Iterator[tuple[WorkerSpec, WorkerRank, Source | None]]:
+        """Every registered rank of a tenant ("*" = all) in order, and its source; None = it publishes no events."""
+        for entry in self.registry.entries(tenant):
+            for rank in entry.spec.ranks:
+                yield entry.spec, rank, self._sources.get((entry.spec.tenant, rank))
+
+    def incomplete_rows(self, tenant: str, workers: Sequence[WorkerRank]) -> list[int]:
+        """Positions of the workers whose history is incomplete: they may hold more than is known."""
+        return [
+            row
+            for row, rank in enumerate(workers)
+            if (source := self._sources.get((tenant, rank))) is not None and source.sequence.history_incomplete
+        ]
+
+    def recover(self, tenant: str, worker_id: str, dp_rank: int | None) -> int:
+        """Drops and fetches again what is known of a worker; returns the number of ranks.
+
+        Raises:
+            NotFound: If the worker, or the rank, is unknown.
+        """
+        spec = self.registry.get(tenant, worker_id).spec
+        ranks = [rank for rank in spec.ranks if dp_rank in (None, rank.dp_rank)]
+        if not ranks:
+            raise NotFound(f"worker {worker_id!r} has no rank {dp_rank}")
+        for rank in ranks:
+            source = self._sources.get((tenant, rank))
+            if source is not None:
+                source.recover()
+            else:
+                self.pools.of(spec).reset(rank)
+        return len(ranks)
+
+    def worker_added(self, spec: WorkerSpec) -> None:
+        """Indexes a worker and reads its events."""
+        index = self.pools.add(spec)
+        for rank in spec.ranks:
+            endpoint = spec.event_endpoint(rank.dp_rank)
+            if spec.transport is Transport.ZMQ and endpoint is not None:
+                self._open(spec, rank, endpoint, index)
+
+    def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
+        """Takes over what changed; a rank whose events come from elsewhere now starts anew."""
+        if old.pool != new.pool:
+            self.worker_removed(old, "replaced")
+            self.worker_added(new)
+            return
+        index = self.pools.add(new)
+        for rank in old.ranks:
+            if rank not in new.ranks:
+                self._close(old, rank)
+                self.pools.drop_rank(old, rank)
+        for rank in new.ranks:
+            endpoint = new.event_endpoint(rank.dp_rank) if new.transport is Transport.ZMQ else None
+            source = self._sources.get((new.tenant, rank))
+            if source is not None and source.endpoint == endpoint:
+                source.spec = new
+                continue
+            self._close(new, rank)
+            index.reset(rank)
+            if endpoint is not None:
+                self._open(new, rank, endpoint, index)
+
+    def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
+        """Forgets a worker."""
+        for rank in spec.ranks:
+            self._close(spec, rank)
+        self.pools.remove(spec)
+
+    def _open(self, spec: WorkerSpec, rank: WorkerRank, endpoint: EventEndpoint, index: BlockIndex) -> None:
+        source = Source(
+            spec,
+            rank,
+            endpoint,
+            index,
+            context=self._context,
+            recoveries=self._recoveries,
+            clock=time.monotonic,
+            ttl_seconds=self._config.router_ttl_seconds,
+            warnings=self._warnings,
+            failed=self._fail,
+        )
+        self._sources[spec.tenant, rank] = source
+        source.open()
+
+    def _close(self, spec: WorkerSpec, rank: WorkerRank) -> None:
+        source = self._sources.pop((spec.tenant, rank), None)
+        if source is not None:
+            source.close()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._crash.done():
+            self._crash.set_exception(error)
+
+    async def _watch_ingest(self) -> None:
+        """Ends with the first defect met while ingesting, and the process with it."""
+        await asyncio.shield(self._crash)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            for source in list(self._sources.values()):
+                if source.sequence.retry_at is not None and source.sequence.retry_at <= now:
+                    source.tick()
+
+    async def _maintain(self) -> None:
+        """Frees what was dropped, a slice a turn, so that no query waits for it."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            for _, index in self.pools.by_key():
+                more = True
+                while more:
+                    more = index.maintain(now=time.monotonic(), budget=MAINTAIN_BUDGET)
+                    await asyncio.sleep(0)

@@ -1,0 +1,61 @@
+"""The indexer's Prometheus metrics, read from the core when they are scraped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvscout_common.registry import ALL_TENANTS
+from kvscout_indexer.indexer import Indexer
+from kvscout_indexer.status import index_status, source_status
+
+_POOL = ["tenant", "model", "block_size"]
+_SOURCE = ["tenant", "model", "worker", "dp_rank"]
+_INDEX_GAUGES = {
+    "kvscout_index_blocks": ("blocks", "Distinct prefix blocks"),
+    "kvscout_index_memberships": ("memberships", "(block, worker rank) pairs"),
+    "kvscout_index_bytes": ("bytes", "Memory of the index"),
+    "kvscout_index_orphans": ("orphans", "Stored blocks whose parent is unknown"),
+    "kvscout_index_hidden": ("hidden", "Blocks held below a hole"),
+    "kvscout_index_predictions": ("predictions", "Predicted (block, worker rank) pairs"),
+}
+_EVENT_KINDS = ("applied", "dropped", "gaps", "replays", "demotions", "resets", "malformed")
+
+
+class IndexerCollector(Collector):
+    """Turns status into samples."""
+
+    def __init__(self, indexer: Indexer) -> None:
+        self._indexer = indexer
+
+    def collect(self) -> Iterator[Metric]:
+        """Samples of now."""
+        statuses = [index_status(key, index) for key, index in self._indexer.pools.by_key()]
+        for name, (field, help_text) in _INDEX_GAUGES.items():
+            gauge = GaugeMetricFamily(name, help_text, labels=_POOL)
+            for status in statuses:
+                gauge.add_metric([status.tenant, status.model, str(status.block_size)], getattr(status, field))
+            yield gauge
+        events = CounterMetricFamily(
+            "kvscout_events", "Event batches, by what became of them", labels=[*_SOURCE, "kind"]
+        )
+        age = GaugeMetricFamily("kvscout_event_age_seconds", "Seconds since the last batch", labels=_SOURCE)
+        lag = GaugeMetricFamily("kvscout_event_lag_batches", "Batches received but not applied", labels=_SOURCE)
+        state = GaugeMetricFamily("kvscout_source_live", "1 = up to date, 0 = see GetStatus", labels=_SOURCE)
+        now = time.monotonic()
+        for spec, rank, source in self._indexer.sources(ALL_TENANTS):
+            stats = self._indexer.pools.of(spec).worker_stats(rank)
+            if stats is None:
+                continue
+            seen = source_status(spec, rank, source, stats, now)
+            labels = [spec.tenant, spec.model, rank.worker_id, str(rank.dp_rank)]
+            for kind in _EVENT_KINDS:
+                events.add_metric([*labels, kind], getattr(seen, kind))
+            if seen.HasField("last_event_age_seconds"):
+                age.add_metric(labels, seen.last_event_age_seconds)
+            lag.add_metric(labels, seen.lag_batches)
+            state.add_metric(labels, float(not seen.reason))
+        yield from (events, age, lag, state)

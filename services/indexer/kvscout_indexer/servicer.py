@@ -1,0 +1,117 @@
+"""The Indexer service: protobuf → one call of the core → protobuf."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import Any
+
+from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.hashing import MmItem, block_hashes_packed
+from kvscout_common.identity import current_identity
+from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.service_info import service_info
+from kvscout_common.worker import DEFAULT_TENANT, PoolKey
+from kvscout_common.worker_rpcs import WorkerRpcs, required_id
+from kvscout_indexer.index import Overlaps
+from kvscout_indexer.indexer import Indexer
+from kvscout_indexer.status import index_status, source_status
+
+HASH_BYTES = 8
+
+
+class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
+    """Translates; every decision is made below."""
+
+    def __init__(self, indexer: Indexer) -> None:
+        super().__init__(indexer.registry)
+        self._indexer = indexer
+
+    async def FindMatches(
+        self, request: indexer_pb2.FindMatchesRequest, context: Any
+    ) -> indexer_pb2.FindMatchesResponse:
+        if request.token_ids and request.block_hashes:
+            raise InvalidArgument("give token_ids or block_hashes, not both", field="token_ids")
+        tenant = request.tenant or DEFAULT_TENANT
+        found = self._indexer.pools.find(
+            tenant,
+            request.model,
+            request.block_size if request.HasField("block_size") else None,
+            request.eagle if request.HasField("eagle") else None,
+        )
+        if found is None:
+            return indexer_pb2.FindMatchesResponse()
+        key, index = found
+        hashes = _hashes(request, key)
+        overlaps = index.find_matches(hashes, now=time.monotonic(), early_exit=request.early_exit)
+        incomplete = self._indexer.incomplete_rows(tenant, overlaps.workers)
+        return indexer_pb2.FindMatchesResponse(
+            overlaps=overlaps_to_proto(overlaps),
+            num_blocks=len(hashes) // HASH_BYTES,
+            block_size=key.block_size,
+            lower_bound=request.early_exit or bool(incomplete),
+            incomplete_rows=incomplete,
+        )
+
+    async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> indexer_pb2.IndexerStatus:
+        tenant = request.tenant or DEFAULT_TENANT
+        if tenant == ALL_TENANTS:
+            tenant = current_identity().tenant
+        self._indexer.pools.require_model(tenant, request.model)
+        now = time.monotonic()
+        status = indexer_pb2.IndexerStatus(
+            service=service_info(self._indexer.started, warnings=self._indexer.warnings())
+        )
+        for key, index in self._indexer.pools.by_key():
+            if tenant in (ALL_TENANTS, key.tenant) and request.model in ("", key.model):
+                status.indexes.append(index_status(key, index))
+        for spec, rank, source in self._indexer.sources(tenant):
+            stats = self._indexer.pools.of(spec).worker_stats(rank)
+            if request.model in ("", spec.model) and stats is not None:
+                status.sources.append(source_status(spec, rank, source, stats, now))
+        return status
+
+    async def ResetWorker(
+        self, request: indexer_pb2.ResetWorkerRequest, context: Any
+    ) -> indexer_pb2.ResetWorkerResponse:
+        ranks = self._indexer.recover(
+            request.tenant or DEFAULT_TENANT,
+            required_id(request.worker_id),
+            request.dp_rank if request.HasField("dp_rank") else None,
+        )
+        return indexer_pb2.ResetWorkerResponse(ranks=ranks)
+
+
+def _hashes(request: indexer_pb2.FindMatchesRequest, key: PoolKey) -> bytes:
+    """The local hashes of a request's prompt, packed."""
+    if request.token_ids:
+        return block_hashes_packed(
+            array("I", request.token_ids).tobytes(),
+            key.block_size,
+            lora_name=request.lora_name,
+            cache_salt=request.cache_salt,
+            mm_items=[MmItem(item.id, item.offset, item.length or 1) for item in request.mm_items],
+            eagle=key.eagle,
+        )
+    for name in ("lora_name", "cache_salt", "mm_items"):
+        if getattr(request, name):
+            raise InvalidArgument("goes with token_ids only: block_hashes carry it already", field=name)
+    return array("Q", request.block_hashes).tobytes()
+
+
+def overlaps_to_proto(overlaps: Overlaps) -> types_pb2.Overlaps:
+    """Columns; those that equal the one before are left out."""
+    message = types_pb2.Overlaps(
+        worker_ids=[worker.worker_id for worker in overlaps.workers], device_blocks=overlaps.device
+    )
+    if any(worker.dp_rank for worker in overlaps.workers):
+        message.dp_ranks.extend(worker.dp_rank for worker in overlaps.workers)
+    slower = (overlaps.host, overlaps.disk, overlaps.external)
+    if any(column != overlaps.device for column in slower):
+        message.host_blocks.extend(overlaps.host)
+        message.disk_blocks.extend(overlaps.disk)
+        message.external_blocks.extend(overlaps.external)
+    if overlaps.predicted != overlaps.device:
+        message.predicted_blocks.extend(overlaps.predicted)
+    return message

@@ -1,0 +1,229 @@
+"""One source: the live batches of one worker rank, in order, into its index.
+
+::
+
+    Subscription ──message──▶ decode ──▶ SourceSequence ──decisions──▶ index
+                                             │   ▲
+                                     replay  ▼   │ replies
+                                         replay socket
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+
+import zmq
+
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
+from kvscout_indexer.events import EventBatch
+from kvscout_indexer.index import BlockIndex
+from kvscout_indexer.sequence import (
+    Apply,
+    Decision,
+    Demote,
+    RequestReplay,
+    Reset,
+    SequencedBatch,
+    SourceSequence,
+    digest,
+)
+from kvscout_indexer.subscriber import ReplayBroken, Subscription, replay
+from kvscout_indexer.wire import MalformedBatch, Message, decode_batch
+
+log = logging.getLogger("kvscout.indexer")
+
+YIELD_EVERY = 32
+"""Replayed batches between two turns of the event loop."""
+RECOVERY_INTERVAL_SECONDS = 600.0
+"""A worker whose counts are impossible is recovered at most this often."""
+
+
+class Source:
+    """The events of one worker rank. Everything runs on one event loop.
+
+    Args:
+        spec: The worker.
+        rank: Which of its ranks.
+        endpoint: Where that rank publishes.
+        index: Where its blocks go; knows the rank already.
+        context: For its sockets.
+        recoveries: Bounds the replays that run at once.
+        clock: Monotonic seconds.
+        ttl_seconds: How long blocks stay predicted whose history was lost.
+        warnings: Where what is wrong with an engine is logged.
+        failed: Told of a defect of ours; the process then ends.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        rank: WorkerRank,
+        endpoint: EventEndpoint,
+        index: BlockIndex,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]],
+        recoveries: asyncio.Semaphore,
+        clock: Callable[[], float],
+        ttl_seconds: float,
+        warnings: RateLimitedLog,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.endpoint = endpoint
+        self.index = index
+        self.sequence: SourceSequence[EventBatch] = SourceSequence(
+            dp_rank=rank.dp_rank, can_replay=bool(endpoint.replay_endpoint)
+        )
+        self.malformed_frames = 0
+        self.faulty_events = 0
+        self.resets = 0
+        self.received_at: float | None = None
+        """When the last batch came, on the clock; None = none yet."""
+        self.broken = ""
+        """Why its sockets cannot be used; "" = they can."""
+        self._context = context
+        self._recoveries = recoveries
+        self._clock = clock
+        self._ttl_seconds = ttl_seconds
+        self._warnings = warnings
+        self._failed = failed
+        self._replay: asyncio.Task[None] | None = None
+        self._recovered_at: float | None = None
+        self._subscription: Subscription | None = None
+
+    def open(self) -> None:
+        """Connects; an endpoint that cannot be used is shown in the status, not raised."""
+        try:
+            self._subscription = Subscription(
+                self._context,
+                self.endpoint,
+                on_message=self._guarded(self._on_message),
+                on_malformed=self._on_malformed,
+                on_connected=self._guarded(lambda: self._carry_out(self.sequence.on_reconnect())),
+            )
+        except zmq.ZMQError as error:
+            self.broken = f"{self.endpoint.endpoint}: {error}"
+            log.error("worker %s/%d publishes where nothing can be read: %s", *self.rank, self.broken)
+
+    def close(self) -> None:
+        """Closes the sockets and ends a replay."""
+        if self._subscription is not None:
+            self._subscription.close()
+        if self._replay is not None:
+            self._replay.cancel()
+
+    def tick(self) -> None:
+        """Time passed."""
+        self._carry_out(self.sequence.on_tick(self._clock()))
+
+    def recover(self) -> None:
+        """Drops what is known of the rank and fetches it again, as far as the engine still has it."""
+        self.index.reset(self.rank)
+        self.resets += 1
+        self.sequence.restore(epoch=0, last_id=None)
+        self._carry_out(self.sequence.on_reconnect())
+
+    def _guarded(self, function: Callable[..., None]) -> Callable[..., None]:
+        """A callback whose exceptions end the process: the loop itself would only log them and go on, blind."""
+
+        def guarded(*arguments: object) -> None:
+            try:
+                function(*arguments)
+            except Exception as error:
+                self._failed(error)
+
+        return guarded
+
+    def _on_malformed(self, reason: str) -> None:
+        self.malformed_frames += 1
+        self._warnings.warning((self.rank, "frame"), "worker %s/%d sent a malformed frame: %s", *self.rank, reason)
+
+    def _on_message(self, message: Message) -> None:
+        now = self._clock()
+        self.received_at = now
+        self._carry_out(self.sequence.on_batch(self._sequenced(message), now))
+
+    def _sequenced(self, message: Message) -> SequencedBatch[EventBatch]:
+        payload = message.payload
+        try:
+            batch = decode_batch(payload)
+        except MalformedBatch as error:
+            self._warnings.warning(
+                (self.rank, "batch"), "worker %s/%d: batch %d is malformed: %s", *self.rank, message.seq, error
+            )
+            return SequencedBatch(message.seq, digest(payload), EventBatch(()), len(payload), malformed=True)
+        if batch.faults:
+            self.faulty_events += len(batch.faults)
+            self._warnings.warning(
+                (self.rank, batch.faults[0].kind),
+                "worker %s/%d: batch %d has %d events that cannot be read, the first: %s",
+                *self.rank,
+                message.seq,
+                len(batch.faults),
+                batch.faults[0].reason,
+            )
+        return SequencedBatch(
+            message.seq, digest(payload), batch, len(payload), dp_rank=batch.dp_rank, cleared=batch.cleared
+        )
+
+    def _carry_out(self, decisions: list[Decision[EventBatch]]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Apply):
+                self._apply(decision.batch)
+            elif isinstance(decision, Reset):
+                log.warning("worker %s/%d restarted: its blocks are forgotten", *self.rank)
+                self.resets += 1
+                self.index.reset(self.rank)
+            elif isinstance(decision, Demote):
+                log.warning("worker %s/%d: events %s are lost", *self.rank, decision.missing)
+                self.index.demote(self.rank, ttl_seconds=self._ttl_seconds, now=self._clock())
+            elif isinstance(decision, RequestReplay):
+                if self._replay is not None:
+                    self._replay.cancel()
+                name = f"replay {self.rank.worker_id}/{self.rank.dp_rank}"
+                self._replay = asyncio.get_running_loop().create_task(self._run_replay(decision), name=name)
+
+    def _apply(self, batch: SequencedBatch[EventBatch]) -> None:
+        applied = self.index.apply(self.rank, batch.content, epoch=batch.epoch, event_id=batch.event_id)
+        if applied.incompatible:
+            self._warnings.warning(
+                (self.rank, "incompatible"), "worker %s/%d is not indexed: %s", *self.rank, applied.incompatible
+            )
+        if applied.over_capacity and not self.sequence.replaying and self._may_recover():
+            log.warning("worker %s/%d has more blocks than it can: removals were lost, recovering", *self.rank)
+            self.recover()
+
+    def _may_recover(self) -> bool:
+        now = self._clock()
+        if self._recovered_at is not None and now - self._recovered_at < RECOVERY_INTERVAL_SECONDS:
+            return False
+        self._recovered_at = now
+        return True
+
+    async def _run_replay(self, request: RequestReplay) -> None:
+        try:
+            async with self._recoveries:
+                await self._read_replay(request)
+        except ReplayBroken as error:
+            log.info("replay of worker %s/%d failed: %s", *self.rank, error)
+            self._carry_out(self.sequence.on_replay_failed(request.attempt, self._clock()))
+        except Exception as error:
+            self._failed(error)
+
+    async def _read_replay(self, request: RequestReplay) -> None:
+        replies = replay(self._context, self.endpoint.replay_endpoint, request.first_id)
+        count = 0
+        async with aclosing(replies):
+            async for message in replies:
+                self._carry_out(self.sequence.on_replay(request.attempt, self._sequenced(message)))
+                if self.sequence.attempt != request.attempt:
+                    return  # a later request has taken over
+                count += 1
+                if count % YIELD_EVERY == 0:
+                    await asyncio.sleep(0)
+        self._carry_out(self.sequence.on_replay_end(request.attempt))

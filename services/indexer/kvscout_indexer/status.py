@@ -1,0 +1,102 @@
+"""What GetStatus and the metrics tell of indexes and sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvscout.v1 import indexer_pb2, workers_pb2
+from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
+from kvscout_common.worker_proto import rank_to_proto
+from kvscout_indexer.index import BlockIndex, WorkerStats
+from kvscout_indexer.source import Source
+
+
+def index_status(key: PoolKey, index: BlockIndex) -> indexer_pb2.IndexStatus:
+    """The state of one index."""
+    stats = index.stats()
+    return indexer_pb2.IndexStatus(
+        model=key.model,
+        tenant=key.tenant,
+        block_size=key.block_size,
+        eagle=key.eagle,
+        blocks=stats.blocks,
+        memberships=stats.memberships,
+        bytes=stats.bytes,
+        orphans=stats.orphans,
+        hidden=stats.hidden,
+        ghosts=stats.ghosts,
+        predictions=stats.predictions,
+        bound_evictions=stats.evicted,
+        queries=stats.queries,
+        worker_ranks=stats.workers,
+    )
+
+
+def source_state(
+    spec: WorkerSpec, source: Source | None, stats: WorkerStats
+) -> tuple[indexer_pb2.SourceState.ValueType, str]:
+    """What state a worker rank's events are in, and why it is not LIVE."""
+    if source is None:
+        if spec.transport is Transport.ZMQ:
+            return indexer_pb2.SOURCE_STATE_MISCONFIGURED, "no event endpoint is registered for this rank"
+        return indexer_pb2.SOURCE_STATE_NONE, f"transport {spec.transport}: no events are read from this rank"
+    sequence = source.sequence
+    # The order is that of what an operator has to fix first.
+    table: tuple[tuple[bool, indexer_pb2.SourceState.ValueType, Callable[[], str]], ...] = (
+        (bool(source.broken), indexer_pb2.SOURCE_STATE_MISCONFIGURED, lambda: source.broken),
+        (bool(sequence.misconfigured), indexer_pb2.SOURCE_STATE_MISCONFIGURED, lambda: sequence.misconfigured),
+        (bool(stats.incompatible), indexer_pb2.SOURCE_STATE_INCOMPATIBLE, lambda: stats.incompatible),
+        (
+            sequence.quarantined_until is not None,
+            indexer_pb2.SOURCE_STATE_QUARANTINED,
+            lambda: "too many malformed batches in a row",
+        ),
+        (sequence.replaying, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} live batches wait"),
+        (
+            sequence.history_incomplete,
+            indexer_pb2.SOURCE_STATE_INCOMPLETE,
+            lambda: f"events are missing: {sequence.missing}",
+        ),
+        (sequence.last_id is None, indexer_pb2.SOURCE_STATE_WAITING, lambda: "no event came yet"),
+    )
+    for applies, state, reason in table:
+        if applies:
+            return state, reason()
+    return indexer_pb2.SOURCE_STATE_LIVE, ""
+
+
+def source_status(
+    spec: WorkerSpec, rank: WorkerRank, source: Source | None, stats: WorkerStats, now: float
+) -> indexer_pb2.SourceStatus:
+    """The state of one worker rank's events."""
+    state, reason = source_state(spec, source, stats)
+    status = indexer_pb2.SourceStatus(
+        worker=rank_to_proto(rank),
+        model=spec.model,
+        tenant=spec.tenant,
+        transport=workers_pb2.EventTransport.Value(f"EVENT_TRANSPORT_{spec.transport.name}"),
+        state=state,
+        reason=reason,
+        blocks=stats.blocks,
+        orphans=stats.orphans,
+        hidden=stats.hidden,
+        ghosts=stats.ghosts,
+        ignored={str(kind): count for kind, count in stats.ignored.items()},
+        over_capacity=stats.over_capacity,
+    )
+    if source is not None:
+        sequence, counters = source.sequence, source.sequence.counters
+        status.epoch = sequence.epoch
+        if sequence.last_id is not None:
+            status.last_event_id = sequence.last_id
+        if source.received_at is not None:
+            status.last_event_age_seconds = now - source.received_at
+        status.lag_batches = sequence.held
+        status.applied = counters["applied"]
+        status.dropped = counters["duplicate"] + counters["stale"] + counters["wrong_rank"] + counters["quarantined"]
+        status.gaps = counters["gaps"]
+        status.replays = counters["replays"]
+        status.demotions = counters["demotions"]
+        status.resets = source.resets
+        status.malformed = counters["malformed"] + source.malformed_frames + source.faulty_events
+    return status
