@@ -32,7 +32,7 @@ class Traffic:
             f"w{n}": worker(f"w{n}", dp_size=1 + n % 2, total_kv_blocks=1000) for n in range(5)
         }
         self.scheduler: Scheduler = scheduler(
-            *self.specs.values(), clock=self.clock, seed=seed, track_output_blocks=True, lease_seconds=30.0
+            *self.specs.values(), clock=self.clock, seed=seed, track_output_blocks=True, lease_seconds=10.0
         )
         self.absent: dict[str, WorkerSpec] = {}
         self.open: list[tuple[str, int]] = []
@@ -74,12 +74,13 @@ class Traffic:
         elif event < 0.96:
             self.clock.advance(rng.random() * 4)
             self.scheduler.expire()
-        elif event < 0.98:
+        elif event < 0.97:
             self.reconnect(rng.choice([owner for owner in OWNERS if owner]))
-        elif self.absent and rng.random() < 0.6:
-            name, spec = self.absent.popitem()
-            self.specs[name] = spec
-            self.scheduler.workers.worker_added(spec)
+        elif event < 0.99:
+            if self.absent:
+                name, spec = self.absent.popitem()
+                self.specs[name] = spec
+                self.scheduler.workers.worker_added(spec)
         elif self.specs:
             name = rng.choice(list(self.specs))
             self.absent[name] = self.specs.pop(name)
@@ -110,7 +111,7 @@ class Traffic:
     def reconnect(self, owner: str) -> None:
         """A stream breaks, and comes back at once, late, or with part of what it had."""
         self.scheduler.disconnect_owner(owner, self.sessions[owner])
-        self.clock.advance(self.rng.choice((0.0, 5.0, 11.0)))
+        self.clock.advance(self.rng.choice((0.0, 1.0, 5.0, 11.0)))
         self.scheduler.expire()
         listed = [(key(name), attempt) for name, attempt in self.open if self.rng.random() < 0.9]
         self.sessions[owner], _ = self.scheduler.connect_owner(owner, listed)
