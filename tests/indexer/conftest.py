@@ -1,0 +1,16 @@
+"""Every implementation of the block index, for the tests that run over all of them."""
+
+from __future__ import annotations
+
+import pytest
+from index_scenarios import IndexFactory
+
+from kvscout_indexer.reference_index import ReferenceIndex
+
+IMPLEMENTATIONS: dict[str, IndexFactory] = {"reference": ReferenceIndex}
+
+
+@pytest.fixture(params=sorted(IMPLEMENTATIONS))
+def index_factory(request: pytest.FixtureRequest) -> IndexFactory:
+    """Makes an empty index: `index_factory(block_size, eagle, max_blocks=...)`."""
+    return IMPLEMENTATIONS[request.param]
