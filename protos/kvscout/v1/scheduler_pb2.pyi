@@ -31,8 +31,8 @@ class _FreeOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FreeOutco
     FREE_OUTCOME_FREED: _FreeOutcome.ValueType  # 1
     """The request was active and is freed."""
     FREE_OUTCOME_UNKNOWN: _FreeOutcome.ValueType  # 2
-    """Nothing was active under this id and attempt; a booking of the same attempt that comes within 60 s is
-    cancelled on arrival.
+    """Nothing was active under this id and attempt. If attempt_id is not 0, a booking of the same attempt that comes
+    within 60 s is cancelled on arrival.
     """
     FREE_OUTCOME_ALREADY_FREED: _FreeOutcome.ValueType  # 3
     """The request was freed before."""
@@ -47,8 +47,8 @@ FREE_OUTCOME_UNSPECIFIED: FreeOutcome.ValueType  # 0
 FREE_OUTCOME_FREED: FreeOutcome.ValueType  # 1
 """The request was active and is freed."""
 FREE_OUTCOME_UNKNOWN: FreeOutcome.ValueType  # 2
-"""Nothing was active under this id and attempt; a booking of the same attempt that comes within 60 s is
-cancelled on arrival.
+"""Nothing was active under this id and attempt. If attempt_id is not 0, a booking of the same attempt that comes
+within 60 s is cancelled on arrival.
 """
 FREE_OUTCOME_ALREADY_FREED: FreeOutcome.ValueType  # 3
 """The request was freed before."""
@@ -131,6 +131,7 @@ class SelectRequest(_message.Message):
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFILL_ELSEWHERE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -141,7 +142,7 @@ class SelectRequest(_message.Message):
     """Identifies the request within (model, tenant, role). Required for SelectAndReserve."""
     attempt_id: _builtins.int
     """Tells attempts of one request apart, so that a repeated call books once and a late Free hits its own
-    attempt only. Unset = 0.
+    attempt only. Unset = 0: the caller does not tell them apart, and a Free cancels nothing that comes later.
     """
     isl_tokens: _builtins.int
     """Prompt length in tokens; >= blocks · block_size. Required."""
@@ -161,6 +162,8 @@ class SelectRequest(_message.Message):
     """Explain the decision in the answer."""
     lease_seconds: _builtins.int
     """Seconds until the booking ends unless renewed; 0 or unset = 300."""
+    prefill_elsewhere: _builtins.bool
+    """True = another worker computes the prompt (decode leg of disaggregated serving): no prefill is charged here."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Local hashes of the prompt's complete blocks for workers of `block_size`."""
@@ -213,10 +216,11 @@ class SelectRequest(_message.Message):
         expected_output_tokens: _builtins.int = ...,
         explain: _builtins.bool = ...,
         lease_seconds: _builtins.int = ...,
+        prefill_elsewhere: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "model", b"model", "other_pools", b"other_pools", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "model", b"model", "other_pools", b"other_pools", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "prefill_elsewhere", b"prefill_elsewhere", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pinned_dp_rank: _TypeAlias = _typing.Literal["pinned_dp_rank"]  # noqa: Y015
     _WhichOneofArgType__pinned_dp_rank: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank"]  # noqa: Y015
@@ -1647,7 +1651,9 @@ class SchedulerStatus(_message.Message):
 
     @_builtins.property
     def expired(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Bookings ended other than by Free, by reason ("lease", "owner_gone", "worker_removed", "undelivered")."""
+        """Bookings ended other than by Free, by reason ("lease", "owner_gone", "owner_forgot",
+        "worker_removed", "undelivered").
+        """
 
     @_builtins.property
     def policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -232,7 +232,7 @@ class SchedulerServicer:
         """Picks a worker and books the request on it, in one atomic step. The booking belongs to the caller, who owes
         Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
         As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
-        attempt (the same attempt gets its first answer again).
+        attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -240,7 +240,8 @@ class SchedulerServicer:
 
     def Reserve(self, request, context):
         """Books a request on a given worker, without choosing.
-        INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown model or worker. ALREADY_EXISTS: as above.
+        INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown model or worker.
+        ALREADY_EXISTS, CANCELLED: as above.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

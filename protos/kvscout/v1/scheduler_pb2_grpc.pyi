@@ -70,11 +70,12 @@ class SchedulerStub:
     """Picks a worker and books the request on it, in one atomic step. The booking belongs to the caller, who owes
     Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
     As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
-    attempt (the same attempt gets its first answer again).
+    attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
     """
     Reserve: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReserveRequest, _scheduler_pb2.ReserveResponse]
     """Books a request on a given worker, without choosing.
-    INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown model or worker. ALREADY_EXISTS: as above.
+    INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown model or worker.
+    ALREADY_EXISTS, CANCELLED: as above.
     """
     MarkPrefillComplete: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.MarkPrefillCompleteResponse]
     """The first token is out: the request's prefill tokens are done.
@@ -175,11 +176,12 @@ class SchedulerAsyncStub(SchedulerStub):
     """Picks a worker and books the request on it, in one atomic step. The booking belongs to the caller, who owes
     Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
     As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
-    attempt (the same attempt gets its first answer again).
+    attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
     """
     Reserve: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReserveRequest, _scheduler_pb2.ReserveResponse]  # type: ignore[assignment]
     """Books a request on a given worker, without choosing.
-    INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown model or worker. ALREADY_EXISTS: as above.
+    INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown model or worker.
+    ALREADY_EXISTS, CANCELLED: as above.
     """
     MarkPrefillComplete: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.MarkPrefillCompleteResponse]  # type: ignore[assignment]
     """The first token is out: the request's prefill tokens are done.
@@ -325,7 +327,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         """Picks a worker and books the request on it, in one atomic step. The booking belongs to the caller, who owes
         Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
         As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
-        attempt (the same attempt gets its first answer again).
+        attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
         """
 
     @_abc_1.abstractmethod
@@ -335,7 +337,8 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.ReserveResponse, _abc.Awaitable[_scheduler_pb2.ReserveResponse]]:
         """Books a request on a given worker, without choosing.
-        INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown model or worker. ALREADY_EXISTS: as above.
+        INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown model or worker.
+        ALREADY_EXISTS, CANCELLED: as above.
         """
 
     @_abc_1.abstractmethod

@@ -90,6 +90,7 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest) -> SelectionReque
         override=_override(message),
         priority=message.priority,
         expected_output_tokens=message.expected_output_tokens,
+        charge_prefill=not message.prefill_elsewhere,
         explain=message.explain,
     )
 

@@ -1,0 +1,166 @@
+"""The life of a server process: ready line, drain, crash, bad configuration, TLS."""
+
+import asyncio
+import json
+import signal
+import sys
+import textwrap
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from processes import DEADLINE_SECONDS, running
+
+from kvscout_common.channel import ClientSecurity, call, open_channel
+from kvscout_common.errors import Unavailable
+
+PROGRAM = """
+import asyncio, sys
+from kvscout_common.config import ServerConfig
+from kvscout_common.serving import App, run
+
+async def build():
+    async def task():
+        await asyncio.Event().wait()
+
+    async def crash():
+        raise ZeroDivisionError("a defect")
+
+    async def drain():
+        print("drained", flush=True)
+        if "hang" in sys.argv:
+            await asyncio.Event().wait()
+
+    async def close():
+        print("closed", flush=True)
+
+    tasks = {"task": task}
+    if "crash" in sys.argv:
+        tasks["crash"] = crash
+    return App(name="test", services=[], tasks=tasks, drain=drain, close=close)
+
+run(ServerConfig(drain_seconds=0.3), build)
+"""
+
+
+async def start_program(tmp_path: Path, *arguments: str) -> asyncio.subprocess.Process:
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(PROGRAM))
+    return await asyncio.create_subprocess_exec(
+        sys.executable, str(path), *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+
+
+async def finish(process: asyncio.subprocess.Process) -> tuple[list[str], str]:
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        out, err = await process.communicate()
+    return out.decode().splitlines(), err.decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_closes_and_exits_with_0(tmp_path: Path, number: signal.Signals) -> None:
+    process = await start_program(tmp_path)
+    assert process.stdout is not None
+    ready = json.loads(await process.stdout.readline())
+    assert (ready["ready"], ready["service"], ready["host"]) == (True, "test", "127.0.0.1")
+    process.send_signal(number)
+    out, _ = await finish(process)
+    assert (out, process.returncode) == (["drained", "closed"], 0)
+
+
+async def test_a_drain_that_hangs_is_given_up_after_its_time(tmp_path: Path) -> None:
+    process = await start_program(tmp_path, "hang")
+    assert process.stdout is not None
+    await process.stdout.readline()
+    process.terminate()
+    out, err = await finish(process)
+    assert (out, process.returncode) == (["drained", "closed"], 0)
+    assert "did not drain within 0.3 s" in err
+
+
+async def test_a_crashed_task_ends_the_process_with_1_and_says_why(tmp_path: Path) -> None:
+    process = await start_program(tmp_path, "crash")
+    out, err = await finish(process)
+    assert process.returncode == 1
+    assert "ZeroDivisionError: a defect" in err
+    assert out[-1] == "closed"
+
+
+async def test_a_taken_port_and_a_wrong_file_are_errors_at_start(tmp_path: Path) -> None:
+    async with running("kvscout_scheduler.main") as first:
+        second = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvscout_scheduler.main", "--metrics-port", "-1",
+            "--port", str(first.ready["port"]), stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, err = await finish_quietly(second)
+    assert second.returncode == 1
+    assert f"cannot bind 127.0.0.1:{first.ready['port']}" in err
+    workers = tmp_path / "workers.yaml"
+    workers.write_text("workers: [{worker_id: a}]")
+    third = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvscout_scheduler.main", "--workers-file", str(workers), "--port", "0",
+        "--metrics-port", "-1", stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, err = await finish_quietly(third)
+    assert third.returncode == 2
+    assert "workers.0.model: must not be empty" in err
+
+
+async def finish_quietly(process: asyncio.subprocess.Process) -> tuple[bytes, str]:
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        out, err = await process.communicate()
+    return out, err.decode()
+
+
+async def test_metrics_are_served_where_the_ready_line_says() -> None:
+    async with running("kvscout_scheduler.main") as scheduler:
+        url = f"http://127.0.0.1:{scheduler.ready['metrics_port']}/metrics"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+    assert "# TYPE kvscout_active_requests gauge" in text
+
+
+async def test_tls_with_client_certificates_and_tokens(tmp_path: Path) -> None:
+    ca = trustme.CA()
+    server, client = ca.issue_cert("127.0.0.1", "localhost"), ca.issue_cert("client")
+    paths = {name: tmp_path / name for name in ("ca", "cert", "key", "client_cert", "client_key", "tokens", "token")}
+    ca.cert_pem.write_to_path(str(paths["ca"]))
+    server.private_key_pem.write_to_path(str(paths["key"]))
+    server.cert_chain_pems[0].write_to_path(str(paths["cert"]))
+    client.private_key_pem.write_to_path(str(paths["client_key"]))
+    client.cert_chain_pems[0].write_to_path(str(paths["client_cert"]))
+    paths["tokens"].write_text("tokens: [{token: secret, role: viewer, tenant: '*'}]")
+    paths["token"].write_text("secret\n")
+    flags = ("--tls-cert", "cert", "--tls-key", "key", "--tls-client-ca", "ca", "--auth-tokens", "tokens")
+    arguments = [flag if flag.startswith("--") else str(paths[flag]) for flag in flags]
+    good = ClientSecurity(paths["ca"], paths["client_cert"], paths["client_key"], paths["token"])
+    async with running("kvscout_scheduler.main", *arguments) as scheduler:
+        from kvscout.v1 import scheduler_pb2_grpc, types_pb2
+
+        channel = open_channel(scheduler.address, good)
+        status = await call(scheduler_pb2_grpc.SchedulerStub(channel).GetStatus, types_pb2.GetStatusRequest())
+        assert status.service.version
+        await channel.close()
+        for security in (ClientSecurity(), ClientSecurity(ca=paths["ca"], token_file=paths["token"])):
+            channel = open_channel(scheduler.address, security)
+            with pytest.raises(Unavailable):
+                await call(
+                    scheduler_pb2_grpc.SchedulerStub(channel).GetStatus, types_pb2.GetStatusRequest(), timeout=10
+                )
+            await channel.close()
+
+
+async def test_health_tells_of_each_service_and_of_draining() -> None:
+    async with running("kvscout_scheduler.main") as scheduler:
+        channel = grpc.aio.insecure_channel(scheduler.address)
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "kvscout.v1.Scheduler"):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        watching = stub.Watch(health_pb2.HealthCheckRequest(service="kvscout.v1.Scheduler"))
+        assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
+        scheduler.process.terminate()
+        assert (await watching.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await channel.close()
