@@ -2,6 +2,10 @@
 //!
 //! The modules know no Python and are tested by `cargo test --no-default-features`; `python` binds them.
 
+pub mod events;
 pub mod hashing;
+pub mod index;
+pub mod slab;
+pub mod table;
 #[cfg(feature = "python")]
 mod python;

@@ -1,0 +1,207 @@
+//! Judges events, in the order of `Ignored`, and stores what is left of them.
+
+use super::store::Target;
+use super::{Handle, Index, State, WorkerRank};
+use crate::events::{Batch, Event, Removed, Stored};
+use crate::hashing::{BlockHasher, MmSpan, TOKEN_BYTES, mm_hash};
+
+/// Cache groups known for each worker rank.
+const GROUP_LIMIT: usize = 64;
+
+/// Blocks of dropped content that each batch frees: drains faster than events can fill.
+const DRAINED_BY_APPLY: usize = 512;
+
+/// Why something an engine said was not indexed; as in `kvscout_indexer.index.Ignored`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ignored {
+    Incompatible,
+    SkippedGroup,
+    UnknownMoved,
+    BadLength,
+    BlockSize,
+    EagleMismatch,
+    UnnamedLora,
+    HashConflict,
+    OrphanLimit,
+    UnknownRemoved,
+}
+
+/// Number of reasons.
+pub const IGNORED: usize = 10;
+
+/// What became of one batch.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Applied {
+    pub events: usize,
+    pub faults: usize,
+    pub over_capacity: bool,
+    pub incompatible: String,
+}
+
+/// A batch is applied with its worker's name looked up once.
+#[derive(Debug, Clone, Copy)]
+struct Source<'a> {
+    name: &'a WorkerRank,
+    handle: Handle,
+    slot: u32,
+}
+
+impl Index {
+    /// Applies one batch and moves the worker's cursor.
+    pub fn apply(&self, name: &WorkerRank, batch: &Batch, epoch: u64, event_id: Option<u64>) -> Applied {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let mut applied =
+            Applied { events: batch.events.len(), faults: batch.faults.len(), ..Applied::default() };
+        let Some(rank) = state.ranks.get(name) else {
+            state.unknown_worker += 1;
+            return applied;
+        };
+        let mut source = Source { name, handle: rank.handle, slot: rank.slot };
+        for event in &batch.events {
+            match event {
+                Event::Cleared => source.slot = self.renew(state, source),
+                _ if !state.ranks[name].incompatible.is_empty() => count(state, name, Ignored::Incompatible, 1),
+                Event::Stored(stored) => source.slot = self.stored(state, source, stored),
+                Event::Removed(removed) => removed_event(state, source, removed),
+            }
+            state.ledger.finish();
+        }
+        self.drain(state, DRAINED_BY_APPLY);
+        if let Some(rank) = state.ranks.get_mut(name) {
+            if event_id.is_some() {
+                (rank.epoch, rank.last_event_id) = (epoch, event_id);
+            }
+            applied.over_capacity = rank.over_capacity(state.ledger.worker(rank.slot));
+            applied.incompatible.clone_from(&rank.incompatible);
+        }
+        applied
+    }
+
+    /// Empties a worker at once; its groups stay known. Returns its new slot.
+    fn renew(&self, state: &mut State, source: Source<'_>) -> u32 {
+        let groups = state.ledger.worker(source.slot).groups.clone();
+        self.drop_slot(state, source.slot);
+        let slot = self.new_slot(state, source.handle);
+        state.ledger.worker_mut(slot).groups = groups;
+        state.ledger.refresh_groups(slot);
+        if let Some(rank) = state.ranks.get_mut(source.name) {
+            rank.slot = slot;
+        }
+        slot
+    }
+
+    fn stored(&self, state: &mut State, source: Source<'_>, event: &Stored) -> u32 {
+        let slot = source.slot;
+        if !state.ledger.learn_group(slot, event.group, event.full_attention, GROUP_LIMIT) {
+            count(state, source.name, Ignored::SkippedGroup, 1);
+            return slot;
+        }
+        let to = Target {
+            group: event.group,
+            tier: event.tier,
+            set: state.ranks[source.name].options.set_copies,
+        };
+        if to.tier > 0 {
+            self.open_level(state, source.handle, slot, usize::from(to.tier));
+        }
+        if event.tokens.is_empty() && event.local_hashes.is_empty() {
+            for &engine_hash in &event.engine_hashes {
+                if !state.ledger.store_known(slot, engine_hash, to) {
+                    count(state, source.name, Ignored::UnknownMoved, 1);
+                }
+            }
+            return slot;
+        }
+        if let Some(reason) = self.judge_content(state, source, event) {
+            count(state, source.name, reason, 1);
+            if reason != Ignored::BlockSize {
+                return slot;
+            }
+            let slot = self.renew(state, source);
+            if let Some(rank) = state.ranks.get_mut(source.name) {
+                rank.incompatible = format!(
+                    "the engine's blocks have {} tokens, the registration says {}",
+                    event.block_size, self.block_size
+                );
+            }
+            return slot;
+        }
+        let computed;
+        let local = if event.local_hashes.is_empty() {
+            computed = self.local_hashes(&state.ranks[source.name].options.adapters, event);
+            &computed
+        } else {
+            &event.local_hashes
+        };
+        let refused = state.ledger.store(slot, event.parent, &event.engine_hashes, local, to);
+        count(state, source.name, Ignored::HashConflict, refused.conflicts);
+        count(state, source.name, Ignored::OrphanLimit, refused.orphan_limit);
+        slot
+    }
+
+    /// Why a Stored event with content cannot be indexed; None if it can.
+    fn judge_content(&self, state: &State, source: Source<'_>, event: &Stored) -> Option<Ignored> {
+        if !event.local_hashes.is_empty() {
+            return (event.local_hashes.len() != event.engine_hashes.len()).then_some(Ignored::BadLength);
+        }
+        let tokens = event.tokens.len() / TOKEN_BYTES - usize::from(event.pairs);
+        let size = event.block_size as usize;
+        if tokens < self.block_size || tokens != event.engine_hashes.len().saturating_mul(size) {
+            return Some(Ignored::BadLength);
+        }
+        if size != self.block_size {
+            return Some(Ignored::BlockSize);
+        }
+        if event.pairs && !self.eagle || self.eagle && event.lookahead.is_none() {
+            return Some(Ignored::EagleMismatch);
+        }
+        let adapters = &state.ranks[source.name].options.adapters;
+        let unnamed = event.lora_id != 0 && event.lora_name.is_empty() && !adapters.contains_key(&event.lora_id);
+        unnamed.then_some(Ignored::UnnamedLora)
+    }
+
+    fn local_hashes(&self, adapters: &hashbrown::HashMap<i128, String>, event: &Stored) -> Vec<u64> {
+        let lora = match event.lora_name.as_str() {
+            "" if event.lora_id != 0 => adapters.get(&event.lora_id).map_or("", String::as_str),
+            name => name,
+        };
+        let salt = if event.parent.is_none() { event.cache_salt.as_str() } else { "" };
+        let spans: Vec<MmSpan> = event
+            .mm_items
+            .iter()
+            .take(event.engine_hashes.len())
+            .enumerate()
+            .flat_map(|(block, items)| items.iter().map(move |item| (block, item)))
+            .map(|(block, item)| MmSpan { hash: mm_hash(item), offset: block * self.block_size, length: 1 })
+            .collect();
+        let with_lookahead;
+        let tokens = match event.lookahead {
+            Some(token) if self.eagle && !event.pairs => {
+                with_lookahead = [&event.tokens[..], &token.to_le_bytes()].concat();
+                &with_lookahead
+            }
+            _ => &event.tokens,
+        };
+        BlockHasher::new(self.block_size, lora, salt, &spans, self.eagle)
+            .map_or_else(|_| Vec::new(), |hasher| hasher.local_hashes(tokens).collect())
+    }
+}
+
+fn removed_event(state: &mut State, source: Source<'_>, event: &Removed) {
+    let groups = &state.ledger.worker(source.slot).groups;
+    if groups.contains(&(event.group, false)) {
+        count(state, source.name, Ignored::SkippedGroup, 1);
+        return;
+    }
+    let unknown = state.ledger.remove(source.slot, &event.engine_hashes, event.group, event.tier);
+    count(state, source.name, Ignored::UnknownRemoved, unknown);
+}
+
+fn count(state: &mut State, name: &WorkerRank, reason: Ignored, number: u64) {
+    if number > 0
+        && let Some(rank) = state.ranks.get_mut(name)
+    {
+        rank.ignored[reason as usize] += number;
+    }
+}

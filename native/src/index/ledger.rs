@@ -1,0 +1,563 @@
+//! The writer's state and its structural steps; `store` changes content with them.
+//!
+//! A step that changes what a worker holds notes the presence in `dirty`; `finish` then brings the trie in
+//! step: it recomputes the reach of every dirty presence, goes on to the presences below where one became
+//! rooted or hidden, and takes out of the trie what nobody needs any more (`doubtful`). Between steps the
+//! trie may show a reach that is too short, never one that is too long.
+
+use std::sync::Arc;
+
+use super::nodes::{NodeEntry, Nodes, index_of, node_id, shard_of};
+use super::trie::{self, Node, Trie};
+use super::worker::{LEVELS, NO_LANE, NodeId, Presence, PresenceId, TIERS, Worker};
+use crate::slab::Slab;
+
+/// Where a chain goes on: below a block, or at the root.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cursor {
+    /// 0: the root.
+    pub node: NodeId,
+    /// Offset in the node after the last block.
+    pub next: u32,
+}
+
+pub const ROOT: Cursor = Cursor { node: 0, next: 0 };
+
+/// One prediction.
+#[derive(Debug, Clone, Copy)]
+pub struct Prediction {
+    pub slot: u32,
+    pub presence: PresenceId,
+    pub depth: u32,
+    pub expiry: f64,
+    pub serial: u64,
+}
+
+/// Everything but the queries' side.
+#[derive(Debug)]
+pub struct Ledger {
+    pub trie: Arc<Trie>,
+    pub nodes: Nodes,
+    /// By slot; a slot is one content of a worker rank, from its birth to when it was drained.
+    pub workers: Vec<Option<Box<Worker>>>,
+    /// Distinct blocks held by any worker.
+    pub blocks: u64,
+    pub predictions: Slab<Prediction>,
+    /// Where the chain that is being stored stands; splits keep it right.
+    pub cursor: Cursor,
+    /// The chain's cursor while another block is placed.
+    pub side_cursor: Option<Cursor>,
+    /// Presences whose reach may be wrong.
+    pub dirty: Vec<(u32, PresenceId)>,
+    /// Nodes that may have a tail that nobody needs.
+    pub doubtful: Vec<NodeId>,
+}
+
+impl Ledger {
+    pub fn new(trie: Arc<Trie>) -> Self {
+        Self {
+            trie,
+            nodes: Nodes::default(),
+            workers: Vec::new(),
+            blocks: 0,
+            predictions: Slab::default(),
+            cursor: ROOT,
+            side_cursor: None,
+            dirty: Vec::new(),
+            doubtful: Vec::new(),
+        }
+    }
+
+    #[inline]
+    pub fn worker(&self, slot: u32) -> &Worker {
+        self.workers[slot as usize].as_deref().expect("a slot in use")
+    }
+
+    #[inline]
+    pub fn worker_mut(&mut self, slot: u32) -> &mut Worker {
+        self.workers[slot as usize].as_deref_mut().expect("a slot in use")
+    }
+
+    #[inline]
+    pub fn part(&self, slot: u32, presence: PresenceId) -> &Presence {
+        &self.worker(slot).presences[presence]
+    }
+
+    #[inline]
+    pub fn part_mut(&mut self, slot: u32, presence: PresenceId) -> &mut Presence {
+        &mut self.worker_mut(slot).presences[presence]
+    }
+
+    /// The worker's presence in a node, made if need be.
+    pub fn presence(&mut self, slot: u32, node: NodeId) -> PresenceId {
+        if let Some(presence) = self.nodes[node].presence(slot) {
+            return presence;
+        }
+        let entry = &self.nodes[node];
+        let part = Presence { node, start: entry.start, ..Presence::default() };
+        let worker = self.worker_mut(slot);
+        let presence = worker.presences.insert(part);
+        if let Some(children) = worker.detached.remove(&node) {
+            for child in children {
+                self.hang(slot, child, presence);
+            }
+        }
+        self.nodes[node].set_presence(slot, presence);
+        self.hang_under_node(slot, presence, self.nodes[node].parent);
+        presence
+    }
+
+    /// Hangs a presence, which hangs nowhere, under the one in a node, or notes that there is none.
+    fn hang_under_node(&mut self, slot: u32, presence: PresenceId, parent: NodeId) {
+        if parent == 0 {
+            return;
+        }
+        match self.nodes[parent].presence(slot) {
+            Some(above) => self.hang(slot, presence, above),
+            None => self.worker_mut(slot).detached.entry(parent).or_default().push(presence),
+        }
+    }
+
+    fn hang(&mut self, slot: u32, presence: PresenceId, parent: PresenceId) {
+        let parts = &mut self.worker_mut(slot).presences;
+        let next = std::mem::replace(&mut parts[parent].first_child, presence);
+        let part = &mut parts[presence];
+        (part.parent, part.previous, part.next) = (parent, 0, next);
+        if next != 0 {
+            parts[next].previous = presence;
+        }
+    }
+
+    /// Takes a presence away from the one above it, or from the detached ones of the node above.
+    fn unhang(&mut self, slot: u32, presence: PresenceId, node_above: NodeId) {
+        let worker = self.worker_mut(slot);
+        let part = &mut worker.presences[presence];
+        let (parent, previous, next) = (part.parent, part.previous, part.next);
+        (part.parent, part.previous, part.next) = (0, 0, 0);
+        if parent == 0 {
+            if let Some(siblings) = worker.detached.get_mut(&node_above) {
+                siblings.retain(|&sibling| sibling != presence);
+                if siblings.is_empty() {
+                    worker.detached.remove(&node_above);
+                }
+            }
+            return;
+        }
+        if next != 0 {
+            worker.presences[next].previous = previous;
+        }
+        if previous != 0 {
+            worker.presences[previous].next = next;
+        } else {
+            worker.presences[parent].first_child = next;
+        }
+    }
+
+    fn children_of(&self, slot: u32, presence: PresenceId) -> Vec<PresenceId> {
+        let parts = &self.worker(slot).presences;
+        let first = parts[presence].first_child;
+        std::iter::successors((first != 0).then_some(first), |&child| {
+            let next = parts[child].next;
+            (next != 0).then_some(next)
+        })
+        .collect()
+    }
+
+    /// Drops a presence that needs no block; those below it are detached from then on.
+    pub fn drop_presence(&mut self, slot: u32, presence: PresenceId) {
+        self.refresh(slot, presence);
+        let node = self.part(slot, presence).node;
+        self.disown_children(slot, presence, node);
+        self.unhang(slot, presence, self.nodes[node].parent);
+        self.nodes[node].drop_presence(slot);
+        self.worker_mut(slot).presences.remove(presence);
+        self.doubtful.push(node);
+    }
+
+    /// Makes the presences below one detached children of a node.
+    fn disown_children(&mut self, slot: u32, presence: PresenceId, node: NodeId) {
+        let children = self.children_of(slot, presence);
+        if children.is_empty() {
+            return;
+        }
+        let worker = self.worker_mut(slot);
+        worker.presences[presence].first_child = 0;
+        for &child in &children {
+            let part = &mut worker.presences[child];
+            (part.parent, part.previous, part.next) = (0, 0, 0);
+        }
+        worker.detached.entry(node).or_default().extend(children);
+    }
+
+    /// Finds or makes the next blocks of a chain, from the cursor, and moves it.
+    ///
+    /// Returns the node, the offset of the first block and how many there are, at least 1.
+    pub fn advance(&mut self, slot: u32, local: &[u64]) -> (NodeId, u32, u32) {
+        let Cursor { node, next } = self.cursor;
+        let (node, offset, blocks) = if node == 0 {
+            self.descend(slot, Trie::shard_of(local[0]), 0, local)
+        } else if next < self.nodes[node].len() {
+            let same = {
+                let shard = self.trie.shard(shard_of(node)).read();
+                trie::common_prefix(&shard.nodes[index_of(node)].local[next as usize..], local)
+            };
+            if same > 0 {
+                (node, next, same as u32)
+            } else {
+                let head = self.split(node, next);
+                self.descend(slot, shard_of(node), head, local)
+            }
+        } else {
+            self.descend(slot, shard_of(node), node, local)
+        };
+        self.cursor = Cursor { node, next: offset + blocks };
+        (node, offset, blocks)
+    }
+
+    /// The same below the end of a run.
+    fn descend(&mut self, slot: u32, shard: usize, above: NodeId, local: &[u64]) -> (NodeId, u32, u32) {
+        let parent = if above == 0 { 0 } else { index_of(above) };
+        {
+            let shard_lock = self.trie.shard(shard).read();
+            let child = shard_lock.child(parent, local[0]);
+            if child != 0 {
+                let same = trie::common_prefix(&shard_lock.nodes[child].local, local);
+                return (node_id(shard, child), 0, same as u32);
+            }
+        }
+        let (mut start, mut len) = (0, 0);
+        if above != 0 {
+            let entry = &mut self.nodes[above];
+            len = entry.len();
+            // Only where nobody else has a part of it: else the others' reach would end within the run.
+            if entry.first_child == 0 && len < trie::MAX_RUN && matches!(entry.presences[..], [(only, _)] if only == slot)
+            {
+                let blocks = local.len().min((trie::MAX_RUN - len) as usize);
+                trie::grow(&mut entry.refs, blocks);
+                entry.refs.resize(len as usize + blocks, Default::default());
+                self.trie.shard(shard).write().nodes[parent].extend(&local[..blocks]);
+                return (above, len, blocks as u32);
+            }
+            start = entry.start;
+        }
+        let start = start + len;
+        let blocks = local.len().min(trie::MAX_RUN as usize);
+        let entry =
+            NodeEntry { parent: above, start, refs: vec![Default::default(); blocks], ..NodeEntry::default() };
+        let node = self.nodes.insert(shard, entry);
+        let run = Node::new(parent, start, local[..blocks].to_vec());
+        self.trie.shard(shard).write().attach(index_of(node), run);
+        (node, 0, blocks as u32)
+    }
+
+    /// Cuts a node before an offset and returns the node of the first part.
+    ///
+    /// The cheaper part gets the new number: table entries of its bindings name the presence, and children
+    /// name their parent.
+    pub fn split(&mut self, node: NodeId, at: u32) -> NodeId {
+        let entry = &self.nodes[node];
+        let (len, workers) = (entry.len(), entry.presences.len());
+        let children: Vec<NodeId> = self.nodes.children(node).collect();
+        let new_tail = (len - at) as usize * workers + 4 * children.len() <= at as usize * workers;
+        let shard = shard_of(node);
+        let entry = &mut self.nodes[node];
+        let (parent, start) = (entry.parent, entry.start);
+        let tail_refs = entry.refs.split_off(at as usize);
+        let head_refs = std::mem::replace(&mut entry.refs, tail_refs);
+        let presences = std::mem::take(&mut entry.presences);
+        let (head, tail);
+        if new_tail {
+            let refs = std::mem::replace(&mut entry.refs, head_refs);
+            entry.refs.shrink_to_fit();
+            head = node;
+            tail = self.nodes.insert(shard, NodeEntry { parent: node, start: start + at, refs, ..NodeEntry::default() });
+            for &child in &children {
+                self.nodes.reparent(child, tail);
+            }
+            let indices: Vec<_> = children.iter().map(|&child| index_of(child)).collect();
+            self.trie.shard(shard).write().split_tail(index_of(node), at, index_of(tail), &indices);
+            self.rename_detached(node, tail);
+        } else {
+            entry.start = start + at;
+            tail = node;
+            head = self.nodes.insert(shard, NodeEntry { parent, start, refs: head_refs, ..NodeEntry::default() });
+            self.nodes[head].refs.shrink_to_fit();
+            self.nodes.reparent(node, head);
+            self.trie.shard(shard).write().split_head(index_of(node), at, index_of(head));
+        }
+        for (slot, presence) in presences {
+            self.split_presence(slot, presence, at, head, tail, parent, new_tail);
+        }
+        for cursor in std::iter::once(&mut self.cursor).chain(&mut self.side_cursor) {
+            if cursor.node == node {
+                *cursor = if cursor.next <= at {
+                    Cursor { node: head, ..*cursor }
+                } else {
+                    Cursor { node: tail, next: cursor.next - at }
+                };
+            }
+        }
+        if self.doubtful.contains(&node) {
+            self.doubtful.extend([head, tail]);
+        }
+        head
+    }
+
+    fn rename_detached(&mut self, from: NodeId, to: NodeId) {
+        for worker in self.workers.iter_mut().flatten() {
+            if let Some(children) = worker.detached.remove(&from) {
+                worker.detached.insert(to, children);
+            }
+        }
+    }
+
+    /// Distributes a worker's part of a node that was cut.
+    #[allow(clippy::too_many_arguments)] // the cut: where, into what, below what, which part is new
+    fn split_presence(
+        &mut self,
+        slot: u32,
+        presence: PresenceId,
+        at: u32,
+        head: NodeId,
+        tail: NodeId,
+        above: NodeId,
+        new_tail: bool,
+    ) {
+        let start = self.nodes[head].start;
+        let part = self.part(slot, presence);
+        let end = part.bound.end().max(part.more.as_ref().map_or(0, |more| more.predicted.end()));
+        let first = (0..at).find(|&offset| part.pins(offset));
+        self.dirty.push((slot, presence));
+        if end <= at {
+            // All of it is in the head.
+            let part = self.part_mut(slot, presence);
+            part.node = head;
+            part.own.truncate(at as usize);
+            self.nodes[head].set_presence(slot, presence);
+            self.disown_children(slot, presence, tail);
+            return;
+        }
+        if first.is_none() {
+            // All of it is in the tail.
+            self.unhang(slot, presence, above);
+            let part = self.part_mut(slot, presence);
+            part.node = tail;
+            // Its reach was 0, or the first block would be in the head.
+            part.start = start + at;
+            part.own.drain(..(at as usize).min(part.own.len()));
+            part.bound = part.bound.split_off(at);
+            part.device = part.device.split_off(at);
+            if let Some(more) = &mut part.more {
+                **more = more.split_off(at);
+            }
+            self.nodes[tail].set_presence(slot, presence);
+            self.hang_under_node(slot, presence, head);
+            return;
+        }
+        let other = self.worker_mut(slot).split_presence(presence, at, new_tail);
+        let moved = &self.worker(slot).presences[other];
+        let ids: Vec<u32> = moved.more.iter().flat_map(|more| &more.prediction).copied().filter(|&id| id != 0).collect();
+        for id in ids {
+            self.predictions[id].presence = other;
+        }
+        self.dirty.push((slot, other));
+        let (first, second) = if new_tail { (presence, other) } else { (other, presence) };
+        let parts = &mut self.worker_mut(slot).presences;
+        parts[first].node = head;
+        parts[second].node = tail;
+        self.nodes[head].set_presence(slot, first);
+        self.nodes[tail].set_presence(slot, second);
+        if new_tail {
+            let children = self.children_of(slot, first);
+            let parts = &mut self.worker_mut(slot).presences;
+            for &child in &children {
+                parts[child].parent = second;
+            }
+            parts[second].first_child = std::mem::take(&mut parts[first].first_child);
+        } else {
+            self.unhang(slot, second, above);
+            self.hang_under_node(slot, first, above);
+        }
+        self.hang(slot, second, first);
+    }
+
+    /// Brings the reach of a presence in step with what it holds, and of those below where that matters.
+    pub fn refresh(&mut self, slot: u32, presence: PresenceId) {
+        let mut pending: Vec<(usize, PresenceId)> =
+            self.worker(slot).levels().map(|level| (level, presence)).collect();
+        while let Some((level, presence)) = pending.pop() {
+            let Some(part) = self.worker(slot).presences.get(presence) else { continue };
+            let node = part.node;
+            let entry = &self.nodes[node];
+            let rooted = entry.parent == 0
+                || part.parent != 0 && {
+                    let above = self.part(slot, part.parent);
+                    above.reach_on(level) == self.nodes[above.node].len()
+                };
+            let reach = if rooted { part.prefix_on(level) } else { 0 };
+            let before = part.reach_on(level);
+            if reach == before {
+                continue;
+            }
+            let len = entry.len();
+            let lane = self.worker(slot).lanes[level];
+            self.part_mut(slot, presence).set_reach_on(level, reach);
+            self.trie.shard(shard_of(node)).write().nodes[index_of(node)].set_reach(lane, reach);
+            if (reach == len) != (before == len) {
+                pending.extend(self.children_of(slot, presence).into_iter().map(|child| (level, child)));
+            }
+        }
+    }
+
+    /// Ends an operation: the trie is in step and has nothing that nobody needs.
+    pub fn finish(&mut self) {
+        let mut dirty = std::mem::take(&mut self.dirty);
+        for (slot, presence) in dirty.drain(..) {
+            self.refresh(slot, presence);
+        }
+        self.dirty = dirty;
+        let mut doubtful = std::mem::take(&mut self.doubtful);
+        for node in doubtful.drain(..) {
+            self.prune(node);
+        }
+        self.doubtful = doubtful;
+    }
+
+    /// Takes blocks that nobody needs off the end of a node, then of those above.
+    fn prune(&mut self, mut node: NodeId) {
+        while node != 0 {
+            let Some(entry) = self.nodes.get(node) else { return };
+            if entry.first_child != 0 {
+                return;
+            }
+            let len = entry.len();
+            let live = entry.refs.iter().rposition(|refs| refs.pins > 0).map_or(0, |last| last as u32 + 1);
+            if live == len {
+                return;
+            }
+            if live > 0 {
+                let entry = &mut self.nodes[node];
+                entry.refs.truncate(live as usize);
+                trie::shrink(&mut entry.refs);
+                for (slot, presence) in entry.presences.clone() {
+                    let own = &mut self.part_mut(slot, presence).own;
+                    own.truncate(live as usize);
+                    trie::shrink(own);
+                }
+                self.trie.shard(shard_of(node)).write().nodes[index_of(node)].truncate(live);
+                return;
+            }
+            let entry = self.nodes.remove(node);
+            let removed = self.trie.shard(shard_of(node)).write().detach(index_of(node));
+            drop(removed);
+            node = entry.parent;
+        }
+    }
+
+    /// Counts a worker that needs a block, or no longer.
+    pub fn pin(&mut self, node: NodeId, offset: u32, pinned: bool) {
+        let pins = &mut self.nodes[node].refs[offset as usize].pins;
+        if pinned {
+            *pins += 1;
+        } else {
+            *pins -= 1;
+            if *pins == 0 {
+                self.doubtful.push(node);
+            }
+        }
+    }
+
+    /// Counts a worker that holds a block on any tier, or no longer.
+    pub fn count_held(&mut self, slot: u32, node: NodeId, offset: u32, held: bool) {
+        let count = &mut self.nodes[node].refs[offset as usize].held;
+        if held {
+            *count += 1;
+            self.blocks += u64::from(*count == 1);
+            self.worker_mut(slot).held += 1;
+        } else {
+            *count -= 1;
+            self.blocks -= u64::from(*count == 0);
+            self.worker_mut(slot).held -= 1;
+        }
+    }
+
+    /// Puts a block on tiers, as its sets tell them, and counts it.
+    pub fn set_tiers(&mut self, slot: u32, presence: PresenceId, offset: u32, tiers: [bool; TIERS]) {
+        let part = self.part_mut(slot, presence);
+        let before = part.level(offset) < TIERS;
+        for (tier, on) in tiers.into_iter().enumerate() {
+            if on {
+                part.tier_mut(tier).insert(offset);
+            } else if part.on_tier(tier, offset) {
+                part.tier_mut(tier).remove(offset);
+            }
+        }
+        let node = part.node;
+        let held = tiers.contains(&true);
+        if held != before {
+            self.count_held(slot, node, offset, held);
+        }
+        self.mark(slot, presence);
+    }
+
+    /// Notes that the reach of a presence may be wrong.
+    pub fn mark(&mut self, slot: u32, presence: PresenceId) {
+        if self.dirty.last() != Some(&(slot, presence)) {
+            self.dirty.push((slot, presence));
+        }
+    }
+
+    /// Takes content of a hidden slot out of the trie, about `budget` blocks; returns how many it took.
+    pub fn drain(&mut self, slot: u32, budget: usize) -> usize {
+        let mut taken = 0;
+        while taken < budget && !self.worker(slot).presences.is_empty() {
+            let worker = self.worker_mut(slot);
+            // Splits may still add presences, above as well.
+            let presence = if worker.drain_next == 0 { worker.presences.highest() } else { worker.drain_next };
+            worker.drain_next = presence - 1;
+            if worker.presences.get(presence).is_some() {
+                taken += self.drain_presence(slot, presence);
+            }
+        }
+        self.finish();
+        taken
+    }
+
+    fn drain_presence(&mut self, slot: u32, presence: PresenceId) -> usize {
+        let part = std::mem::take(self.part_mut(slot, presence));
+        let lanes = self.worker(slot).lanes;
+        {
+            let mut shard = self.trie.shard(shard_of(part.node)).write();
+            let node = &mut shard.nodes[index_of(part.node)];
+            for lane in lanes.into_iter().filter(|&lane| lane != NO_LANE) {
+                node.set_reach(lane, 0);
+            }
+        }
+        let entry = &mut self.nodes[part.node];
+        let end = part.own.len().max(part.more.as_ref().map_or(0, |more| more.prediction.len()));
+        for (offset, refs) in (0..).zip(&mut entry.refs[..end]) {
+            refs.pins -= u16::from(part.pins(offset));
+            if part.level(offset) < TIERS {
+                refs.held -= 1;
+                self.blocks -= u64::from(refs.held == 0);
+            }
+        }
+        entry.drop_presence(slot);
+        for id in part.more.iter().flat_map(|more| &more.prediction).copied().filter(|&id| id != 0) {
+            self.predictions.remove(id);
+        }
+        self.worker_mut(slot).presences.remove(presence);
+        self.doubtful.push(part.node);
+        end.max(1)
+    }
+
+    /// Gives a worker's level a lane and computes it.
+    pub fn open_level(&mut self, slot: u32, level: usize, lane: u32) {
+        debug_assert!(level < LEVELS);
+        self.worker_mut(slot).lanes[level] = lane;
+        let all: Vec<PresenceId> = self.worker(slot).presences.iter().map(|(presence, _)| presence).collect();
+        for presence in all {
+            self.refresh(slot, presence);
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! The block index: which worker rank holds which leading blocks of a prompt.
+//!
+//! ```text
+//! query ──▶ directory (lane → worker) ──▶ trie (runs of blocks, lanes and their reach)     any number at once
+//! event ──▶ ledger (engine hashes, counts, ghosts, orphans) ──▶ one node of the trie at a time     one at once
+//! ```
+//!
+//! What is held, rooted and hidden, and how events are judged, is said by the Python interface
+//! `kvscout_indexer.index`, of which this is a twin. One writer at a time holds `state`; queries hold the
+//! directory and one shard of the trie for reading. Between the steps of a write, a query may see what was
+//! before and what comes after mixed, but never a worker with more than it held at one of these times.
+
+mod apply;
+mod directory;
+mod extent;
+mod lane_set;
+mod ledger;
+mod nodes;
+mod prompt;
+mod store;
+mod trie;
+mod worker;
+
+use std::collections::VecDeque;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use hashbrown::HashMap;
+use parking_lot::{Mutex, RwLock};
+
+pub use apply::{Applied, IGNORED, Ignored};
+use directory::Directory;
+pub use directory::{Handle, Row, WorkerRank};
+use ledger::Ledger;
+pub use prompt::{Prompt, TokenPrompt};
+use trie::{Match, Trie};
+pub use worker::{Copies, GHOST_LIMIT, LEVELS, MAX_COPIES, ORPHAN_LIMIT, TIERS};
+use worker::{NO_LANE, Worker};
+
+/// What the index must know of a worker rank besides its events.
+#[derive(Debug, Clone, Default)]
+pub struct WorkerOptions {
+    /// Every count stays at 1.
+    pub set_copies: bool,
+    /// LoRA number → adapter name.
+    pub adapters: HashMap<i128, String>,
+    /// Blocks of the rank's device cache; 0: unknown.
+    pub total_kv_blocks: u64,
+}
+
+/// How an index is bounded.
+#[derive(Debug, Clone, Copy)]
+pub struct Bounds {
+    /// Bound hashes and orphans of all workers; 0: no bound.
+    pub max_blocks: usize,
+    /// (block, worker) predictions.
+    pub max_predictions: usize,
+    /// Share of `max_predictions` that pruning leaves.
+    pub prune_ratio: f64,
+}
+
+/// A worker rank, around the content of its slot.
+#[derive(Debug)]
+struct Rank {
+    name: WorkerRank,
+    handle: Handle,
+    slot: u32,
+    options: WorkerOptions,
+    epoch: u64,
+    last_event_id: Option<u64>,
+    incompatible: String,
+    ignored: [u64; IGNORED],
+}
+
+impl Rank {
+    fn over_capacity(&self, worker: &Worker) -> bool {
+        self.options.total_kv_blocks > 0 && worker.device_copies > self.options.total_kv_blocks
+    }
+}
+
+/// The writer's state.
+#[derive(Debug)]
+struct State {
+    ledger: Ledger,
+    ranks: HashMap<WorkerRank, Rank>,
+    /// Slots that may be used.
+    free_slots: Vec<u32>,
+    /// Slots whose content is being taken out of the trie.
+    dropped: VecDeque<u32>,
+    unknown_worker: u64,
+}
+
+/// The index; see the module.
+#[derive(Debug)]
+pub struct Index {
+    block_size: usize,
+    eagle: bool,
+    bounds: Bounds,
+    secret: u64,
+    trie: Arc<Trie>,
+    directory: RwLock<Directory>,
+    state: Mutex<State>,
+    queries: AtomicU64,
+}
+
+impl Index {
+    pub fn new(block_size: usize, eagle: bool, bounds: Bounds) -> Self {
+        let secret = RandomState::new().hash_one(block_size);
+        let trie = Arc::new(Trie::new(secret));
+        let state = State {
+            ledger: Ledger::new(Arc::clone(&trie)),
+            ranks: HashMap::new(),
+            free_slots: Vec::new(),
+            dropped: VecDeque::new(),
+            unknown_worker: 0,
+        };
+        Self {
+            block_size,
+            eagle,
+            bounds,
+            secret,
+            trie,
+            directory: RwLock::default(),
+            state: Mutex::new(state),
+            queries: AtomicU64::new(0),
+        }
+    }
+
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// Makes a worker rank known, or replaces the options of a known one; its handle.
+    pub fn add_worker(&self, name: WorkerRank, options: WorkerOptions) -> Handle {
+        let mut state = self.state.lock();
+        if let Some(rank) = state.ranks.get_mut(&name) {
+            rank.options = options;
+            return rank.handle;
+        }
+        let handle = self.directory.write().add(name.clone());
+        let slot = self.new_slot(&mut state, handle);
+        let rank = Rank {
+            name: name.clone(),
+            handle,
+            slot,
+            options,
+            epoch: 0,
+            last_event_id: None,
+            incompatible: String::new(),
+            ignored: [0; IGNORED],
+        };
+        state.ranks.insert(name, rank);
+        handle
+    }
+
+    /// Drops one rank; false if it was not known.
+    pub fn remove_rank(&self, name: &WorkerRank) -> bool {
+        let mut state = self.state.lock();
+        let Some(rank) = state.ranks.remove(name) else { return false };
+        self.drop_slot(&mut state, rank.slot);
+        self.directory.write().remove(rank.handle);
+        true
+    }
+
+    /// The known worker ranks, sorted.
+    pub fn workers(&self) -> Vec<WorkerRank> {
+        let mut names: Vec<_> = self.state.lock().ranks.keys().cloned().collect();
+        names.sort();
+        names
+    }
+
+    fn new_slot(&self, state: &mut State, handle: Handle) -> u32 {
+        let worker = Box::new(Worker::new(self.directory.write().open(handle, 0), self.secret));
+        let workers = &mut state.ledger.workers;
+        match state.free_slots.pop() {
+            Some(slot) => {
+                workers[slot as usize] = Some(worker);
+                slot
+            }
+            None => {
+                workers.push(Some(worker));
+                workers.len() as u32 - 1
+            }
+        }
+    }
+
+    /// Hides a slot's content; `drain` frees it.
+    fn drop_slot(&self, state: &mut State, slot: u32) {
+        self.directory.write().hide(&state.ledger.worker(slot).lanes);
+        state.dropped.push_back(slot);
+    }
+
+    /// Takes dropped content out of the trie, about `budget` blocks of it; returns what is left of the budget.
+    fn drain(&self, state: &mut State, mut budget: usize) -> usize {
+        while budget > 0
+            && let Some(&slot) = state.dropped.front()
+        {
+            budget = budget.saturating_sub(state.ledger.drain(slot, budget) + 1);
+            let worker = state.ledger.worker(slot);
+            if worker.presences.is_empty() {
+                self.directory.write().free(&worker.lanes);
+                state.ledger.workers[slot as usize] = None;
+                state.free_slots.push(slot);
+                state.dropped.pop_front();
+            }
+        }
+        budget
+    }
+
+    /// How many leading blocks of a prompt each worker rank holds.
+    ///
+    /// `with` gets the rows, and the names that handles stand for, while neither can change.
+    pub fn find<R>(
+        &self,
+        prompt: &mut impl Prompt,
+        early_exit: bool,
+        with: impl FnOnce(&[Row], &dyn Fn(Handle) -> Option<WorkerRank>) -> R,
+    ) -> R {
+        self.queries.fetch_add(1, Ordering::Relaxed);
+        let directory = self.directory.read();
+        let mut found: Vec<Match> = Vec::with_capacity(64);
+        self.trie.find(prompt, early_exit, &mut found);
+        let mut rows = Vec::with_capacity(found.len());
+        directory.rows(&found, &mut rows);
+        with(&rows, &|handle| directory.name(handle).cloned())
+    }
+
+    fn open_level(&self, state: &mut State, handle: Handle, slot: u32, level: usize) {
+        if state.ledger.worker(slot).lanes[level] == NO_LANE {
+            let lane = self.directory.write().open(handle, level);
+            state.ledger.open_level(slot, level, lane);
+        }
+    }
+}

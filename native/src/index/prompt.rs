@@ -1,0 +1,65 @@
+//! A query's prompt: local hashes that are ready, or tokens that are hashed as far as the search gets.
+
+use crate::hashing::{BlockHasher, TOKEN_BYTES};
+
+/// Blocks hashed at once: a prompt of which nothing is cached costs no more than these.
+const PIECE: usize = 32;
+
+/// The local hashes of a prompt's complete blocks.
+pub trait Prompt {
+    /// Number of complete blocks.
+    fn len(&self) -> usize;
+
+    /// At least the first `count` local hashes; `count` is at most `len`.
+    fn hashes(&mut self, count: usize) -> &[u64];
+
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Ready hashes.
+impl Prompt for &[u64] {
+    #[inline]
+    fn len(&self) -> usize {
+        (**self).len()
+    }
+
+    #[inline]
+    fn hashes(&mut self, _count: usize) -> &[u64] {
+        self
+    }
+}
+
+/// Token ids, hashed lazily.
+#[derive(Debug)]
+pub struct TokenPrompt<'a> {
+    hasher: BlockHasher<'a>,
+    tokens: &'a [u8],
+    blocks: usize,
+    hashes: Vec<u64>,
+}
+
+impl<'a> TokenPrompt<'a> {
+    /// A prompt of little-endian token ids.
+    pub fn new(hasher: BlockHasher<'a>, tokens: &'a [u8]) -> Self {
+        let blocks = hasher.block_count(tokens.len() / TOKEN_BYTES);
+        Self { hasher, tokens, blocks, hashes: Vec::new() }
+    }
+}
+
+impl Prompt for TokenPrompt<'_> {
+    fn len(&self) -> usize {
+        self.blocks
+    }
+
+    fn hashes(&mut self, count: usize) -> &[u64] {
+        if self.hashes.len() < count {
+            // The first block decides whether anything is cached at all, so it goes alone.
+            let end = if self.hashes.is_empty() { count } else { count.next_multiple_of(PIECE).min(self.blocks) };
+            let start = self.hashes.len();
+            self.hashes.extend((start..end).map(|index| self.hasher.local_hash(self.tokens, index)));
+        }
+        &self.hashes
+    }
+}

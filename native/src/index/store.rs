@@ -1,0 +1,558 @@
+//! What events do to one worker's content: store, move, remove; orphans and ghosts.
+
+use super::ledger::{Cursor, Ledger, ROOT};
+use super::worker::{
+    Binding, Counts, GHOST_LIMIT, NO_LANE, NodeId, ORPHAN_LIMIT, Odd, Orphan, PREDICTED, PresenceId, TIERS,
+    add_copy, device_copies, drop_copy, level_of,
+};
+
+/// Where copies go: a group, a tier, and whether every count stays at 1.
+#[derive(Debug, Clone, Copy)]
+pub struct Target {
+    pub group: u32,
+    pub tier: u8,
+    pub set: bool,
+}
+
+/// What of a chain could not be stored, in blocks.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Refused {
+    pub conflicts: u64,
+    pub orphan_limit: u64,
+}
+
+/// Engine hashes looked up at once, so that their cache misses overlap.
+const BATCH: usize = 16;
+
+impl Ledger {
+    /// Stores a run of blocks below a parent (None: the root), or as orphans if the parent is unknown.
+    pub fn store(&mut self, slot: u32, parent: Option<u64>, engine: &[u64], local: &[u64], to: Target) -> Refused {
+        let above = match parent {
+            None => Some(ROOT),
+            Some(parent) => self.worker(slot).locate(parent).map(|(presence, offset)| {
+                Cursor { node: self.part(slot, presence).node, next: offset + 1 }
+            }),
+        };
+        let mut refused = Refused::default();
+        match (above, parent) {
+            (None, Some(parent)) => refused = self.store_orphans(slot, parent, engine, local, to),
+            (above, _) => {
+                self.cursor = above.unwrap_or(ROOT);
+                refused.conflicts = self.store_chain(slot, engine, local, to);
+                self.cursor = ROOT;
+            }
+        }
+        refused
+    }
+
+    /// Stores blocks from the cursor on; returns how many were in conflict.
+    fn store_chain(&mut self, slot: u32, engine: &[u64], local: &[u64], to: Target) -> u64 {
+        let mut conflicts = 0;
+        let mut done = 0;
+        while done < local.len() {
+            let worker = self.worker(slot);
+            let simple = worker.orphans.is_empty()
+                && worker.predictions == 0
+                && worker.full_groups[..] == [to.group];
+            // Orphans that are adopted may cut the run on which the chain goes on, so it goes block by block.
+            let end = if worker.orphans.is_empty() { local.len() } else { done + 1 };
+            let (node, offset, blocks) = self.advance(slot, &local[done..end]);
+            let mut at = 0;
+            if simple {
+                at = self.bind_run(slot, node, offset, &engine[done..done + blocks as usize], to);
+            }
+            for step in at..blocks {
+                let engine_hash = engine[done + step as usize];
+                if self.store_one(slot, node, offset + step, engine_hash, to) {
+                    self.adopt(slot, engine_hash);
+                } else {
+                    conflicts += 1;
+                    self.doubtful.push(node);
+                }
+            }
+            done += blocks as usize;
+        }
+        conflicts
+    }
+
+    /// Binds new engine hashes to blocks of a node that this worker has not bound, with one plain copy each.
+    ///
+    /// Stops at the first hash that is not new; returns how many it bound.
+    fn bind_run(&mut self, slot: u32, node: NodeId, offset: u32, engine: &[u64], to: Target) -> u32 {
+        let presence = self.presence(slot, node);
+        let worker = self.worker_mut(slot);
+        let part = &mut worker.presences[presence];
+        if part.bound.end() > offset {
+            return 0;
+        }
+        let end = offset as usize + engine.len();
+        part.own.truncate(offset as usize);
+        let missing = end - part.own.len();
+        super::trie::grow(&mut part.own, missing);
+        part.own.resize(offset as usize, 0);
+        part.own.extend_from_slice(engine);
+        worker.reserve(engine.len());
+        let mut bound = 0;
+        'batches: for batch in engine.chunks(BATCH) {
+            let warmed = batch.iter().fold(0, |all, &engine_hash| all | worker.warm(engine_hash));
+            std::hint::black_box(warmed);
+            for &engine_hash in batch {
+                if !worker.enter(engine_hash, presence, offset + bound) {
+                    break 'batches;
+                }
+                bound += 1;
+            }
+        }
+        let range = offset..offset + bound;
+        let part = &mut worker.presences[presence];
+        part.bound.insert_range(range.clone());
+        part.tier_mut(usize::from(to.tier)).insert_range(range.clone());
+        worker.held += u64::from(bound);
+        if to.tier == 0 {
+            worker.device_copies += u64::from(bound);
+        }
+        let mut new = 0;
+        for refs in &mut self.nodes[node].refs[range.start as usize..range.end as usize] {
+            refs.pins += 1;
+            new += u64::from(refs.held == 0);
+            refs.held += 1;
+        }
+        self.blocks += new;
+        if self.part(slot, presence).is_empty() {
+            self.drop_presence(slot, presence);
+        } else {
+            self.mark(slot, presence);
+        }
+        bound
+    }
+
+    /// Adds a copy of a block at a known prefix; false if its engine hash is bound elsewhere, or an orphan.
+    fn store_one(&mut self, slot: u32, node: NodeId, offset: u32, engine_hash: u64, to: Target) -> bool {
+        if self.worker(slot).orphans.contains_key(&engine_hash) {
+            return false;
+        }
+        match self.worker(slot).locate(engine_hash) {
+            Some((presence, at)) if self.part(slot, presence).node == node && at == offset => {
+                self.add_bound_copy(slot, presence, offset, engine_hash, to);
+            }
+            Some((presence, at)) => {
+                if !self.worker(slot).counts(engine_hash, presence, at).is_empty() {
+                    return false;
+                }
+                // A ghost of another prefix. Its block must not go before the new one is safe.
+                self.end_memory(slot, engine_hash);
+                self.pin(node, offset, true);
+                self.unbind(slot, engine_hash);
+                self.bind(slot, node, offset, engine_hash, Counts::new());
+                self.pin(node, offset, false);
+                self.copy_to_new(slot, engine_hash, to);
+            }
+            None => {
+                self.bind(slot, node, offset, engine_hash, Counts::new());
+                self.copy_to_new(slot, engine_hash, to);
+            }
+        }
+        if self.worker(slot).predictions > 0
+            && let Some((presence, at)) = self.worker(slot).locate(engine_hash)
+        {
+            self.cancel_prediction(slot, presence, at);
+        }
+        true
+    }
+
+    /// The first copy of a hash that was just bound.
+    fn copy_to_new(&mut self, slot: u32, engine_hash: u64, to: Target) {
+        if let Some((presence, at)) = self.worker(slot).locate(engine_hash) {
+            self.change_counts(slot, presence, at, engine_hash, |counts| add_copy(counts, to.group, to.tier, to.set));
+            self.worker_mut(slot).device_copies += u64::from(to.tier == 0);
+        }
+    }
+
+    /// A further copy of a bound hash, or the first one of a ghost or demoted one.
+    fn add_bound_copy(&mut self, slot: u32, presence: PresenceId, at: u32, engine_hash: u64, to: Target) {
+        if self.worker(slot).counts(engine_hash, presence, at).is_empty() {
+            self.end_memory(slot, engine_hash);
+        }
+        let rose =
+            self.change_counts(slot, presence, at, engine_hash, |counts| add_copy(counts, to.group, to.tier, to.set));
+        self.worker_mut(slot).device_copies += u64::from(rose && to.tier == 0);
+    }
+
+    /// A hash without copies is no ghost or demoted one any more.
+    fn end_memory(&mut self, slot: u32, engine_hash: u64) {
+        let worker = self.worker_mut(slot);
+        if !worker.demoted.remove(&engine_hash) {
+            worker.ghosts.revive(engine_hash);
+        }
+    }
+
+    /// Binds an unknown engine hash to a block.
+    pub fn bind(&mut self, slot: u32, node: NodeId, offset: u32, engine_hash: u64, counts: Counts) {
+        let presence = self.presence(slot, node);
+        let part = self.part(slot, presence);
+        let depth = part.start + offset;
+        if part.bound.contains(offset) {
+            // A twin: this worker knows the block by another engine hash too.
+            let mut odd = self.take_bindings(slot, presence, offset);
+            odd.push(Binding { engine_hash, counts });
+            self.worker_mut(slot).odd.insert((presence, depth), odd.clone());
+            self.part_mut(slot, presence).more_mut().odd.insert(offset);
+            self.worker_mut(slot).enter(engine_hash, presence, offset);
+            self.put_bindings(slot, presence, offset, odd);
+            return;
+        }
+        let pinned = part.pins(offset);
+        let part = self.part_mut(slot, presence);
+        if part.own.len() <= offset as usize {
+            let missing = offset as usize + 1 - part.own.len();
+            super::trie::grow(&mut part.own, missing);
+            part.own.resize(offset as usize + 1, 0);
+        }
+        part.own[offset as usize] = engine_hash;
+        part.bound.insert(offset);
+        if !pinned {
+            self.pin(node, offset, true);
+        }
+        self.worker_mut(slot).enter(engine_hash, presence, offset);
+        self.put_bindings(slot, presence, offset, vec![Binding { engine_hash, counts }]);
+    }
+
+    /// Ends a binding; its copies must be gone.
+    pub fn unbind(&mut self, slot: u32, engine_hash: u64) {
+        let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else { return };
+        let mut bindings = self.take_bindings(slot, presence, offset);
+        // The table finds the entry through the bindings, so it goes first.
+        self.worker_mut(slot).leave(engine_hash);
+        bindings.retain(|binding| binding.engine_hash != engine_hash);
+        if !bindings.is_empty() {
+            self.put_bindings(slot, presence, offset, bindings);
+            return;
+        }
+        let depth = self.part(slot, presence).start + offset;
+        self.worker_mut(slot).odd.remove(&(presence, depth));
+        self.set_tiers(slot, presence, offset, [false; TIERS]);
+        let part = self.part_mut(slot, presence);
+        part.bound.remove(offset);
+        if let Some(more) = &mut part.more {
+            more.odd.remove(offset);
+        }
+        let node = part.node;
+        let (pinned, empty) = (part.pins(offset), part.is_empty());
+        if !pinned {
+            self.pin(node, offset, false);
+        }
+        if empty {
+            self.drop_presence(slot, presence);
+        }
+    }
+
+    /// The bindings of a bound block, whether it is plain or odd.
+    fn take_bindings(&self, slot: u32, presence: PresenceId, offset: u32) -> Odd {
+        let worker = self.worker(slot);
+        let part = &worker.presences[presence];
+        if part.is_odd(offset) {
+            return worker.odd[&(presence, part.start + offset)].clone();
+        }
+        vec![Binding {
+            engine_hash: part.own[offset as usize],
+            counts: worker.plain_counts(presence, offset),
+        }]
+    }
+
+    /// Writes the bindings of a block back, as plain as they are.
+    pub fn put_bindings(&mut self, slot: u32, presence: PresenceId, offset: u32, bindings: Odd) {
+        let worker = self.worker_mut(slot);
+        let part = &mut worker.presences[presence];
+        let key = (presence, part.start + offset);
+        part.own[offset as usize] = bindings[0].engine_hash;
+        let plain = match &bindings[..] {
+            [only] => worker.plain_tiers(&only.counts),
+            _ => None,
+        };
+        let tiers = plain.unwrap_or_else(|| {
+            let level = bindings.iter().map(|binding| level_of(&binding.counts, &worker.full_groups)).min();
+            std::array::from_fn(|tier| Some(tier) == level)
+        });
+        let part = &mut worker.presences[presence];
+        if plain.is_some() {
+            if let Some(more) = &mut part.more {
+                more.odd.remove(offset);
+                worker.odd.remove(&key);
+            }
+        } else {
+            part.more_mut().odd.insert(offset);
+            worker.odd.insert(key, bindings);
+        }
+        self.set_tiers(slot, presence, offset, tiers);
+    }
+
+    /// Changes the counts of a bound engine hash; returns what the change does.
+    fn change_counts(
+        &mut self,
+        slot: u32,
+        presence: PresenceId,
+        offset: u32,
+        engine_hash: u64,
+        change: impl FnOnce(&mut Counts) -> bool,
+    ) -> bool {
+        let mut bindings = self.take_bindings(slot, presence, offset);
+        let mut changed = false;
+        if let Some(binding) = bindings.iter_mut().find(|binding| binding.engine_hash == engine_hash) {
+            changed = change(&mut binding.counts);
+        }
+        if changed {
+            self.put_bindings(slot, presence, offset, bindings);
+        }
+        changed
+    }
+
+    /// Adds a copy by the engine hash alone; false if it is unknown.
+    pub fn store_known(&mut self, slot: u32, engine_hash: u64, to: Target) -> bool {
+        let worker = self.worker_mut(slot);
+        if let Some(orphan) = worker.orphans.get_mut(&engine_hash) {
+            let rose = add_copy(&mut orphan.counts, to.group, to.tier, to.set);
+            worker.device_copies += u64::from(rose && to.tier == 0);
+            return true;
+        }
+        let Some((presence, offset)) = worker.locate(engine_hash) else { return false };
+        self.add_bound_copy(slot, presence, offset, engine_hash, to);
+        self.adopt(slot, engine_hash);
+        if self.worker(slot).predictions > 0
+            && let Some((presence, offset)) = self.worker(slot).locate(engine_hash)
+        {
+            self.cancel_prediction(slot, presence, offset);
+        }
+        true
+    }
+
+    /// Drops one copy of each engine hash; returns how many had none like it.
+    pub fn remove(&mut self, slot: u32, engine: &[u64], group: u32, tier: u8) -> u64 {
+        let mut unknown = 0;
+        for batch in engine.chunks(BATCH) {
+            let worker = self.worker(slot);
+            let warmed = batch.iter().fold(0, |all, &engine_hash| all | worker.warm(engine_hash));
+            std::hint::black_box(warmed);
+            for &engine_hash in batch {
+                unknown += u64::from(!self.remove_one(slot, engine_hash, group, tier));
+            }
+        }
+        unknown
+    }
+
+    fn remove_one(&mut self, slot: u32, engine_hash: u64, group: u32, tier: u8) -> bool {
+        let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else {
+            return self.remove_orphan_copy(slot, engine_hash, group, tier);
+        };
+        if self.worker(slot).predictions > 0 {
+            self.cancel_prediction(slot, presence, offset);
+        }
+        let worker = self.worker_mut(slot);
+        let part = &mut worker.presences[presence];
+        // The common case: a plain block with copies on this tier alone.
+        if part.more.is_none() && tier == 0 && worker.full_groups[..] == [group] && part.device.contains(offset) {
+            part.device.remove(offset);
+            let node = part.node;
+            worker.device_copies -= 1;
+            self.count_held(slot, node, offset, false);
+            self.mark(slot, presence);
+            self.remember(slot, engine_hash);
+            return true;
+        }
+        let counts = worker.counts(engine_hash, presence, offset);
+        if counts.is_empty() {
+            // Demoted: the engine says that it is gone now.
+            let demoted = worker.demoted.remove(&engine_hash);
+            if demoted {
+                self.remember(slot, engine_hash);
+            }
+            return demoted;
+        }
+        if !self.change_counts(slot, presence, offset, engine_hash, |counts| drop_copy(counts, group, tier)) {
+            return false;
+        }
+        let worker = self.worker_mut(slot);
+        worker.device_copies -= u64::from(tier == 0);
+        if worker.counts(engine_hash, presence, offset).is_empty() {
+            self.remember(slot, engine_hash);
+        }
+        true
+    }
+
+    /// Takes all copies of a bound engine hash: it becomes a ghost.
+    pub fn evict(&mut self, slot: u32, engine_hash: u64) {
+        let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else { return };
+        let copies = device_copies(&self.worker(slot).counts(engine_hash, presence, offset));
+        self.change_counts(slot, presence, offset, engine_hash, |counts| {
+            counts.clear();
+            true
+        });
+        self.worker_mut(slot).device_copies -= copies;
+        self.remember(slot, engine_hash);
+    }
+
+    /// Makes a hash without copies the youngest ghost; the oldest one above the limit is forgotten.
+    fn remember(&mut self, slot: u32, engine_hash: u64) {
+        let ghosts = &mut self.worker_mut(slot).ghosts;
+        ghosts.push(engine_hash);
+        if ghosts.len() > GHOST_LIMIT
+            && let Some(oldest) = ghosts.pop()
+        {
+            self.unbind(slot, oldest);
+        }
+    }
+
+    fn store_orphans(&mut self, slot: u32, mut parent: u64, engine: &[u64], local: &[u64], to: Target) -> Refused {
+        for (position, (&engine_hash, &local)) in engine.iter().zip(local).enumerate() {
+            let rest = (engine.len() - position) as u64;
+            let worker = self.worker(slot);
+            let there = worker.orphans.get(&engine_hash);
+            if there.is_none() && worker.orphans.len() >= ORPHAN_LIMIT {
+                return Refused { orphan_limit: rest, ..Refused::default() };
+            }
+            let contradicts = there.is_some_and(|orphan| (orphan.parent, orphan.local) != (parent, local));
+            if contradicts || !self.drop_memory_of(slot, engine_hash) {
+                // What follows hangs below a block that this event contradicts.
+                return Refused { conflicts: rest, ..Refused::default() };
+            }
+            let worker = self.worker_mut(slot);
+            let orphan = worker.orphans.entry(engine_hash).or_insert_with(|| {
+                worker.waiting.entry(parent).or_default().push(engine_hash);
+                Orphan { parent, local, counts: Counts::new() }
+            });
+            let rose = add_copy(&mut orphan.counts, to.group, to.tier, to.set);
+            worker.device_copies += u64::from(rose && to.tier == 0);
+            parent = engine_hash;
+        }
+        Refused::default()
+    }
+
+    /// Forgets a ghost or demoted hash; false if the hash has copies.
+    fn drop_memory_of(&mut self, slot: u32, engine_hash: u64) -> bool {
+        let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else { return true };
+        if !self.worker(slot).counts(engine_hash, presence, offset).is_empty() {
+            return false;
+        }
+        self.end_memory(slot, engine_hash);
+        self.unbind(slot, engine_hash);
+        true
+    }
+
+    fn remove_orphan_copy(&mut self, slot: u32, engine_hash: u64, group: u32, tier: u8) -> bool {
+        let worker = self.worker_mut(slot);
+        let Some(orphan) = worker.orphans.get_mut(&engine_hash) else { return false };
+        if !drop_copy(&mut orphan.counts, group, tier) {
+            return false;
+        }
+        let empty = orphan.counts.is_empty();
+        worker.device_copies -= u64::from(tier == 0);
+        if empty {
+            self.drop_orphan(slot, engine_hash);
+        }
+        true
+    }
+
+    /// Drops an orphan, whatever copies it has.
+    pub fn drop_orphan(&mut self, slot: u32, engine_hash: u64) {
+        let worker = self.worker_mut(slot);
+        let Some(orphan) = worker.orphans.remove(&engine_hash) else { return };
+        worker.device_copies -= device_copies(&orphan.counts);
+        if let Some(siblings) = worker.waiting.get_mut(&orphan.parent) {
+            siblings.retain(|&sibling| sibling != engine_hash);
+            if siblings.is_empty() {
+                worker.waiting.remove(&orphan.parent);
+            }
+        }
+    }
+
+    /// Binds the orphans that waited for a hash, and those that waited for them.
+    fn adopt(&mut self, slot: u32, engine_hash: u64) {
+        if self.worker(slot).waiting.is_empty() {
+            return;
+        }
+        let mut arrived = vec![engine_hash];
+        while let Some(parent) = arrived.pop() {
+            let Some(children) = self.worker_mut(slot).waiting.remove(&parent) else { continue };
+            for child in children {
+                let Some(orphan) = self.worker_mut(slot).orphans.remove(&child) else { continue };
+                let Some((presence, offset)) = self.worker(slot).locate(parent) else { continue };
+                // The chain that is being stored goes on where it was: splits move the saved cursor too.
+                let below = Cursor { node: self.part(slot, presence).node, next: offset + 1 };
+                let (node, offset) = self.place_below(slot, below, orphan.local);
+                self.bind(slot, node, offset, child, orphan.counts);
+                arrived.push(child);
+            }
+        }
+    }
+
+    /// Finds or makes one block below another, without moving the chain's cursor.
+    pub fn place_below(&mut self, slot: u32, below: Cursor, local: u64) -> (NodeId, u32) {
+        let chain = self.cursor;
+        self.cursor = below;
+        self.side_cursor = Some(chain);
+        let (node, offset, _) = self.advance(slot, &[local]);
+        self.cursor = self.side_cursor.take().unwrap_or(ROOT);
+        (node, offset)
+    }
+
+    /// Notes a group's kind the first time; whether it is full attention.
+    pub fn learn_group(&mut self, slot: u32, group: u32, full_attention: bool, limit: usize) -> bool {
+        let worker = self.worker(slot);
+        let known = worker.groups.binary_search_by_key(&group, |(known, _)| *known);
+        match known {
+            Ok(position) => worker.groups[position].1,
+            Err(_) if worker.groups.len() >= limit => false,
+            Err(position) => {
+                self.worker_mut(slot).groups.insert(position, (group, full_attention));
+                if full_attention {
+                    self.refresh_groups(slot);
+                }
+                full_attention
+            }
+        }
+    }
+
+    /// Brings all blocks in step with the worker's full-attention groups.
+    pub fn refresh_groups(&mut self, slot: u32) {
+        let worker = self.worker(slot);
+        let full: smallvec::SmallVec<[u32; 2]> =
+            worker.groups.iter().filter(|(_, full)| *full).map(|(group, _)| *group).collect();
+        let all: Vec<(PresenceId, Vec<(u32, Odd)>)> = worker
+            .presences
+            .iter()
+            .map(|(presence, part)| {
+                let blocks = part.bound.iter().map(|offset| (offset, self.take_bindings(slot, presence, offset)));
+                (presence, blocks.collect())
+            })
+            .collect();
+        self.worker_mut(slot).full_groups = full;
+        for (presence, blocks) in all {
+            for (offset, bindings) in blocks {
+                self.put_bindings(slot, presence, offset, bindings);
+            }
+        }
+    }
+
+    /// Ends the prediction of a block, if there is one.
+    pub fn cancel_prediction(&mut self, slot: u32, presence: PresenceId, offset: u32) {
+        debug_assert!(self.worker(slot).lanes[PREDICTED] != NO_LANE);
+        let part = self.part_mut(slot, presence);
+        if !part.is_predicted(offset) {
+            return;
+        }
+        let more = part.more_mut();
+        more.predicted.remove(offset);
+        let id = std::mem::take(&mut more.prediction[offset as usize]);
+        let node = part.node;
+        let (pinned, empty) = (part.pins(offset), part.is_empty());
+        self.predictions.remove(id);
+        self.worker_mut(slot).predictions -= 1;
+        if !pinned {
+            self.pin(node, offset, false);
+        }
+        if empty {
+            self.drop_presence(slot, presence);
+        } else {
+            self.mark(slot, presence);
+        }
+    }
+}

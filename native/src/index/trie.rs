@@ -1,0 +1,355 @@
+//! The part of the index that queries read: prefixes as runs of blocks, and who holds how much of each.
+//!
+//! ```text
+//! shard (by first local hash)
+//!   node 1  [a b c d]      any {0,1,2}  full {0,1}  partial [(2, 3)]     lane 2 ends at block c
+//!     ├ node 2  [e f]      any {0}      full {0}
+//!     └ node 3  [g]        any {1}      full {1}
+//! ```
+//!
+//! A *lane* is one worker on one level (device; host or faster; ...): what it holds below the first hole is
+//! invisible here. Invariants:
+//!
+//! 1. `full` and the lanes of `partial` are disjoint, `any` is both together.
+//! 2. A partial lane's reach is in 1 .. run length - 1, a full lane's is the run length.
+//! 3. A lane in a node's `any` is in its parent's `full`: along a path the lanes only become fewer.
+//! 4. Siblings differ in their first local hash, by which `children` finds them.
+//!
+//! A writer holds the lock of one shard for one node's change at a time, so readers wait for no more than that.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::RwLock;
+
+use super::lane_set::LaneSet;
+use super::prompt::Prompt;
+use crate::slab::Slab;
+use crate::table::{Table, mix};
+
+/// Shards of the trie: enough that a writer and a reader seldom meet in one.
+pub const SHARDS: usize = 64;
+
+/// Longest run of one node: a block's depth modulo this names it within its node.
+pub const MAX_RUN: u32 = 4096;
+
+/// Local hashes compared at once; a prompt of tokens is hashed in such pieces.
+const PIECE: usize = 64;
+
+/// A node's number in its shard; 0 is none.
+pub type NodeIndex = u32;
+
+/// A run of blocks; see the module.
+#[derive(Debug)]
+pub struct Node {
+    /// The node above; 0: the run begins a prompt.
+    pub parent: NodeIndex,
+    /// Depth of the first block.
+    pub start: u32,
+    pub local: Vec<u64>,
+    any: LaneSet,
+    full: LaneSet,
+    partial: Vec<(u32, u32)>,
+    /// Used by a query since the bound last passed.
+    touched: AtomicBool,
+}
+
+impl Node {
+    pub fn new(parent: NodeIndex, start: u32, local: Vec<u64>) -> Self {
+        Self {
+            parent,
+            start,
+            local,
+            any: LaneSet::default(),
+            full: LaneSet::default(),
+            partial: Vec::new(),
+            touched: AtomicBool::new(true),
+        }
+    }
+
+    /// Blocks of the run.
+    pub fn len(&self) -> u32 {
+        self.local.len() as u32
+    }
+
+    /// How many blocks from the first one a lane has.
+    pub fn reach(&self, lane: u32) -> u32 {
+        if self.full.contains(lane) {
+            return self.len();
+        }
+        self.partial.iter().find(|(partial, _)| *partial == lane).map_or(0, |(_, reach)| *reach)
+    }
+
+    /// Sets how many blocks from the first one a lane has.
+    pub fn set_reach(&mut self, lane: u32, reach: u32) {
+        let position = self.partial.iter().position(|(partial, _)| *partial == lane);
+        if reach == 0 {
+            self.any.remove(lane);
+        } else {
+            self.any.insert(lane);
+        }
+        if reach == self.len() {
+            self.full.insert(lane);
+        } else {
+            self.full.remove(lane);
+        }
+        match (position, reach > 0 && reach < self.len()) {
+            (Some(position), true) => self.partial[position].1 = reach,
+            (Some(position), false) => {
+                self.partial.swap_remove(position);
+                if self.partial.is_empty() {
+                    self.partial = Vec::new();
+                }
+            }
+            (None, true) => self.partial.push((lane, reach)),
+            (None, false) => {}
+        }
+    }
+
+    /// Appends blocks; nobody has them yet.
+    pub fn extend(&mut self, local: &[u64]) {
+        let len = self.len();
+        for lane in std::mem::take(&mut self.full).iter() {
+            self.partial.push((lane, len));
+        }
+        grow(&mut self.local, local.len());
+        self.local.extend_from_slice(local);
+    }
+
+    /// Drops the blocks from `len` on, which no lane has.
+    pub fn truncate(&mut self, len: u32) {
+        self.local.truncate(len as usize);
+        shrink(&mut self.local);
+        let full = &mut self.full;
+        self.partial.retain(|&(lane, reach)| {
+            if reach == len {
+                full.insert(lane);
+            }
+            reach < len
+        });
+    }
+
+    /// Cuts the run in two at `at`; this node becomes the first part, the second one is returned.
+    fn split_tail(&mut self, at: u32, own: NodeIndex) -> Self {
+        let local = self.local[at as usize..].to_vec();
+        self.local.truncate(at as usize);
+        self.local.shrink_to_fit();
+        let mut tail = Self::new(own, self.start + at, local);
+        tail.touched = AtomicBool::new(self.is_touched());
+        tail.full = std::mem::replace(&mut self.full, self.any.clone());
+        tail.any = tail.full.clone();
+        for (lane, reach) in std::mem::take(&mut self.partial) {
+            if reach < at {
+                self.full.remove(lane);
+                self.partial.push((lane, reach));
+            } else if reach > at {
+                tail.any.insert(lane);
+                tail.partial.push((lane, reach - at));
+            }
+        }
+        tail
+    }
+
+    pub fn is_touched(&self) -> bool {
+        self.touched.load(Ordering::Relaxed)
+    }
+
+    pub fn set_touched(&self, touched: bool) {
+        // A store by every query would take the cache line from the other readers.
+        if self.is_touched() != touched {
+            self.touched.store(touched, Ordering::Relaxed);
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        self.local.capacity() * size_of::<u64>()
+            + self.partial.capacity() * size_of::<(u32, u32)>()
+            + self.any.bytes()
+            + self.full.bytes()
+    }
+}
+
+/// Reserves room for `more` values, a quarter more than there are at least: runs grow in small steps.
+pub fn grow<T>(values: &mut Vec<T>, more: usize) {
+    if values.capacity() - values.len() < more {
+        values.reserve_exact(more.max(values.len() / 4 + 4));
+    }
+}
+
+/// Gives memory back that a run no longer needs.
+pub fn shrink<T>(values: &mut Vec<T>) {
+    if values.capacity() > 2 * values.len() + 8 {
+        values.shrink_to(values.len() + values.len() / 4);
+    }
+}
+
+/// What one lane has of a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Match {
+    pub lane: u32,
+    /// Leading blocks, at least 1.
+    pub blocks: u32,
+}
+
+/// One shard: all prompts whose first local hash falls into it.
+#[derive(Debug, Default)]
+pub struct Shard {
+    pub nodes: Slab<Node>,
+    /// (parent, first local hash) → node.
+    children: Table<32>,
+    secret: u64,
+}
+
+impl Shard {
+    fn key(&self, parent: NodeIndex, local: u64) -> u64 {
+        mix(local ^ u64::from(parent).wrapping_mul(0x9fb2_1c65_1e98_df25), self.secret)
+    }
+
+    /// The child of `parent` (0: of the root) that begins with a block; 0 if there is none.
+    #[inline]
+    pub fn child(&self, parent: NodeIndex, local: u64) -> NodeIndex {
+        let is = |payload: u64| {
+            let node = &self.nodes[payload as u32];
+            node.parent == parent && node.local[0] == local
+        };
+        self.children.find(self.key(parent, local), is).map_or(0, |(_, payload)| payload as u32)
+    }
+
+    /// Puts a node in place, under its parent.
+    pub fn attach(&mut self, index: NodeIndex, node: Node) {
+        let key = self.key(node.parent, node.local[0]);
+        self.nodes.put(index, node);
+        self.children.insert(key, u64::from(index));
+    }
+
+    /// Takes a node out that has no lanes and no children.
+    pub fn detach(&mut self, index: NodeIndex) -> Node {
+        self.unlink(index);
+        self.nodes.take(index)
+    }
+
+    fn unlink(&mut self, index: NodeIndex) {
+        let node = &self.nodes[index];
+        let key = self.key(node.parent, node.local[0]);
+        if let Some((slot, _)) = self.children.find(key, |payload| payload == u64::from(index)) {
+            self.children.remove(slot);
+        }
+    }
+
+    /// Cuts a run at `at`: `index` keeps the first part, `tail` gets the rest and the children.
+    pub fn split_tail(&mut self, index: NodeIndex, at: u32, tail: NodeIndex, children: &[NodeIndex]) {
+        for &child in children {
+            self.unlink(child);
+        }
+        let node = self.nodes[index].split_tail(at, index);
+        self.attach(tail, node);
+        for &child in children {
+            self.nodes[child].parent = tail;
+            let key = self.key(tail, self.nodes[child].local[0]);
+            self.children.insert(key, u64::from(child));
+        }
+    }
+
+    /// Cuts a run at `at`: `head` gets the first part, `index` keeps the rest and the children.
+    pub fn split_head(&mut self, index: NodeIndex, at: u32, head: NodeIndex) {
+        self.unlink(index);
+        let mut first = self.nodes.take(index);
+        let rest = first.split_tail(at, head);
+        self.attach(head, first);
+        self.attach(index, rest);
+    }
+
+    /// Heap memory, in bytes. O(nodes).
+    pub fn bytes(&self) -> usize {
+        self.nodes.bytes() + self.children.bytes() + self.nodes.iter().map(|(_, node)| node.bytes()).sum::<usize>()
+    }
+}
+
+/// Length of the common prefix of two runs.
+#[inline]
+pub fn common_prefix(a: &[u64], b: &[u64]) -> usize {
+    let len = a.len().min(b.len());
+    let (a, b) = (&a[..len], &b[..len]);
+    let mut same = 0;
+    for (a, b) in a.chunks(PIECE).zip(b.chunks(PIECE)) {
+        if a != b {
+            return same + a.iter().zip(b).take_while(|(a, b)| a == b).count();
+        }
+        same += a.len();
+    }
+    same
+}
+
+/// All shards.
+#[derive(Debug)]
+pub struct Trie {
+    shards: Vec<RwLock<Shard>>,
+}
+
+impl Trie {
+    /// An empty trie; `secret` scatters its tables.
+    pub fn new(secret: u64) -> Self {
+        let shard = || RwLock::new(Shard { secret, ..Shard::default() });
+        Self { shards: (0..SHARDS).map(|_| shard()).collect() }
+    }
+
+    /// Number of the shard of prompts that begin with a block.
+    #[inline]
+    pub fn shard_of(first: u64) -> usize {
+        // Local hashes are well mixed already.
+        first as usize % SHARDS
+    }
+
+    #[inline]
+    pub fn shard(&self, shard: usize) -> &RwLock<Shard> {
+        &self.shards[shard]
+    }
+
+    /// What every lane has of a prompt; lanes that have nothing are left out.
+    ///
+    /// With `early_exit` the search ends where one lane is left, whose number is then a lower bound.
+    pub fn find(&self, prompt: &mut impl Prompt, early_exit: bool, found: &mut Vec<Match>) {
+        let blocks = prompt.len();
+        if blocks == 0 {
+            return;
+        }
+        let first = prompt.hashes(1)[0];
+        let shard = self.shard(Self::shard_of(first)).read();
+        let mut index = shard.child(0, first);
+        if index == 0 {
+            return;
+        }
+        loop {
+            let node = &shard.nodes[index];
+            node.set_touched(true);
+            let start = node.start as usize;
+            let limit = node.local.len().min(blocks - start);
+            let stop = early_exit && node.any.len() <= 1;
+            let mut same = 0;
+            while same < limit {
+                // The first block is known to be equal: the child was found by it.
+                let piece = if stop { 1 } else { (limit - same).min(PIECE) };
+                let hashes = &prompt.hashes(start + same + piece)[start + same..];
+                let equal = common_prefix(&node.local[same..same + piece], hashes);
+                same += equal;
+                if equal < piece || stop {
+                    break;
+                }
+            }
+            let depth = (start + same) as u32;
+            let next = if same == node.local.len() && start + same < blocks && !stop {
+                shard.child(index, prompt.hashes(start + same + 1)[start + same])
+            } else {
+                0
+            };
+            for &(lane, reach) in &node.partial {
+                found.push(Match { lane, blocks: (node.start + reach).min(depth) });
+            }
+            let below = (next != 0).then(|| &shard.nodes[next].any);
+            node.full.for_each_without(below, |lane| found.push(Match { lane, blocks: depth }));
+            if next == 0 {
+                return;
+            }
+            index = next;
+        }
+    }
+}

@@ -1,0 +1,580 @@
+//! What one worker rank holds: the writer's side, which no query reads.
+//!
+//! ```text
+//! engine hash ──table──▶ (presence, depth) ──▶ presence: this worker's part of one node
+//!                                               own[offset]    the engine hash bound there
+//!                                               bound          offsets that have one (ghosts too)
+//!                                               tiers[t]       offsets with a copy on tier t
+//! ```
+//!
+//! A block is *plain* if one engine hash is bound to it, and on each tier it has one copy in every
+//! full-attention group or none at all: then the sets say all. Other blocks are *odd*: `Worker::odd` has
+//! their counts, and of the tier sets only the one of their level contains them. A hash that is bound
+//! without a copy is a ghost, or demoted.
+
+use std::collections::VecDeque;
+
+use hashbrown::{HashMap, HashSet};
+use smallvec::SmallVec;
+
+use super::extent::Extent;
+use super::trie::MAX_RUN;
+use crate::slab::Slab;
+use crate::table::{Table, mix};
+
+/// Tiers: device, host, disk, external.
+pub const TIERS: usize = 4;
+
+/// Levels of an answer: the tiers, cumulative, and predicted.
+pub const LEVELS: usize = 5;
+
+/// The level of predictions: on the device, or predicted.
+pub const PREDICTED: usize = 4;
+
+/// A level on which the worker never had anything, so that it has no lane.
+pub const NO_LANE: u32 = u32::MAX;
+
+/// Removed blocks remembered for each worker rank.
+pub const GHOST_LIMIT: usize = 65_536;
+
+/// Orphans kept for each worker rank.
+pub const ORPHAN_LIMIT: usize = 65_536;
+
+/// A count of copies stays here.
+pub const MAX_COPIES: u32 = u32::MAX;
+
+/// Node number over all shards; 0 is none.
+pub type NodeId = u32;
+
+/// Number of a presence of one worker; 0 is none.
+pub type PresenceId = u32;
+
+/// Bits of a table's payload: the depth modulo `MAX_RUN` and the presence.
+const DEPTH_BITS: u32 = MAX_RUN.ilog2();
+const PAYLOAD_BITS: u32 = DEPTH_BITS + 27;
+
+/// Physical copies in one group on one tier; the number is at least 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Copies {
+    pub group: u32,
+    pub tier: u8,
+    pub number: u32,
+}
+
+/// Copies of one engine hash, sorted by (group, tier).
+pub type Counts = SmallVec<[Copies; 2]>;
+
+/// Adds one copy; `set` keeps every count at 1. Returns whether a count rose.
+pub fn add_copy(counts: &mut Counts, group: u32, tier: u8, set: bool) -> bool {
+    match counts.binary_search_by_key(&(group, tier), |copies| (copies.group, copies.tier)) {
+        Ok(at) if set || counts[at].number == MAX_COPIES => false,
+        Ok(at) => {
+            counts[at].number += 1;
+            true
+        }
+        Err(at) => {
+            counts.insert(at, Copies { group, tier, number: 1 });
+            true
+        }
+    }
+}
+
+/// Drops one copy; false if there is none like it.
+pub fn drop_copy(counts: &mut Counts, group: u32, tier: u8) -> bool {
+    let Ok(at) = counts.binary_search_by_key(&(group, tier), |copies| (copies.group, copies.tier)) else {
+        return false;
+    };
+    counts[at].number -= 1;
+    if counts[at].number == 0 {
+        counts.remove(at);
+    }
+    true
+}
+
+/// Σ copies on the device.
+pub fn device_copies(counts: &Counts) -> u64 {
+    counts.iter().filter(|copies| copies.tier == 0).map(|copies| u64::from(copies.number)).sum()
+}
+
+/// The fastest tier at which every full-attention group has a copy there or faster, or `TIERS`.
+pub fn level_of(counts: &Counts, full_groups: &[u32]) -> usize {
+    let fastest = |group: &u32| {
+        counts.iter().find(|copies| copies.group == *group).map_or(TIERS, |copies| usize::from(copies.tier))
+    };
+    full_groups.iter().map(fastest).max().unwrap_or(TIERS)
+}
+
+/// An engine hash bound to an odd block; without copies it is a ghost, or demoted.
+#[derive(Debug, Clone)]
+pub struct Binding {
+    pub engine_hash: u64,
+    pub counts: Counts,
+}
+
+/// Bindings of an odd block, at least one; the first is the one in `Presence::own`.
+pub type Odd = Vec<Binding>;
+
+/// A block stored under a parent that this worker never had.
+#[derive(Debug, Clone)]
+pub struct Orphan {
+    pub parent: u64,
+    pub local: u64,
+    pub counts: Counts,
+}
+
+/// What few presences need.
+#[derive(Debug, Default)]
+pub struct More {
+    /// Host, disk, external.
+    pub lower: [Extent; TIERS - 1],
+    /// Offsets whose counts are in `Worker::odd`.
+    pub odd: Extent,
+    /// Predicted offsets.
+    pub predicted: Extent,
+    /// Number of the prediction at each offset, 0 for none; empty if there never was one.
+    pub prediction: Vec<u32>,
+    /// Reach on the levels above the device.
+    pub reach: [u32; LEVELS - 1],
+}
+
+impl More {
+    /// Takes what is at and above an offset out, as offsets from there; reaches are divided too.
+    pub fn split_off(&mut self, at: u32) -> Self {
+        let mut tail = Self {
+            lower: std::array::from_fn(|tier| self.lower[tier].split_off(at)),
+            odd: self.odd.split_off(at),
+            predicted: self.predicted.split_off(at),
+            ..Self::default()
+        };
+        if self.prediction.len() > at as usize {
+            tail.prediction = self.prediction.split_off(at as usize);
+        }
+        for level in 0..LEVELS - 1 {
+            tail.reach[level] = self.reach[level].saturating_sub(at);
+            self.reach[level] = self.reach[level].min(at);
+        }
+        tail
+    }
+}
+
+/// This worker's part of one node.
+#[derive(Debug, Default)]
+pub struct Presence {
+    pub node: NodeId,
+    /// Depth of the node's first block.
+    pub start: u32,
+    /// The presence in the parent node; 0: there is none, or the node begins a prompt.
+    pub parent: PresenceId,
+    pub first_child: PresenceId,
+    pub next: PresenceId,
+    pub previous: PresenceId,
+    /// Blocks from the first one that are rooted on the device.
+    pub reach: u32,
+    /// Engine hash at each offset; meaningful where `bound`.
+    pub own: Vec<u64>,
+    pub bound: Extent,
+    pub device: Extent,
+    pub more: Option<Box<More>>,
+}
+
+impl Presence {
+    pub fn tier(&self, tier: usize) -> Option<&Extent> {
+        match tier {
+            0 => Some(&self.device),
+            _ => self.more.as_ref().map(|more| &more.lower[tier - 1]),
+        }
+    }
+
+    pub fn tier_mut(&mut self, tier: usize) -> &mut Extent {
+        match tier {
+            0 => &mut self.device,
+            _ => &mut self.more_mut().lower[tier - 1],
+        }
+    }
+
+    pub fn more_mut(&mut self) -> &mut More {
+        self.more.get_or_insert_default()
+    }
+
+    pub fn on_tier(&self, tier: usize, offset: u32) -> bool {
+        self.tier(tier).is_some_and(|extent| extent.contains(offset))
+    }
+
+    /// The fastest tier whose set contains an offset, or `TIERS`.
+    pub fn level(&self, offset: u32) -> usize {
+        let tiers = if self.more.is_some() { TIERS } else { 1 };
+        (0..tiers).find(|&tier| self.on_tier(tier, offset)).unwrap_or(TIERS)
+    }
+
+    pub fn is_odd(&self, offset: u32) -> bool {
+        self.more.as_ref().is_some_and(|more| more.odd.contains(offset))
+    }
+
+    pub fn is_predicted(&self, offset: u32) -> bool {
+        self.more.as_ref().is_some_and(|more| more.predicted.contains(offset))
+    }
+
+    /// Whether an offset keeps its block alive.
+    pub fn pins(&self, offset: u32) -> bool {
+        self.bound.contains(offset) || self.is_predicted(offset)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.bound.is_empty() && self.more.as_ref().is_none_or(|more| more.predicted.is_empty())
+    }
+
+    pub fn reach_on(&self, level: usize) -> u32 {
+        match level {
+            0 => self.reach,
+            _ => self.more.as_ref().map_or(0, |more| more.reach[level - 1]),
+        }
+    }
+
+    pub fn set_reach_on(&mut self, level: usize, reach: u32) {
+        match level {
+            0 => self.reach = reach,
+            _ => self.more_mut().reach[level - 1] = reach,
+        }
+    }
+
+    /// Length of the interval from offset 0 that a level has.
+    pub fn prefix_on(&self, level: usize) -> u32 {
+        let Some(more) = &self.more else { return self.device.prefix() };
+        let sets: SmallVec<[&Extent; LEVELS]> = match level {
+            PREDICTED => SmallVec::from_slice(&[&self.device, &more.predicted]),
+            _ => std::iter::once(&self.device).chain(&more.lower[..level]).collect(),
+        };
+        let mut prefix = 0;
+        loop {
+            let longest = sets.iter().map(|set| set.prefix()).max().unwrap_or(0);
+            prefix = prefix.max(longest);
+            if !sets.iter().any(|set| set.contains(prefix)) {
+                return prefix;
+            }
+            prefix += 1;
+        }
+    }
+
+    /// Blocks held on any tier.
+    pub fn held(&self) -> u32 {
+        match &self.more {
+            None => self.device.len(),
+            Some(_) => self.bound.iter().filter(|&offset| self.level(offset) < TIERS).count() as u32,
+        }
+    }
+
+    pub fn bytes(&self) -> usize {
+        let extents = self.bound.bytes() + self.device.bytes();
+        let more = self.more.as_ref().map_or(0, |more| {
+            let lower: usize = more.lower.iter().map(Extent::bytes).sum();
+            size_of::<More>()
+                + lower
+                + more.odd.bytes()
+                + more.predicted.bytes()
+                + more.prediction.capacity() * size_of::<u32>()
+        });
+        self.own.capacity() * size_of::<u64>() + extents + more
+    }
+}
+
+/// Removed engine hashes, oldest first: the first in, first out, of those that are still removed.
+#[derive(Debug, Default)]
+pub struct Ghosts {
+    queue: VecDeque<u64>,
+    /// Entries of the queue, by hash, that do not count: the block came back since.
+    stale: HashMap<u64, u32>,
+    stale_entries: usize,
+}
+
+impl Ghosts {
+    pub fn len(&self) -> usize {
+        self.queue.len() - self.stale_entries
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Makes a hash, which is none, the youngest ghost.
+    pub fn push(&mut self, engine_hash: u64) {
+        if self.stale_entries > GHOST_LIMIT {
+            self.compact();
+        }
+        self.queue.push_back(engine_hash);
+    }
+
+    /// Ends a ghost that came back.
+    pub fn revive(&mut self, engine_hash: u64) {
+        *self.stale.entry(engine_hash).or_default() += 1;
+        self.stale_entries += 1;
+    }
+
+    /// Takes the oldest ghost.
+    pub fn pop(&mut self) -> Option<u64> {
+        while let Some(engine_hash) = self.queue.pop_front() {
+            if !self.take_stale(engine_hash) {
+                return Some(engine_hash);
+            }
+        }
+        None
+    }
+
+    fn take_stale(&mut self, engine_hash: u64) -> bool {
+        let Some(count) = self.stale.get_mut(&engine_hash) else { return false };
+        *count -= 1;
+        if *count == 0 {
+            self.stale.remove(&engine_hash);
+        }
+        self.stale_entries -= 1;
+        true
+    }
+
+    fn compact(&mut self) {
+        // Of several entries of one hash the last one is the live one, so the first ones are the stale ones.
+        for _ in 0..self.queue.len() {
+            if let Some(engine_hash) = self.queue.pop_front()
+                && !self.take_stale(engine_hash)
+            {
+                self.queue.push_back(engine_hash);
+            }
+        }
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.queue.capacity() * size_of::<u64>() + self.stale.allocation_size()
+    }
+}
+
+/// One worker rank; see the module.
+#[derive(Debug, Default)]
+pub struct Worker {
+    /// One lane a level, or `NO_LANE`.
+    pub lanes: [u32; LEVELS],
+    secret: u64,
+    table: Table<PAYLOAD_BITS>,
+    pub presences: Slab<Presence>,
+    /// Node → presences in its children, while there is no presence in the node itself.
+    pub detached: HashMap<NodeId, Vec<PresenceId>>,
+    /// Known groups, sorted, and whether each is full attention.
+    pub groups: Vec<(u32, bool)>,
+    pub full_groups: SmallVec<[u32; 2]>,
+    /// (presence, depth) → the bindings of an odd block.
+    pub odd: HashMap<(PresenceId, u32), Odd>,
+    pub ghosts: Ghosts,
+    pub demoted: HashSet<u64>,
+    pub demoted_until: f64,
+    pub orphans: HashMap<u64, Orphan>,
+    /// Parent hash → orphans that wait for it.
+    pub waiting: HashMap<u64, Vec<u64>>,
+    /// Prefixes held on any tier.
+    pub held: u64,
+    /// Σ device copies, orphans included.
+    pub device_copies: u64,
+    pub predictions: u64,
+    /// The next presence to take out of the trie, once the worker is dropped; 0: the highest.
+    pub drain_next: PresenceId,
+}
+
+impl Worker {
+    pub fn new(device_lane: u32, secret: u64) -> Self {
+        let mut lanes = [NO_LANE; LEVELS];
+        lanes[0] = device_lane;
+        Self { lanes, secret, ..Self::default() }
+    }
+
+    fn payload(presence: PresenceId, depth: u32) -> u64 {
+        u64::from(presence) << DEPTH_BITS | u64::from(depth % MAX_RUN)
+    }
+
+    fn place(&self, payload: u64) -> (PresenceId, u32) {
+        let presence = (payload >> DEPTH_BITS) as PresenceId;
+        let depth = payload as u32 % MAX_RUN;
+        (presence, depth.wrapping_sub(self.presences[presence].start) % MAX_RUN)
+    }
+
+    fn is_bound_at(&self, payload: u64, engine_hash: u64) -> bool {
+        let (presence, offset) = self.place(payload);
+        let part = &self.presences[presence];
+        part.own.get(offset as usize) == Some(&engine_hash)
+            || part.is_odd(offset)
+                && self.odd[&(presence, part.start + offset)]
+                    .iter()
+                    .any(|binding| binding.engine_hash == engine_hash)
+    }
+
+    /// Hash of an engine hash, for `warm`.
+    #[inline]
+    pub fn hash(&self, engine_hash: u64) -> u64 {
+        mix(engine_hash, self.secret)
+    }
+
+    /// Brings the table's line for an engine hash into the cache.
+    #[inline]
+    pub fn warm(&self, engine_hash: u64) -> u64 {
+        self.table.warm(self.hash(engine_hash))
+    }
+
+    /// Where an engine hash is bound, ghosts and demoted ones included.
+    #[inline]
+    pub fn locate(&self, engine_hash: u64) -> Option<(PresenceId, u32)> {
+        self.table
+            .find(self.hash(engine_hash), |payload| self.is_bound_at(payload, engine_hash))
+            .map(|(_, payload)| self.place(payload))
+    }
+
+    /// Binds an engine hash to an offset whose `own` has it already; false if it is bound somewhere.
+    #[inline]
+    pub fn enter(&mut self, engine_hash: u64, presence: PresenceId, offset: u32) -> bool {
+        let payload = Self::payload(presence, self.presences[presence].start + offset);
+        let hash = self.hash(engine_hash);
+        let mut table = std::mem::take(&mut self.table);
+        let there = table.insert_new(hash, payload, |payload| self.is_bound_at(payload, engine_hash));
+        self.table = table;
+        there.is_none()
+    }
+
+    /// Makes room for bindings.
+    pub fn reserve(&mut self, more: usize) {
+        self.table.reserve(more);
+    }
+
+    /// Ends the binding of an engine hash in the table; `own` and `odd` are the caller's.
+    pub fn leave(&mut self, engine_hash: u64) {
+        let found = self.table.find(self.hash(engine_hash), |payload| self.is_bound_at(payload, engine_hash));
+        if let Some((slot, _)) = found {
+            self.table.remove(slot);
+        }
+    }
+
+    /// Renumbers the presence of a binding, before its content moves.
+    pub fn move_binding(&mut self, engine_hash: u64, depth: u32, to: PresenceId) {
+        let found = self.table.find(self.hash(engine_hash), |payload| self.is_bound_at(payload, engine_hash));
+        if let Some((slot, _)) = found {
+            self.table.replace(slot, Self::payload(to, depth));
+        }
+    }
+
+    /// Cuts a presence at an offset; returns the new one, which is the tail or the head.
+    pub fn split_presence(&mut self, presence: PresenceId, at: u32, new_tail: bool) -> PresenceId {
+        let part = &self.presences[presence];
+        let (start, depth) = (part.start, part.start + at);
+        let moved: Vec<(u64, u32)> = part
+            .bound
+            .iter()
+            .filter(|&offset| (offset >= at) == new_tail)
+            .map(|offset| (part.own[offset as usize], start + offset))
+            .collect();
+        let other = self.presences.insert(Presence { start, ..Presence::default() });
+        for &(engine_hash, depth) in &moved {
+            self.move_binding(engine_hash, depth, other);
+        }
+        let odd: Vec<u32> =
+            moved.iter().map(|&(_, depth)| depth).filter(|&depth| self.odd.contains_key(&(presence, depth))).collect();
+        for &depth in &odd {
+            let twins: SmallVec<[u64; 2]> =
+                self.odd[&(presence, depth)].iter().skip(1).map(|binding| binding.engine_hash).collect();
+            for engine_hash in twins {
+                self.move_binding(engine_hash, depth, other);
+            }
+        }
+        for depth in odd {
+            if let Some(bindings) = self.odd.remove(&(presence, depth)) {
+                self.odd.insert((other, depth), bindings);
+            }
+        }
+        let part = &mut self.presences[presence];
+        let own = part.own.split_off((at as usize).min(part.own.len()));
+        let mut tail = Presence {
+            start: depth,
+            own,
+            bound: part.bound.split_off(at),
+            device: part.device.split_off(at),
+            reach: part.reach.saturating_sub(at),
+            more: part.more.as_mut().map(|more| Box::new(more.split_off(at))),
+            ..Presence::default()
+        };
+        part.reach = part.reach.min(at);
+        part.own.shrink_to_fit();
+        if !new_tail {
+            std::mem::swap(&mut tail.own, &mut part.own);
+            std::mem::swap(&mut tail.bound, &mut part.bound);
+            std::mem::swap(&mut tail.device, &mut part.device);
+            std::mem::swap(&mut tail.reach, &mut part.reach);
+            std::mem::swap(&mut tail.more, &mut part.more);
+            tail.start = start;
+            part.start = depth;
+        }
+        self.presences[other] = tail;
+        other
+    }
+
+    /// Engine hashes bound, ghosts and demoted ones included.
+    pub fn bindings(&self) -> usize {
+        self.table.len()
+    }
+
+    /// Bound hashes with copies, and orphans: what the `max_blocks` bound counts.
+    pub fn entries(&self) -> usize {
+        self.table.len() - self.ghosts.len() - self.demoted.len() + self.orphans.len()
+    }
+
+    /// The counts of a bound engine hash, found at an offset.
+    pub fn counts(&self, engine_hash: u64, presence: PresenceId, offset: u32) -> Counts {
+        let part = &self.presences[presence];
+        if part.is_odd(offset) {
+            return self.odd[&(presence, part.start + offset)]
+                .iter()
+                .find(|binding| binding.engine_hash == engine_hash)
+                .map_or_else(Counts::new, |binding| binding.counts.clone());
+        }
+        self.plain_counts(presence, offset)
+    }
+
+    /// The counts that the tier sets of a plain block stand for.
+    pub fn plain_counts(&self, presence: PresenceId, offset: u32) -> Counts {
+        let part = &self.presences[presence];
+        let mut counts = Counts::new();
+        for &group in &self.full_groups {
+            for tier in 0..TIERS {
+                if part.on_tier(tier, offset) {
+                    counts.push(Copies { group, tier: tier as u8, number: 1 });
+                }
+            }
+        }
+        counts
+    }
+
+    /// The tiers of a block that one binding with these counts makes plain; None if it is odd.
+    pub fn plain_tiers(&self, counts: &Counts) -> Option<[bool; TIERS]> {
+        let mut tiers = [0; TIERS];
+        for copies in counts {
+            if copies.number != 1 || !self.full_groups.contains(&copies.group) {
+                return None;
+            }
+            tiers[usize::from(copies.tier)] += 1;
+        }
+        let all = self.full_groups.len();
+        tiers.iter().all(|&groups| groups == 0 || groups == all).then(|| tiers.map(|groups| groups > 0))
+    }
+
+    /// Levels that have a lane.
+    pub fn levels(&self) -> impl Iterator<Item = usize> + use<> {
+        let lanes = self.lanes;
+        (0..LEVELS).filter(move |&level| lanes[level] != NO_LANE)
+    }
+
+    /// Heap memory, in bytes. O(presences).
+    pub fn bytes(&self) -> usize {
+        let odd: usize = self.odd.values().map(|odd| odd.capacity() * size_of::<Binding>()).sum();
+        self.table.bytes()
+            + self.presences.bytes()
+            + self.presences.iter().map(|(_, presence)| presence.bytes()).sum::<usize>()
+            + self.ghosts.bytes()
+            + odd
+            + self.odd.allocation_size()
+            + self.orphans.allocation_size()
+            + self.waiting.allocation_size()
+            + self.demoted.allocation_size()
+            + self.detached.allocation_size()
+    }
+}
