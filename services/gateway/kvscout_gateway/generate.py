@@ -157,6 +157,8 @@ class GenerateFlow:
                 self._bookings.free(placement.booking)
 
     def _check_prediction(self, wish: Wish, placement: Placement, cached: int) -> None:
+        if placement.degraded:
+            return  # nobody predicted anything
         predicted = predicted_cached_tokens(placement.overlap_blocks, wish.prompt.isl_tokens, placement.block_size)
         totals, error = self._observations.check(
             wish.tenant, placement.worker, isl_tokens=wish.prompt.isl_tokens, predicted=predicted, cached=cached
