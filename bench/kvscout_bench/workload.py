@@ -65,29 +65,45 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Integers with a long tail: log-normal, cut to `low`..`high`."""
+
+    median: int
+    sigma: float
+    """Standard deviation of the logarithm."""
+    low: int
+    high: int
+
+    def draw(self, rng: random.Random) -> int:
+        """One value."""
+        return min(self.high, max(self.low, round(rng.lognormvariate(math.log(self.median), self.sigma))))
+
+
+@dataclass(frozen=True, slots=True)
 class MultiTurn:
     """Parameters of the multi-turn generator.
 
-    The defaults are a chat service scaled to what two cores can drive in half a minute: about 300 requests at 10 to 20
-    a second, prompts of 1 to 6 thousand tokens. Think times are those of a minute-long conversation, compressed.
+    The defaults are a chat service scaled to what a laptop can drive in half a minute: about 330 requests, 10 a second,
+    prompts of 2,600 tokens on average and 9,000 at most, of which 80 % repeat what was sent before. Think times are
+    those of a conversation of a few minutes, compressed.
     """
 
     sessions: int = 60
     sessions_per_second: float = 3.0
     """Mean arrival rate of sessions (Poisson)."""
     seed: int = 0
-    apps: int = 6
+    apps: int = 12
     app_skew: float = 1.0
     """Zipf exponent of the apps' popularity; 0 = all alike."""
-    system_prompt_tokens: Range = Range(128, 512)
+    system_prompt_tokens: Range = Range(64, 256)
     """Length of an app's system prompt."""
     turns: Range = Range(3, 8)
     """Requests of a session."""
-    first_message_tokens: Range = Range(768, 2560)
+    first_message_tokens: LogNormal = LogNormal(median=1536, sigma=0.8, low=256, high=6144)
     """New tokens of a session's first turn, after the system prompt."""
     message_tokens: Range = Range(48, 384)
     """New tokens of each later turn."""
-    output_tokens: Range = Range(16, 48)
+    output_tokens: Range = Range(16, 32)
     """Tokens generated a turn."""
     think_seconds: float = 1.5
     """Mean think time (exponential, at most four times the mean)."""
@@ -113,6 +129,8 @@ class MultiTurn:
             raise ConfigError("must be between 2 and 65,536", field="vocab_size")
         for field in fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, LogNormal) and not (0 < value.low <= value.median <= value.high and value.sigma >= 0):
+                raise ConfigError(f"{value} has no values from 1 up", field=field.name)
             lowest = 0 if field.name == "system_prompt_tokens" else 1
             if isinstance(value, Range) and not lowest <= value.low <= value.high:
                 raise ConfigError(f"{value.low}..{value.high} is not a range from {lowest} up", field=field.name)

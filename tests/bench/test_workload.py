@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvscout_bench.workload import MultiTurn, Range, multi_turn
+from kvscout_bench.workload import LogNormal, MultiTurn, Range, multi_turn
 from kvscout_common.errors import ConfigError
 
 
@@ -27,12 +27,19 @@ def test_lengths_stay_in_their_ranges() -> None:
     for session in multi_turn(parameters):
         first, *later = session.turns
         assert 3 <= len(session.turns) <= 8
-        assert 100 + 768 <= len(first.new_tokens) <= 120 + 2560
+        assert 100 + 256 <= len(first.new_tokens) <= 120 + 6144
         assert first.think_seconds == 0
         assert all(48 <= len(turn.new_tokens) <= 384 for turn in later)
-        assert all(16 <= turn.max_tokens <= 48 for turn in session.turns)
+        assert all(16 <= turn.max_tokens <= 32 for turn in session.turns)
         assert all(0 <= turn.think_seconds <= 4 * parameters.think_seconds for turn in later)
         assert max(first.new_tokens) < parameters.vocab_size
+
+
+def test_first_messages_have_their_median_and_a_long_tail() -> None:
+    parameters = MultiTurn(sessions=400, system_prompt_tokens=Range(0, 0), turns=Range(1, 1))
+    lengths = sorted(len(session.turns[0].new_tokens) for session in multi_turn(parameters))
+    assert statistics.median(lengths) == pytest.approx(1536, rel=0.15)
+    assert statistics.fmean(lengths) > 1.15 * statistics.median(lengths)
 
 
 def test_sessions_of_one_app_share_its_system_prompt_and_nothing_more() -> None:
@@ -49,7 +56,7 @@ def test_popular_apps_get_more_sessions_unless_the_skew_is_zero() -> None:
             apps=4,
             app_skew=skew,
             turns=Range(1, 1),
-            first_message_tokens=Range(1, 1),
+            first_message_tokens=LogNormal(1, 0, 1, 1),
             system_prompt_tokens=Range(16, 16),
         )
         apps = [bytes(session.turns[0].new_tokens[:16]) for session in multi_turn(parameters)]
@@ -86,6 +93,8 @@ def test_no_think_time_means_none() -> None:
         ("turns", Range(0, 3)),
         ("turns", Range(4, 3)),
         ("output_tokens", Range(0, 1)),
+        ("first_message_tokens", LogNormal(100, 1, 200, 300)),
+        ("first_message_tokens", LogNormal(100, -1, 1, 300)),
     ],
 )
 def test_a_parameter_out_of_range_is_named(field: str, value: object) -> None:

@@ -28,9 +28,12 @@ BASELINE, CANDIDATE = "round-robin", "kv"
 SESSIONS_PER_SECOND = 3.0
 ARRIVAL_SECONDS = 20.0
 
-CHAT_BLOCKS = 2560
-"""KV blocks of an engine in the default workload: 40,960 tokens. Its live sessions need about 120,000, so that four
-engines together hold them once, and none holds them all; larger caches hide bad routing, in this demo as in life."""
+CHAT_BLOCKS = 1536
+"""KV blocks of an engine in the default workload: 24,576 tokens. Its live sessions hold about 65,000: four engines have
+room for each of them once, none for all of them. Larger caches hide bad routing, in this demo as in life."""
+
+CHAT_STEP_COSTS = ("--step-base-ms", "5", "--prefill-us-per-token", "40", "--decode-us-per-request", "25")
+"""A model of about 8B on one current GPU: 25,000 prompt tokens a second, about 6 ms between tokens."""
 
 TRACE_BLOCKS = 16_384
 """262,144 tokens: the longest prompts of the public traces have more than 120,000."""
@@ -127,7 +130,7 @@ def _chat(sessions: int, rate: float, seed: int, mockers: int, blocks: int | Non
         f"{sessions} multi-turn sessions of {parameters.apps} apps, {rate:g} new ones a second, on {mockers} engines "
         f"with {blocks:,} blocks of 16 tokens",
         partial(multi_turn, parameters),
-        Mockers(mockers, num_gpu_blocks=blocks),
+        Mockers(mockers, num_gpu_blocks=blocks, flags=CHAT_STEP_COSTS),
     )
 
 
