@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+
+SCRAPE_SECONDS = 10.0
+"""Longest wait of a scrape for the event loop: Prometheus' own default timeout."""
 
 
 class _JsonFormatter(logging.Formatter):
@@ -73,10 +78,30 @@ class RateLimitedLog:
         self._log.warning(message + "%s", *args, suffix)
 
 
+class _OnLoop(Collector):
+    """Has a collector read on the event loop that owns what it reads; scrapes come from threads of their own."""
+
+    def __init__(self, collector: Collector, loop: asyncio.AbstractEventLoop) -> None:
+        self._collector = collector
+        self._loop = loop
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: names are checked by nobody, and reading them here would wait for the loop that registers."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Samples of now, once the loop gets to it."""
+
+        async def read() -> list[Metric]:
+            return list(self._collector.collect())
+
+        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(SCRAPE_SECONDS)
+
+
 def registry_of(collector: Collector) -> CollectorRegistry:
-    """A Prometheus registry with one collector, which reads a service's state when it is scraped."""
+    """A Prometheus registry with one collector, which reads a service's state, on the running loop, when scraped."""
     registry = CollectorRegistry()
-    registry.register(collector)
+    registry.register(_OnLoop(collector, asyncio.get_running_loop()))
     return registry
 
 

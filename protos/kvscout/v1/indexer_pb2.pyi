@@ -163,7 +163,7 @@ class FindMatchesResponse(_message.Message):
     """Tokens a block of the index asked."""
     lower_bound: _builtins.bool
     """True = an overlap may be lower than what the engine has: early_exit stopped the search, or the history of
-    a worker in `incomplete_rows` is not complete.
+    some worker is not complete, be it in `incomplete_rows` or without a row because nothing is known of it.
     """
     @_builtins.property
     def overlaps(self) -> _types_pb2.Overlaps:

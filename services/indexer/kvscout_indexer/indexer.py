@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import zmq
@@ -42,6 +42,9 @@ class Indexer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_535)
         self._sources: dict[tuple[str, WorkerRank], Source] = {}
+        self._incomplete: set[Source] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        """Replays of closed sources that have not ended yet."""
         self._recoveries = asyncio.Semaphore(MAX_RECOVERIES)
         self._warnings = RateLimitedLog(log)
         self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -64,8 +67,8 @@ class Indexer:
     async def close(self) -> None:
         """Closes every socket."""
         for source in self._sources.values():
-            source.close()
-        await asyncio.sleep(0)  # replays that were cancelled close their sockets now
+            self._let_end(source)
+        await asyncio.gather(*self._closing, return_exceptions=True)
         self._context.destroy(linger=0)
 
     def sources(self, tenant: str) -> Iterator[tuple[WorkerSpec, WorkerRank, Source | None]]:
@@ -74,13 +77,9 @@ class Indexer:
             for rank in entry.spec.ranks:
                 yield entry.spec, rank, self._sources.get((entry.spec.tenant, rank))
 
-    def incomplete_rows(self, tenant: str, workers: Sequence[WorkerRank]) -> list[int]:
-        """Positions of the workers whose history is incomplete: they may hold more than is known."""
-        return [
-            row
-            for row, rank in enumerate(workers)
-            if (source := self._sources.get((tenant, rank))) is not None and source.sequence.history_incomplete
-        ]
+    def incomplete(self, index: BlockIndex) -> set[WorkerRank]:
+        """Ranks of an index whose history is incomplete: they may hold more than is known."""
+        return {source.rank for source in self._incomplete if source.index is index}
 
     def recover(self, tenant: str, worker_id: str, dp_rank: int | None) -> int:
         """Drops and fetches again what is known of a worker; returns the number of ranks.
@@ -147,6 +146,7 @@ class Indexer:
             clock=time.monotonic,
             ttl_seconds=self._config.router_ttl_seconds,
             warnings=self._warnings,
+            incomplete=self._incomplete,
             failed=self._fail,
         )
         self._sources[spec.tenant, rank] = source
@@ -155,7 +155,13 @@ class Indexer:
     def _close(self, spec: WorkerSpec, rank: WorkerRank) -> None:
         source = self._sources.pop((spec.tenant, rank), None)
         if source is not None:
-            source.close()
+            self._let_end(source)
+
+    def _let_end(self, source: Source) -> None:
+        task = source.close()
+        if task is not None and not task.done():
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     def _fail(self, error: BaseException) -> None:
         if not self._crash.done():
@@ -168,10 +174,8 @@ class Indexer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            now = time.monotonic()
             for source in list(self._sources.values()):
-                if source.sequence.retry_at is not None and source.sequence.retry_at <= now:
-                    source.tick()
+                source.tick()
 
     async def _maintain(self) -> None:
         """Frees what was dropped, a slice a turn, so that no query waits for it."""

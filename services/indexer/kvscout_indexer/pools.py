@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import PoolKey, WorkerRank, WorkerSpec
 from kvscout_indexer.index import BlockIndex, WorkerOptions
 
@@ -61,12 +62,14 @@ class Pools:
         return self._indexes[spec.pool]
 
     def require_model(self, tenant: str, model: str) -> None:
-        """Refuses a model that was never seen.
+        """Refuses a model that was never seen; "" is no model, tenant "*" is any.
 
         Raises:
             NotFound: If no worker of it was ever registered in this tenant.
         """
-        if model and (tenant, model) not in self._seen:
+        if not model or (tenant, model) in self._seen:
+            return
+        if tenant != ALL_TENANTS or all(seen != model for _, seen in self._seen):
             raise NotFound(f"no worker of model {model!r} was ever registered in tenant {tenant!r}")
 
     def find(

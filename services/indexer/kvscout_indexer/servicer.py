@@ -45,13 +45,15 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         key, index = found
         hashes = _hashes(request, key)
         overlaps = index.find_matches(hashes, now=time.monotonic(), early_exit=request.early_exit)
-        incomplete = self._indexer.incomplete_rows(tenant, overlaps.workers)
+        incomplete = self._indexer.incomplete(index)
         return indexer_pb2.FindMatchesResponse(
             overlaps=overlaps_to_proto(overlaps),
             num_blocks=len(hashes) // HASH_BYTES,
             block_size=key.block_size,
             lower_bound=request.early_exit or bool(incomplete),
-            incomplete_rows=incomplete,
+            incomplete_rows=[row for row, rank in enumerate(overlaps.workers) if rank in incomplete]
+            if incomplete
+            else (),
         )
 
     async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> indexer_pb2.IndexerStatus:

@@ -40,6 +40,8 @@ YIELD_EVERY = 32
 """Replayed batches between two turns of the event loop."""
 RECOVERY_INTERVAL_SECONDS = 600.0
 """A worker whose counts are impossible is recovered at most this often."""
+REOPEN_SECONDS = 1.0
+"""Between two tries to use an endpoint: an address that is in use, such as our own of a moment ago, gets free."""
 
 
 class Source:
@@ -55,6 +57,7 @@ class Source:
         clock: Monotonic seconds.
         ttl_seconds: How long blocks stay predicted whose history was lost.
         warnings: Where what is wrong with an engine is logged.
+        incomplete: Has this source in it while its history is incomplete.
         failed: Told of a defect of ours; the process then ends.
     """
 
@@ -70,6 +73,7 @@ class Source:
         clock: Callable[[], float],
         ttl_seconds: float,
         warnings: RateLimitedLog,
+        incomplete: set[Source],
         failed: Callable[[BaseException], None],
     ) -> None:
         self.spec = spec
@@ -91,13 +95,15 @@ class Source:
         self._clock = clock
         self._ttl_seconds = ttl_seconds
         self._warnings = warnings
+        self._incomplete = incomplete
         self._failed = failed
         self._replay: asyncio.Task[None] | None = None
         self._recovered_at: float | None = None
+        self._reopen_at: float | None = None
         self._subscription: Subscription | None = None
 
     def open(self) -> None:
-        """Connects; an endpoint that cannot be used is shown in the status, not raised."""
+        """Connects; an endpoint that cannot be used is shown in the status and tried again, not raised."""
         try:
             self._subscription = Subscription(
                 self._context,
@@ -107,25 +113,39 @@ class Source:
                 on_connected=self._guarded(lambda: self._carry_out(self.sequence.on_reconnect())),
             )
         except zmq.ZMQError as error:
-            self.broken = f"{self.endpoint.endpoint}: {error}"
-            log.error("worker %s/%d publishes where nothing can be read: %s", *self.rank, self.broken)
+            reason = f"{self.endpoint.endpoint}: {error}"
+            if reason != self.broken:
+                log.error("worker %s/%d publishes where nothing can be read: %s", *self.rank, reason)
+            self.broken = reason
+            self._reopen_at = self._clock() + REOPEN_SECONDS
+        else:
+            self.broken = ""
+            self._reopen_at = None
 
-    def close(self) -> None:
-        """Closes the sockets and ends a replay."""
+    def close(self) -> asyncio.Task[None] | None:
+        """Closes the sockets and ends a replay; returns its task, which closes its socket as it ends."""
+        self._incomplete.discard(self)
         if self._subscription is not None:
             self._subscription.close()
         if self._replay is not None:
             self._replay.cancel()
+        return self._replay
 
     def tick(self) -> None:
-        """Time passed."""
-        self._carry_out(self.sequence.on_tick(self._clock()))
+        """Time passed: does what is due."""
+        now = self._clock()
+        if self.sequence.retry_at is not None and self.sequence.retry_at <= now:
+            self._carry_out(self.sequence.on_tick(now))
+        if self._reopen_at is not None and self._reopen_at <= now:
+            self.open()
 
     def recover(self) -> None:
         """Drops what is known of the rank and fetches it again, as far as the engine still has it."""
         self.index.reset(self.rank)
         self.resets += 1
-        self.sequence.restore(epoch=0, last_id=None)
+        if self.endpoint.replay_endpoint:
+            self.sequence.restore(epoch=0, last_id=None)
+        # Without a replay the cursor stays: live batches go on from it, and what is dropped here stays missing.
         self._carry_out(self.sequence.on_reconnect())
 
     def _guarded(self, function: Callable[..., None]) -> Callable[..., None]:
@@ -172,9 +192,10 @@ class Source:
         )
 
     def _carry_out(self, decisions: list[Decision[EventBatch]]) -> None:
+        over_capacity = False
         for decision in decisions:
             if isinstance(decision, Apply):
-                self._apply(decision.batch)
+                over_capacity = self._apply(decision.batch)
             elif isinstance(decision, Reset):
                 log.warning("worker %s/%d restarted: its blocks are forgotten", *self.rank)
                 self.resets += 1
@@ -187,16 +208,23 @@ class Source:
                     self._replay.cancel()
                 name = f"replay {self.rank.worker_id}/{self.rank.dp_rank}"
                 self._replay = asyncio.get_running_loop().create_task(self._run_replay(decision), name=name)
+        if self.sequence.history_incomplete:
+            self._incomplete.add(self)
+        else:
+            self._incomplete.discard(self)
+        # Only now: a recovery in the midst of decisions would have the rest of them applied twice.
+        if over_capacity and not self.sequence.replaying and self._may_recover():
+            log.warning("worker %s/%d has more blocks than it can: removals were lost, recovering", *self.rank)
+            self.recover()
 
-    def _apply(self, batch: SequencedBatch[EventBatch]) -> None:
+    def _apply(self, batch: SequencedBatch[EventBatch]) -> bool:
+        """Applies a batch; True = the worker has more blocks than it can."""
         applied = self.index.apply(self.rank, batch.content, epoch=batch.epoch, event_id=batch.event_id)
         if applied.incompatible:
             self._warnings.warning(
                 (self.rank, "incompatible"), "worker %s/%d is not indexed: %s", *self.rank, applied.incompatible
             )
-        if applied.over_capacity and not self.sequence.replaying and self._may_recover():
-            log.warning("worker %s/%d has more blocks than it can: removals were lost, recovering", *self.rank)
-            self.recover()
+        return applied.over_capacity
 
     def _may_recover(self) -> bool:
         now = self._clock()

@@ -33,7 +33,8 @@ class Subscription:
     """A SUB socket on one endpoint; tells of batches, of malformed messages and of connections.
 
     Callbacks run on the event loop and must not block. `on_connected` is called after each handshake with the
-    engine: the first one and every reconnect, of which the data itself says nothing.
+    engine: the first one and every reconnect, of which the data itself says nothing. It comes after all batches
+    that were read late from the former connection, and before the first one of the new connection.
     """
 
     def __init__(
@@ -61,6 +62,10 @@ class Subscription:
         self._socket.subscribe(endpoint.topic)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._closed = False
+        self._backlog = False
+        """The socket was not read empty yet."""
+        self._connected = False
+        """A handshake is still to be told."""
         try:
             if endpoint.bind:
                 self._socket.bind(endpoint.endpoint)
@@ -82,16 +87,21 @@ class Subscription:
         self._loop.remove_reader(self._socket.FD)
         self._loop.remove_reader(self._monitor.FD)
         self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
 
     def _drain(self) -> None:
         """Reads a burst. The descriptor only tells of news, so a socket left unread must be visited again."""
+        # A handshake shows in the monitor before its first batch does in the socket.
+        self._drain_monitor()
         for _ in range(BURST):
             if self._closed:
                 return
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                self._backlog = False
+                self._tell_connected()
                 return
             try:
                 message = parse_message(parts)
@@ -99,6 +109,7 @@ class Subscription:
                 self._on_malformed(str(error))
                 continue
             self._on_message(message)
+        self._backlog = True
         self._loop.call_soon(self._drain)
 
     def _drain_monitor(self) -> None:
@@ -106,9 +117,16 @@ class Subscription:
             try:
                 event = zmq.utils.monitor.parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
-                return
+                break
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._on_connected()
+                self._connected = True
+        if not self._backlog:
+            self._tell_connected()
+
+    def _tell_connected(self) -> None:
+        if self._connected and not self._closed:
+            self._connected = False
+            self._on_connected()
 
 
 class ReplayBroken(Exception):

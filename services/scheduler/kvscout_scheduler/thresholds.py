@@ -80,7 +80,7 @@ class ThresholdTable:
         """Thresholds in effect for a model, known or not."""
         return self._own.get((tenant, model), self._defaults) if self._own else self._defaults
 
-    def change(self, tenant: str, model: str, **changes: float | int | None) -> BusyThresholds:
+    def change(self, tenant: str, model: str, /, **changes: float | int | None) -> BusyThresholds:
         """Changes the named thresholds of a model, None clears; the others stay as they are in effect.
 
         Returns:

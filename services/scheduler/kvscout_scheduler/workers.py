@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvscout_common.errors import NotFound, Unavailable
+from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.bookings import Bookings
 from kvscout_scheduler.pool import Pool
@@ -77,12 +78,14 @@ class Workers:
         return pool
 
     def require_model(self, tenant: str, model: str) -> None:
-        """Refuses a model that no worker ever served.
+        """Refuses a model that no worker ever served; tenant "*" is any.
 
         Raises:
             NotFound: The model was never seen.
         """
-        if (tenant, model) not in self._seen:
+        if (tenant, model) in self._seen:
+            return
+        if tenant != ALL_TENANTS or all(seen != model for _, seen in self._seen):
             raise NotFound(f"model {model!r} was never seen in tenant {tenant!r}")
 
     def slot(self, tenant: str, rank: WorkerRank) -> tuple[Pool, int]:
