@@ -285,6 +285,9 @@ Global___SourceReset: _TypeAlias = SourceReset  # noqa: Y015
 class StateChunk(_message.Message):
     """A part of one consistent cut of a source's state. The chunks of a dump have equal `event_id` and `epoch`, are
     numbered from 0, and replace whatever the reader had of this source once the last one has come.
+
+    The blocks of a dump are numbered from 0, in the order in which its runs list them, over all chunks; that number is
+    a block's *position*. Parents come before children. Equal states give equal bytes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -293,6 +296,8 @@ class StateChunk(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
+    FURTHER_COPIES_FIELD_NUMBER: _builtins.int
+    ORPHANS_FIELD_NUMBER: _builtins.int
     HISTORY_INCOMPLETE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Number of this chunk, from 0."""
@@ -302,11 +307,19 @@ class StateChunk(_message.Message):
     """True = events before this cut may be missing: the state is a lower bound."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheGroup]:
-        """Known cache groups and their kinds; chunk 0 only."""
+        """Known cache groups and their kinds, by number; chunk 0 only."""
 
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateRun]:
-        """Runs of held blocks."""
+        """Runs of blocks."""
+
+    @_builtins.property
+    def further_copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCopies]:
+        """Copies of blocks besides those that the runs tell, by position."""
+
+    @_builtins.property
+    def orphans(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateOrphan]:
+        """Blocks whose parent the source never had, by engine hash."""
 
     def __init__(
         self,
@@ -315,11 +328,13 @@ class StateChunk(_message.Message):
         last: _builtins.bool = ...,
         groups: _abc.Iterable[Global___CacheGroup] | None = ...,
         runs: _abc.Iterable[Global___StateRun] | None = ...,
+        further_copies: _abc.Iterable[Global___StateCopies] | None = ...,
+        orphans: _abc.Iterable[Global___StateOrphan] | None = ...,
         history_incomplete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "history_incomplete", b"history_incomplete", "index", b"index", "last", b"last", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["further_copies", b"further_copies", "groups", b"groups", "history_incomplete", b"history_incomplete", "index", b"index", "last", b"last", "orphans", b"orphans", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,62 +368,122 @@ Global___CacheGroup: _TypeAlias = CacheGroup  # noqa: Y015
 
 @_typing.final
 class StateRun(_message.Message):
-    """A run of blocks, each the child of the one before it."""
+    """A run of blocks, each the child of the one before it, with copies on one tier and in one group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ENGINE_HASHES_FIELD_NUMBER: _builtins.int
+    PARENT_POSITION_FIELD_NUMBER: _builtins.int
     LOCAL_HASHES_FIELD_NUMBER: _builtins.int
+    ENGINE_HASHES_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
-    PARENT_ENGINE_HASH_FIELD_NUMBER: _builtins.int
-    PREFIX_LOCAL_HASHES_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
-    ORPHAN_FIELD_NUMBER: _builtins.int
-    parent_engine_hash: _builtins.int
-    """The engine's hash of the block before the run; unset = see prefix_local_hashes."""
+    parent_position: _builtins.int
+    """Position of the block before the run; unset = the run starts at block 0 of a prompt."""
     tier: _types_pb2.Tier.ValueType
-    """Tier; unset = device."""
+    """Tier of the copies; unset = device."""
     group: _builtins.int
-    """KV cache group; unset = 0."""
-    orphan: _builtins.bool
-    """True = the parent is not known to the source: the run waits for it and is not matched."""
-    @_builtins.property
-    def engine_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The engine's own hashes. Length n >= 1."""
-
+    """KV cache group of the copies; unset = 0."""
     @_builtins.property
     def local_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Local hashes. Length n."""
+        """Local hashes. Length n >= 1."""
+
+    @_builtins.property
+    def engine_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The engine's own hashes. Length n; 0 at holes. Two engine hashes of one prefix are two blocks with equal parent
+        and local hash; children name the first.
+        """
 
     @_builtins.property
     def copies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Copies of each block. Length n; empty = all 1."""
-
-    @_builtins.property
-    def prefix_local_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Local hashes of all blocks before the run, from block 0; used where the block before it is no longer held,
-        so that it cannot be named by an engine hash. Both unset = the run starts at block 0.
-        """
+        """Copies of each block. Length n; empty = all 1. 0 = a hole: not held, listed because a block below it is."""
 
     def __init__(
         self,
         *,
-        engine_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        parent_position: _builtins.int | None = ...,
         local_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        engine_hashes: _abc.Iterable[_builtins.int] | None = ...,
         copies: _abc.Iterable[_builtins.int] | None = ...,
-        parent_engine_hash: _builtins.int | None = ...,
-        prefix_local_hashes: _abc.Iterable[_builtins.int] | None = ...,
         tier: _types_pb2.Tier.ValueType = ...,
         group: _builtins.int = ...,
-        orphan: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_engine_hash", b"_parent_engine_hash", "parent_engine_hash", b"parent_engine_hash"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_position", b"_parent_position", "parent_position", b"parent_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_engine_hash", b"_parent_engine_hash", "copies", b"copies", "engine_hashes", b"engine_hashes", "group", b"group", "local_hashes", b"local_hashes", "orphan", b"orphan", "parent_engine_hash", b"parent_engine_hash", "prefix_local_hashes", b"prefix_local_hashes", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_position", b"_parent_position", "copies", b"copies", "engine_hashes", b"engine_hashes", "group", b"group", "local_hashes", b"local_hashes", "parent_position", b"parent_position", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__parent_engine_hash: _TypeAlias = _typing.Literal["parent_engine_hash"]  # noqa: Y015
-    _WhichOneofArgType__parent_engine_hash: _TypeAlias = _typing.Literal["_parent_engine_hash", b"_parent_engine_hash"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_engine_hash) -> _WhichOneofReturnType__parent_engine_hash | None: ...
+    _WhichOneofReturnType__parent_position: _TypeAlias = _typing.Literal["parent_position"]  # noqa: Y015
+    _WhichOneofArgType__parent_position: _TypeAlias = _typing.Literal["_parent_position", b"_parent_position"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_position) -> _WhichOneofReturnType__parent_position | None: ...
 
 Global___StateRun: _TypeAlias = StateRun  # noqa: Y015
+
+@_typing.final
+class StateCopies(_message.Message):
+    """Copies of one block on a further tier or in a further group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """Position of the block. Unused in an orphan."""
+    tier: _types_pb2.Tier.ValueType
+    """Tier; unset = device."""
+    group: _builtins.int
+    """KV cache group; unset = 0."""
+    copies: _builtins.int
+    """Copies; >= 1."""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        tier: _types_pb2.Tier.ValueType = ...,
+        group: _builtins.int = ...,
+        copies: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "group", b"group", "position", b"position", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateCopies: _TypeAlias = StateCopies  # noqa: Y015
+
+@_typing.final
+class StateOrphan(_message.Message):
+    """A block that waits for its parent; it is not matched."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_HASH_FIELD_NUMBER: _builtins.int
+    PARENT_ENGINE_HASH_FIELD_NUMBER: _builtins.int
+    LOCAL_HASH_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    engine_hash: _builtins.int
+    """The engine's own hash."""
+    parent_engine_hash: _builtins.int
+    """The engine's hash of its parent."""
+    local_hash: _builtins.int
+    """Local hash."""
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCopies]:
+        """Its copies; at least one."""
+
+    def __init__(
+        self,
+        *,
+        engine_hash: _builtins.int = ...,
+        parent_engine_hash: _builtins.int = ...,
+        local_hash: _builtins.int = ...,
+        copies: _abc.Iterable[Global___StateCopies] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "engine_hash", b"engine_hash", "local_hash", b"local_hash", "parent_engine_hash", b"parent_engine_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateOrphan: _TypeAlias = StateOrphan  # noqa: Y015

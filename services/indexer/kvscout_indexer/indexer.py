@@ -16,7 +16,7 @@ from kvscout_common.registry_tasks import registry_tasks
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.config import IndexerConfig
-from kvscout_indexer.index import BlockIndex
+from kvscout_indexer.index import BlockIndex, WorkerDump
 from kvscout_indexer.pools import Pools
 from kvscout_indexer.reference_index import ReferenceIndex
 from kvscout_indexer.source import Source
@@ -80,6 +80,11 @@ class Indexer:
     def incomplete(self, index: BlockIndex) -> set[WorkerRank]:
         """Ranks of an index whose history is incomplete: they may hold more than is known."""
         return {source.rank for source in self._incomplete if source.index is index}
+
+    def dump(self, spec: WorkerSpec, rank: WorkerRank) -> WorkerDump | None:
+        """One consistent cut of a worker rank; None if it is gone."""
+        index = self.pools.get(spec.pool)
+        return None if index is None else index.dump(rank)
 
     def recover(self, tenant: str, worker_id: str, dp_rank: int | None) -> int:
         """Drops and fetches again what is known of a worker; returns the number of ranks.

@@ -57,6 +57,10 @@ class Pools:
         """Every index, in order of its key."""
         return sorted(self._indexes.items(), key=lambda item: item[0])
 
+    def get(self, pool: PoolKey) -> BlockIndex | None:
+        """The index of a pool; None if it has no worker."""
+        return self._indexes.get(pool)
+
     def of(self, spec: WorkerSpec) -> BlockIndex:
         """The index of a registered worker."""
         return self._indexes[spec.pool]

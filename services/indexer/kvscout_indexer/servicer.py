@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import AsyncGenerator
 from typing import Any
 
-from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
+from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc, types_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.identity import current_identity
@@ -14,6 +15,7 @@ from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.service_info import service_info
 from kvscout_common.worker import DEFAULT_TENANT, PoolKey
 from kvscout_common.worker_rpcs import WorkerRpcs, required_id
+from kvscout_indexer.codec import encode_dump
 from kvscout_indexer.index import Overlaps
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.status import index_status, source_status
@@ -73,6 +75,24 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             if request.model in ("", spec.model) and stats is not None:
                 status.sources.append(source_status(spec, rank, source, stats, now))
         return status
+
+    async def Dump(
+        self, request: indexer_pb2.DumpRequest, context: Any
+    ) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
+        tenant = request.tenant or DEFAULT_TENANT
+        self._indexer.pools.require_model(tenant, request.model)
+        if request.worker_id:
+            self.registry.get(tenant, request.worker_id)
+        elif request.HasField("dp_rank"):
+            raise InvalidArgument("needs worker_id", field="dp_rank")
+        for spec, rank, source in list(self._indexer.sources(tenant)):
+            if request.model in ("", spec.model) and request.worker_id in ("", spec.worker_id):
+                if not request.HasField("dp_rank") or request.dp_rank == rank.dp_rank:
+                    # The cut is taken at once; the worker may be gone by the time the ones before it are sent.
+                    dump = self._indexer.dump(spec, rank)
+                    incomplete = source is not None and source.sequence.history_incomplete
+                    for batch in encode_dump(spec.pool, dump, history_incomplete=incomplete) if dump else ():
+                        yield batch
 
     async def ResetWorker(
         self, request: indexer_pb2.ResetWorkerRequest, context: Any

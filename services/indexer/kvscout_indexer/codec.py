@@ -1,0 +1,250 @@
+"""The one form in which index state leaves a process: `WorkerDump` ↔ `kvscout.v1.KvEventBatch` state chunks.
+
+Used by dumps, snapshots, peers and recovery. A dump becomes a sequence of messages of at most `MAX_CHUNK_BYTES`; equal
+dumps become equal bytes. `events.proto` says what each field means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvscout.v1 import events_pb2, types_pb2
+from kvscout_common.errors import FailedPrecondition, InvalidArgument
+from kvscout_common.worker import DEFAULT_TENANT, PoolKey, WorkerRank
+from kvscout_indexer.events import Tier
+from kvscout_indexer.index import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+
+VERSION = 1
+"""Of the message; readers take this one and the one before."""
+MAX_CHUNK_BYTES = 512 * 1024
+"""NATS refuses messages of over 1 MiB by default; half of that leaves room for what a proxy adds."""
+
+_BLOCK_BYTES = 8 + 8 + 5
+"""Two hashes and a count of copies."""
+_RUN_BYTES = 48
+"""Tags, lengths, position, tier and group of a run."""
+_ENTRY_BYTES = 64
+"""A further copy, or an orphan with one copy."""
+_HEADER_BYTES = 4096
+"""Names, cursor and groups."""
+
+
+class Dumped(NamedTuple):
+    """A dump and which index it belongs to."""
+
+    pool: PoolKey
+    dump: WorkerDump
+    history_incomplete: bool
+
+
+def encode_dump(
+    pool: PoolKey,
+    dump: WorkerDump,
+    *,
+    history_incomplete: bool = False,
+    max_chunk_bytes: int = MAX_CHUNK_BYTES,
+) -> Iterator[events_pb2.KvEventBatch]:
+    """The messages of a dump, in order; at least one.
+
+    Args:
+        pool: The index it is from.
+        dump: One consistent cut.
+        history_incomplete: Whether events before the cut may be missing.
+        max_chunk_bytes: Largest message.
+    """
+    chunks = _chunks(dump, max_chunk_bytes - _HEADER_BYTES)
+    current = next(chunks)
+    index = 0
+    while True:
+        following = next(chunks, None)
+        current.index = index
+        current.last = following is None
+        current.history_incomplete = history_incomplete
+        if index == 0:
+            current.groups.extend(
+                events_pb2.CacheGroup(
+                    group=group,
+                    attention_kind=events_pb2.ATTENTION_KIND_FULL if full else events_pb2.ATTENTION_KIND_OTHER,
+                )
+                for group, full in dump.groups
+            )
+        yield events_pb2.KvEventBatch(
+            version=VERSION,
+            worker_id=dump.worker.worker_id,
+            dp_rank=dump.worker.dp_rank,
+            model=pool.model,
+            tenant=pool.tenant,
+            block_size=pool.block_size,
+            eagle=pool.eagle,
+            epoch=dump.epoch,
+            event_id=dump.last_event_id,
+            events=[events_pb2.KvEvent(state=current)],
+        )
+        if following is None:
+            return
+        current, index = following, index + 1
+
+
+def _chunks(dump: WorkerDump, budget: int) -> Iterator[events_pb2.StateChunk]:
+    chunk, left = events_pb2.StateChunk(), budget
+    run: events_pb2.StateRun | None = None
+    place = (-1, -1)
+    for position, block in enumerate(dump.blocks):
+        first = block.copies[0] if block.copies else Copies(0, Tier.DEVICE, 0)
+        needed = _BLOCK_BYTES + _RUN_BYTES + _ENTRY_BYTES * max(0, len(block.copies) - 1)
+        if needed > left:
+            yield chunk
+            chunk, left, run = events_pb2.StateChunk(), budget, None
+        if run is None or block.parent != position - 1 or place != (first.group, first.tier):
+            run = chunk.runs.add(tier=_tier_to_proto(first.tier), group=first.group)
+            if block.parent >= 0:
+                run.parent_position = block.parent
+            place = (first.group, first.tier)
+            left -= _RUN_BYTES
+        run.local_hashes.append(block.local_hash)
+        run.engine_hashes.append(block.engine_hash or 0)
+        if first.number != 1 and not run.copies:
+            run.copies.extend([1] * (len(run.local_hashes) - 1))
+        if run.copies or first.number != 1:
+            run.copies.append(first.number)
+        left -= _BLOCK_BYTES
+        for copies in block.copies[1:]:
+            chunk.further_copies.append(_copies_to_proto(copies, position))
+            left -= _ENTRY_BYTES
+    for orphan in dump.orphans:
+        needed = _ENTRY_BYTES * len(orphan.copies)
+        if needed > left:
+            yield chunk
+            chunk, left = events_pb2.StateChunk(), budget
+        chunk.orphans.add(
+            engine_hash=orphan.engine_hash,
+            parent_engine_hash=orphan.parent_engine_hash,
+            local_hash=orphan.local_hash,
+            copies=[_copies_to_proto(copies) for copies in orphan.copies],
+        )
+        left -= needed
+    yield chunk
+
+
+def _tier_to_proto(tier: Tier) -> types_pb2.Tier.ValueType:
+    # Unset is the device: the common case costs no byte.
+    return types_pb2.TIER_UNSPECIFIED if tier is Tier.DEVICE else types_pb2.Tier.Value(f"TIER_{tier.name}")
+
+
+def _tier_from_proto(number: int) -> Tier:
+    if not 0 <= number <= types_pb2.TIER_EXTERNAL:
+        raise InvalidArgument(f"unknown tier {number}", field="tier")
+    return Tier(max(0, number - 1))
+
+
+def _copies_to_proto(copies: Copies, position: int = 0) -> events_pb2.StateCopies:
+    return events_pb2.StateCopies(
+        position=position, tier=_tier_to_proto(copies.tier), group=copies.group, copies=copies.number
+    )
+
+
+def check_version(batch: events_pb2.KvEventBatch) -> None:
+    """Refuses a message that this release cannot read.
+
+    Raises:
+        FailedPrecondition: If its version is neither ours nor the one before.
+    """
+    if not max(1, VERSION - 1) <= batch.version <= VERSION:
+        raise FailedPrecondition(f"version {batch.version} of KvEventBatch, this release reads {VERSION}")
+
+
+@dataclass(slots=True)
+class DumpReader:
+    """Puts the chunks of one source's dump together again."""
+
+    _header: events_pb2.KvEventBatch | None = None
+    _next_index: int = 0
+    _blocks: list[DumpedBlock] = field(default_factory=list)
+    _further: dict[int, list[Copies]] = field(default_factory=dict)
+    _orphans: list[DumpedOrphan] = field(default_factory=list)
+    _groups: tuple[tuple[int, bool], ...] = ()
+
+    def feed(self, batch: events_pb2.KvEventBatch) -> Dumped | None:
+        """Takes the next message; returns the dump with the last one, else None.
+
+        Raises:
+            FailedPrecondition: If its version cannot be read.
+            InvalidArgument: If it is not the next chunk of the same dump, or contradicts itself.
+        """
+        check_version(batch)
+        if len(batch.events) != 1 or not batch.events[0].HasField("state"):
+            raise InvalidArgument("is not one state chunk", field="events")
+        chunk = batch.events[0].state
+        if chunk.index != self._next_index:
+            raise InvalidArgument(f"chunk {chunk.index} where {self._next_index} comes next", field="state.index")
+        if self._header is None:
+            self._header = batch
+            self._groups = tuple(
+                (group.group, group.attention_kind != events_pb2.ATTENTION_KIND_OTHER) for group in chunk.groups
+            )
+        elif _identity(batch) != _identity(self._header):
+            raise InvalidArgument("chunks of two dumps", field="state")
+        self._next_index += 1
+        for run in chunk.runs:
+            self._read_run(run)
+        for further in chunk.further_copies:
+            self._further.setdefault(further.position, []).append(_copies_from_proto(further))
+        for orphan in chunk.orphans:
+            copies = tuple(map(_copies_from_proto, orphan.copies))
+            self._orphans.append(DumpedOrphan(orphan.engine_hash, orphan.parent_engine_hash, orphan.local_hash, copies))
+        return self._finish(chunk.history_incomplete) if chunk.last else None
+
+    def _read_run(self, run: events_pb2.StateRun) -> None:
+        length = len(run.local_hashes)
+        if len(run.engine_hashes) != length or len(run.copies) not in (0, length):
+            raise InvalidArgument("columns of different lengths", field="state.runs")
+        parent = run.parent_position if run.HasField("parent_position") else -1
+        if parent >= len(self._blocks):
+            raise InvalidArgument(f"position {parent} comes later", field="state.runs.parent_position")
+        tier, group = _tier_from_proto(run.tier), run.group
+        for number, (local, engine) in enumerate(zip(run.local_hashes, run.engine_hashes, strict=True)):
+            copies = run.copies[number] if run.copies else 1
+            held = (Copies(group, tier, copies),) if copies else ()
+            self._blocks.append(DumpedBlock(engine if copies else None, parent, local, held))
+            parent = len(self._blocks) - 1
+
+    def _finish(self, history_incomplete: bool) -> Dumped:
+        assert self._header is not None
+        for position, further in self._further.items():
+            if position >= len(self._blocks) or not self._blocks[position].copies:
+                raise InvalidArgument(f"no block at position {position}", field="state.further_copies")
+            block = self._blocks[position]
+            self._blocks[position] = block._replace(copies=tuple(sorted((*block.copies, *further))))
+        header = self._header
+        dump = WorkerDump(
+            worker=WorkerRank(header.worker_id, header.dp_rank),
+            epoch=header.epoch,
+            last_event_id=header.event_id if header.HasField("event_id") else None,
+            groups=self._groups,
+            blocks=tuple(self._blocks),
+            orphans=tuple(self._orphans),
+        )
+        pool = PoolKey(header.model, header.tenant or DEFAULT_TENANT, header.block_size, header.eagle)
+        return Dumped(pool, dump, history_incomplete)
+
+
+def _identity(batch: events_pb2.KvEventBatch) -> tuple[object, ...]:
+    cursor = batch.event_id if batch.HasField("event_id") else None
+    return (
+        batch.tenant,
+        batch.model,
+        batch.worker_id,
+        batch.dp_rank,
+        batch.block_size,
+        batch.eagle,
+        batch.epoch,
+        cursor,
+    )
+
+
+def _copies_from_proto(message: events_pb2.StateCopies) -> Copies:
+    if message.copies < 1:
+        raise InvalidArgument("must be at least 1", field="state.copies")
+    return Copies(message.group, _tier_from_proto(message.tier), message.copies)
