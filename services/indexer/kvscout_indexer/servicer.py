@@ -85,14 +85,19 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             self.registry.get(tenant, request.worker_id)
         elif request.HasField("dp_rank"):
             raise InvalidArgument("needs worker_id", field="dp_rank")
-        for spec, rank, source in list(self._indexer.sources(tenant)):
-            if request.model in ("", spec.model) and request.worker_id in ("", spec.worker_id):
-                if not request.HasField("dp_rank") or request.dp_rank == rank.dp_rank:
-                    # The cut is taken at once; the worker may be gone by the time the ones before it are sent.
-                    dump = self._indexer.dump(spec, rank)
-                    incomplete = source is not None and source.sequence.history_incomplete
-                    for batch in encode_dump(spec.pool, dump, history_incomplete=incomplete) if dump else ():
-                        yield batch
+        wanted = [
+            (spec, rank, source)
+            for spec, rank, source in self._indexer.sources(tenant)
+            if request.model in ("", spec.model)
+            and request.worker_id in ("", spec.worker_id)
+            and (not request.HasField("dp_rank") or request.dp_rank == rank.dp_rank)
+        ]
+        for spec, rank, source in wanted:
+            # Each cut is taken in one step; a worker may be gone by the time the ones before it are sent.
+            dump = self._indexer.dump(spec, rank)
+            incomplete = source is not None and source.sequence.history_incomplete
+            for batch in encode_dump(spec.pool, dump, history_incomplete=incomplete) if dump else ():
+                yield batch
 
     async def ResetWorker(
         self, request: indexer_pb2.ResetWorkerRequest, context: Any
