@@ -64,7 +64,12 @@ def level_of(counts: Mapping[Place, int], full_groups: tuple[int, ...]) -> int:
     """The fastest tier at which every full-attention group has a copy there or faster, or `NOT_HELD`."""
     slowest = 0 if full_groups else NOT_HELD
     for group in full_groups:
-        slowest = max(slowest, next((tier for tier in Tier if (group, tier) in counts), NOT_HELD))
+        tier = 0
+        while (group, tier) not in counts:
+            tier += 1
+            if tier == NOT_HELD:
+                return NOT_HELD
+        slowest = max(slowest, tier)
     return slowest
 
 
@@ -324,7 +329,8 @@ class Holdings:
             return
         block.level = level
         node = block.node
-        best = min(twin.level for twin in twins(self.nodes[node]))
+        head = self.nodes[node]
+        best = level if head.twin is None else min(twin.level for twin in twins(head))
         before = node.level(self.bit)
         if best == before:
             return

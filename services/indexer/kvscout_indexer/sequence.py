@@ -169,7 +169,8 @@ class SourceSequence(Generic[T]):
             self._digests[last_id] = last_digest
         self._highest_live = -1
         self._end_replay()
-        self._release_held()
+        self._held.clear()
+        self._held_bytes, self._highest_held = 0, -1
         self._complete()
 
     def on_batch(self, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:
@@ -193,9 +194,13 @@ class SourceSequence(Generic[T]):
         return out
 
     def on_reconnect(self) -> list[Decision[T]]:
-        """The live channel was (re)connected: batches may have been lost, the engine may be another."""
+        """The live channel was (re)connected: batches may have been lost, the engine may be another.
+
+        Batches held until now may be of another life than what comes; if they are not, the replay has them.
+        """
         out: list[Decision[T]] = []
         self.quarantined_until = None
+        self._drop_held(out)
         if self._can_replay:
             self._request(out)
         elif self.last_id is not None:
@@ -224,7 +229,12 @@ class SourceSequence(Generic[T]):
             self._drop(batch, DropReason.DUPLICATE, out)
         else:
             self.epoch = batch.epoch
-            if not batch.cleared:
+            if batch.cleared:
+                self._drop_held(out, below=batch.event_id)
+            else:
+                if self._expected() < batch.event_id and self._held:
+                    # Where the replay has a gap, what came live may fill it.
+                    self._apply_held(out, below=batch.event_id)
                 self._check_history(batch.event_id, out)
             self._verified = self._progress = True
             self._apply(batch, out)
@@ -236,7 +246,8 @@ class SourceSequence(Generic[T]):
         if not self.replaying or attempt != self.attempt:
             return out
         if not self._verified:
-            # The engine keeps its newest batches. If it has none from `last_id` on, it starts anew.
+            # An engine keeps its newest batches. One that has none from `last_id` on, and has sent none either
+            # since we are connected, is another than the one before.
             if not self._held:
                 self._restart(out, epoch=self.epoch)
             else:
@@ -292,11 +303,9 @@ class SourceSequence(Generic[T]):
 
     def _accept(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> None:
         """A batch that is new and of this incarnation."""
-        expected = self.last_id + 1 if self.last_id is not None else 0
+        expected = self._expected()
         if batch.cleared:
-            for event_id in [i for i in self._held if i < batch.event_id]:
-                self._drop(self._held[event_id], DropReason.STALE, out)
-                self._held_bytes -= self._held.pop(event_id).size_bytes
+            self._drop_held(out, below=batch.event_id)
             self._end_replay()
             self._apply(batch, out)
             self._apply_held(out, until_gap=True)
@@ -319,9 +328,7 @@ class SourceSequence(Generic[T]):
 
         Batches held so far are in that replay if they belong to the new life: it is asked for after they came.
         """
-        for batch in self._held.values():
-            self._drop(batch, DropReason.STALE, out)
-        self._release_held()
+        self._drop_held(out)
         self._end_replay()
         self.counters["restarts"] += 1
         out.append(Reset())
@@ -355,21 +362,20 @@ class SourceSequence(Generic[T]):
         self._end_replay()
         if not self._held:
             self._lose(f"whatever came after {self.last_id}: {reason}", out)
-        self._apply_held(out, until_gap=False)
+        self._apply_held(out)
 
-    def _apply_held(self, out: list[Decision[T]], *, until_gap: bool) -> None:
-        """Applies the batches held, in order, up to the first gap or across the gaps."""
+    def _apply_held(self, out: list[Decision[T]], *, until_gap: bool = False, below: int | None = None) -> None:
+        """Applies held batches in order: up to the first gap, below an id, or all of them."""
         for event_id in sorted(self._held):
-            expected = self.last_id + 1 if self.last_id is not None else 0
-            if event_id > expected:
-                if until_gap:
-                    return
-                self._check_history(event_id, out)
+            expected = self._expected()
+            if (until_gap and event_id > expected) or (below is not None and event_id >= below):
+                return
+            self._check_history(event_id, out)
             self._apply(self._held[event_id], out)
 
     def _check_history(self, event_id: int, out: list[Decision[T]]) -> None:
         """Demotes what is held if batches are missing before `event_id`, or cannot be verified."""
-        expected = self.last_id + 1 if self.last_id is not None else 0
+        expected = self._expected()
         if event_id > expected:
             self._lose(f"{expected}..{event_id - 1}", out)
         elif not self._verified:
@@ -410,10 +416,13 @@ class SourceSequence(Generic[T]):
         if len(self._held) > HELD_BATCHES or self._held_bytes > HELD_BYTES:
             self._give_up("too much came during the replay", out)
 
-    def _release_held(self) -> None:
-        self._held.clear()
-        self._held_bytes = 0
-        self._highest_held = -1
+    def _drop_held(self, out: list[Decision[T]], *, below: int | None = None) -> None:
+        """Drops held batches, all or those below an id."""
+        for event_id in [i for i in self._held if below is None or i < below]:
+            batch = self._held.pop(event_id)
+            self._held_bytes -= batch.size_bytes
+            self._drop(batch, DropReason.STALE, out)
+        self._highest_held = max(self._held, default=-1)
 
     def _drop(self, batch: SequencedBatch[T], reason: DropReason, out: list[Decision[T]]) -> None:
         self.counters[reason] += 1
@@ -423,6 +432,10 @@ class SourceSequence(Generic[T]):
         held = self._held.get(batch.event_id)
         known = held.digest if held is not None else self._digests.get(batch.event_id)
         return known == batch.digest
+
+    def _expected(self) -> int:
+        """The id that continues what was applied."""
+        return self.last_id + 1 if self.last_id is not None else 0
 
     def _highest(self) -> int:
         """The highest id that a live batch may repeat."""

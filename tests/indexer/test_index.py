@@ -1,0 +1,405 @@
+"""The block index: what scenarios cannot say shortly. Over every implementation."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import msgpack
+import pytest
+from index_scenarios import IndexFactory, settle
+
+from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_common.hashing import block_hashes
+from kvscout_common.worker import WorkerRank
+from kvscout_indexer.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
+from kvscout_indexer.index import (
+    GHOST_LIMIT,
+    GROUP_LIMIT,
+    ORPHAN_LIMIT,
+    Applied,
+    BlockIndex,
+    Copies,
+    DumpedBlock,
+    DumpedOrphan,
+    Ignored,
+    WorkerDump,
+    WorkerOptions,
+)
+from kvscout_indexer.wire import MalformedBatch
+
+W0 = WorkerRank("w0", 0)
+W1 = WorkerRank("w1", 0)
+
+
+def new(factory: IndexFactory, *workers: WorkerRank, **bounds: int) -> BlockIndex:
+    index = factory(4, **bounds)  # type: ignore[arg-type]
+    for worker in workers or (W0,):
+        index.add_worker(worker, WorkerOptions())
+    return index
+
+
+def run(*hashes: int, parent: int | None = None, tier: Tier = Tier.DEVICE) -> Stored:
+    """Blocks whose engine hashes are their local hashes."""
+    return Stored(hashes, parent=parent, local_hashes=hashes, tier=tier)
+
+
+def apply(index: BlockIndex, *events: Event, worker: WorkerRank = W0) -> Applied:
+    return index.apply(worker, EventBatch(events))
+
+
+def device(index: BlockIndex, *hashes: int, now: float = 0.0) -> dict[WorkerRank, int]:
+    return {worker: row.device for worker, row in index.find_matches(hashes, now=now).by_worker().items()}
+
+
+def ignored(index: BlockIndex, reason: Ignored, worker: WorkerRank = W0) -> int:
+    stats = index.worker_stats(worker)
+    assert stats is not None
+    return stats.ignored.get(reason, 0)
+
+
+def test_events_of_unknown_workers_change_nothing_and_are_counted(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    apply(index, run(1), worker=W1)
+    apply(index, Removed((1,)), worker=W1)
+    assert device(index, 1) == {}
+    assert index.stats().unknown_worker == 2
+    assert index.predict(W1, [1], ttl_seconds=1, now=0.0) == 0
+    assert index.demote(W1, ttl_seconds=1, now=0.0) == 0
+    index.reset(W1)
+    assert not index.remove_rank(W1)
+    assert index.remove_worker("w1") == 0
+    assert (index.dump(W1), index.cursor(W1), index.worker_stats(W1)) == (None, None, None)
+
+
+def test_nothing_survives_into_a_worker_that_is_added_again(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    apply(index, run(1, 2), run(9, parent=8))
+    index.predict(W0, [5, 6], ttl_seconds=100, now=0.0)
+    assert index.remove_worker("w0") == 1
+    assert device(index, 1, 2) == {}
+    index.add_worker(W0, WorkerOptions())
+    assert device(index, 1, 2) == {}
+    assert index.find_matches([5, 6], now=0.0).workers == ()
+    settle(index)
+    index.check_invariants()
+    assert index.dump(W0) == WorkerDump(W0)
+    assert index.stats().blocks == 0
+
+
+def test_adding_a_known_worker_replaces_its_options_and_keeps_its_blocks(
+    index_factory: IndexFactory,
+) -> None:
+    index = new(index_factory)
+    apply(index, run(1, 2))
+    index.add_worker(W0, WorkerOptions(total_kv_blocks=1))
+    assert device(index, 1, 2) == {W0: 2}
+    stats = index.worker_stats(W0)
+    assert stats is not None
+    assert stats.over_capacity
+
+
+def test_the_cursor_moves_with_the_events(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    assert index.cursor(W0) == (0, None)
+    index.apply(W0, EventBatch((run(1),)), epoch=3, event_id=7)
+    apply(index, run(2))
+    assert index.cursor(W0) == (3, 7)
+    dump = index.dump(W0)
+    assert dump is not None
+    assert (dump.epoch, dump.last_event_id) == (3, 7)
+    index.apply(W0, EventBatch((Cleared(),)), epoch=3, event_id=8)
+    assert index.cursor(W0) == (3, 8)
+    index.reset(W0)
+    assert index.cursor(W0) == (0, None)
+
+
+def test_payloads_are_applied_like_batches(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    tokens = list(range(8))
+    payload = msgpack.packb([0.0, [["BlockStored", [-1, 5], None, tokens, 4, None], ["Grown"], ["BlockStored"]], None])
+    assert index.apply_payload(W0, payload, event_id=0) == Applied(1, 2, False, "")
+    assert device(index, *block_hashes(tokens, 4)) == {W0: 2}
+    with pytest.raises(MalformedBatch):
+        index.apply_payload(W0, b"\xc1", event_id=1)
+    assert index.cursor(W0) == (0, 1)
+    assert device(index, *block_hashes(tokens, 4)) == {W0: 2}
+
+
+def test_faults_are_passed_on(index_factory: IndexFactory) -> None:
+    batch = EventBatch((run(1),), faults=(Fault(FaultKind.UNKNOWN_TAG, "x"),))
+    assert new(index_factory).apply(W0, batch) == Applied(1, 1, False, "")
+
+
+def test_eagle_windows_need_their_last_token(index_factory: IndexFactory) -> None:
+    index = index_factory(2, True)
+    index.add_worker(W0, WorkerOptions())
+    prompt = [1, 2, 3, 4, 5]
+    hashes = block_hashes(prompt, 2, eagle=True)
+    event = Stored((10, 11), tokens=(1, 2, 3, 4), block_size=2)
+    apply(index, event)
+    assert ignored(index, Ignored.EAGLE_MISMATCH) == 1
+    assert device(index, *hashes) == {}
+    apply(index, replace(event, lookahead=5))
+    assert device(index, *hashes) == {W0: 2}
+    apply(index, Cleared(), replace(event, tokens=(1, 2, 3, 4, 5), pairs=True, lookahead=5))
+    assert device(index, *hashes) == {W0: 2}
+    assert device(index, *block_hashes([1, 2, 3, 4, 6], 2, eagle=True)) == {W0: 1}
+
+
+def test_token_pairs_of_a_worker_without_eagle_are_not_indexed(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    apply(index, Stored((10,), tokens=(1, 2, 3, 4, 5), block_size=4, pairs=True, lookahead=5))
+    assert ignored(index, Ignored.EAGLE_MISMATCH) == 1
+    apply(index, Stored((10,), tokens=(1, 2, 3, 4), block_size=4, lookahead=5))
+    assert device(index, *block_hashes([1, 2, 3, 4], 4)) == {W0: 1}
+
+
+def test_ghosts_are_bounded_and_the_oldest_is_forgotten(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    for first in range(0, GHOST_LIMIT + 2, 1000):
+        hashes = tuple(range(first, min(first + 1000, GHOST_LIMIT + 2)))
+        apply(index, *(run(h) for h in hashes), Removed(hashes))
+    stats = index.worker_stats(W0)
+    assert stats is not None
+    assert stats.ghosts == GHOST_LIMIT
+    apply(index, Stored((0, 1, 2, GHOST_LIMIT + 1), tier=Tier.HOST))
+    assert ignored(index, Ignored.UNKNOWN_MOVED) == 2
+    assert index.find_matches([2], now=0.0).host == (1,)
+    index.check_invariants()
+
+
+def test_orphans_are_bounded_and_the_dropped_ones_are_counted(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    for first in range(0, ORPHAN_LIMIT + 10, 1000):
+        last = min(first + 1000, ORPHAN_LIMIT + 10)
+        apply(index, *(run(h + 10, parent=5) for h in range(first, last)))
+    stats = index.stats()
+    assert stats.orphans == ORPHAN_LIMIT
+    assert ignored(index, Ignored.ORPHAN_LIMIT) == 10
+    apply(index, run(5))
+    assert index.stats().orphans == 0
+    assert index.stats().memberships == ORPHAN_LIMIT + 1
+
+
+def test_cache_groups_are_bounded(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    apply(index, *(Stored((1,), local_hashes=(1,), group=g) for g in range(GROUP_LIMIT + 3)))
+    assert ignored(index, Ignored.SKIPPED_GROUP) == 3
+    assert device(index, 1) == {W0: 1}
+
+
+def test_an_orphan_hash_stored_elsewhere_is_a_conflict(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    apply(index, run(2, parent=1))
+    apply(index, run(2))
+    assert ignored(index, Ignored.HASH_CONFLICT) == 1
+    assert device(index, 2) == {}
+    # In a chain without a known parent, what follows a conflict is dropped with it.
+    apply(index, run(7), Stored((6, 7, 8), parent=5, local_hashes=(6, 7, 8)))
+    assert ignored(index, Ignored.HASH_CONFLICT) == 3
+    assert index.stats().orphans == 2
+
+
+def test_packed_hashes_must_be_whole(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    apply(index, run(2**64 - 1))
+    assert index.find_matches(struct.pack("<Q", 2**64 - 1), now=0.0).device == (1,)
+    with pytest.raises(InvalidArgument, match="block_hashes"):
+        index.find_matches(b"1234567", now=0.0)
+
+
+def test_early_exit_stops_when_one_worker_is_left(index_factory: IndexFactory) -> None:
+    index = new(index_factory, W0, W1)
+    apply(index, run(*range(10)))
+    apply(index, run(*range(4)), worker=W1)
+    found = index.find_matches(list(range(10)), now=0.0, early_exit=True).by_worker()
+    assert found[W1].device == 4
+    assert 5 <= found[W0].device <= 10
+    assert device(index, *range(10)) == {W0: 10, W1: 4}
+
+
+def test_the_bound_drops_deep_blocks_of_the_largest_worker_first(index_factory: IndexFactory) -> None:
+    index = new(index_factory, W0, W1, max_blocks=640)
+    apply(index, run(*range(1000, 1100)), worker=W1)
+    apply(index, run(*range(600)))
+    stats = index.stats()
+    assert stats.memberships <= 640
+    assert stats.memberships + stats.evicted == 700
+    assert device(index, *range(1000, 1100)) == {W1: 100}
+    # Leaves go before their parents, so that what is left is one prefix.
+    assert device(index, *range(600)) == {W0: stats.memberships - 100}
+    assert stats.hidden == 0
+    index.check_invariants()
+
+
+def test_the_bound_keeps_what_was_used(index_factory: IndexFactory) -> None:
+    index = new(index_factory, max_blocks=128)
+    chains = [tuple(range(n * 100, n * 100 + 10)) for n in range(12)]
+    for chain in chains:
+        apply(index, run(*chain))
+    apply(index, run(*range(5000, 5010)))
+    assert index.stats().evicted
+    used = device(index, *chains[3])
+    for n in range(60, 66):
+        apply(index, run(*range(n * 100, n * 100 + 10)))
+    assert device(index, *chains[3]) == used
+    assert index.stats().memberships <= 128
+    index.check_invariants()
+
+
+def test_orphans_are_under_the_bound_too(index_factory: IndexFactory) -> None:
+    index = new(index_factory, max_blocks=64)
+    apply(index, *(run(h + 10, parent=5) for h in range(100)))
+    assert index.stats().orphans <= 64
+    index.check_invariants()
+
+
+def test_removals_of_evicted_blocks_are_counted_only(index_factory: IndexFactory) -> None:
+    index = new(index_factory, max_blocks=64)
+    apply(index, run(*range(100)))
+    apply(index, Removed(tuple(reversed(range(100)))))
+    assert index.stats().memberships == 0
+    assert ignored(index, Ignored.UNKNOWN_REMOVED) > 0
+    index.check_invariants()
+
+
+def test_predictions_are_pruned_soonest_to_expire_and_deepest_first(index_factory: IndexFactory) -> None:
+    index = new(index_factory, max_predicted_blocks=100)
+    assert index.predict(W0, list(range(60)), ttl_seconds=50, now=0.0) == 60
+    assert index.predict(W0, list(range(1000, 1041)), ttl_seconds=100, now=0.0) == 41
+    assert index.stats().predictions == 80
+    assert index.find_matches(list(range(60)), now=0.0).predicted == (39,)
+    assert index.find_matches(list(range(1000, 1041)), now=0.0).predicted == (41,)
+    # Refreshed ones expire later; the others are pruned now.
+    index.predict(W0, list(range(39)), ttl_seconds=200, now=0.0)
+    assert index.predict(W0, list(range(2000, 2021)), ttl_seconds=300, now=0.0) == 21
+    assert index.find_matches(list(range(60)), now=0.0).predicted == (39,)
+    assert index.find_matches(list(range(1000, 1041)), now=0.0).predicted == (20,)
+    index.check_invariants()
+
+
+def test_predictions_that_come_and_go_leave_nothing_behind(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    for turn in range(3000):
+        index.predict(W0, [1, 2, 3], ttl_seconds=1000, now=0.0)
+        apply(index, run(1, 2, 3), Removed((1, 2, 3)))
+        if turn % 1000 == 0:
+            index.check_invariants()
+    index.predict(W0, [1, 2, 3], ttl_seconds=10, now=0.0)
+    assert index.find_matches([1, 2, 3], now=9.0).predicted == (3,)
+    assert index.find_matches([1, 2, 3], now=10.0).predicted == ()
+    assert index.stats().predictions == 0
+
+
+def test_dropped_content_is_freed_in_slices(index_factory: IndexFactory) -> None:
+    index = new(index_factory, W0, W1)
+    for first in range(0, 20_000, 1000):
+        apply(index, run(*range(first, first + 1000)))
+    index.remove_worker("w0")
+    assert index.find_matches([0, 1], now=0.0).workers == ()
+    assert index.maintain(now=0.0, budget=1000)
+    settle(index)
+    assert index.stats().blocks == 0
+    index.check_invariants()
+
+
+def test_a_dump_lists_holes_orphans_and_copies(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    index.apply(
+        W0,
+        EventBatch(
+            (
+                run(1, 2),
+                run(3, parent=2, tier=Tier.HOST),
+                run(2, parent=1),
+                run(0),
+                Removed((1,)),
+                run(9, parent=8),
+            )
+        ),
+        epoch=2,
+        event_id=5,
+    )
+    one = (Copies(0, Tier.DEVICE, 1),)
+    dump = WorkerDump(
+        W0,
+        epoch=2,
+        last_event_id=5,
+        groups=((0, True),),
+        blocks=(
+            DumpedBlock(0, -1, 0, one),
+            DumpedBlock(None, -1, 1, ()),
+            DumpedBlock(2, 1, 2, (Copies(0, Tier.DEVICE, 2),)),
+            DumpedBlock(3, 2, 3, (Copies(0, Tier.HOST, 1),)),
+        ),
+        orphans=(DumpedOrphan(9, 8, 9, one),),
+    )
+    assert index.dump(W0) == dump
+    other = new(index_factory)
+    apply(other, run(77))
+    other.load(dump)
+    assert other.dump(W0) == dump
+    assert other.cursor(W0) == (2, 5)
+    assert device(other, 77) == {}
+    apply(other, run(1), run(8))
+    assert device(other, 1, 2, 3) == {W0: 2}
+    assert device(other, 8, 9) == {W0: 2}
+
+
+ONE = (Copies(0, Tier.DEVICE, 1),)
+
+
+@pytest.mark.parametrize(
+    ("field", "parts"),
+    [
+        ("blocks.0", {"blocks": (DumpedBlock(1, 0, 1, ONE),)}),
+        ("blocks.0", {"blocks": (DumpedBlock(1, -2, 1, ONE),)}),
+        ("blocks.0", {"blocks": (DumpedBlock(1, -1, 1, ()),)}),
+        ("blocks.0", {"blocks": (DumpedBlock(None, -1, 1, ONE),)}),
+        ("blocks.1", {"blocks": (DumpedBlock(1, -1, 1, ONE), DumpedBlock(1, 0, 2, ONE))}),
+        ("blocks.0", {"blocks": (DumpedBlock(1, -1, 1, (Copies(1, Tier.DEVICE, 1),)),)}),
+        ("blocks.0", {"blocks": (DumpedBlock(1, -1, 1, (Copies(0, Tier.DEVICE, 0),)),)}),
+        ("orphans.0", {"orphans": (DumpedOrphan(1, 2, 3, ()),)}),
+        ("orphans.0", {"blocks": (DumpedBlock(1, -1, 1, ONE),), "orphans": (DumpedOrphan(2, 1, 3, ONE),)}),
+    ],
+)
+def test_a_dump_that_contradicts_itself_is_refused_and_changes_nothing(
+    index_factory: IndexFactory, field: str, parts: dict[str, object]
+) -> None:
+    index = new(index_factory)
+    apply(index, run(5))
+    with pytest.raises(InvalidArgument, match=field):
+        index.load(replace(WorkerDump(W0, groups=((0, True),)), **parts))  # type: ignore[arg-type]
+    assert device(index, 5) == {W0: 1}
+
+
+def test_a_dump_of_an_unknown_worker_is_refused(index_factory: IndexFactory) -> None:
+    with pytest.raises(NotFound):
+        new(index_factory).load(WorkerDump(W1))
+
+
+def test_stats_count_what_is_there(index_factory: IndexFactory) -> None:
+    index = new(index_factory, W0, W1)
+    apply(index, run(1, 2, 3), Removed((2,)))
+    apply(index, run(1, 2), run(9, parent=8), worker=W1)
+    index.find_matches([1], now=0.0)
+    stats = index.stats()
+    assert (stats.blocks, stats.memberships, stats.workers) == (3, 4, 2)
+    assert (stats.orphans, stats.hidden, stats.ghosts, stats.queries) == (1, 1, 1, 1)
+    assert stats.bytes > 0
+    assert index.workers() == (W0, W1)
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("block_size", {"block_size": 0}),
+        ("max_blocks", {"block_size": 4, "max_blocks": -1}),
+        ("max_predicted_blocks", {"block_size": 4, "max_predicted_blocks": 0}),
+        ("prune_ratio", {"block_size": 4, "prune_ratio": 1.5}),
+    ],
+)
+def test_arguments_out_of_range_are_named(index_factory: IndexFactory, field: str, arguments: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgument, match=field):
+        index_factory(**arguments)  # type: ignore[arg-type]

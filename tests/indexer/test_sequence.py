@@ -1,0 +1,342 @@
+"""The order of event batches: duplicates, gaps, restarts, replays, losses."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvscout_indexer.sequence import (
+    DIGESTS_KEPT,
+    FIRST_RETRY_SECONDS,
+    HELD_BATCHES,
+    HELD_BYTES,
+    MAX_ATTEMPTS,
+    QUARANTINE_AFTER,
+    QUARANTINE_SECONDS,
+    Apply,
+    Decision,
+    Demote,
+    Drop,
+    DropReason,
+    RequestReplay,
+    Reset,
+    SequencedBatch,
+    SourceSequence,
+)
+
+Batch = SequencedBatch[str]
+
+
+def at(event_id: int, life: str = "a", **fields: object) -> Batch:
+    """Batch `event_id` of one life of an engine."""
+    return SequencedBatch(event_id, hash((life, event_id)), life, **fields)  # type: ignore[arg-type]
+
+
+class Driver:
+    """A machine, and what it decided, in short words."""
+
+    def __init__(self, *, can_replay: bool = True) -> None:
+        self.machine: SourceSequence[str] = SourceSequence(can_replay=can_replay)
+        self.now = 0.0
+
+    def live(self, *batches: Batch) -> list[str]:
+        return [word for batch in batches for word in _words(self.machine.on_batch(batch, self.now))]
+
+    def replayed(self, *batches: Batch) -> list[str]:
+        attempt = self.machine.attempt
+        return [word for batch in batches for word in _words(self.machine.on_replay(attempt, batch))]
+
+    def end(self) -> list[str]:
+        return _words(self.machine.on_replay_end(self.machine.attempt))
+
+    def fail(self) -> list[str]:
+        return _words(self.machine.on_replay_failed(self.machine.attempt, self.now))
+
+    def tick(self, now: float) -> list[str]:
+        self.now = now
+        return _words(self.machine.on_tick(now))
+
+    def reconnect(self) -> list[str]:
+        return _words(self.machine.on_reconnect())
+
+
+def _words(decisions: list[Decision[str]]) -> list[str]:
+    words = []
+    for decision in decisions:
+        match decision:
+            case Apply(batch):
+                words.append(f"apply {batch.content}{batch.event_id}")
+            case Drop(event_id, reason):
+                words.append(f"{reason} {event_id}")
+            case RequestReplay(first_id):
+                words.append(f"replay {first_id}")
+            case Reset():
+                words.append("reset")
+            case Demote(missing):
+                words.append(f"demote {missing}")
+    return words
+
+
+@pytest.fixture
+def driver() -> Driver:
+    """A machine that has applied 0..5."""
+    driver = Driver()
+    assert driver.live(*(at(n) for n in range(6))) == [f"apply a{n}" for n in range(6)]
+    return driver
+
+
+@pytest.fixture
+def mute() -> Driver:
+    """The same for an engine without a replay socket."""
+    driver = Driver(can_replay=False)
+    driver.live(*(at(n) for n in range(6)))
+    return driver
+
+
+def test_a_gap_is_replayed_from_the_last_batch_and_applied_once(driver: Driver) -> None:
+    assert driver.live(at(8)) == ["replay 5"]
+    assert driver.replayed(at(5), at(6)) == ["apply a6"]
+    assert driver.live(at(9)) == []
+    assert driver.replayed(at(7), at(8)) == ["apply a7", "duplicate 8", "apply a8"]
+    assert driver.end() == ["apply a9"]
+    assert driver.live(at(10)) == ["apply a10"]
+    assert not driver.machine.history_incomplete
+
+
+def test_known_batches_are_dropped(driver: Driver) -> None:
+    assert driver.live(at(5), at(2)) == ["duplicate 5", "duplicate 2"]
+
+
+def test_old_ids_of_the_same_epoch_are_dropped_whatever_their_digest() -> None:
+    driver = Driver()
+    driver.live(at(0, epoch=7), at(1, epoch=7))
+    assert driver.live(at(0, "b", epoch=7)) == ["duplicate 0"]
+    assert driver.live(at(2, epoch=6)) == ["stale 2"]
+
+
+def test_a_higher_epoch_is_a_restart() -> None:
+    driver = Driver()
+    driver.live(at(0, epoch=7), at(1, epoch=7))
+    assert driver.live(at(0, "b", epoch=8)) == ["reset", "apply b0"]
+    assert driver.live(at(2, epoch=7)) == ["stale 2"]
+    assert driver.live(at(5, "c", epoch=9)) == ["reset", "replay 0"]
+    assert driver.machine.epoch == 9
+
+
+def test_first_contact_in_the_middle_is_replayed_from_the_start() -> None:
+    driver = Driver()
+    assert driver.live(at(7)) == ["replay 0"]
+    assert driver.replayed(at(0)) == ["apply a0"]
+    driver.replayed(*(at(n) for n in range(1, 7)))
+    assert driver.end() == ["apply a7"]
+    assert not driver.machine.history_incomplete
+
+
+def test_an_old_id_with_an_unknown_digest_is_a_restart() -> None:
+    driver = Driver()
+    driver.live(*(at(n) for n in range(9)))
+    assert driver.live(at(2, "b")) == ["reset", "replay 0"]
+    assert driver.replayed(at(0, "b"), at(1, "b"), at(2, "b")) == [
+        "apply b0",
+        "apply b1",
+        "duplicate 2",
+        "apply b2",
+    ]
+    assert driver.end() == []
+    assert driver.live(at(3, "b")) == ["apply b3"]
+
+
+def test_a_restart_that_overtook_us_is_found_by_the_digest_at_last(driver: Driver) -> None:
+    assert driver.reconnect() == ["replay 5"]
+    assert driver.live(at(8, "b")) == []
+    assert driver.replayed(at(5, "b")) == ["stale 8", "reset", "replay 0"]
+    assert driver.replayed(*(at(n, "b") for n in range(9)))[-1] == "apply b8"
+    assert driver.end() == []
+    assert driver.live(at(9, "b")) == ["apply b9"]
+
+
+def test_a_reconnect_to_the_same_engine_changes_nothing(driver: Driver) -> None:
+    assert driver.reconnect() == ["replay 5"]
+    assert driver.replayed(at(5)) == []
+    assert driver.end() == []
+    assert not driver.machine.replaying
+    assert not driver.machine.history_incomplete
+
+
+def test_an_engine_that_has_nothing_from_last_on_was_restarted(driver: Driver) -> None:
+    driver.reconnect()
+    assert driver.end() == ["reset", "replay 0"]
+    assert driver.replayed(at(0, "b")) == ["apply b0"]
+    assert driver.end() == []
+
+
+def test_connecting_to_an_engine_asks_for_its_past() -> None:
+    driver = Driver()
+    assert driver.reconnect() == ["replay 0"]
+    assert driver.end() == []
+    assert driver.live(at(0)) == ["apply a0"]
+
+
+def test_history_that_is_gone_demotes_and_goes_on_from_the_first_reply(driver: Driver) -> None:
+    driver.live(at(30))
+    assert driver.replayed(at(20), at(21)) == ["demote 6..19", "apply a20", "apply a21"]
+    assert driver.machine.history_incomplete
+    assert driver.machine.missing == "6..19"
+
+
+def test_a_hole_in_the_replay_demotes_again(driver: Driver) -> None:
+    driver.live(at(10))
+    driver.replayed(at(5), at(6))
+    assert driver.replayed(at(8)) == ["demote 7..7", "apply a8"]
+
+
+def test_a_reply_without_the_last_batch_cannot_be_verified(driver: Driver) -> None:
+    driver.reconnect()
+    assert driver.replayed(at(6)) == ["demote whatever came before 6", "apply a6"]
+    assert driver.end() == []
+
+
+def test_a_replay_that_ends_early_is_asked_again_while_it_brings_something(driver: Driver) -> None:
+    driver.live(at(10))
+    driver.replayed(at(5), at(6))
+    assert driver.end() == ["replay 6"]
+    driver.replayed(at(6))
+    assert driver.end() == ["demote 7..9", "apply a10"]
+
+
+def test_an_empty_replay_beside_newer_live_batches_is_a_loss(driver: Driver) -> None:
+    driver.live(at(8), at(9))
+    assert driver.end() == ["demote 6..7", "apply a8", "apply a9"]
+
+
+def test_without_a_replay_socket_a_gap_demotes_at_once(mute: Driver) -> None:
+    assert mute.live(at(8)) == ["demote 6..7", "apply a8"]
+    assert mute.machine.history_incomplete
+    assert mute.live(at(9)) == ["apply a9"]
+    assert mute.live(at(10, cleared=True)) == ["apply a10"]
+    assert not mute.machine.history_incomplete
+
+
+def test_without_a_replay_socket_a_reconnect_demotes(mute: Driver) -> None:
+    assert mute.reconnect() == ["demote whatever came after 5, before a reconnect"]
+    assert mute.live(at(6)) == ["apply a6"]
+
+
+def test_without_a_replay_socket_first_contact_is_incomplete() -> None:
+    driver = Driver(can_replay=False)
+    assert driver.reconnect() == []
+    assert driver.live(at(7)) == ["apply a7"]
+    assert driver.machine.missing == "0..6"
+    assert driver.live(at(0, "b")) == ["reset", "apply b0"]
+    assert not driver.machine.history_incomplete
+
+
+def test_cleared_needs_no_history(driver: Driver) -> None:
+    assert driver.live(at(9, cleared=True)) == ["apply a9"]
+    assert Driver().live(at(9, cleared=True)) == ["apply a9"]
+
+
+def test_cleared_during_a_replay_wins(driver: Driver) -> None:
+    driver.live(at(8))
+    assert driver.live(at(9, cleared=True)) == ["stale 8", "apply a9"]
+    assert driver.replayed(at(5), at(6)) == []
+    assert driver.end() == []
+    assert not driver.machine.replaying
+    assert driver.live(at(10)) == ["apply a10"]
+
+
+def test_cleared_in_a_replay_makes_what_is_gone_irrelevant(driver: Driver) -> None:
+    driver.live(at(30))
+    assert driver.replayed(at(29, cleared=True)) == ["apply a29"]
+    assert driver.end() == ["apply a30"]
+    assert not driver.machine.history_incomplete
+
+
+def test_replays_are_tried_eight_times_with_doubled_waits(driver: Driver) -> None:
+    driver.live(at(8))
+    wait = FIRST_RETRY_SECONDS
+    for _ in range(MAX_ATTEMPTS - 1):
+        assert driver.fail() == []
+        assert driver.machine.retry_at == driver.now + wait
+        assert driver.tick(driver.now + wait * 0.9) == []
+        assert driver.tick(driver.now + wait) == ["replay 5"]
+        wait *= 2
+    assert driver.fail() == ["demote 6..7", "apply a8"]
+    assert driver.machine.retry_at is None
+    assert driver.live(at(9)) == ["apply a9"]
+
+
+def test_failing_replays_without_live_batches_demote(driver: Driver) -> None:
+    driver.reconnect()
+    for _ in range(MAX_ATTEMPTS):
+        words = driver.fail()
+        if driver.machine.retry_at is not None:
+            driver.tick(driver.machine.retry_at)
+    assert words == ["demote whatever came after 5: 8 replays failed"]
+
+
+def test_answers_to_an_earlier_request_are_ignored(driver: Driver) -> None:
+    driver.live(at(8))
+    old = driver.machine.attempt
+    driver.reconnect()
+    assert driver.machine.on_replay(old, at(6)) == []
+    assert driver.machine.on_replay_end(old) == []
+    assert driver.machine.on_replay_failed(old, 0.0) == []
+    assert driver.machine.replaying
+
+
+@pytest.mark.parametrize("limit", ["batches", "bytes"])
+def test_held_batches_are_bounded(driver: Driver, limit: str) -> None:
+    size = 0 if limit == "batches" else HELD_BYTES // 100
+    number = HELD_BATCHES if limit == "batches" else 100
+    driver.live(*(at(n, size_bytes=size) for n in range(7, 7 + number)))
+    assert driver.machine.held == number
+    words = driver.live(at(7 + number, size_bytes=size))
+    assert words[0] == "demote 6..6"
+    assert len(words) == number + 2
+    assert driver.machine.held == 0
+    assert not driver.machine.replaying
+
+
+def test_a_replay_far_ahead_of_the_live_channel_is_no_restart(driver: Driver) -> None:
+    many = 4 * DIGESTS_KEPT
+    driver.live(at(7))
+    driver.replayed(*(at(n) for n in range(5, many)))
+    driver.end()
+    assert driver.live(*(at(n) for n in range(8, many))) == [f"duplicate {n}" for n in range(8, many)]
+    assert driver.live(at(many)) == [f"apply a{many}"]
+    assert len(driver.machine._digests) == DIGESTS_KEPT
+
+
+def test_a_malformed_batch_keeps_its_place(driver: Driver) -> None:
+    assert driver.live(at(6), at(7, malformed=True), at(8)) == ["apply a6", "apply a7", "apply a8"]
+    assert driver.machine.counters["malformed"] == 1
+
+
+def test_many_malformed_batches_in_a_row_are_quarantined(driver: Driver) -> None:
+    driver.live(*(at(6 + n, malformed=True) for n in range(QUARANTINE_AFTER)))
+    assert driver.machine.quarantined_until == QUARANTINE_SECONDS
+    assert driver.live(at(106)) == ["quarantined 106"]
+    driver.now = QUARANTINE_SECONDS
+    assert driver.live(at(107)) == ["replay 105"]
+    assert driver.machine.quarantined_until is None
+
+
+def test_a_batch_of_another_rank_is_refused_and_shown(driver: Driver) -> None:
+    assert driver.live(at(6, dp_rank=1)) == ["wrong_rank 6"]
+    assert "rank 1" in driver.machine.misconfigured
+    assert driver.live(at(6, dp_rank=0)) == ["apply a6"]
+    assert driver.machine.misconfigured == ""
+
+
+def test_after_a_loaded_state_the_sequence_goes_on_behind_it(driver: Driver) -> None:
+    driver.live(at(8))
+    driver.machine.restore(epoch=0, last_id=20)
+    assert not driver.machine.replaying
+    assert driver.live(at(21)) == ["apply a21"]
+    assert driver.live(at(23)) == ["replay 21"]
+
+
+def test_every_drop_is_counted(driver: Driver) -> None:
+    driver.live(at(5), at(4))
+    assert driver.machine.counters[DropReason.DUPLICATE] == 2
+    assert driver.machine.counters["applied"] == 6
