@@ -121,7 +121,8 @@ def to_error(error: grpc.aio.AioRpcError) -> KvscoutError:
         retry_after = float(trailers["retry-after"])
     except (KeyError, ValueError):
         pass  # absent, or a date: some proxies send those
-    ours = from_status(error.code(), error.details() or "", retry_after_seconds=retry_after)
+    raised = str(trailers.get(ANSWERED_TRAILER, ""))
+    ours = from_status(error.code(), error.details() or "", retry_after_seconds=retry_after, raised=raised)
     ours.answered = ANSWERED_TRAILER in trailers
     return ours
 

@@ -10,6 +10,7 @@
     ├── FailedPrecondition   well-formed, but the state forbids it (block-size mismatch)
     ├── ResourceExhausted    a limit is reached: busy workers, full queue, message size
     ├── Unavailable          known, but not able to serve now; a later try may succeed
+    │   └── Draining         the service shuts down: ask another one of its kind
     ├── DeadlineExceeded     the deadline passed before the answer was ready
     ├── Cancelled            the caller went away
     ├── Unauthenticated      no valid token
@@ -78,6 +79,10 @@ class Unavailable(KvscoutError):
     """Nothing can serve the request now; a later try may succeed."""
 
 
+class Draining(Unavailable):
+    """The service shuts down and takes nothing new; another one of its kind may."""
+
+
 class DeadlineExceeded(KvscoutError):
     """The deadline passed before the answer was ready."""
 
@@ -110,6 +115,7 @@ STATUS_CODES: dict[type[KvscoutError], grpc.StatusCode] = {
     FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
     ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
+    Draining: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Cancelled: grpc.StatusCode.CANCELLED,
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
@@ -119,7 +125,7 @@ STATUS_CODES: dict[type[KvscoutError], grpc.StatusCode] = {
 }
 
 _BY_CODE: dict[grpc.StatusCode, type[KvscoutError]] = {
-    code: kind for kind, code in STATUS_CODES.items() if kind is not ConfigError
+    code: kind for kind, code in STATUS_CODES.items() if kind.__base__ is KvscoutError
 }
 
 
@@ -131,15 +137,18 @@ def status_code(error: KvscoutError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-def from_status(code: grpc.StatusCode, message: str, *, retry_after_seconds: float | None = None) -> KvscoutError:
+def from_status(
+    code: grpc.StatusCode, message: str, *, retry_after_seconds: float | None = None, raised: str = ""
+) -> KvscoutError:
     """The error that a gRPC status stands for; codes we never send become `InternalError`.
 
     Args:
         code: The status code of the answer.
         message: The status details; "field: text" is split again into field and message.
         retry_after_seconds: From the `retry-after` trailer, if there was one.
+        raised: Name of what the server raised, where it said so; tells `Draining` from `Unavailable`.
     """
-    kind = _BY_CODE.get(code, InternalError)
+    kind = Draining if raised == Draining.__name__ else _BY_CODE.get(code, InternalError)
     field: str | None = None
     head, separator, tail = message.partition(": ")
     if kind is InvalidArgument and separator and head.replace("_", "").replace(".", "").isalnum():

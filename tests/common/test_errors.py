@@ -26,7 +26,11 @@ def test_the_tree_in_the_docstring_names_every_exception() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind is not ConfigError])
 def test_client_and_server_raise_the_same_exception(kind: type[KvscoutError]) -> None:
-    assert type(from_status(status_code(kind("x")), "x")) is kind
+    assert type(from_status(status_code(kind("x")), "x", raised=kind.__name__)) is kind
+
+
+def test_an_unnamed_unavailable_is_not_taken_for_draining() -> None:
+    assert type(from_status(grpc.StatusCode.UNAVAILABLE, "x")) is errors.Unavailable
 
 
 def test_a_subclass_outside_the_tree_takes_the_code_of_its_parent() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from random import Random
 
-from kvscout_common.errors import AlreadyExists, InvalidArgument, KvscoutError, Unavailable
+from kvscout_common.errors import AlreadyExists, Draining, InvalidArgument, KvscoutError, Unavailable
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import ActiveRequest, Booking, FreeOutcome
 from kvscout_scheduler.bookings import Bookings
@@ -399,7 +399,7 @@ class Scheduler:
 
     def _require_open(self) -> None:
         if self.draining:
-            raise Unavailable("the scheduler is draining")
+            raise Draining("the scheduler is draining")
 
     def _book(
         self,
