@@ -31,7 +31,8 @@ Invariants, checked by `check_invariants`:
 5. Ghosts and orphans of a worker number at most `GHOST_LIMIT` and `ORPHAN_LIMIT`.
 6. A node exists only while a worker's bound hash, ghost, demoted hash or prediction needs it or a descendant.
 7. With `max_blocks` > 0, bound hashes and orphans of all workers together are at most `max_blocks` when a
-   call returns.
+   call returns. What goes is the largest worker's: orphans, then its deepest blocks among those that neither
+   a query nor a Stored used since its clock last went round. It becomes ghosts.
 
 Events of one worker must come in order, from one caller at a time. Every call is atomic for readers.
 The reference (`reference_index.ReferenceIndex`) serves one thread, such as an event loop; the native twin
@@ -284,7 +285,7 @@ class BlockIndex(Protocol):
         groups stay. O(its blocks).
 
         Returns:
-            Blocks that are now predicted.
+            Blocks that are predicted and were not before.
         """
         ...
 
