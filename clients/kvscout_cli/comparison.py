@@ -33,6 +33,8 @@ class PolicyResult:
     cpu_cores: float | None
     """CPU used by driver and stack during the replay, in cores: near the machine's number, latencies say more about
     the machine than about the policy. None = this system does not tell."""
+    degraded: int
+    """Requests routed while the gateway could not reach a helper in time."""
     mispredicted: int
     """Requests whose cached tokens were not what the index had predicted."""
 
@@ -66,6 +68,7 @@ async def replay_under(
         summary=summarise(run, running.ranks),
         run=run,
         cpu_cores=None if before is None or after is None else (after - before) / elapsed,
+        degraded=sum(status.degraded.values()),
         mispredicted=sum(worker.mispredicted for worker in status.workers),
     )
 

@@ -35,9 +35,10 @@ room for each of them once, none for all of them. Larger caches hide bad routing
 CHAT_STEP_COSTS = ("--step-base-ms", "5", "--prefill-us-per-token", "40", "--decode-us-per-request", "25")
 """A model of about 8B on one current GPU: 25,000 prompt tokens a second, about 6 ms between tokens."""
 
-TRACE_BLOCKS = 16_384
-"""262,144 tokens: the longest prompts of the public traces have more than 120,000."""
-TRACE_REQUESTS = 120
+TRACE_BLOCKS = 65_536
+"""1,048,576 tokens: production traces repeat themselves after minutes, not seconds."""
+TRACE_REQUESTS = 600
+TRACE_SPEED = 8.0
 TRACE_OUTPUT_TOKENS = 32
 """Outputs of a trace are cut to this: routing decides on prompts, and streaming costs CPU that two cores lack."""
 
@@ -50,7 +51,11 @@ class _Workload:
 
 
 @click.command(cls=SectionedCommand)
-@option("--sessions", type=click.IntRange(min=1), help="Sessions; with --trace, requests.  [default: rate · duration]")
+@option(
+    "--sessions",
+    type=click.IntRange(min=1),
+    help="Sessions; with --trace, requests.  [default: rate · duration; of a trace, 600]",
+)
 @option(
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
@@ -71,7 +76,7 @@ class _Workload:
 )
 @option(
     "--trace-speed",
-    default=2.0,
+    default=TRACE_SPEED,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
     help="Times the recorded rate, with engines as much faster.",
@@ -166,6 +171,7 @@ def _document(workload: _Workload, *results: PolicyResult) -> dict[str, object]:
                 **summary_json(result.summary),
                 "cpu_cores": result.cpu_cores,
                 "mispredicted": result.mispredicted,
+                "degraded": result.degraded,
                 "error_texts": dict(errors_by_text(result.run.records)),
             }
             for result in results
@@ -184,6 +190,8 @@ def _print(baseline: PolicyResult, candidate: PolicyResult) -> None:
     if baseline.cpu_cores is not None and candidate.cpu_cores is not None:
         label = f"CPU, cores of {os.cpu_count()}"
         table.add_row(label, f"{baseline.cpu_cores:.2f}", f"{candidate.cpu_cores:.2f}", "")
+    if baseline.degraded or candidate.degraded:
+        table.add_row("routed with a helper out of reach", str(baseline.degraded), str(candidate.degraded), "")
     console = stdout()
     console.print(table)
     console.print(
