@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
 from enum import Enum
 from types import TracebackType
 from typing import Final, TypeVar, overload
@@ -226,8 +227,8 @@ class Router:
         priority: int = 0,
         explain: bool = False,
         timeout_seconds: float | None = None,
-    ) -> AsyncIterator[GenerateChunk]:
-        """Runs a prompt on the best worker and streams its output. Closing the iterator early cancels the request.
+    ) -> AsyncGenerator[GenerateChunk, None]:
+        """Runs a prompt on the best worker and streams its output. Closing it early (`aclosing`) cancels the request.
 
         Args:
             token_ids: The prompt.
@@ -267,8 +268,10 @@ class Router:
             ),
             token_ids,
         )
-        async for message in stream(self._stub.Generate, request, timeout=timeout_seconds):
-            yield decode.chunk(message)
+        # Closed here and now when the caller stops early: the engine works until the call is cancelled.
+        async with aclosing(stream(self._stub.Generate, request, timeout=timeout_seconds)) as messages:
+            async for message in messages:
+                yield decode.chunk(message)
 
     async def mark_prefill_complete(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> bool:
         """Reports the first token of a booked request.

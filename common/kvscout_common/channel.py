@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -144,7 +144,9 @@ async def call(method: Callable[..., Awaitable[T]], request: Any, *, timeout: fl
         raise to_error(error) from error
 
 
-async def stream(method: Callable[..., Any], request: Any, *, timeout: float | None = None) -> AsyncIterator[Any]:
+async def stream(
+    method: Callable[..., Any], request: Any, *, timeout: float | None = None
+) -> AsyncGenerator[Any, None]:
     """Calls a server-streaming rpc of a stub and yields its answers; cancels it when the caller stops early.
 
     Raises:

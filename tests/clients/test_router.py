@@ -1,0 +1,305 @@
+"""The client against a gateway in this process: every call, every error, nothing left booked."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+from fake_gateway import FakeGateway, fake_gateway
+
+from kvscout.v1 import gateway_pb2, types_pb2
+from kvscout_client import (
+    ClientSecurity,
+    FinishReason,
+    FreeOutcome,
+    Router,
+    RouterOverride,
+    SamplingOptions,
+    StopConditions,
+)
+from kvscout_common import errors
+from kvscout_common.identity import TokenTable
+from kvscout_common.worker import EventEndpoint, Role, WorkerRank, WorkerSpec
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[FakeGateway]:
+    async with fake_gateway() as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def router(gateway: FakeGateway) -> AsyncIterator[Router]:
+    async with Router(gateway.address, model="m", tenant="t", timeout_seconds=10) as router:
+        yield router
+
+
+async def test_route_asks_with_everything_given_and_books_nothing(router: Router, gateway: FakeGateway) -> None:
+    decision = await router.route(
+        array("I", [1, 2, 3]),
+        lora_name="l",
+        cache_salt="s",
+        role=Role.DECODE,
+        worker_id="w0",
+        dp_rank=0,
+        allowed_worker_ids=["w0"],
+        required_labels={"zone": "a"},
+        override=RouterOverride(overlap_score_weight=0.0, policy="random", seed=9),
+        priority=-2,
+        explain=True,
+    )
+    asked = gateway.last
+    assert list(asked.token_ids) == [1, 2, 3]
+    assert (asked.model, asked.tenant, asked.request_id, asked.role) == ("m", "t", "", types_pb2.ROLE_DECODE)
+    assert (asked.lora_name, asked.cache_salt, asked.worker_id, asked.priority) == ("l", "s", "w0", -2)
+    assert asked.HasField("dp_rank")
+    assert asked.router_config_override.HasField("overlap_score_weight")
+    assert not asked.router_config_override.HasField("router_temperature")
+    assert decision.worker == WorkerRank("w0", 1)
+    assert (decision.overlap_blocks, decision.num_blocks, decision.block_size) == (3, 4, 16)
+    assert decision.degraded_reasons == ("indexer",)
+    assert decision.explanation is not None
+    assert decision.explanation.candidates[0].worker == WorkerRank("w0", 1)
+
+
+async def test_unset_fields_stay_unset_on_the_wire(router: Router, gateway: FakeGateway) -> None:
+    decision = await router.route([1], model="other")
+    assert gateway.last.model == "other"
+    assert not gateway.last.HasField("dp_rank")
+    assert not gateway.last.HasField("router_config_override")
+    assert decision.explanation is None
+
+
+async def test_a_booking_is_freed_when_its_block_ends(router: Router, gateway: FakeGateway) -> None:
+    async with await router.route([1], request_id="r", attempt_id=3) as booking:
+        assert booking.decision.worker.worker_id == "w0"
+        assert await booking.prefill_complete() is True
+    free = gateway.last
+    assert (free.model, free.tenant, free.request_id, free.attempt_id) == ("m", "t", "r", 3)
+    assert await booking.free() is FreeOutcome.ALREADY_FREED
+    assert [type(request).__name__ for request in gateway.requests] == ["RouteRequest", "RequestRef", "RequestRef"]
+
+
+async def test_a_booking_is_freed_when_its_block_fails_or_is_cancelled(router: Router, gateway: FakeGateway) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with await router.route([1], request_id="a"):
+            raise ZeroDivisionError
+    assert gateway.last.request_id == "a"
+
+    entered = asyncio.Event()
+
+    async def hold() -> None:
+        async with await router.route([1], request_id="b"):
+            entered.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(hold())
+    await entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert gateway.last.request_id == "b"
+
+
+async def test_an_error_inside_a_booking_is_kept_when_the_free_fails_too(router: Router, gateway: FakeGateway) -> None:
+    gateway.errors["Free"] = errors.Unavailable("no scheduler")
+    with pytest.raises(ZeroDivisionError) as caught:
+        async with await router.route([1], request_id="a"):
+            raise ZeroDivisionError
+    assert "no scheduler" in caught.value.__notes__[0]
+    with pytest.raises(errors.Unavailable):
+        async with await router.route([1], request_id="b"):
+            pass
+
+
+async def test_an_empty_request_id_is_refused_before_anything_is_sent(router: Router, gateway: FakeGateway) -> None:
+    with pytest.raises(errors.InvalidArgument, match="request_id"):
+        await router.route([1], request_id="")
+    assert gateway.requests == []
+
+
+@pytest.mark.parametrize("tokens", [[-1], [2**32], [1.5], ["x"]])
+async def test_ids_that_are_no_u32_are_refused_by_name(router: Router, tokens: list[int]) -> None:
+    with pytest.raises(errors.InvalidArgument) as caught:
+        await router.route(tokens)
+    assert caught.value.field == "token_ids"
+
+
+async def test_generate_streams_typed_pieces(router: Router, gateway: FakeGateway) -> None:
+    gateway.chunks = [
+        gateway_pb2.GenerateResponse(
+            token_ids=[5], text="a", request_id="r", route=gateway_pb2.RouteResponse(worker_id="w0")
+        ),
+        gateway_pb2.GenerateResponse(token_ids=[6, 7], finish_reason=gateway_pb2.FINISH_REASON_LENGTH),
+        gateway_pb2.GenerateResponse(
+            usage=gateway_pb2.Usage(prompt_tokens=10, completion_tokens=3, cached_tokens=0),
+        ),
+    ]
+    chunks = [
+        chunk
+        async for chunk in router.generate(
+            b"\x01\0\0\0\x02\0\0\0",
+            stop=StopConditions(max_tokens=3, ignore_eos=True, stop_token_ids=(2,)),
+            sampling=SamplingOptions(temperature=0.0),
+        )
+    ]
+    asked = gateway.last
+    assert list(asked.token_ids) == [1, 2]
+    assert (asked.stop_conditions.max_tokens, asked.stop_conditions.ignore_eos) == (3, True)
+    assert asked.sampling_options.HasField("temperature")
+    assert not asked.sampling_options.HasField("top_p")
+    first, second, last = chunks
+    assert (first.token_ids, first.text, first.request_id) == ((5,), "a", "r")
+    assert first.decision is not None
+    assert first.decision.worker.worker_id == "w0"
+    assert (second.token_ids, second.finish_reason, second.decision) == ((6, 7), FinishReason.LENGTH, None)
+    assert last.usage is not None
+    assert last.usage.cached_tokens == 0
+
+
+async def test_cached_tokens_that_the_engine_did_not_report_are_none(router: Router, gateway: FakeGateway) -> None:
+    gateway.chunks = [gateway_pb2.GenerateResponse(usage=gateway_pb2.Usage(prompt_tokens=10))]
+    (chunk,) = [chunk async for chunk in router.generate([1])]
+    assert chunk.usage is not None
+    assert chunk.usage.cached_tokens is None
+
+
+async def test_leaving_a_generation_early_cancels_it_at_the_gateway(router: Router, gateway: FakeGateway) -> None:
+    gateway.chunks = [gateway_pb2.GenerateResponse(token_ids=[5])]
+    gateway.hang_after_chunks = True
+    async with aclosing(router.generate([1])) as chunks:
+        await anext(chunks)
+    async with asyncio.timeout(10):
+        await gateway.cancelled.wait()
+
+
+async def test_an_error_after_the_first_token_comes_after_what_was_generated(
+    router: Router, gateway: FakeGateway
+) -> None:
+    gateway.chunks = [gateway_pb2.GenerateResponse(token_ids=[5])]
+    gateway.errors["Generate.end"] = errors.InternalError("the engine failed")
+    received = []
+    with pytest.raises(errors.InternalError, match="the engine failed"):
+        async for chunk in router.generate([1]):
+            received.append(chunk.token_ids)
+    assert received == [(5,)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidArgument("out of range", field="router_temperature"),
+        errors.NotFound("no such model"),
+        errors.FailedPrecondition("block size"),
+        errors.ResourceExhausted("all busy", retry_after_seconds=2.5),
+        errors.Unavailable("none registered"),
+        errors.AlreadyExists("taken"),
+        errors.PermissionDenied("not yours"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_errors_come_back_as_what_they_were(
+    router: Router, gateway: FakeGateway, error: errors.KvscoutError
+) -> None:
+    gateway.errors["Route"] = gateway.errors["Generate"] = error
+    with pytest.raises(type(error)) as caught:
+        await router.route([1])
+    assert (caught.value.message, caught.value.field) == (error.message, error.field)
+    assert caught.value.retry_after_seconds == error.retry_after_seconds
+    with pytest.raises(type(error)):
+        await anext(router.generate([1]))
+
+
+async def test_a_gateway_that_is_not_there_is_unavailable() -> None:
+    async with Router("127.0.0.1:1", timeout_seconds=10) as router:
+        with pytest.raises(errors.Unavailable):
+            await router.status()
+
+
+async def test_a_deadline_ends_a_generation(router: Router, gateway: FakeGateway) -> None:
+    gateway.hang_after_chunks = True
+    with pytest.raises(errors.DeadlineExceeded):
+        await anext(router.generate([1], timeout_seconds=0.05))
+
+
+async def test_workers_are_registered_listed_drained_kept_and_removed(router: Router, gateway: FakeGateway) -> None:
+    spec = WorkerSpec(
+        worker_id="w9",
+        model="m",
+        tenant="t",
+        block_size=32,
+        role=Role.PREFILL,
+        event_endpoints=(EventEndpoint(0, "tcp://h:1", "tcp://h:2"),),
+        labels={"zone": "a"},
+    )
+    registered = await router.register_worker(spec, lease_seconds=30)
+    assert (registered.spec, registered.created) == (spec, True)
+    assert (gateway.last.lease_seconds, gateway.last.tenant) == (30, "t")
+    assert (await router.update_worker(spec)).created is False
+    assert await router.drain_worker("w9") == 2
+    assert await router.drain_worker("w9", undo=True) == 2
+    assert gateway.last.undo is True
+    assert await router.keep_alive(["w9", "gone"]) == ("gone",)
+    await router.remove_worker("w9")
+    assert (gateway.last.worker_id, gateway.last.tenant) == ("w9", "t")
+    records = await router.list_workers()
+    assert [(r.spec.worker_id, r.source, r.lease_remaining_seconds) for r in records] == [
+        ("w0", "file", None),
+        ("w1", "rpc", 7.5),
+    ]
+
+
+async def test_loads_and_status_are_typed(router: Router, gateway: FakeGateway) -> None:
+    (load,) = await router.potential_loads([1, 2])
+    assert (load.worker, load.potential_prefill_tokens, load.busy) == (WorkerRank("w0", 0), 64, True)
+    assert list(gateway.last.token_ids) == [1, 2]
+    status = await router.status()
+    assert (status.version, status.warnings, dict(status.degraded)) == ("1.2.3", ("look here",), {"indexer": 2})
+    assert status.helpers[0].last_error == "late"
+    assert status.workers[0].requests == 4
+
+
+async def test_thresholds_are_set_cleared_or_left_alone(router: Router, gateway: FakeGateway) -> None:
+    answer = await router.set_busy_thresholds(active_decode_blocks_threshold=0.5, active_prefill_tokens_threshold=None)
+    assert (answer.active_decode_blocks_threshold, answer.active_prefill_tokens_threshold) == (0.5, None)
+    assert list(gateway.last.clear) == ["active_prefill_tokens_threshold"]
+    await router.set_busy_thresholds(active_prefill_tokens_threshold=0)
+    assert gateway.last.HasField("active_prefill_tokens_threshold")
+    assert not gateway.last.HasField("active_decode_blocks_threshold")
+    assert not gateway.last.clear
+    read = await router.busy_thresholds()
+    assert (read.active_decode_blocks_threshold, read.active_prefill_tokens_threshold) == (None, 0)
+    assert [entry.model for entry in await router.list_busy_thresholds()] == ["m"]
+
+
+async def test_a_token_file_proves_who_calls(tmp_path: Path) -> None:
+    table = tmp_path / "tokens.yaml"
+    table.write_text("tokens:\n  - {token: secret-secret-secret, role: admin, tenant: '*'}\n")
+    mine = tmp_path / "token"
+    mine.write_text("secret-secret-secret\n")
+    async with fake_gateway(tokens=TokenTable.load(table)) as gateway:
+        async with Router(gateway.address, timeout_seconds=10) as anonymous:
+            with pytest.raises(errors.Unauthenticated):
+                await anonymous.status()
+        async with Router(gateway.address, security=ClientSecurity(token_file=mine), timeout_seconds=10) as known:
+            assert (await known.status()).version == "1.2.3"
+
+
+async def test_tls_checks_the_gateways_certificate(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost")
+    ca = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(str(ca))
+    chain = b"".join(pem.bytes() for pem in issued.cert_chain_pems)
+    credentials = grpc.ssl_server_credentials([(issued.private_key_pem.bytes(), chain)])
+    async with (
+        fake_gateway(add_port=lambda server: server.add_secure_port("localhost:0", credentials)) as gateway,
+        Router(gateway.address, security=ClientSecurity(ca=ca), timeout_seconds=10) as router,
+    ):
+        assert (await router.status()).version == "1.2.3"
