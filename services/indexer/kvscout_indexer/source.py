@@ -98,6 +98,7 @@ class Source:
         self._incomplete = incomplete
         self._failed = failed
         self._replay: asyncio.Task[None] | None = None
+        self._over_capacity = False
         self._recovered_at: float | None = None
         self._reopen_at: float | None = None
         self._subscription: Subscription | None = None
@@ -141,12 +142,16 @@ class Source:
 
     def recover(self) -> None:
         """Drops what is known of the rank and fetches it again, as far as the engine still has it."""
-        self.index.reset(self.rank)
-        self.resets += 1
+        self._reset()
         if self.endpoint.replay_endpoint:
             self.sequence.restore(epoch=0, last_id=None)
         # Without a replay the cursor stays: live batches go on from it, and what is dropped here stays missing.
         self._carry_out(self.sequence.on_reconnect())
+
+    def _reset(self) -> None:
+        self.index.reset(self.rank)
+        self.resets += 1
+        self._over_capacity = False
 
     def _guarded(self, function: Callable[..., None]) -> Callable[..., None]:
         """A callback whose exceptions end the process: the loop itself would only log them and go on, blind."""
@@ -192,17 +197,16 @@ class Source:
         )
 
     def _carry_out(self, decisions: list[Decision[EventBatch]]) -> None:
-        over_capacity = False
         for decision in decisions:
             if isinstance(decision, Apply):
-                over_capacity = self._apply(decision.batch)
+                self._apply(decision.batch)
             elif isinstance(decision, Reset):
                 log.warning("worker %s/%d restarted: its blocks are forgotten", *self.rank)
-                self.resets += 1
-                self.index.reset(self.rank)
+                self._reset()
             elif isinstance(decision, Demote):
                 log.warning("worker %s/%d: events %s are lost", *self.rank, decision.missing)
                 self.index.demote(self.rank, ttl_seconds=self._ttl_seconds, now=self._clock())
+                self._over_capacity = False
             elif isinstance(decision, RequestReplay):
                 if self._replay is not None:
                     self._replay.cancel()
@@ -213,18 +217,17 @@ class Source:
         else:
             self._incomplete.discard(self)
         # Only now: a recovery in the midst of decisions would have the rest of them applied twice.
-        if over_capacity and not self.sequence.replaying and self._may_recover():
+        if self._over_capacity and not self.sequence.replaying and self._may_recover():
             log.warning("worker %s/%d has more blocks than it can: removals were lost, recovering", *self.rank)
             self.recover()
 
-    def _apply(self, batch: SequencedBatch[EventBatch]) -> bool:
-        """Applies a batch; True = the worker has more blocks than it can."""
+    def _apply(self, batch: SequencedBatch[EventBatch]) -> None:
         applied = self.index.apply(self.rank, batch.content, epoch=batch.epoch, event_id=batch.event_id)
         if applied.incompatible:
             self._warnings.warning(
                 (self.rank, "incompatible"), "worker %s/%d is not indexed: %s", *self.rank, applied.incompatible
             )
-        return applied.over_capacity
+        self._over_capacity = applied.over_capacity
 
     def _may_recover(self) -> bool:
         now = self._clock()
@@ -236,22 +239,26 @@ class Source:
     async def _run_replay(self, request: RequestReplay) -> None:
         try:
             async with self._recoveries:
-                await self._read_replay(request)
-        except ReplayBroken as error:
-            log.info("replay of worker %s/%d failed: %s", *self.rank, error)
-            self._carry_out(self.sequence.on_replay_failed(request.attempt, self._clock()))
+                broken = await self._read_replay(request)
+            if broken is not None:
+                log.info("replay of worker %s/%d failed: %s", *self.rank, broken)
+                self._carry_out(self.sequence.on_replay_failed(request.attempt, self._clock()))
         except Exception as error:
             self._failed(error)
 
-    async def _read_replay(self, request: RequestReplay) -> None:
-        replies = replay(self._context, self.endpoint.replay_endpoint, request.first_id)
+    async def _read_replay(self, request: RequestReplay) -> ReplayBroken | None:
+        """Reads a replay to its end, or to where it broke, or until a later request has taken over."""
         count = 0
-        async with aclosing(replies):
-            async for message in replies:
-                self._carry_out(self.sequence.on_replay(request.attempt, self._sequenced(message)))
-                if self.sequence.attempt != request.attempt:
-                    return  # a later request has taken over
-                count += 1
-                if count % YIELD_EVERY == 0:
-                    await asyncio.sleep(0)
+        try:
+            async with aclosing(replay(self._context, self.endpoint.replay_endpoint, request.first_id)) as replies:
+                async for message in replies:
+                    self._carry_out(self.sequence.on_replay(request.attempt, self._sequenced(message)))
+                    if self.sequence.attempt != request.attempt:
+                        return None
+                    count += 1
+                    if count % YIELD_EVERY == 0:
+                        await asyncio.sleep(0)
+        except ReplayBroken as broken:
+            return broken
         self._carry_out(self.sequence.on_replay_end(request.attempt))
+        return None

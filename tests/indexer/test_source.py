@@ -1,0 +1,529 @@
+"""Sources over real sockets: what becomes of lost, repeated, malformed and restarted event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from engine_events import BLOCK_SIZE, CLEARED, batch, chain, prompt, removed, stored
+from indexer_client import IndexerClient, local_indexer
+from recorded_engine import RecordedEngine, recorded_engine
+
+from kvscout.v1 import indexer_pb2
+from kvscout_indexer import subscriber
+from kvscout_indexer.config import IndexerConfig
+from kvscout_indexer.indexer import Indexer
+
+LIVE = indexer_pb2.SOURCE_STATE_LIVE
+INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[IndexerClient]:
+    async with local_indexer() as (started, _):
+        yield started
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[RecordedEngine]:
+    async with recorded_engine() as started:
+        yield started
+
+
+@pytest.fixture
+async def mute() -> AsyncIterator[RecordedEngine]:
+    """An engine without a replay socket."""
+    async with recorded_engine(has_replay=False) as started:
+        yield started
+
+
+async def connect(client: IndexerClient, engine: RecordedEngine, **fields: object) -> None:
+    """Registers an engine and waits until its events come through and nothing is being replayed."""
+    await client.register(engine, **fields)  # type: ignore[arg-type]  # fields of a worker
+    await engine.subscribed()
+    await client.until(lambda s: s.replays == bool(engine.replay_endpoint) and "wait" not in s.reason)
+
+
+async def test_batches_of_a_live_engine_are_applied_in_order(client: IndexerClient, engine: RecordedEngine) -> None:
+    await connect(client, engine)
+    await engine.publish(*chain(5), batch(removed([4])))
+    status = await client.until_applied(5)
+    assert await client.overlap(prompt(5)) == 3
+    assert (status.state, status.reason, status.applied, status.gaps) == (LIVE, "", 6, 0)
+    assert status.last_event_age_seconds >= 0
+    assert (status.blocks, status.hidden) == (4, 1)
+
+
+async def test_a_gap_is_replayed_from_the_last_batch_applied_and_each_batch_applied_once(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    await connect(client, engine)
+    batches = chain(9)
+    await engine.publish(*batches[:6])
+    await client.until_applied(5)
+    asked_before = len(engine.replays_asked)
+    engine.lose(*batches[6:8])
+    await engine.publish(batches[8])
+    status = await client.until_applied(8)
+    # 5 is asked for again to compare it, and dropped.
+    assert engine.replays_asked[asked_before:] == [5]
+    assert (status.applied, status.gaps, status.state) == (9, 1, LIVE)
+    assert await client.overlap(prompt(9)) == 9
+    # One copy each: had a batch been applied twice, a removal would leave one.
+    await engine.publish(*[batch(removed([number])) for number in range(9, 0, -1)])
+    assert (await client.until_applied(17)).blocks == 0
+
+
+async def test_live_batches_wait_while_a_replay_runs(client: IndexerClient, engine: RecordedEngine) -> None:
+    await connect(client, engine)
+    batches = chain(3)
+    await engine.publish(batches[0])
+    await client.until_applied(0)
+    engine.answering.clear()
+    engine.lose(batches[1])
+    # A removal that overtook the replayed store would leave the block for ever.
+    await engine.publish(batches[2], batch(removed([3])))
+    status = await client.until(lambda s: s.lag_batches == 2)
+    assert status.state == indexer_pb2.SOURCE_STATE_REPLAYING
+    assert status.reason == "2 live batches wait"
+    assert await client.overlap(prompt(3)) == 1
+    engine.answering.set()
+    await client.until_applied(3)
+    assert await client.overlap(prompt(3)) == 2
+
+
+@pytest.mark.parametrize("replay_topics", [False, True], ids=["without topic", "with topic"])
+async def test_first_contact_in_mid_stream_replays_from_the_beginning(
+    client: IndexerClient, *, replay_topics: bool
+) -> None:
+    async with recorded_engine(replay_topics=replay_topics) as engine:
+        engine.lose(*chain(7))
+        await client.register(engine)
+        # Without a live batch: the connection alone is reason enough to ask.
+        status = await client.until_applied(6)
+        assert engine.replays_asked == [0]
+        assert (status.state, status.applied) == (LIVE, 7)
+        assert await client.overlap(prompt(7)) == 7
+
+
+async def test_first_contact_by_a_batch_that_is_not_the_first(client: IndexerClient, engine: RecordedEngine) -> None:
+    await connect(client, engine)
+    batches = chain(8)
+    engine.lose(*batches[:7])
+    await engine.publish(batches[7])
+    await client.until_applied(7)
+    assert set(engine.replays_asked) == {0}
+    assert await client.overlap(prompt(8)) == 8
+
+
+async def test_a_sequence_that_begins_again_is_a_restarted_engine(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    await connect(client, engine)
+    await engine.publish(*chain(9))
+    await client.until_applied(8)
+    engine.forget()
+    other = prompt(1, first=1000)
+    engine.lose(batch(stored([77], other)), batch(removed([77])))
+    await engine.publish(batch(stored([78], other)))
+    status = await client.until_applied(2)
+    assert (status.resets, status.blocks, status.state) == (1, 1, LIVE)
+    assert await client.overlap(prompt(9)) == 0
+    assert await client.overlap(other) == 1
+
+
+async def test_an_engine_that_restarts_and_overtakes_behind_a_reconnect_is_found_out(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    await connect(client, engine)
+    await engine.publish(*chain(6))
+    await client.until_applied(5)
+    await engine.stop()
+    engine.forget()
+    others = [batch(stored([number], prompt(1, first=1000 * number))) for number in range(1, 10)]
+    engine.lose(*others[:6])
+    await engine.start()
+    await engine.subscribed()
+    # 6 follows the last batch of the former life: only the digest of 5 tells that they are not the same.
+    await engine.publish(others[6])
+    engine.lose(others[7])
+    await engine.publish(others[8])
+    status = await client.until_applied(8)
+    assert status.resets == 1
+    assert status.blocks == 9
+    assert await client.overlap(prompt(6)) == 0
+    for number in range(1, 10):
+        assert await client.overlap(prompt(1, first=1000 * number)) == 1
+
+
+async def test_batches_lost_while_the_connection_was_down_are_replayed(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    await connect(client, engine)
+    batches = chain(6)
+    await engine.publish(*batches[:3])
+    await client.until_applied(2)
+    await engine.stop()
+    engine.lose(*batches[3:])
+    await engine.start()
+    status = await client.until_applied(5)
+    assert engine.replays_asked[-1] == 2
+    assert (status.resets, status.state) == (0, LIVE)
+    assert await client.overlap(prompt(6)) == 6
+
+
+async def test_without_a_replay_socket_old_blocks_become_predictions_and_the_answer_a_lower_bound(
+    client: IndexerClient, mute: RecordedEngine
+) -> None:
+    await connect(client, mute)
+    batches = chain(6)
+    await mute.publish(*batches[:3])
+    await client.until_applied(2)
+    exact = await client.matches(prompt(6))
+    assert not exact.lower_bound
+    assert not exact.incomplete_rows
+    mute.lose(batches[3])
+    await mute.publish(batches[4])
+    status = await client.until_applied(4)
+    assert (status.state, status.reason) == (INCOMPLETE, "events are missing: 3..3")
+    assert (status.demotions, status.gaps) == (1, 1)
+    found = await client.matches(prompt(6))
+    assert found.lower_bound
+    assert list(found.incomplete_rows) == [0]
+    assert list(found.overlaps.device_blocks) == [0]
+    assert list(found.overlaps.predicted_blocks) == [3]
+
+
+async def test_a_lower_bound_is_told_of_a_worker_without_a_row_too(client: IndexerClient, mute: RecordedEngine) -> None:
+    await connect(client, mute)
+    mute.lose(batch(stored([1], prompt(1))))
+    await mute.publish(batch(stored([9], prompt(1, first=500))))
+    await client.until_applied(1)
+    found = await client.matches(prompt(1))
+    assert not found.overlaps.worker_ids
+    assert found.lower_bound
+
+
+async def test_a_block_stored_below_a_prediction_is_found_again(client: IndexerClient, mute: RecordedEngine) -> None:
+    await connect(client, mute)
+    batches = chain(4)
+    await mute.publish(*batches[:2])
+    await client.until_applied(1)
+    mute.lose(batch(removed([99])))
+    await mute.publish(batches[2])
+    await client.until_applied(3)
+    assert list((await client.matches(prompt(4))).overlaps.predicted_blocks) == [3]
+    assert list((await client.matches(prompt(4))).overlaps.device_blocks) == [0]
+
+
+async def test_a_cleared_cache_ends_incomplete_history(client: IndexerClient, mute: RecordedEngine) -> None:
+    await connect(client, mute)
+    mute.lose(*chain(3))
+    await mute.publish(batch(stored([8], prompt(1))))
+    assert (await client.until_applied(3)).state == INCOMPLETE
+    await mute.publish(batch(CLEARED, stored([9], prompt(1, first=500))))
+    status = await client.until_applied(4)
+    assert (status.state, status.blocks) == (LIVE, 1)
+    found = await client.matches(prompt(1, first=500))
+    assert (list(found.overlaps.device_blocks), found.lower_bound) == ([1], False)
+
+
+async def test_a_reconnect_without_a_replay_socket_is_incomplete_history(
+    client: IndexerClient, mute: RecordedEngine
+) -> None:
+    await connect(client, mute)
+    await mute.publish(*chain(2))
+    await client.until_applied(1)
+    await mute.stop()
+    await mute.start()
+    status = await client.until(lambda s: s.state == INCOMPLETE)
+    assert status.reason.startswith("events are missing: whatever came after 1")
+    assert list((await client.matches(prompt(2))).overlaps.predicted_blocks) == [2]
+
+
+async def test_history_older_than_the_replay_buffer_is_lost_and_what_is_left_is_applied(
+    client: IndexerClient,
+) -> None:
+    async with recorded_engine(buffer_steps=3) as engine:
+        await connect(client, engine)
+        batches = chain(10)
+        await engine.publish(*batches[:2])
+        await client.until_applied(1)
+        engine.lose(*batches[2:9])
+        await engine.publish(batch(stored([50, 51], prompt(2, first=1000))))
+        status = await client.until_applied(9)
+        assert (status.state, status.reason) == (INCOMPLETE, "events are missing: 2..6")
+        assert await client.overlap(prompt(2, first=1000)) == 2
+        assert list((await client.matches(prompt(2))).overlaps.predicted_blocks) == [2]
+
+
+async def test_a_replay_socket_that_stays_silent_is_given_up_after_retries(
+    client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 0.01})
+    monkeypatch.setattr("kvscout_indexer.sequence.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvscout_indexer.sequence.MAX_ATTEMPTS", 3)
+    engine.answering.clear()
+    await client.register(engine)
+    await engine.subscribed()
+    await engine.publish(batch(stored([1], prompt(1))))
+    # The first batch is the beginning of the sequence: with or without a replay nothing is missing.
+    status = await client.until(lambda s: s.state == LIVE)
+    assert status.replays >= 3
+    assert await client.overlap(prompt(1)) == 1
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"kv-events"],
+        [b"kv-events", b"\0" * 7, b"payload"],
+        [b"kv-events", b"\0" * 8, b"payload", b"more"],
+        [b"kv-events", b"", b""],
+    ],
+    ids=["one frame", "short seq", "four frames", "empty"],
+)
+async def test_malformed_frames_between_good_batches_cost_nothing(
+    client: IndexerClient, engine: RecordedEngine, frames: list[bytes]
+) -> None:
+    await connect(client, engine)
+    batches = chain(2)
+    await engine.publish(batches[0])
+    await engine.send(frames)
+    await engine.publish(batches[1])
+    status = await client.until_applied(1)
+    assert (status.malformed, status.applied, status.gaps, status.state) == (1, 2, 0, LIVE)
+    assert await client.overlap(prompt(2)) == 2
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"not msgpack", b"\x93\x00\x00\x00", b"\xdd\xff\xff\xff\xff"])
+async def test_a_malformed_batch_costs_itself_and_its_number(
+    client: IndexerClient, engine: RecordedEngine, payload: bytes
+) -> None:
+    await connect(client, engine)
+    batches = chain(2)
+    await engine.publish(batches[0], payload, batches[1])
+    status = await client.until_applied(2)
+    assert (status.malformed, status.applied, status.gaps, status.replays, status.state) == (1, 3, 0, 1, LIVE)
+    assert await client.overlap(prompt(2)) == 2
+
+
+async def test_an_event_that_cannot_be_read_costs_itself_alone(client: IndexerClient, engine: RecordedEngine) -> None:
+    await connect(client, engine)
+    await engine.publish(
+        batch(
+            stored([1], prompt(1)),
+            {"type": "BlockStored", "block_hashes": [2]},
+            {"type": "SomethingNew"},
+            stored([3], prompt(1, first=5), parent=1),
+        )
+    )
+    status = await client.until_applied(0)
+    assert (status.malformed, status.applied) == (2, 1)
+    assert await client.overlap(prompt(2)) == 2
+
+
+async def test_a_hundred_malformed_batches_in_a_row_quarantine_a_worker_and_leave_others_alone(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    async with recorded_engine() as healthy:
+        await connect(client, engine)
+        await client.register(healthy, worker_id="healthy")
+        await healthy.subscribed()
+        await engine.publish(*[b"\xc1"] * 120)
+        status = await client.until(lambda s: s.state == indexer_pb2.SOURCE_STATE_QUARANTINED)
+        assert status.reason == "too many malformed batches in a row"
+        await client.until(lambda s: s.dropped == 20)
+        await healthy.publish(*chain(2))
+        assert (await client.until_applied(1, "healthy")).state == LIVE
+
+
+async def test_batches_of_another_rank_are_refused_until_they_name_the_registered_one(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    await connect(client, engine)
+    await engine.publish(batch(stored([1], prompt(1)), rank=3))
+    status = await client.until(lambda s: s.state == indexer_pb2.SOURCE_STATE_MISCONFIGURED)
+    assert status.reason == "batches name rank 3, the registration 0"
+    assert status.dropped == 1
+    assert await client.overlap(prompt(1)) == 0
+    engine.forget()
+    await engine.publish(batch(stored([1], prompt(1)), rank=0))
+    assert (await client.until_applied(0)).state == LIVE
+    assert await client.overlap(prompt(1)) == 1
+
+
+async def test_an_engine_of_another_block_size_is_incompatible_and_not_indexed(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    await connect(client, engine)
+    await engine.publish(batch(stored([1], prompt(2), block_size=2 * BLOCK_SIZE)))
+    status = await client.until(lambda s: s.state == indexer_pb2.SOURCE_STATE_INCOMPATIBLE)
+    assert "8" in status.reason
+    assert "4" in status.reason
+    await engine.publish(batch(stored([2], prompt(1))))
+    assert (await client.until(lambda s: s.ignored["incompatible"] == 1)).blocks == 0
+
+
+async def test_an_engine_may_connect_to_us(client: IndexerClient) -> None:
+    async with recorded_engine() as reserved:
+        address = reserved.endpoint
+    async with recorded_engine(connect_to=address) as engine:
+        await client.register(engine, bind=True)
+        await engine.subscribed()
+        await engine.publish(*chain(3))
+        await client.until_applied(2)
+        assert await client.overlap(prompt(3)) == 3
+
+
+async def test_an_address_that_is_in_use_is_shown_and_tried_again(
+    client: IndexerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvscout_indexer.source.REOPEN_SECONDS", 0.05)
+    occupant = socket.create_server(("127.0.0.1", 0))
+    async with recorded_engine(connect_to=f"tcp://127.0.0.1:{occupant.getsockname()[1]}") as connecting:
+        with occupant:
+            await client.register(connecting, bind=True)
+            status = await client.status()
+            assert status.state == indexer_pb2.SOURCE_STATE_MISCONFIGURED
+            assert "Address already in use" in status.reason
+        await connecting.subscribed()
+        await connecting.publish(*chain(1))
+        assert (await client.until_applied(0)).state == LIVE
+
+
+async def test_only_the_topic_asked_for_is_read(client: IndexerClient) -> None:
+    async with recorded_engine(topic=b"kv@10.0.0.1:8000@tiny") as wanted:
+        await connect(client, wanted, topic="kv@10.0.0.1")
+        await wanted.send([b"kv@10.0.0.2:8000@tiny", b"\0" * 8, b"of another engine"])
+        await wanted.publish(*chain(2))
+        status = await client.until_applied(1)
+        assert (status.applied, status.malformed) == (2, 0)
+
+
+async def test_reset_worker_fetches_everything_again(client: IndexerClient, engine: RecordedEngine) -> None:
+    await connect(client, engine)
+    await engine.publish(*chain(4))
+    await client.until_applied(3)
+    answer = await client.rpc("ResetWorker", indexer_pb2.ResetWorkerRequest(worker_id="w"))
+    assert answer.ranks == 1
+    status = await client.until_applied(3)
+    assert (status.resets, status.blocks, status.state) == (1, 4, LIVE)
+    assert engine.replays_asked[-1] == 0
+    assert await client.overlap(prompt(4)) == 4
+    await engine.publish(batch(removed([4])))
+    assert (await client.until_applied(4)).blocks == 3
+
+
+async def test_reset_worker_without_a_replay_socket_leaves_a_lower_bound(
+    client: IndexerClient, mute: RecordedEngine
+) -> None:
+    await connect(client, mute)
+    await mute.publish(*chain(2))
+    await client.until_applied(1)
+    await client.rpc("ResetWorker", indexer_pb2.ResetWorkerRequest(worker_id="w", dp_rank=0))
+    status = await client.status()
+    assert (status.state, status.blocks, status.resets) == (INCOMPLETE, 0, 1)
+    found = await client.matches(prompt(2))
+    assert (list(found.overlaps.worker_ids), found.lower_bound) == ([], True)
+    await mute.publish(batch(stored([9], prompt(1, first=500))))
+    await client.until_applied(2)
+    assert await client.overlap(prompt(1, first=500)) == 1
+
+
+async def test_more_blocks_than_a_worker_has_prove_lost_removals_and_are_recovered_once(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    await connect(client, engine, total_kv_blocks=3)
+    # The engine's own history is sound: what reached us was not.
+    sound = chain(2)
+    await engine.publish(*chain(3))
+    await client.until_applied(2)
+    engine.buffer.update({0: sound[0], 1: sound[1], 2: batch(), 3: batch(CLEARED, stored([7], prompt(1)))})
+    engine.next_seq = 3
+    await engine.send([b"kv-events", (3).to_bytes(8, "big"), batch(stored([4], prompt(1, first=100)))])
+    status = await client.until(lambda s: s.resets > 0 and s.blocks == 1)
+    assert not status.over_capacity
+    assert await client.overlap(prompt(1)) == 1
+
+
+async def test_a_replay_that_ends_with_too_many_blocks_is_a_reason_to_recover_too(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    engine.lose(*chain(4))
+    await client.register(engine, total_kv_blocks=3)
+    await client.until_applied(3)
+    status = await client.until(lambda s: s.resets == 1 and s.last_event_id == 3 and s.applied == 8)
+    # The engine says so itself: it is tried once, and then shown.
+    assert (status.over_capacity, status.state) == (True, LIVE)
+    assert engine.replays_asked == [0, 0]
+
+
+async def test_recovery_amidst_held_batches_applies_none_of_them_twice(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    await connect(client, engine, total_kv_blocks=2)
+    batches = [batch(stored([number], prompt(1, first=100 * number))) for number in range(1, 5)]
+    await engine.publish(batches[0])
+    await client.until_applied(0)
+    engine.answering.clear()
+    engine.lose(batches[1])
+    # Published after the replay was answered, both are applied in one run of decisions when it ends: the third block
+    # is one too many, the fourth comes after it.
+    for seq in (2, 3):
+        await engine.send([b"kv-events", seq.to_bytes(8, "big"), batches[seq]])
+    await client.until(lambda s: s.lag_batches == 2)
+    engine.answering.set()
+    await client.until(lambda s: s.resets == 1)
+    await client.until_applied(1)
+    engine.lose(*batches[2:])
+    await engine.publish(batch(removed([1, 2, 3, 4])))
+    status = await client.until_applied(4)
+    assert (status.blocks, status.ignored["unknown_removed"]) == (0, 0)
+
+
+async def test_a_defect_while_ingesting_ends_the_indexer() -> None:
+    with pytest.raises(ExceptionGroup) as crash:
+        async with local_indexer() as (client, indexer), recorded_engine() as engine:
+            await connect(client, engine)
+            break_index(indexer)
+            await engine.publish(batch(stored([1], prompt(1))))
+            await asyncio.Event().wait()
+    assert [str(error) for error in crash.value.exceptions] == ["the index is broken"]
+
+
+async def test_a_defect_while_replaying_ends_the_indexer() -> None:
+    with pytest.raises(ExceptionGroup) as crash:
+        async with local_indexer() as (client, indexer), recorded_engine() as engine:
+            engine.lose(*chain(3))
+            engine.answering.clear()
+            await client.register(engine)
+            break_index(indexer)
+            engine.answering.set()
+            await asyncio.Event().wait()
+    assert [str(error) for error in crash.value.exceptions] == ["the index is broken"]
+
+
+def break_index(indexer: Indexer) -> None:
+    def apply(*_: object, **__: object) -> None:
+        raise RuntimeError("the index is broken")
+
+    ((_, index),) = indexer.pools.by_key()
+    index.apply = apply  # type: ignore[assignment, method-assign]
+
+
+async def test_predictions_of_lost_history_end_after_their_time(mute: RecordedEngine) -> None:
+    async with local_indexer(IndexerConfig(router_ttl_seconds=0.05)) as (client, _):
+        await connect(client, mute)
+        batches = chain(3)
+        await mute.publish(batches[0])
+        await client.until_applied(0)
+        mute.lose(batches[1])
+        await mute.publish(batch(stored([40], prompt(1, first=500))))
+        await client.until_applied(2)
+        async with asyncio.timeout(10):
+            while (await client.matches(prompt(1))).overlaps.worker_ids:
+                await asyncio.sleep(0.01)
+        assert (await client.matches(prompt(1))).lower_bound
