@@ -31,7 +31,7 @@ fn bench_find(index: &Index, prompts: &[Vec<u64>], label: &str) {
         // the request was just received: its bytes are in the cache
         std::hint::black_box(p.iter().fold(0, |a, b| a ^ b));
         let t = Instant::now();
-        rows += index.find(&mut slice, false, |rows, _| rows.len());
+        rows += index.find(&mut slice, 0.0, false, |rows, _| rows.len());
         v.push(t.elapsed().as_secs_f64() * 1e6);
     }
     println!("{label}: {} rows/query {}", pct(v), rows / n);
@@ -39,9 +39,11 @@ fn bench_find(index: &Index, prompts: &[Vec<u64>], label: &str) {
 fn main() {
     let arg: Vec<String> = std::env::args().collect();
     let big = arg.iter().any(|a| a == "big");
+    let only: Vec<&String> = arg.iter().skip(1).filter(|a| a.starts_with("=")).collect();
     for (label, memberships) in [("hot", 10_000 * 8usize), ("10M", 10_000_000)] {
         if label == "10M" && !big { continue; }
         for mode in ["equal8", "unequal8", "unequal8-long-first", "unequal64", "one", "one4"] {
+            if !only.is_empty() && !only.iter().any(|o| &o[1..] == mode) { continue; }
             let index = Index::new(16, false, Bounds { max_blocks: 0, max_predictions: 1 << 20, prune_ratio: 0.8 });
             let names: Vec<_> = (0..64).map(name).collect();
             for n in &names { index.add_worker(n.clone(), WorkerOptions::default()); }
@@ -83,6 +85,26 @@ fn main() {
             let after = rss();
             println!("{label} {mode}: {blocks} memberships, {:.1} B each (rss {} MB), store {:.4} us a block", (after - before) as f64 / blocks as f64, (after - before) >> 20, spent * 1e6 / blocks as f64);
             bench_find(&index, &prompts, &format!("  {label} {mode} find"));
+            let mut per = Vec::new();
+            for i in 0..500u64 {
+                let p = prompt(1 << 31 | i, 1024);
+                let e = engine(1 << 31 | i, 1024);
+                let b = stored(&p, &e, None);
+                let t = Instant::now();
+                index.apply(&names[i as usize % 64], &b, 0, None);
+                per.push(t.elapsed().as_secs_f64() * 1e6 / 1024.);
+            }
+            println!("  store 1024 new, a block: {}", pct(per));
+            let mut per = Vec::new();
+            for i in 0..500u64 {
+                let p = prompt(1 << 31 | i, 1024);
+                let e = engine(1 << 31 | i, 1024);
+                let b = stored(&p, &e, None);
+                let t = Instant::now();
+                index.apply(&names[(i as usize + 1) % 64], &b, 0, None);
+                per.push(t.elapsed().as_secs_f64() * 1e6 / 1024.);
+            }
+            println!("  store 1024 known, a block: {}", pct(per));
             // small events: extend and remove 4
             let mut st = Vec::new();
             let mut rm = Vec::new();

@@ -3,9 +3,12 @@
 Nothing but the module that pairs with a section below imports it:
 
 * hashing: `kvscout_common.hashing`, which documents the functions; the twin is `hashing_reference`.
+* index: `kvscout_indexer.native_index`; `kvscout_indexer.index` documents what the methods do, the twin is
+  `reference_index`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 __version__: str
 
@@ -47,3 +50,91 @@ def engine_hash(value: int | bytes) -> int:
 
 def block_seed(lora_name: str, cache_salt: str, first: bool) -> int:
     """Seed of a prompt's first block, or of every other one."""
+
+# --- index -----------------------------------------------------------------------------------------
+
+_Name = tuple[str, int]
+"""(worker_id, dp_rank)"""
+_Copies = tuple[int, int, int]
+"""(group, tier, number)"""
+_Applied = tuple[int, int, bool, str]
+_Column = tuple[int, ...]
+
+class BlockIndex:
+    """The native block index.
+
+    ::
+
+        query ──▶ directory (lane → worker) ──▶ trie (runs of blocks, lanes and their reach)
+        event ──▶ ledger (engine hashes, counts, ghosts, orphans) ──▶ one node of the trie at a time
+
+    Any number of queries run during a write, one write at a time; a query during a write may see a mixture
+    of before and after, but of no worker more than it held at one of these times. Calls of more than about
+    50 µs release the GIL. Complexity is that of `kvscout_indexer.index.BlockIndex`.
+    """
+
+    def __new__(
+        cls, block_size: int, eagle: bool, max_blocks: int, max_predictions: int, prune_ratio: float
+    ) -> BlockIndex: ...
+    def add_worker(
+        self, worker: _Name, set_copies: bool, adapters: dict[int, str], total_kv_blocks: int
+    ) -> None:
+        """`worker` itself stands for it in the answers of `find_matches`."""
+
+    def remove_rank(self, worker: _Name) -> bool: ...
+    def reset(self, worker: _Name) -> None: ...
+    def demote(self, worker: _Name, ttl_seconds: float, now: float) -> int: ...
+    def apply(
+        self, worker: _Name, events: Iterable[Any], faults: int, epoch: int, event_id: int | None
+    ) -> _Applied:
+        """Events as those of `kvscout_indexer.events`; `faults` is their number."""
+
+    def apply_payload(self, worker: _Name, payload: bytes, epoch: int, event_id: int | None) -> _Applied:
+        """From an engine's bytes, without a Python object a token."""
+
+    def predict(self, worker: _Name, block_hashes: Sequence[int] | bytes, ttl_seconds: float, now: float) -> int: ...
+    def find_matches(
+        self, block_hashes: Sequence[int] | bytes, now: float, early_exit: bool
+    ) -> tuple[tuple[Any, ...], _Column, _Column, _Column, _Column, _Column]:
+        """Workers, then the columns of `Overlaps`; bytes are read in place."""
+
+    def maintain(self, now: float, budget: int) -> bool: ...
+    def dump(
+        self, worker: _Name
+    ) -> (
+        tuple[
+            int,
+            int | None,
+            list[tuple[int, bool]],
+            list[tuple[int | None, int, int, list[_Copies]]],
+            list[tuple[int, int, int, list[_Copies]]],
+        ]
+        | None
+    ):
+        """Epoch, last event id, groups, blocks, orphans; as in `WorkerDump`."""
+
+    def load(
+        self,
+        worker: _Name,
+        epoch: int,
+        last_event_id: int | None,
+        groups: Sequence[tuple[int, bool]],
+        blocks: Sequence[tuple[int | None, int, int, Sequence[_Copies]]],
+        orphans: Sequence[tuple[int, int, int, Sequence[_Copies]]],
+    ) -> None: ...
+    def workers(self) -> list[_Name]: ...
+    def cursor(self, worker: _Name) -> tuple[int, int | None] | None: ...
+    def worker_stats(
+        self, worker: _Name
+    ) -> tuple[int, int, int, int, int, int, bool, str, list[int]] | None:
+        """The fields of `WorkerStats`; `ignored` in the order of `Ignored`."""
+
+    def stats(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
+        """The fields of `IndexStats`."""
+
+    def check_invariants(self) -> None: ...
+
+def decode_batch(
+    payload: bytes,
+) -> tuple[list[tuple[Any, ...]], float, int | None, list[tuple[str, str]]]:
+    """What `apply_payload` reads from a payload: events, timestamp, rank, faults; for tests."""

@@ -15,8 +15,8 @@ pub struct Stored {
     pub engine_hashes: Vec<u64>,
     /// Engine hash of the block before the first one; None: the first one begins a prompt.
     pub parent: Option<u64>,
-    /// Little-endian token ids; their number may differ from blocks × block size.
-    pub tokens: Vec<u8>,
+    /// Token ids; their number may differ from blocks × block size.
+    pub tokens: Vec<u32>,
     /// Tokens a block, as the engine says.
     pub block_size: u32,
     pub tier: u8,

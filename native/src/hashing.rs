@@ -3,6 +3,7 @@
 //! Token ids come as their little-endian bytes, four a token: that is what XXH3 reads and what the wire
 //! carries, so nothing is copied. The formulas are those of `kvscout_common.hashing`.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
@@ -12,6 +13,29 @@ pub const SEED: u64 = 1337;
 
 /// Bytes of one token id.
 pub const TOKEN_BYTES: usize = 4;
+
+/// Token ids as little-endian bytes; on a little-endian machine they are that already.
+pub fn token_bytes(tokens: &[u32]) -> Cow<'_, [u8]> {
+    if cfg!(target_endian = "little") {
+        Cow::Borrowed(bytemuck::cast_slice(tokens))
+    } else {
+        Cow::Owned(tokens.iter().flat_map(|token| token.to_le_bytes()).collect())
+    }
+}
+
+/// Hashes from little-endian bytes; copied only if they are not aligned.
+pub fn hashes_from_bytes(bytes: &[u8]) -> Option<Cow<'_, [u64]>> {
+    if !bytes.len().is_multiple_of(8) {
+        return None;
+    }
+    if cfg!(target_endian = "little")
+        && let Ok(words) = bytemuck::try_cast_slice(bytes)
+    {
+        return Some(Cow::Borrowed(words));
+    }
+    let (words, _) = bytes.as_chunks::<8>();
+    Some(Cow::Owned(words.iter().map(|word| u64::from_le_bytes(*word)).collect()))
+}
 
 /// The block size was zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,5 +7,6 @@ pub mod hashing;
 pub mod index;
 pub mod slab;
 pub mod table;
+pub mod wire;
 #[cfg(feature = "python")]
 mod python;

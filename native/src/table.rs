@@ -152,7 +152,7 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
     pub fn reserve(&mut self, more: usize) {
         let needed = (self.len + more) * 5 / MAX_FIFTHS + 1;
         if needed > self.slots.len() {
-            self.rebuild(needed.max(self.slots.len() * 5 / 4).max(MIN_SLOTS));
+            self.rebuild(needed.max(self.slots.len() * 3 / 2).max(MIN_SLOTS));
         }
     }
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 from index_scenarios import IndexFactory
 
+from kvscout_common.hashing import native_available
+from kvscout_indexer.native_index import NativeIndex
 from kvscout_indexer.reference_index import ReferenceIndex
 
 IMPLEMENTATIONS: dict[str, IndexFactory] = {"reference": ReferenceIndex}
+if native_available():
+    IMPLEMENTATIONS["native"] = NativeIndex
 
 
 @pytest.fixture(params=sorted(IMPLEMENTATIONS))

@@ -3,7 +3,7 @@
 use super::store::Target;
 use super::{Handle, Index, State, WorkerRank};
 use crate::events::{Batch, Event, Removed, Stored};
-use crate::hashing::{BlockHasher, MmSpan, TOKEN_BYTES, mm_hash};
+use crate::hashing::{BlockHasher, MmSpan, mm_hash, token_bytes};
 
 /// Cache groups known for each worker rank.
 const GROUP_LIMIT: usize = 64;
@@ -67,6 +67,7 @@ impl Index {
             }
             state.ledger.finish();
         }
+        self.enforce_bound(state);
         self.drain(state, DRAINED_BY_APPLY);
         if let Some(rank) = state.ranks.get_mut(name) {
             if event_id.is_some() {
@@ -145,7 +146,7 @@ impl Index {
         if !event.local_hashes.is_empty() {
             return (event.local_hashes.len() != event.engine_hashes.len()).then_some(Ignored::BadLength);
         }
-        let tokens = event.tokens.len() / TOKEN_BYTES - usize::from(event.pairs);
+        let tokens = event.tokens.len().saturating_sub(usize::from(event.pairs));
         let size = event.block_size as usize;
         if tokens < self.block_size || tokens != event.engine_hashes.len().saturating_mul(size) {
             return Some(Ignored::BadLength);
@@ -153,7 +154,7 @@ impl Index {
         if size != self.block_size {
             return Some(Ignored::BlockSize);
         }
-        if event.pairs && !self.eagle || self.eagle && event.lookahead.is_none() {
+        if if self.eagle { event.lookahead.is_none() } else { event.pairs } {
             return Some(Ignored::EagleMismatch);
         }
         let adapters = &state.ranks[source.name].options.adapters;
@@ -178,13 +179,13 @@ impl Index {
         let with_lookahead;
         let tokens = match event.lookahead {
             Some(token) if self.eagle && !event.pairs => {
-                with_lookahead = [&event.tokens[..], &token.to_le_bytes()].concat();
+                with_lookahead = [&event.tokens[..], &[token]].concat();
                 &with_lookahead
             }
             _ => &event.tokens,
         };
         BlockHasher::new(self.block_size, lora, salt, &spans, self.eagle)
-            .map_or_else(|_| Vec::new(), |hasher| hasher.local_hashes(tokens).collect())
+            .map_or_else(|_| Vec::new(), |hasher| hasher.local_hashes(&token_bytes(tokens)).collect())
     }
 }
 

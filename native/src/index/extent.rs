@@ -27,6 +27,7 @@ impl Extent {
         self.prefix == 0 && self.rest.is_none()
     }
 
+    #[cfg(test)]
     pub fn len(&self) -> u32 {
         self.prefix + self.rest.as_ref().map_or(0, |bits| bits.iter().map(|word| word.count_ones()).sum())
     }

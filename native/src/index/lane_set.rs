@@ -13,6 +13,7 @@ pub struct LaneSet {
 }
 
 impl LaneSet {
+    #[cfg(test)]
     pub fn is_empty(&self) -> bool {
         self.words.is_empty()
     }

@@ -23,6 +23,9 @@ pub struct Cursor {
 
 pub const ROOT: Cursor = Cursor { node: 0, next: 0 };
 
+/// Runs shorter than this grow, whatever has to be copied for it.
+const GROWING: u32 = 256;
+
 /// One prediction.
 #[derive(Debug, Clone, Copy)]
 pub struct Prediction {
@@ -37,12 +40,16 @@ pub struct Prediction {
 #[derive(Debug)]
 pub struct Ledger {
     pub trie: Arc<Trie>,
+    /// There is a bound, so it matters which blocks are used.
+    pub bounded: bool,
     pub nodes: Nodes,
     /// By slot; a slot is one content of a worker rank, from its birth to when it was drained.
     pub workers: Vec<Option<Box<Worker>>>,
     /// Distinct blocks held by any worker.
     pub blocks: u64,
     pub predictions: Slab<Prediction>,
+    /// Predictions of workers that are not dropped.
+    pub live_predictions: u64,
     /// Where the chain that is being stored stands; splits keep it right.
     pub cursor: Cursor,
     /// The chain's cursor while another block is placed.
@@ -54,13 +61,15 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    pub fn new(trie: Arc<Trie>) -> Self {
+    pub fn new(trie: Arc<Trie>, bounded: bool) -> Self {
         Self {
             trie,
+            bounded,
             nodes: Nodes::default(),
             workers: Vec::new(),
             blocks: 0,
             predictions: Slab::default(),
+            live_predictions: 0,
             cursor: ROOT,
             side_cursor: None,
             dirty: Vec::new(),
@@ -229,10 +238,12 @@ impl Ledger {
         if above != 0 {
             let entry = &mut self.nodes[above];
             len = entry.len();
-            // Only where nobody else has a part of it: else the others' reach would end within the run.
-            if entry.first_child == 0 && len < trie::MAX_RUN && matches!(entry.presences[..], [(only, _)] if only == slot)
-            {
-                let blocks = local.len().min((trie::MAX_RUN - len) as usize);
+            // Only where nobody else has a part of it: else the others' reach would end within the run. And only
+            // where few blocks have to be copied: a long run that is full goes on in a node below it.
+            let spare = if len < GROWING { trie::MAX_RUN as usize } else { entry.refs.capacity() } - len as usize;
+            let alone = matches!(entry.presences[..], [(only, _)] if only == slot);
+            if entry.first_child == 0 && alone && spare > 0 {
+                let blocks = local.len().min(spare);
                 trie::grow(&mut entry.refs, blocks);
                 entry.refs.resize(len as usize + blocks, Default::default());
                 self.trie.shard(shard).write().nodes[parent].extend(&local[..blocks]);
@@ -524,6 +535,9 @@ impl Ledger {
     }
 
     fn drain_presence(&mut self, slot: u32, presence: PresenceId) -> usize {
+        let node = self.part(slot, presence).node;
+        self.disown_children(slot, presence, node);
+        self.unhang(slot, presence, self.nodes[node].parent);
         let part = std::mem::take(self.part_mut(slot, presence));
         let lanes = self.worker(slot).lanes;
         {

@@ -11,12 +11,16 @@
 //! before and what comes after mixed, but never a worker with more than it held at one of these times.
 
 mod apply;
+mod bound;
 mod directory;
+mod dump;
 mod extent;
 mod lane_set;
 mod ledger;
 mod nodes;
+mod predict;
 mod prompt;
+mod stats;
 mod store;
 mod trie;
 mod worker;
@@ -31,9 +35,12 @@ use parking_lot::{Mutex, RwLock};
 
 pub use apply::{Applied, IGNORED, Ignored};
 use directory::Directory;
+pub use dump::{DumpedBlock, DumpedOrphan, LoadError, WorkerDump};
 pub use directory::{Handle, Row, WorkerRank};
 use ledger::Ledger;
+use predict::Expiries;
 pub use prompt::{Prompt, TokenPrompt};
+pub use stats::{IndexStats, WorkerStats};
 use trie::{Match, Trie};
 pub use worker::{Copies, GHOST_LIMIT, LEVELS, MAX_COPIES, ORPHAN_LIMIT, TIERS};
 use worker::{NO_LANE, Worker};
@@ -63,7 +70,6 @@ pub struct Bounds {
 /// A worker rank, around the content of its slot.
 #[derive(Debug)]
 struct Rank {
-    name: WorkerRank,
     handle: Handle,
     slot: u32,
     options: WorkerOptions,
@@ -88,7 +94,9 @@ struct State {
     free_slots: Vec<u32>,
     /// Slots whose content is being taken out of the trie.
     dropped: VecDeque<u32>,
+    expiries: Expiries,
     unknown_worker: u64,
+    evicted: u64,
 }
 
 /// The index; see the module.
@@ -102,6 +110,8 @@ pub struct Index {
     directory: RwLock<Directory>,
     state: Mutex<State>,
     queries: AtomicU64,
+    /// When the first prediction ends, as the bits of a float.
+    next_expiry: AtomicU64,
 }
 
 impl Index {
@@ -109,11 +119,13 @@ impl Index {
         let secret = RandomState::new().hash_one(block_size);
         let trie = Arc::new(Trie::new(secret));
         let state = State {
-            ledger: Ledger::new(Arc::clone(&trie)),
+            ledger: Ledger::new(Arc::clone(&trie), bounds.max_blocks > 0),
             ranks: HashMap::new(),
             free_slots: Vec::new(),
             dropped: VecDeque::new(),
+            expiries: Expiries::default(),
             unknown_worker: 0,
+            evicted: 0,
         };
         Self {
             block_size,
@@ -124,6 +136,7 @@ impl Index {
             directory: RwLock::default(),
             state: Mutex::new(state),
             queries: AtomicU64::new(0),
+            next_expiry: AtomicU64::new(f64::INFINITY.to_bits()),
         }
     }
 
@@ -141,7 +154,6 @@ impl Index {
         let handle = self.directory.write().add(name.clone());
         let slot = self.new_slot(&mut state, handle);
         let rank = Rank {
-            name: name.clone(),
             handle,
             slot,
             options,
@@ -161,6 +173,61 @@ impl Index {
         self.drop_slot(&mut state, rank.slot);
         self.directory.write().remove(rank.handle);
         true
+    }
+
+    /// Forgets all that events said of a worker rank.
+    pub fn reset(&self, name: &WorkerRank) {
+        self.forget(&mut self.state.lock(), name);
+    }
+
+    fn forget(&self, state: &mut State, name: &WorkerRank) {
+        let Some(rank) = state.ranks.get(name) else { return };
+        let (handle, slot) = (rank.handle, rank.slot);
+        self.drop_slot(state, slot);
+        let slot = self.new_slot(state, handle);
+        if let Some(rank) = state.ranks.get_mut(name) {
+            (rank.slot, rank.epoch, rank.last_event_id) = (slot, 0, None);
+            rank.incompatible.clear();
+        }
+    }
+
+    /// (epoch, last event id) of a worker rank.
+    pub fn cursor(&self, name: &WorkerRank) -> Option<(u64, Option<u64>)> {
+        self.state.lock().ranks.get(name).map(|rank| (rank.epoch, rank.last_event_id))
+    }
+
+    /// Moves a worker's cursor past a batch that could not be read.
+    pub fn move_cursor(&self, name: &WorkerRank, epoch: u64, event_id: Option<u64>) {
+        if event_id.is_some()
+            && let Some(rank) = self.state.lock().ranks.get_mut(name)
+        {
+            (rank.epoch, rank.last_event_id) = (epoch, event_id);
+        }
+    }
+
+    /// Frees memory of what was dropped, and ends predictions; whether more is left.
+    pub fn maintain(&self, now: f64, budget: usize) -> bool {
+        self.expire(now);
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let mut left = self.drain(state, budget);
+        let mut waiting = false;
+        let slots: Vec<u32> = state.ranks.values().map(|rank| rank.slot).collect();
+        for slot in slots {
+            let worker = state.ledger.worker(slot);
+            if worker.demoted.is_empty() || now < worker.demoted_until {
+                continue;
+            }
+            let some: Vec<u64> = worker.demoted.iter().copied().take(left).collect();
+            left -= some.len();
+            for engine_hash in some {
+                state.ledger.worker_mut(slot).demoted.remove(&engine_hash);
+                state.ledger.unbind(slot, engine_hash);
+            }
+            waiting |= !state.ledger.worker(slot).demoted.is_empty();
+        }
+        state.ledger.finish();
+        waiting || !state.dropped.is_empty()
     }
 
     /// The known worker ranks, sorted.
@@ -187,7 +254,10 @@ impl Index {
 
     /// Hides a slot's content; `drain` frees it.
     fn drop_slot(&self, state: &mut State, slot: u32) {
-        self.directory.write().hide(&state.ledger.worker(slot).lanes);
+        let worker = state.ledger.worker_mut(slot);
+        worker.dropped = true;
+        self.directory.write().hide(&worker.lanes);
+        state.ledger.live_predictions -= state.ledger.worker(slot).predictions;
         state.dropped.push_back(slot);
     }
 
@@ -214,10 +284,12 @@ impl Index {
     pub fn find<R>(
         &self,
         prompt: &mut impl Prompt,
+        now: f64,
         early_exit: bool,
         with: impl FnOnce(&[Row], &dyn Fn(Handle) -> Option<WorkerRank>) -> R,
     ) -> R {
         self.queries.fetch_add(1, Ordering::Relaxed);
+        self.expire(now);
         let directory = self.directory.read();
         let mut found: Vec<Match> = Vec::with_capacity(64);
         self.trie.find(prompt, early_exit, &mut found);

@@ -39,6 +39,9 @@ impl Ledger {
             (above, _) => {
                 self.cursor = above.unwrap_or(ROOT);
                 refused.conflicts = self.store_chain(slot, engine, local, to);
+                if self.bounded {
+                    self.touch(self.cursor.node);
+                }
                 self.cursor = ROOT;
             }
         }
@@ -193,7 +196,7 @@ impl Ledger {
         let depth = part.start + offset;
         if part.bound.contains(offset) {
             // A twin: this worker knows the block by another engine hash too.
-            let mut odd = self.take_bindings(slot, presence, offset);
+            let mut odd = self.bindings(slot, presence, offset);
             odd.push(Binding { engine_hash, counts });
             self.worker_mut(slot).odd.insert((presence, depth), odd.clone());
             self.part_mut(slot, presence).more_mut().odd.insert(offset);
@@ -220,7 +223,7 @@ impl Ledger {
     /// Ends a binding; its copies must be gone.
     pub fn unbind(&mut self, slot: u32, engine_hash: u64) {
         let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else { return };
-        let mut bindings = self.take_bindings(slot, presence, offset);
+        let mut bindings = self.bindings(slot, presence, offset);
         // The table finds the entry through the bindings, so it goes first.
         self.worker_mut(slot).leave(engine_hash);
         bindings.retain(|binding| binding.engine_hash != engine_hash);
@@ -247,7 +250,7 @@ impl Ledger {
     }
 
     /// The bindings of a bound block, whether it is plain or odd.
-    fn take_bindings(&self, slot: u32, presence: PresenceId, offset: u32) -> Odd {
+    pub fn bindings(&self, slot: u32, presence: PresenceId, offset: u32) -> Odd {
         let worker = self.worker(slot);
         let part = &worker.presences[presence];
         if part.is_odd(offset) {
@@ -295,7 +298,7 @@ impl Ledger {
         engine_hash: u64,
         change: impl FnOnce(&mut Counts) -> bool,
     ) -> bool {
-        let mut bindings = self.take_bindings(slot, presence, offset);
+        let mut bindings = self.bindings(slot, presence, offset);
         let mut changed = false;
         if let Some(binding) = bindings.iter_mut().find(|binding| binding.engine_hash == engine_hash) {
             changed = change(&mut binding.counts);
@@ -513,23 +516,22 @@ impl Ledger {
 
     /// Brings all blocks in step with the worker's full-attention groups.
     pub fn refresh_groups(&mut self, slot: u32) {
-        let worker = self.worker(slot);
-        let full: smallvec::SmallVec<[u32; 2]> =
-            worker.groups.iter().filter(|(_, full)| *full).map(|(group, _)| *group).collect();
-        let all: Vec<(PresenceId, Vec<(u32, Odd)>)> = worker
-            .presences
-            .iter()
-            .map(|(presence, part)| {
-                let blocks = part.bound.iter().map(|offset| (offset, self.take_bindings(slot, presence, offset)));
-                (presence, blocks.collect())
-            })
-            .collect();
+        let groups = &self.worker(slot).groups;
+        let full = groups.iter().filter(|(_, full)| *full).map(|(group, _)| *group).collect();
+        let all = self.bound_blocks(slot);
         self.worker_mut(slot).full_groups = full;
-        for (presence, blocks) in all {
-            for (offset, bindings) in blocks {
-                self.put_bindings(slot, presence, offset, bindings);
-            }
+        for (presence, offset, bindings) in all {
+            self.put_bindings(slot, presence, offset, bindings);
         }
+    }
+
+    /// All bound blocks of a worker with their bindings.
+    pub fn bound_blocks(&self, slot: u32) -> Vec<(PresenceId, u32, Odd)> {
+        let parts = self.worker(slot).presences.iter();
+        parts
+            .flat_map(|(presence, part)| part.bound.iter().map(move |offset| (presence, offset)))
+            .map(|(presence, offset)| (presence, offset, self.bindings(slot, presence, offset)))
+            .collect()
     }
 
     /// Ends the prediction of a block, if there is one.
@@ -546,6 +548,7 @@ impl Ledger {
         let (pinned, empty) = (part.pins(offset), part.is_empty());
         self.predictions.remove(id);
         self.worker_mut(slot).predictions -= 1;
+        self.live_predictions -= 1;
         if !pinned {
             self.pin(node, offset, false);
         }

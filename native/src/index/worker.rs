@@ -255,14 +255,6 @@ impl Presence {
         }
     }
 
-    /// Blocks held on any tier.
-    pub fn held(&self) -> u32 {
-        match &self.more {
-            None => self.device.len(),
-            Some(_) => self.bound.iter().filter(|&offset| self.level(offset) < TIERS).count() as u32,
-        }
-    }
-
     pub fn bytes(&self) -> usize {
         let extents = self.bound.bytes() + self.device.bytes();
         let more = self.more.as_ref().map_or(0, |more| {
@@ -289,10 +281,6 @@ pub struct Ghosts {
 impl Ghosts {
     pub fn len(&self) -> usize {
         self.queue.len() - self.stale_entries
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// Makes a hash, which is none, the youngest ghost.
@@ -371,6 +359,8 @@ pub struct Worker {
     /// Σ device copies, orphans included.
     pub device_copies: u64,
     pub predictions: u64,
+    /// Its content is hidden from queries, and on its way out of the trie.
+    pub dropped: bool,
     /// The next presence to take out of the trie, once the worker is dropped; 0: the highest.
     pub drain_next: PresenceId,
 }

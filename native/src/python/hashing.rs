@@ -1,5 +1,7 @@
 //! Python binding of `hashing`.
 
+use std::borrow::Cow;
+
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
@@ -52,7 +54,7 @@ fn tokens<'py>(value: &Bound<'py, PyAny>) -> PyResult<Tokens<'py>> {
                 error
             }
         })?;
-        Tokens::Owned(ids.into_iter().flat_map(u32::to_le_bytes).collect())
+        Tokens::Owned(hashing::token_bytes(&ids).into_owned())
     };
     if !tokens.as_bytes().len().is_multiple_of(TOKEN_BYTES) {
         return Err(invalid_argument(py, "token_ids", "the bytes are not whole u32s"));
@@ -131,14 +133,12 @@ fn block_hashes_packed<'py>(
 }
 
 /// Local hashes from integers or from the bytes of little-endian u64s.
-fn local_hashes(value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+pub fn local_hashes(value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     let py = value.py();
     let unpack = |bytes: &[u8]| {
-        if !bytes.len().is_multiple_of(8) {
-            return Err(invalid_argument(py, "block_hashes", "the bytes are not whole u64s"));
-        }
-        let (words, _) = bytes.as_chunks::<8>();
-        Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
+        hashing::hashes_from_bytes(bytes)
+            .map(Cow::into_owned)
+            .ok_or_else(|| invalid_argument(py, "block_hashes", "the bytes are not whole u64s"))
     };
     if let Ok(bytes) = value.cast::<PyBytes>() {
         unpack(bytes.as_bytes())

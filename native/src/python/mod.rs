@@ -2,11 +2,13 @@
 
 mod errors;
 mod hashing;
+mod index;
 
 use pyo3::prelude::*;
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    hashing::register(module)
+    hashing::register(module)?;
+    index::register(module)
 }

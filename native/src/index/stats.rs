@@ -1,0 +1,217 @@
+//! What the index tells of itself, and the check of its invariants.
+
+use std::sync::atomic::Ordering;
+
+use hashbrown::HashMap;
+
+use super::apply::IGNORED;
+use super::nodes::{Refs, index_of, shard_of};
+use super::worker::{NO_LANE, NodeId, PREDICTED, TIERS, Worker, device_copies, level_of};
+use super::{GHOST_LIMIT, Index, ORPHAN_LIMIT, State, WorkerRank};
+
+/// State of one worker rank; as in `kvscout_indexer.index.WorkerStats`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct WorkerStats {
+    pub blocks: u64,
+    pub hidden: u64,
+    pub orphans: u64,
+    pub ghosts: u64,
+    pub predictions: u64,
+    pub device_copies: u64,
+    pub over_capacity: bool,
+    pub incompatible: String,
+    pub ignored: [u64; IGNORED],
+}
+
+/// State of the whole index; as in `kvscout_indexer.index.IndexStats`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct IndexStats {
+    pub blocks: u64,
+    pub memberships: u64,
+    pub workers: u64,
+    pub orphans: u64,
+    pub hidden: u64,
+    pub ghosts: u64,
+    pub predictions: u64,
+    pub bytes: u64,
+    pub evicted: u64,
+    pub queries: u64,
+    pub unknown_worker: u64,
+}
+
+impl Worker {
+    /// Blocks held on any tier below a hole. O(presences).
+    fn hidden(&self) -> u64 {
+        let top = self.levels().filter(|&level| level < PREDICTED).last().unwrap_or(0);
+        let rooted: u64 = self.presences.iter().map(|(_, part)| u64::from(part.reach_on(top))).sum();
+        self.held - rooted
+    }
+}
+
+impl Index {
+    /// State of a worker rank; None if it is not known.
+    pub fn worker_stats(&self, name: &WorkerRank) -> Option<WorkerStats> {
+        let state = self.state.lock();
+        let rank = state.ranks.get(name)?;
+        let worker = state.ledger.worker(rank.slot);
+        Some(WorkerStats {
+            blocks: worker.held,
+            hidden: worker.hidden(),
+            orphans: worker.orphans.len() as u64,
+            ghosts: worker.ghosts.len() as u64,
+            predictions: worker.predictions,
+            device_copies: worker.device_copies,
+            over_capacity: rank.over_capacity(worker),
+            incompatible: rank.incompatible.clone(),
+            ignored: rank.ignored,
+        })
+    }
+
+    /// State of the index. O(nodes).
+    pub fn stats(&self) -> IndexStats {
+        let state = self.state.lock();
+        let ledger = &state.ledger;
+        let mut stats = IndexStats {
+            blocks: ledger.blocks,
+            predictions: ledger.live_predictions,
+            evicted: state.evicted,
+            queries: self.queries.load(Ordering::Relaxed),
+            unknown_worker: state.unknown_worker,
+            ..IndexStats::default()
+        };
+        for rank in state.ranks.values() {
+            let worker = ledger.worker(rank.slot);
+            stats.memberships += worker.held;
+            stats.workers += u64::from(worker.held > 0);
+            stats.orphans += worker.orphans.len() as u64;
+            stats.hidden += worker.hidden();
+            stats.ghosts += worker.ghosts.len() as u64;
+        }
+        let workers: usize = ledger.workers.iter().flatten().map(|worker| size_of::<Worker>() + worker.bytes()).sum();
+        let trie: usize = (0..super::trie::SHARDS).map(|shard| self.trie.shard(shard).read().bytes()).sum();
+        stats.bytes = (workers + trie + ledger.nodes.bytes() + ledger.predictions.bytes()) as u64;
+        stats
+    }
+
+    /// Verifies the invariants the slow way; the first violation.
+    pub fn check_invariants(&self) -> Result<(), String> {
+        let state = self.state.lock();
+        let mut refs: HashMap<NodeId, Vec<Refs>> = HashMap::new();
+        for (slot, worker) in state.ledger.workers.iter().enumerate() {
+            if let Some(worker) = worker {
+                check_worker(&state, slot as u32, worker, &mut refs)?;
+            }
+        }
+        let mut held = 0;
+        for (node, entry) in state.ledger.nodes.iter() {
+            let counted = refs.remove(&node).unwrap_or_default();
+            let mut expected = counted;
+            expected.resize(entry.refs.len(), Refs::default());
+            ensure(entry.refs == expected, || format!("the references of node {node} are counted"))?;
+            held += entry.refs.iter().filter(|refs| refs.held > 0).count() as u64;
+            let last = entry.refs.last().is_some_and(|refs| refs.pins > 0);
+            ensure(last || entry.first_child != 0, || format!("node {node} is needed to its end"))?;
+            let shard = self.trie.shard(shard_of(node)).read();
+            let run = &shard.nodes[index_of(node)];
+            ensure(run.len() == entry.len() && run.start == entry.start, || format!("node {node} is one"))?;
+            let found = shard.child(run.parent, run.local[0]);
+            ensure(found == index_of(node), || format!("node {node} is found"))?;
+        }
+        ensure(held == state.ledger.blocks, || "held blocks are counted".into())?;
+        ensure(refs.is_empty(), || "presences are in nodes".into())?;
+        let live: u64 = state.ranks.values().map(|rank| state.ledger.worker(rank.slot).predictions).sum();
+        ensure(live == state.ledger.live_predictions, || "predictions are counted".into())?;
+        let entries: usize = state.ranks.values().map(|rank| state.ledger.worker(rank.slot).entries()).sum();
+        let bound = self.bounds.max_blocks;
+        ensure(bound == 0 || entries <= bound, || "max_blocks is kept".into())
+    }
+}
+
+fn check_worker(
+    state: &State,
+    slot: u32,
+    worker: &Worker,
+    refs: &mut HashMap<NodeId, Vec<Refs>>,
+) -> Result<(), String> {
+    let ledger = &state.ledger;
+    let (mut held, mut bindings, mut copyless, mut predictions, mut copies) = (0, 0, 0, 0, 0);
+    for (presence, part) in worker.presences.iter() {
+        let entry = ledger.nodes.get(part.node).ok_or("a presence is in a node")?;
+        let at = || format!("slot {slot}, node {}", part.node);
+        ensure(entry.presence(slot) == Some(presence), || format!("{}: found", at()))?;
+        ensure(entry.start == part.start, || format!("{}: start", at()))?;
+        ensure(!part.is_empty(), || format!("{}: needed", at()))?;
+        let above = if entry.parent == 0 { None } else { ledger.nodes[entry.parent].presence(slot) };
+        ensure(part.parent == above.unwrap_or(0), || format!("{}: hangs", at()))?;
+        let detached = worker.detached.get(&entry.parent).is_some_and(|all| all.contains(&presence));
+        ensure(detached == (entry.parent != 0 && above.is_none()), || format!("{}: detached", at()))?;
+        let refs = refs.entry(part.node).or_insert_with(|| vec![Refs::default(); entry.refs.len()]);
+        for offset in 0..entry.len() {
+            refs[offset as usize].pins += u16::from(part.pins(offset));
+            predictions += u64::from(part.is_predicted(offset));
+            let on_tier = part.level(offset) < TIERS;
+            refs[offset as usize].held += u16::from(on_tier);
+            held += u64::from(on_tier);
+            if !part.bound.contains(offset) {
+                ensure(!on_tier && !part.is_odd(offset), || format!("{}: {offset} is bound", at()))?;
+                continue;
+            }
+            let known = ledger.bindings(slot, presence, offset);
+            let best = known.iter().map(|binding| level_of(&binding.counts, &worker.full_groups)).min();
+            ensure(best == Some(part.level(offset)), || format!("{}: {offset} has its level", at()))?;
+            for binding in &known {
+                bindings += 1;
+                copyless += usize::from(binding.counts.is_empty());
+                copies += device_copies(&binding.counts);
+                let place = worker.locate(binding.engine_hash);
+                ensure(place == Some((presence, offset)), || format!("{}: {offset} is located", at()))?;
+                ensure(!worker.orphans.contains_key(&binding.engine_hash), || "no hash is twice".into())?;
+                let full = binding.counts.iter().all(|copies| worker.full_groups.contains(&copies.group));
+                ensure(full, || "copies are in full-attention groups".into())?;
+            }
+        }
+        for level in worker.levels() {
+            let rooted = entry.parent == 0
+                || part.parent != 0 && {
+                    let above = &worker.presences[part.parent];
+                    above.reach_on(level) == ledger.nodes[above.node].len()
+                };
+            let has = |offset: u32| match level {
+                PREDICTED => part.level(offset) == 0 || part.is_predicted(offset),
+                _ => part.level(offset) <= level,
+            };
+            let reach = if rooted { (0..entry.len()).take_while(|&offset| has(offset)).count() as u32 } else { 0 };
+            if worker.dropped {
+                continue;
+            }
+            ensure(part.reach_on(level) == reach, || format!("{}: reach on level {level}", at()))?;
+            let shard = ledger.trie.shard(shard_of(part.node)).read();
+            let seen = shard.nodes[index_of(part.node)].reach(worker.lanes[level]);
+            ensure(seen == reach, || format!("{}: queries see {seen} of {reach} on level {level}", at()))?;
+        }
+        let mut unopened = (0..TIERS).filter(|&tier| worker.lanes[tier] == NO_LANE);
+        ensure(unopened.all(|tier| part.tier(tier).is_none_or(super::extent::Extent::is_empty)), || {
+            format!("{}: levels are open", at())
+        })?;
+    }
+    let orphans: u64 = worker.orphans.values().map(|orphan| device_copies(&orphan.counts)).sum();
+    ensure(worker.dropped || held == worker.held, || "held blocks of a worker are counted".into())?;
+    ensure(worker.dropped || copies + orphans == worker.device_copies, || "device copies are counted".into())?;
+    ensure(worker.dropped || bindings == worker.bindings(), || "bindings are counted".into())?;
+    let memory = worker.ghosts.len() + worker.demoted.len();
+    ensure(worker.dropped || copyless == memory, || "bindings without copies are ghosts or demoted".into())?;
+    ensure(worker.dropped || predictions == worker.predictions, || "predictions of a worker are counted".into())?;
+    ensure(worker.ghosts.len() <= GHOST_LIMIT, || "ghosts are bounded".into())?;
+    ensure(worker.orphans.len() <= ORPHAN_LIMIT, || "orphans are bounded".into())?;
+    for (engine_hash, orphan) in &worker.orphans {
+        let waits = worker.waiting.get(&orphan.parent).is_some_and(|all| all.contains(engine_hash));
+        ensure(waits, || "orphans wait".into())?;
+        let parent = worker.locate(orphan.parent).map(|(presence, offset)| worker.counts(orphan.parent, presence, offset));
+        ensure(parent.is_none_or(|counts| counts.is_empty()), || "no orphan's parent is bound".into())?;
+    }
+    Ok(())
+}
+
+fn ensure(good: bool, what: impl FnOnce() -> String) -> Result<(), String> {
+    if good { Ok(()) } else { Err(what()) }
+}

@@ -1,0 +1,355 @@
+//! Python binding of `index` and `wire`.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+
+use super::errors::{self, invalid_argument};
+use super::hashing::local_hashes;
+use crate::events::{Batch, Event, FaultKind, Removed, Stored};
+use crate::hashing::hashes_from_bytes;
+use crate::index::{
+    self, Applied, Bounds, Copies, DumpedBlock, DumpedOrphan, LEVELS, LoadError, Row, WorkerDump, WorkerOptions,
+    WorkerRank,
+};
+use crate::wire;
+
+/// Payloads above this many bytes take longer than about 50 µs, so they release the GIL.
+const DETACH_ABOVE_BYTES: usize = 16 * 1024;
+
+type Name = (String, u32);
+
+fn rank((worker_id, dp_rank): Name) -> WorkerRank {
+    WorkerRank { worker_id: Arc::from(worker_id), dp_rank }
+}
+
+fn applied(applied: Applied) -> (usize, usize, bool, String) {
+    (applied.events, applied.faults, applied.over_capacity, applied.incompatible)
+}
+
+/// (group, tier, number) of one engine hash.
+type CopiesTuple = (u32, u8, u32);
+
+fn counts_to_python(counts: &[Copies]) -> Vec<CopiesTuple> {
+    counts.iter().map(|copies| (copies.group, copies.tier, copies.number)).collect()
+}
+
+fn counts_from_python(counts: Vec<CopiesTuple>) -> smallvec::SmallVec<[Copies; 2]> {
+    let mut counts: smallvec::SmallVec<[Copies; 2]> =
+        counts.into_iter().map(|(group, tier, number)| Copies { group, tier, number }).collect();
+    counts.sort_unstable();
+    counts
+}
+
+/// The block index; see the stub.
+#[pyclass(frozen, module = "kvscout_native")]
+struct BlockIndex {
+    index: index::Index,
+    /// The objects that stand for workers in answers, by handle.
+    workers: std::sync::Mutex<Vec<Option<Py<PyAny>>>>,
+}
+
+#[pymethods]
+impl BlockIndex {
+    #[new]
+    fn new(block_size: usize, eagle: bool, max_blocks: usize, max_predictions: usize, prune_ratio: f64) -> Self {
+        let bounds = Bounds { max_blocks, max_predictions, prune_ratio };
+        Self { index: index::Index::new(block_size, eagle, bounds), workers: std::sync::Mutex::default() }
+    }
+
+    fn add_worker(
+        &self,
+        worker: &Bound<'_, PyAny>,
+        set_copies: bool,
+        adapters: &Bound<'_, PyDict>,
+        total_kv_blocks: u64,
+    ) -> PyResult<()> {
+        let adapters = adapters
+            .iter()
+            .map(|(number, name)| Ok((number.extract::<i128>()?, name.extract()?)))
+            .collect::<PyResult<_>>()?;
+        let options = WorkerOptions { set_copies, adapters, total_kv_blocks };
+        let handle = self.index.add_worker(rank(worker.extract()?), options) as usize;
+        let mut workers = self.workers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if workers.len() <= handle {
+            workers.resize_with(handle + 1, || None);
+        }
+        workers[handle] = Some(worker.clone().unbind());
+        Ok(())
+    }
+
+    fn remove_rank(&self, worker: Name) -> bool {
+        self.index.remove_rank(&rank(worker))
+    }
+
+    fn reset(&self, worker: Name) {
+        self.index.reset(&rank(worker));
+    }
+
+    fn demote(&self, py: Python<'_>, worker: Name, ttl_seconds: f64, now: f64) -> u64 {
+        py.detach(|| self.index.demote(&rank(worker), ttl_seconds, now))
+    }
+
+    fn apply(
+        &self,
+        worker: Name,
+        events: &Bound<'_, PyAny>,
+        faults: usize,
+        epoch: u64,
+        event_id: Option<u64>,
+    ) -> PyResult<(usize, usize, bool, String)> {
+        let events = events.try_iter()?.map(|event| read_event(&event?)).collect::<PyResult<_>>()?;
+        let faults = vec![(FaultKind::BadEvent, String::new()); faults];
+        let batch = Batch { events, faults, ..Batch::default() };
+        Ok(applied(self.index.apply(&rank(worker), &batch, epoch, event_id)))
+    }
+
+    fn apply_payload(
+        &self,
+        py: Python<'_>,
+        worker: Name,
+        payload: &Bound<'_, PyBytes>,
+        epoch: u64,
+        event_id: Option<u64>,
+    ) -> PyResult<(usize, usize, bool, String)> {
+        let worker = rank(worker);
+        let payload = payload.as_bytes();
+        let run = || {
+            let batch = wire::decode_batch(payload).inspect_err(|_| self.index.move_cursor(&worker, epoch, event_id))?;
+            Ok(self.index.apply(&worker, &batch, epoch, event_id))
+        };
+        let result = if payload.len() > DETACH_ABOVE_BYTES { py.detach(run) } else { run() };
+        result.map(applied).map_err(|error: wire::Malformed| errors::malformed(py, error.field, error.message))
+    }
+
+    fn predict(&self, worker: Name, block_hashes: &Bound<'_, PyAny>, ttl_seconds: f64, now: f64) -> PyResult<u64> {
+        Ok(self.index.predict(&rank(worker), &local_hashes(block_hashes)?, ttl_seconds, now))
+    }
+
+    fn find_matches<'py>(
+        &self,
+        block_hashes: &Bound<'py, PyAny>,
+        now: f64,
+        early_exit: bool,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let py = block_hashes.py();
+        let find = |mut hashes: &[u64]| {
+            self.index.find(&mut hashes, now, early_exit, |rows, _| self.columns(py, rows))
+        };
+        match block_hashes.cast::<PyBytes>() {
+            Ok(bytes) => match hashes_from_bytes(bytes.as_bytes()) {
+                Some(hashes) => find(&hashes),
+                None => Err(invalid_argument(py, "block_hashes", "the bytes are not whole u64s")),
+            },
+            Err(_) => find(&local_hashes(block_hashes)?),
+        }
+    }
+
+    fn maintain(&self, py: Python<'_>, now: f64, budget: usize) -> bool {
+        py.detach(|| self.index.maintain(now, budget))
+    }
+
+    fn dump<'py>(&self, py: Python<'py>, worker: Name) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let worker = rank(worker);
+        let Some(dump) = py.detach(|| self.index.dump(&worker)) else { return Ok(None) };
+        let blocks = dump.blocks.iter().map(|block| {
+            let parent = block.parent.map_or(-1, |parent| parent as i64);
+            (block.engine_hash, parent, block.local_hash, counts_to_python(&block.counts))
+        });
+        let orphans = dump.orphans.iter().map(|orphan| {
+            let counts = counts_to_python(&orphan.counts);
+            (orphan.engine_hash, orphan.parent_engine_hash, orphan.local_hash, counts)
+        });
+        let columns = (
+            dump.epoch,
+            dump.last_event_id,
+            dump.groups.clone(),
+            blocks.collect::<Vec<_>>(),
+            orphans.collect::<Vec<_>>(),
+        );
+        columns.into_pyobject(py).map(Some)
+    }
+
+    #[allow(clippy::too_many_arguments, clippy::type_complexity)] // the columns of a dump
+    fn load(
+        &self,
+        py: Python<'_>,
+        worker: Name,
+        epoch: u64,
+        last_event_id: Option<u64>,
+        groups: Vec<(u32, bool)>,
+        blocks: Vec<(Option<u64>, i64, u64, Vec<CopiesTuple>)>,
+        orphans: Vec<(u64, u64, u64, Vec<CopiesTuple>)>,
+    ) -> PyResult<()> {
+        let blocks = blocks.into_iter().map(|(engine_hash, parent, local_hash, counts)| DumpedBlock {
+            engine_hash,
+            // Anything below -1 comes out as a position that is too high, which is refused.
+            parent: (parent != -1).then_some(parent as usize),
+            local_hash,
+            counts: counts_from_python(counts),
+        });
+        let orphans = orphans.into_iter().map(|(engine_hash, parent_engine_hash, local_hash, counts)| DumpedOrphan {
+            engine_hash,
+            parent_engine_hash,
+            local_hash,
+            counts: counts_from_python(counts),
+        });
+        let mut dump = WorkerDump {
+            epoch,
+            last_event_id,
+            groups,
+            blocks: blocks.collect(),
+            orphans: orphans.collect(),
+        };
+        dump.groups.sort_unstable();
+        let worker = rank(worker);
+        py.detach(|| self.index.load(&worker, &dump)).map_err(|error| match error {
+            LoadError::UnknownWorker => errors::not_found(
+                py,
+                format!("worker {} rank {} is not known", worker.worker_id, worker.dp_rank),
+            ),
+            LoadError::Contradiction { field, message } => invalid_argument(py, &field, message),
+        })
+    }
+
+    fn workers(&self) -> Vec<Name> {
+        self.index.workers().into_iter().map(|name| (name.worker_id.to_string(), name.dp_rank)).collect()
+    }
+
+    fn cursor(&self, worker: Name) -> Option<(u64, Option<u64>)> {
+        self.index.cursor(&rank(worker))
+    }
+
+    fn worker_stats<'py>(&self, py: Python<'py>, worker: Name) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let Some(stats) = self.index.worker_stats(&rank(worker)) else { return Ok(None) };
+        let columns = (
+            stats.blocks,
+            stats.hidden,
+            stats.orphans,
+            stats.ghosts,
+            stats.predictions,
+            stats.device_copies,
+            stats.over_capacity,
+            stats.incompatible,
+            stats.ignored.to_vec(),
+        );
+        columns.into_pyobject(py).map(Some)
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let stats = py.detach(|| self.index.stats());
+        let columns = (
+            stats.blocks,
+            stats.memberships,
+            stats.workers,
+            stats.orphans,
+            stats.hidden,
+            stats.ghosts,
+            stats.predictions,
+            stats.bytes,
+            stats.evicted,
+            stats.queries,
+            stats.unknown_worker,
+        );
+        columns.into_pyobject(py)
+    }
+
+    fn check_invariants(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.index.check_invariants()).map_err(pyo3::exceptions::PyAssertionError::new_err)
+    }
+}
+
+impl BlockIndex {
+    /// Worker objects and one column a level.
+    fn columns<'py>(&self, py: Python<'py>, rows: &[Row]) -> PyResult<Bound<'py, PyTuple>> {
+        let workers = self.workers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let object = |row: &Row| workers.get(row.worker as usize).and_then(Option::as_ref).map(|name| name.clone_ref(py));
+        let names = PyTuple::new(py, rows.iter().filter_map(object).collect::<Vec<_>>())?;
+        let column = |level: usize| PyTuple::new(py, rows.iter().map(|row| row.blocks[level]).collect::<Vec<_>>());
+        let first = column(0)?;
+        let mut columns = vec![names.into_any(), first.clone().into_any()];
+        for level in 1..LEVELS {
+            let same = rows.iter().all(|row| row.blocks[level] == row.blocks[0]);
+            columns.push(if same { first.clone().into_any() } else { column(level)?.into_any() });
+        }
+        PyTuple::new(py, columns)
+    }
+}
+
+/// An event of `kvscout_indexer.events`.
+fn read_event(event: &Bound<'_, PyAny>) -> PyResult<Event> {
+    let get = |name: &str| event.getattr(name);
+    match event.get_type().name()?.to_str()? {
+        "Cleared" => Ok(Event::Cleared),
+        "Removed" => Ok(Event::Removed(Removed {
+            engine_hashes: get("engine_hashes")?.extract()?,
+            tier: get("tier")?.extract()?,
+            group: get("group")?.extract()?,
+        })),
+        _ => Ok(Event::Stored(Box::new(Stored {
+            engine_hashes: get("engine_hashes")?.extract()?,
+            parent: get("parent")?.extract()?,
+            tokens: get("tokens")?.extract()?,
+            block_size: get("block_size")?.extract()?,
+            tier: get("tier")?.extract()?,
+            group: get("group")?.extract()?,
+            full_attention: get("full_attention")?.extract()?,
+            lora_id: get("lora_id")?.extract()?,
+            lora_name: get("lora_name")?.extract()?,
+            cache_salt: get("cache_salt")?.extract()?,
+            mm_items: get("mm_items")?.extract()?,
+            pairs: get("pairs")?.extract()?,
+            lookahead: get("lookahead")?.extract()?,
+            local_hashes: get("local_hashes")?.extract()?,
+        }))),
+    }
+}
+
+/// A payload as the arguments of `EventBatch`; for the tests of the decoder.
+#[pyfunction]
+fn decode_batch<'py>(payload: &Bound<'py, PyBytes>) -> PyResult<Bound<'py, PyTuple>> {
+    let py = payload.py();
+    let batch = wire::decode_batch(payload.as_bytes())
+        .map_err(|error| errors::malformed(py, error.field, error.message))?;
+    let events = PyList::empty(py);
+    for event in batch.events {
+        match event {
+            Event::Cleared => events.append(("cleared",))?,
+            Event::Removed(Removed { engine_hashes, tier, group }) => {
+                events.append(("removed", engine_hashes, tier, group))?;
+            }
+            Event::Stored(stored) => {
+                let fields = PyDict::new(py);
+                fields.set_item("engine_hashes", stored.engine_hashes)?;
+                fields.set_item("parent", stored.parent)?;
+                fields.set_item("tokens", stored.tokens)?;
+                fields.set_item("block_size", stored.block_size)?;
+                fields.set_item("tier", stored.tier)?;
+                fields.set_item("group", stored.group)?;
+                fields.set_item("full_attention", stored.full_attention)?;
+                fields.set_item("lora_id", stored.lora_id)?;
+                fields.set_item("lora_name", stored.lora_name)?;
+                fields.set_item("cache_salt", stored.cache_salt)?;
+                fields.set_item("mm_items", stored.mm_items)?;
+                fields.set_item("pairs", stored.pairs)?;
+                fields.set_item("lookahead", stored.lookahead)?;
+                events.append(("stored", fields))?;
+            }
+        }
+    }
+    let faults: Vec<(&str, String)> = batch
+        .faults
+        .into_iter()
+        .map(|(kind, reason)| match kind {
+            FaultKind::UnknownTag => ("unknown_tag", reason),
+            FaultKind::BadEvent => ("bad_event", reason),
+        })
+        .collect();
+    (events, batch.timestamp, batch.dp_rank, faults).into_pyobject(py)
+}
+
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<BlockIndex>()?;
+    module.add_function(wrap_pyfunction!(decode_batch, module)?)
+}

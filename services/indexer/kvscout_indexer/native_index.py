@@ -1,0 +1,174 @@
+"""The native twin of `reference_index`: translates between Python values and the extension's columns.
+
+Nothing else of this package imports the extension; `make_index` takes it where it is built, else the
+reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.hashing import native_available
+from kvscout_common.worker import CopyMode, WorkerRank
+from kvscout_indexer.events import EventBatch, Tier
+from kvscout_indexer.index import (
+    DEFAULT_MAX_PREDICTED_BLOCKS,
+    DEFAULT_PRUNE_RATIO,
+    Applied,
+    BlockIndex,
+    Copies,
+    DumpedBlock,
+    DumpedOrphan,
+    Ignored,
+    IndexStats,
+    Overlaps,
+    WorkerDump,
+    WorkerOptions,
+    WorkerStats,
+)
+from kvscout_indexer.reference_index import ReferenceIndex
+
+if TYPE_CHECKING or native_available():
+    import kvscout_native
+
+
+class NativeIndex:
+    """`index.BlockIndex` in Rust; see there for what each method does, and for the arguments.
+
+    Raises:
+        InvalidArgument: A value is out of range.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        eagle: bool = False,
+        *,
+        max_blocks: int = 0,
+        max_predicted_blocks: int = DEFAULT_MAX_PREDICTED_BLOCKS,
+        prune_ratio: float = DEFAULT_PRUNE_RATIO,
+    ) -> None:
+        if block_size < 1:
+            raise InvalidArgument("must be at least 1 token", field="block_size")
+        if max_blocks < 0:
+            raise InvalidArgument("must not be negative", field="max_blocks")
+        if max_predicted_blocks < 1:
+            raise InvalidArgument("must be at least 1", field="max_predicted_blocks")
+        if not 0 < prune_ratio <= 1:
+            raise InvalidArgument("must be above 0 and at most 1", field="prune_ratio")
+        self._index = kvscout_native.BlockIndex(block_size, eagle, max_blocks, max_predicted_blocks, prune_ratio)
+
+    def add_worker(self, worker: WorkerRank, options: WorkerOptions) -> None:
+        """See `BlockIndex.add_worker`."""
+        self._index.add_worker(
+            worker, options.copies is CopyMode.SET, dict(options.adapters), options.total_kv_blocks
+        )
+
+    def remove_worker(self, worker_id: str) -> int:
+        """See `BlockIndex.remove_worker`."""
+        ranks = [worker for worker in self.workers() if worker.worker_id == worker_id]
+        return sum(self.remove_rank(worker) for worker in ranks)
+
+    def remove_rank(self, worker: WorkerRank) -> bool:
+        """See `BlockIndex.remove_rank`."""
+        return self._index.remove_rank(worker)
+
+    def reset(self, worker: WorkerRank) -> None:
+        """See `BlockIndex.reset`."""
+        self._index.reset(worker)
+
+    def demote(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> int:
+        """See `BlockIndex.demote`."""
+        return self._index.demote(worker, ttl_seconds, now)
+
+    def apply(self, worker: WorkerRank, batch: EventBatch, *, epoch: int = 0, event_id: int | None = None) -> Applied:
+        """See `BlockIndex.apply`."""
+        return Applied(*self._index.apply(worker, batch.events, len(batch.faults), epoch, event_id))
+
+    def apply_payload(
+        self, worker: WorkerRank, payload: bytes, *, epoch: int = 0, event_id: int | None = None
+    ) -> Applied:
+        """See `BlockIndex.apply_payload`."""
+        return Applied(*self._index.apply_payload(worker, payload, epoch, event_id))
+
+    def predict(
+        self, worker: WorkerRank, block_hashes: Sequence[int] | bytes, *, ttl_seconds: float, now: float
+    ) -> int:
+        """See `BlockIndex.predict`."""
+        return self._index.predict(worker, block_hashes, ttl_seconds, now)
+
+    def find_matches(self, block_hashes: Sequence[int] | bytes, *, now: float, early_exit: bool = False) -> Overlaps:
+        """See `BlockIndex.find_matches`."""
+        return Overlaps._make(self._index.find_matches(block_hashes, now, early_exit))
+
+    def maintain(self, *, now: float, budget: int = 4096) -> bool:
+        """See `BlockIndex.maintain`."""
+        return self._index.maintain(now, budget)
+
+    def dump(self, worker: WorkerRank) -> WorkerDump | None:
+        """See `BlockIndex.dump`."""
+        dump = self._index.dump(worker)
+        if dump is None:
+            return None
+        epoch, last_event_id, groups, blocks, orphans = dump
+        return WorkerDump(
+            worker,
+            epoch,
+            last_event_id,
+            tuple(groups),
+            tuple(DumpedBlock(engine, parent, local, _copies(copies)) for engine, parent, local, copies in blocks),
+            tuple(DumpedOrphan(engine, parent, local, _copies(copies)) for engine, parent, local, copies in orphans),
+        )
+
+    def load(self, dump: WorkerDump) -> None:
+        """See `BlockIndex.load`."""
+        self._index.load(dump.worker, dump.epoch, dump.last_event_id, dump.groups, dump.blocks, dump.orphans)
+
+    def workers(self) -> tuple[WorkerRank, ...]:
+        """See `BlockIndex.workers`."""
+        return tuple(WorkerRank(*worker) for worker in self._index.workers())
+
+    def cursor(self, worker: WorkerRank) -> tuple[int, int | None] | None:
+        """See `BlockIndex.cursor`."""
+        return self._index.cursor(worker)
+
+    def worker_stats(self, worker: WorkerRank) -> WorkerStats | None:
+        """See `BlockIndex.worker_stats`."""
+        stats = self._index.worker_stats(worker)
+        if stats is None:
+            return None
+        ignored = {reason: count for reason, count in zip(Ignored, stats[8], strict=True) if count}
+        return WorkerStats(*stats[:8], ignored)
+
+    def stats(self) -> IndexStats:
+        """See `BlockIndex.stats`."""
+        return IndexStats(*self._index.stats())
+
+    def check_invariants(self) -> None:
+        """See `BlockIndex.check_invariants`."""
+        self._index.check_invariants()
+
+
+def make_index(
+    block_size: int,
+    eagle: bool = False,
+    *,
+    max_blocks: int = 0,
+    max_predicted_blocks: int = DEFAULT_MAX_PREDICTED_BLOCKS,
+    prune_ratio: float = DEFAULT_PRUNE_RATIO,
+) -> BlockIndex:
+    """An empty index: native where the extension is built and not switched off, else the reference."""
+    kind = NativeIndex if native_available() else ReferenceIndex
+    return kind(
+        block_size,
+        eagle,
+        max_blocks=max_blocks,
+        max_predicted_blocks=max_predicted_blocks,
+        prune_ratio=prune_ratio,
+    )
+
+
+def _copies(copies: Sequence[tuple[int, int, int]]) -> tuple[Copies, ...]:
+    return tuple(Copies(group, Tier(tier), number) for group, tier, number in copies)
