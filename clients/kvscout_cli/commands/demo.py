@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from kvscout_cli.lifetime import run
 from kvscout_cli.output import print_json, stderr, stdout
 from kvscout_cli.progress import replay_progress
 from kvscout_cli.topology import Mockers, Topology
+from kvscout_common.errors import ConfigError
 from kvscout_common.flags import SectionedCommand
 
 BASELINE, CANDIDATE = "round-robin", "kv"
@@ -66,6 +67,11 @@ class _Workload:
     type=click.FloatRange(min=0, min_open=True),
     help=f"Seconds in which sessions arrive; they are then finished.  [default: {ARRIVAL_SECONDS:g}]",
 )
+@option(
+    "--think-seconds",
+    type=click.FloatRange(min=0),
+    help=f"Mean time between a reply and the next turn.  [default: {MultiTurn().think_seconds:g}]",
+)
 @option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the workload.")
 @option("--mockers", default=4, show_default=True, type=click.IntRange(1, 64), help="Simulated engines.")
 @option("--blocks", type=click.IntRange(min=2), help=f"KV blocks of an engine.  [default: {CHAT_BLOCKS}]")
@@ -87,6 +93,7 @@ def command(
     sessions: int | None,
     rate: float | None,
     duration: float | None,
+    think_seconds: float | None,
     seed: int,
     mockers: int,
     blocks: int | None,
@@ -104,14 +111,21 @@ def command(
         raise click.UsageError("Give --sessions or --duration, not both.")
     if trace is None:
         rate = rate or SESSIONS_PER_SECOND
-        workload = _chat(sessions or max(1, round(rate * (duration or ARRIVAL_SECONDS))), rate, seed, mockers, blocks)
-    elif rate is not None:
-        raise click.UsageError("A trace has its own rate; --trace-speed changes it.")
+        parameters = MultiTurn(
+            sessions=sessions or max(1, round(rate * (duration or ARRIVAL_SECONDS))),
+            sessions_per_second=rate,
+            seed=seed,
+        )
+        if think_seconds is not None:
+            parameters = replace(parameters, think_seconds=think_seconds)
+        workload = _chat(parameters.validate(), mockers, blocks)
+    elif rate is not None or think_seconds is not None:
+        raise click.UsageError("A trace has its own times; --trace-speed changes them.")
     else:
         workload = _trace(
             trace, requests=sessions, duration=duration, speed=trace_speed, mockers=mockers, blocks=blocks
         )
-    total = sum(len(session.turns) for session in workload.sessions())
+    total = _requests(workload)
     if not as_json:
         stderr().print(f"{total} requests: {workload.description}")
     topology = Topology(workload.mockers)
@@ -128,12 +142,24 @@ def command(
         raise SystemExit(1)
 
 
-def _chat(sessions: int, rate: float, seed: int, mockers: int, blocks: int | None) -> _Workload:
-    parameters = MultiTurn(sessions=sessions, sessions_per_second=rate, seed=seed).validate()
+def _requests(workload: _Workload) -> int:
+    requests = longest = 0
+    for session in workload.sessions():
+        requests += len(session.turns)
+        longest = max(longest, sum(len(turn.new_tokens) + turn.max_tokens for turn in session.turns))
+    capacity = (workload.mockers.num_gpu_blocks - 1) * workload.mockers.block_size
+    if longest > capacity:
+        raise ConfigError(
+            f"an engine has room for {capacity:,} tokens, the longest request has {longest:,}", field="--blocks"
+        )
+    return requests
+
+
+def _chat(parameters: MultiTurn, mockers: int, blocks: int | None) -> _Workload:
     blocks = blocks or CHAT_BLOCKS
     return _Workload(
-        f"{sessions} multi-turn sessions of {parameters.apps} apps, {rate:g} new ones a second, on {mockers} engines "
-        f"with {blocks:,} blocks of 16 tokens",
+        f"{parameters.sessions} multi-turn sessions of {parameters.apps} apps, {parameters.sessions_per_second:g} new "
+        f"ones a second, on {mockers} engines with {blocks:,} blocks of 16 tokens",
         partial(multi_turn, parameters),
         Mockers(mockers, num_gpu_blocks=blocks, flags=CHAT_STEP_COSTS),
     )
