@@ -33,8 +33,8 @@ class Subscription:
     """A SUB socket on one endpoint; tells of batches, of malformed messages and of connections.
 
     Callbacks run on the event loop and must not block. `on_connected` is called after each handshake with the
-    engine: the first one and every reconnect, of which the data itself says nothing. It comes after all batches
-    that were read late from the former connection, and before the first one of the new connection.
+    engine: the first one and every reconnect, of which the data itself says nothing. It comes before the first
+    batch of that connection, unless a burst of the former one is still being read: then when the socket is empty.
     """
 
     def __init__(

@@ -1,0 +1,238 @@
+"""The sockets of a source: order of what they tell, bursts, endings, and replays that break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+import zmq
+import zmq.asyncio
+from recorded_engine import RecordedEngine, recorded_engine
+
+from kvscout_common.worker import EventEndpoint
+from kvscout_indexer.subscriber import BURST, ReplayBroken, Subscription, replay
+from kvscout_indexer.wire import Message
+
+DEADLINE_MS = 10_000
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+class Publisher:
+    """An engine's PUB socket on a context of its own, used without the event loop: the loop stands still meanwhile."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.endpoint = ""
+        self.open()
+
+    def open(self) -> None:
+        self._socket = self._context.socket(zmq.XPUB)
+        self._socket.set(zmq.XPUB_VERBOSE, 1)
+        while True:
+            try:
+                self._socket.bind(self.endpoint or "tcp://127.0.0.1:*")
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE:
+                    raise
+            else:
+                break
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    def await_subscription(self) -> None:
+        assert self._socket.poll(DEADLINE_MS), "no subscription came"
+        self._socket.recv()
+
+    def send(self, first: int, count: int) -> None:
+        for seq in range(first, first + count):
+            self._socket.send_multipart([b"topic", seq.to_bytes(8, "big"), b"payload"])
+
+    def reopen(self) -> None:
+        """The connection is lost, once all is sent; another one can be made."""
+        self._socket.close(linger=DEADLINE_MS)
+        self.open()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    publisher = Publisher()
+    yield publisher
+    publisher.close()
+
+
+class Told:
+    """What a subscription told, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str | int] = []
+        self.during: Callable[[Message], None] = lambda _: None
+
+    def subscribe(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: EventEndpoint) -> Subscription:
+        return Subscription(
+            context,
+            endpoint,
+            on_message=self._on_message,
+            on_malformed=self.events.append,
+            on_connected=lambda: self.events.append("connected"),
+        )
+
+    def _on_message(self, message: Message) -> None:
+        self.events.append(message.seq)
+        self.during(message)
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(DEADLINE_MS / 1000):
+            while len(self.events) < count:
+                await asyncio.sleep(0.001)
+
+
+async def test_a_connection_is_told_of_before_its_first_batch(
+    context: zmq.Context[zmq.Socket[bytes]], publisher: Publisher
+) -> None:
+    told = Told()
+    subscription = told.subscribe(context, EventEndpoint(0, publisher.endpoint))
+    publisher.await_subscription()
+    publisher.send(0, 1)
+    # The loop stands still until both are there: the handshake and the batch.
+    assert subscription._socket.poll(DEADLINE_MS)
+    await told.until(2)
+    subscription.close()
+    assert told.events == ["connected", 0]
+
+
+async def test_a_reconnect_in_the_midst_of_a_burst_is_told_of_when_the_socket_is_read_empty(
+    context: zmq.Context[zmq.Socket[bytes]], publisher: Publisher
+) -> None:
+    told = Told()
+    subscription = told.subscribe(context, EventEndpoint(0, publisher.endpoint))
+    publisher.await_subscription()
+    await told.until(1)
+
+    def reconnect(message: Message) -> None:
+        if message.seq == 9:
+            publisher.reopen()
+            assert subscription._monitor.poll(DEADLINE_MS), "no handshake came"
+
+    told.during = reconnect
+    batches = 3 * BURST
+    publisher.send(0, batches)
+    await told.until(batches + 2)
+    subscription.close()
+    assert told.events == ["connected", *range(batches), "connected"]
+
+
+async def test_bursts_leave_turns_to_others(context: zmq.Context[zmq.Socket[bytes]], publisher: Publisher) -> None:
+    told = Told()
+    subscription = told.subscribe(context, EventEndpoint(0, publisher.endpoint))
+    publisher.await_subscription()
+    await told.until(1)
+    publisher.send(0, 4 * BURST)
+    seen = []
+    while len(told.events) < 4 * BURST + 1:
+        seen.append(len(told.events))
+        await asyncio.sleep(0)
+    subscription.close()
+    assert max(after - before for before, after in zip(seen, [*seen[1:], len(told.events)], strict=True)) <= BURST
+
+
+async def test_nothing_is_told_after_close_not_even_the_rest_of_a_burst(
+    context: zmq.Context[zmq.Socket[bytes]], publisher: Publisher
+) -> None:
+    told = Told()
+    subscription = told.subscribe(context, EventEndpoint(0, publisher.endpoint))
+    publisher.await_subscription()
+    await told.until(1)
+    told.during = lambda message: subscription.close() if message.seq == 2 else None
+    publisher.send(0, 10)
+    await told.until(4)
+    subscription.close()
+    await asyncio.sleep(0)
+    assert told.events == ["connected", 0, 1, 2]
+
+
+async def test_an_endpoint_that_cannot_be_used_leaves_no_socket_behind(
+    context: zmq.Context[zmq.Socket[bytes]], publisher: Publisher
+) -> None:
+    told = Told()
+    with pytest.raises(zmq.ZMQError, match="in use"):
+        told.subscribe(context, EventEndpoint(0, publisher.endpoint, bind=True))
+    with pytest.raises(zmq.ZMQError):
+        told.subscribe(context, EventEndpoint(0, "tcp://no port here"))
+    context.term()  # would wait for an open socket for ever
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[RecordedEngine]:
+    async with recorded_engine() as started:
+        yield started
+
+
+async def read(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int) -> list[Message]:
+    return [message async for message in replay(context, endpoint, start, idle_seconds=0.2)]
+
+
+@pytest.mark.parametrize("start", [0, 2, 3, 2**64 - 1])
+async def test_a_replay_brings_what_the_engine_has_from_there_on(
+    context: zmq.Context[zmq.Socket[bytes]], engine: RecordedEngine, start: int
+) -> None:
+    engine.lose(b"zero", b"one", b"two")
+    expected = [Message(seq, payload) for seq, payload in enumerate([b"zero", b"one", b"two"]) if seq >= start]
+    assert await read(context, engine.replay_endpoint, start) == expected
+    assert engine.replays_asked == [start]
+
+
+async def test_a_replay_of_an_engine_that_is_away_breaks(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with recorded_engine() as engine:
+        endpoint = engine.replay_endpoint
+    with pytest.raises(ReplayBroken, match=r"silent for 0\.2 s"):
+        await read(context, endpoint, 0)
+
+
+@pytest.mark.parametrize(
+    ("replies", "reason"),
+    [
+        ([[b"", b"\0" * 8, b"payload"]], "silent"),
+        ([[b"", b"\0" * 7, b"payload"]], "want seq and payload"),
+        ([[b"payload"]], "want seq and payload"),
+        ([[b"", b"a", b"b", b"\0" * 8, b"payload"]], "want seq and payload"),
+    ],
+    ids=["no end", "short seq", "one frame", "five frames"],
+)
+async def test_a_replay_that_makes_no_sense_breaks(
+    context: zmq.Context[zmq.Socket[bytes]], replies: list[list[bytes]], reason: str
+) -> None:
+    router_context = zmq.asyncio.Context()
+    router = router_context.socket(zmq.ROUTER)
+    router.bind("tcp://127.0.0.1:*")
+
+    async def answer() -> None:
+        identity, *_ = await router.recv_multipart()
+        for reply in replies:
+            await router.send_multipart([identity, *reply])
+
+    answering = asyncio.create_task(answer())
+    try:
+        with pytest.raises(ReplayBroken, match=reason):
+            await read(context, router.get_string(zmq.LAST_ENDPOINT), 0)
+    finally:
+        await answering
+        router_context.destroy(linger=0)
+
+
+async def test_a_replay_that_is_left_early_closes_its_socket(
+    context: zmq.Context[zmq.Socket[bytes]], engine: RecordedEngine
+) -> None:
+    engine.lose(b"zero", b"one")
+    replies = replay(context, engine.replay_endpoint, 0)
+    assert await anext(replies) == Message(0, b"zero")
+    await replies.aclose()
+    context.term()  # would wait for an open socket for ever
