@@ -23,7 +23,6 @@ from typing import Any
 import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from kvscout_common.config import ServerConfig
@@ -31,6 +30,7 @@ from kvscout_common.errors import ConfigError, KvscoutError
 from kvscout_common.hashing import log_backend
 from kvscout_common.identity import IdentityInterceptor, TokenTable
 from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.reflection import enable_reflection
 from kvscout_common.telemetry import configure_logging, serve_metrics
 
 log = logging.getLogger("kvscout.serving")
@@ -144,7 +144,7 @@ async def _start(config: ServerConfig, app: App) -> tuple[grpc.aio.Server, healt
     names = [name for name, _ in app.services]
     for _, add in app.services:
         add(server)
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    enable_reflection((*names, health.SERVICE_NAME), server)
     address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
     try:
         if config.tls is None:
