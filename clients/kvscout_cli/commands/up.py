@@ -136,10 +136,10 @@ def _detach(state: StateDirectory) -> None:
     while state.read().get("pid") != process.pid:
         tail = tuple(state.log_file.read_text().splitlines()[-30:])
         if process.poll() is not None:
-            raise ProcessFailed(f"it ended with code {process.returncode}", tail)
+            raise ProcessFailed(f"kvscout up ended with code {process.returncode}", tail)
         if time.monotonic() >= deadline:
             process.terminate()
-            raise ProcessFailed("it was not ready in time", tail)
+            raise ProcessFailed("kvscout up was not ready in time", tail)
         time.sleep(0.1)
     click.echo(f"kvscout is up: gateway {state.read()['gateway']}")
     click.echo(f"log {state.log_file} · `kvscout down` stops it")

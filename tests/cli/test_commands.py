@@ -1,0 +1,137 @@
+"""The commands that talk to a gateway: what they ask, print and exit with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner, Result
+from fake_gateway import FakeGateway, fake_gateway
+
+from kvscout.v1 import gateway_pb2
+from kvscout_cli.main import main
+from kvscout_common import errors
+
+
+@pytest.fixture
+def gateway() -> Iterator[FakeGateway]:
+    """A fake gateway on a thread of its own: commands run a loop themselves."""
+    ready, stop = threading.Event(), threading.Event()
+    found: list[FakeGateway] = []
+
+    async def serve() -> None:
+        async with fake_gateway() as fake:
+            found.append(fake)
+            ready.set()
+            await asyncio.to_thread(stop.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(10)
+    yield found[0]
+    stop.set()
+    thread.join()
+
+
+def kvscout(gateway: FakeGateway, *arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, arguments, input=stdin, env={"KVSCOUT_GATEWAY": gateway.address})
+
+
+def test_route_prints_where_a_prompt_goes_and_why(gateway: FakeGateway) -> None:
+    result = kvscout(gateway, "route", "1", "2,3", "--explain", "--policy", "random")
+    assert result.exit_code == 0, result.output
+    assert "w0, rank 1" in result.stdout
+    assert "3 of 4 blocks, 48 of 3 tokens" in result.stdout
+    assert "least cost (policy kv)" in result.stdout
+    asked = gateway.last
+    assert (list(asked.token_ids), asked.model, asked.request_id) == ([1, 2, 3], "m", "")
+    assert asked.router_config_override.policy == "random"
+
+
+def test_route_reads_stdin_and_prints_json(gateway: FakeGateway) -> None:
+    result = kvscout(gateway, "route", "--file", "-", "--json", "--model", "other", stdin="[7, 8]")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["worker"] == {"worker_id": "w0", "dp_rank": 1}
+    assert (gateway.last.model, list(gateway.last.token_ids)) == ("other", [7, 8])
+
+
+def test_generate_streams_text_and_tells_what_was_cached(gateway: FakeGateway) -> None:
+    gateway.chunks = [
+        gateway_pb2.GenerateResponse(token_ids=[5], text="hello ", route=gateway_pb2.RouteResponse(worker_id="w0")),
+        gateway_pb2.GenerateResponse(token_ids=[6], finish_reason=gateway_pb2.FINISH_REASON_LENGTH),
+        gateway_pb2.GenerateResponse(usage=gateway_pb2.Usage(prompt_tokens=40, completion_tokens=2, cached_tokens=32)),
+    ]
+    result = kvscout(gateway, "generate", "1", "2", "--max-tokens", "2")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "hello 6 \n"
+    assert "40 prompt tokens, 32 cached" in result.stderr
+    as_json = kvscout(gateway, "generate", "1", "2", "--json")
+    answer = json.loads(as_json.stdout)
+    assert (answer["token_ids"], answer["finish_reason"], answer["usage"]["cached_tokens"]) == ([5, 6], "length", 32)
+
+
+def test_workers_are_listed_registered_drained_and_removed(gateway: FakeGateway) -> None:
+    listed = kvscout(gateway, "workers", "list")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["worker", "w0", "w1"]
+    arguments = ("--model", "m", "--block-size", "16", "--events", "tcp://h:1", "--label", "zone=a", "--tenant", "t")
+    registered = kvscout(gateway, "workers", "register", "w9", *arguments)
+    assert (registered.exit_code, registered.stdout) == (0, "w9 registered\n")
+    worker = gateway.last.worker
+    assert (worker.tenant, worker.event_endpoints[0].endpoint, dict(worker.labels)) == ("t", "tcp://h:1", {"zone": "a"})
+    assert kvscout(gateway, "workers", "drain", "w0").stdout == "w0 drains, 2 requests active\n"
+    assert kvscout(gateway, "workers", "drain", "w0", "--undo").stdout == "w0 takes requests again\n"
+    assert json.loads(kvscout(gateway, "workers", "remove", "w0", "--json").stdout) == {"removed": ["w0"]}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("route",),
+        ("route", "x"),
+        ("route", "1", "--file", "-"),
+        ("workers", "register"),
+        ("workers", "register", "w", "--model", "m"),
+        ("workers", "register", "w", "--model", "m", "--block-size", "16", "--label", "nothing"),
+        ("workers", "register", "w", "--model", "m", "--block-size", "16", "--replay", "tcp://h:1"),
+        ("workers", "register", "w", "--model", "m", "--block-size", "16", "--events", "nowhere"),
+        ("nonsense",),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_with_2_before_anything_is_asked(gateway: FakeGateway, arguments: tuple[str, ...]) -> None:
+    result = kvscout(gateway, *arguments, stdin="1")
+    assert result.exit_code == 2
+    assert "rror: " in result.stderr
+    assert gateway.requests == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.InvalidArgument("negative", field="router_temperature"), 2),
+        (errors.NotFound("no such model"), 1),
+        (errors.ResourceExhausted("all busy"), 1),
+        (errors.Unavailable("no worker now"), 3),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_is_one_line_and_an_exit_code(gateway: FakeGateway, error: errors.KvscoutError, code: int) -> None:
+    gateway.errors["Route"] = error
+    result = kvscout(gateway, "route", "1")
+    assert (result.exit_code, result.stderr, result.stdout) == (code, f"error: {error}\n", "")
+
+
+def test_a_gateway_that_is_not_there_is_said_so() -> None:
+    result = CliRunner().invoke(main, ["workers", "list", "--gateway", "127.0.0.1:1"])
+    assert result.exit_code == 3
+    assert result.stderr == "error: no gateway answers at 127.0.0.1:1; `kvscout up` starts one on this machine\n"
+
+
+@pytest.mark.parametrize("command", ["demo", "up", "down", "route", "generate", "workers"])
+def test_every_command_has_help(command: str) -> None:
+    assert command in CliRunner().invoke(main, ["--help"]).stdout
+    assert CliRunner().invoke(main, [command, "--help"]).exit_code == 0
