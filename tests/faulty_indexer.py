@@ -1,0 +1,15 @@
+"""The indexer's process with a defect: reading any batch raises. For tests of what a defect does to the process."""
+
+from typing import NoReturn
+
+from kvscout_indexer import source
+from kvscout_indexer.main import main
+
+
+def broken(payload: bytes) -> NoReturn:
+    raise RuntimeError(f"a defect, met in {len(payload)} bytes")
+
+
+if __name__ == "__main__":
+    source.decode_batch = broken  # type: ignore[attr-defined]  # what the module imports, replaced
+    main()

@@ -1,0 +1,156 @@
+"""The indexer as a process: its endings, its limits, its metrics, its workers file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from engine_events import batch, chain, prompt, stored
+from indexer_client import MODEL, IndexerClient, indexer_process
+from processes import DEADLINE_SECONDS, Running, eventually, start
+from recorded_engine import recorded_engine
+
+from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
+from kvscout_common.channel import call, open_channel
+from kvscout_common.errors import KvscoutError, ResourceExhausted
+
+TESTS = Path(__file__).parents[1]
+
+
+async def scrape(running: Running) -> dict[str, float]:
+    """Every sample of /metrics by its name with labels."""
+
+    def read() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{running.ready['metrics_port']}/metrics") as response:
+            text: str = response.read().decode()
+            return text
+
+    lines = (await asyncio.to_thread(read)).splitlines()
+    samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_it_with_0_in_the_midst_of_a_replay(number: signal.Signals) -> None:
+    async with recorded_engine() as engine, indexer_process() as (client, running):
+        engine.answering.clear()
+        await client.register(engine)
+        await client.until(lambda s: s.state == indexer_pb2.SOURCE_STATE_REPLAYING)
+        running.process.send_signal(number)
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            assert await running.process.wait() == 0
+
+
+async def test_a_defect_while_ingesting_ends_it_with_1() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    running = await start("faulty_indexer", environment=environment)
+    channel = open_channel(running.address)
+    stub = indexer_pb2_grpc.IndexerStub(channel)
+
+    async def rpc(name: str, request: object) -> object:
+        return await call(getattr(stub, name), request, timeout=10)
+
+    client = IndexerClient(rpc)
+    try:
+        async with recorded_engine() as engine:
+            await client.register(engine)
+            await engine.subscribed()
+            assert await client.overlaps(prompt(1)) == {}
+            await engine.publish(*chain(1))
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                assert await running.process.wait() == 1
+    finally:
+        await channel.close()
+        await running.stop()
+
+
+async def test_a_port_in_use_ends_it_with_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as occupant:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvscout_indexer.main",
+            "--port", str(occupant.getsockname()[1]), "--metrics-port", "-1",
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            out, log = await process.communicate()
+    assert (process.returncode, out) == (1, b"")
+    assert b"cannot bind" in log
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--router-ttl", "0"], "--router-ttl"),
+        (["--router-prune-target-ratio", "2"], "--router-prune-target-ratio"),
+        (["--max-blocks", "-1"], "--max-blocks"),
+        (["--tls-cert", __file__], "tls"),
+        (["--host", "0.0.0.0"], "auth"),
+    ],
+)
+async def test_flags_that_are_wrong_end_it_with_2(flags: list[str], says: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvscout_indexer.main", "--port", "0", "--metrics-port", "0", *flags,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        _, log = await process.communicate()
+    assert process.returncode == 2
+    assert says in log.decode()
+
+
+async def test_a_message_above_the_limit_is_refused_and_the_next_one_answered() -> None:
+    async with indexer_process("--max-message-bytes", "4096") as (client, _):
+        await client.register()
+        with pytest.raises(ResourceExhausted):
+            await client.matches(range(4096))
+        assert (await client.matches(range(500))).num_blocks == 125
+
+
+async def test_its_metrics_tell_what_became_of_events() -> None:
+    async with recorded_engine() as engine, indexer_process() as (client, running):
+        await client.register(engine)
+        await engine.subscribed()
+        await engine.publish(*chain(4), b"\xc1", batch(stored([9], prompt(1, first=50), parent=77)))
+        await client.until_applied(5)
+        samples = await scrape(running)
+    source = f'dp_rank="0",model="{MODEL}",tenant="default",worker="w"'
+    index = f'block_size="4",model="{MODEL}",tenant="default"'
+    assert samples[f"kvscout_index_blocks{{{index}}}"] == 4
+    assert samples[f"kvscout_index_orphans{{{index}}}"] == 1
+    assert samples[f"kvscout_index_bytes{{{index}}}"] > 0
+    labels = source.replace(",model", ',kind="{kind}",model')
+    assert samples["kvscout_events_total{" + labels.replace("{kind}", "applied") + "}"] == 6
+    assert samples["kvscout_events_total{" + labels.replace("{kind}", "malformed") + "}"] == 1
+    assert samples[f"kvscout_source_live{{{source}}}"] == 1
+    assert samples[f"kvscout_event_lag_batches{{{source}}}"] == 0
+    assert samples[f"kvscout_event_age_seconds{{{source}}}"] >= 0
+
+
+async def test_workers_of_its_file_are_indexed_and_follow_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "workers.yaml"
+    file.write_text("workers: []\n")
+    async with recorded_engine() as engine, indexer_process("--workers-file", str(file)) as (client, _):
+        engine.lose(*chain(2))
+        file.write_text(
+            "workers:\n"
+            f"  - {{worker_id: w, model: {MODEL}, block_size: 4, event_endpoints: [\n"
+            f"      {{dp_rank: 0, endpoint: '{engine.endpoint}', replay_endpoint: '{engine.replay_endpoint}'}}]}}\n"
+        )
+
+        async def overlap(expected: int) -> bool:
+            try:
+                return await client.overlap(prompt(2)) == expected
+            except KvscoutError:  # the model is not known yet
+                return False
+
+        await eventually(lambda: overlap(2), what="the worker of the file")
+        file.write_text("workers: []\n")
+        await eventually(lambda: overlap(0), what="the worker's removal")
+        status = await client.rpc("GetStatus", types_pb2.GetStatusRequest())
+        assert not status.sources
