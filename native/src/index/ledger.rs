@@ -451,9 +451,13 @@ impl Ledger {
                 entry.refs.truncate(live as usize);
                 trie::shrink(&mut entry.refs);
                 for (slot, presence) in entry.presences.clone() {
-                    let own = &mut self.part_mut(slot, presence).own;
-                    own.truncate(live as usize);
-                    trie::shrink(own);
+                    let part = self.part_mut(slot, presence);
+                    part.own.truncate(live as usize);
+                    trie::shrink(&mut part.own);
+                    if let Some(more) = &mut part.more {
+                        more.prediction.truncate(live as usize);
+                        trie::shrink(&mut more.prediction);
+                    }
                 }
                 self.trie.shard(shard_of(node)).write().nodes[index_of(node)].truncate(live);
                 return;
@@ -548,8 +552,8 @@ impl Ledger {
             }
         }
         let entry = &mut self.nodes[part.node];
-        let end = part.own.len().max(part.more.as_ref().map_or(0, |more| more.prediction.len()));
-        for (offset, refs) in (0..).zip(&mut entry.refs[..end]) {
+        let end = entry.refs.len();
+        for (offset, refs) in (0..).zip(&mut entry.refs) {
             refs.pins -= u16::from(part.pins(offset));
             if part.level(offset) < TIERS {
                 refs.held -= 1;
