@@ -282,7 +282,7 @@ impl Bench {
         let removal = self.tree.remove_worker(worker, || {
             query += 1;
             request.clear();
-            request.extend_from_slice(if query % 2 == 0 {
+            request.extend_from_slice(if query.is_multiple_of(2) {
                 self.query(query)
             } else {
                 &prompts[(fixture.word(Stream::Queries, query) % REMOVED_PROMPTS) as usize]
