@@ -1,0 +1,177 @@
+"""The native decoder reads what the reference decoder reads, from good bytes and from bad ones.
+
+`KVSCOUT_TEST_SEED` reruns a seed, `KVSCOUT_DECODE_CASES` sets how many payloads are made of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvscout_common.hashing import native_available
+from kvscout_indexer.events import Cleared, EventBatch, Removed, Stored
+from kvscout_indexer.wire import MalformedBatch, decode_batch
+
+if not native_available():
+    pytest.skip("the extension is not built", allow_module_level=True)
+
+import kvscout_native
+
+CASES = int(os.environ.get("KVSCOUT_DECODE_CASES", "3000"))
+GOLDEN = Path(__file__).parents[1] / "data" / "golden_payloads.json"
+
+Plain = tuple[list[Any], str, int | None, list[str]] | str
+
+
+def plain(batch: EventBatch) -> Plain:
+    events: list[Any] = []
+    for event in batch.events:
+        if isinstance(event, Cleared):
+            events.append(("cleared",))
+        elif isinstance(event, Removed):
+            events.append(("removed", list(event.engine_hashes), int(event.tier), event.group))
+        else:
+            assert isinstance(event, Stored)
+            fields = asdict(event)
+            assert not fields.pop("local_hashes")
+            fields["mm_items"] = [list(items) for items in event.mm_items]
+            for name in ("engine_hashes", "tokens"):
+                fields[name] = list(fields[name])
+            events.append(("stored", fields | {"tier": int(event.tier)}))
+    return events, repr(batch.timestamp), batch.dp_rank, [fault.kind.value for fault in batch.faults]
+
+
+def by_reference(payload: bytes) -> Plain:
+    try:
+        return plain(decode_batch(payload))
+    except MalformedBatch:
+        return "malformed"
+
+
+def by_native(payload: bytes) -> Plain:
+    try:
+        events, timestamp, rank, faults = kvscout_native.decode_batch(payload)
+    except MalformedBatch:
+        return "malformed"
+    return events, repr(timestamp), rank, [kind for kind, _ in faults]
+
+
+def test_golden_payloads_of_all_engine_releases_decode_to_the_same_events() -> None:
+    payloads = [bytes.fromhex(text) for text in hex_strings(json.loads(GOLDEN.read_text()))]
+    assert len(payloads) >= 45
+    for payload in payloads:
+        expected = by_reference(payload)
+        assert expected != "malformed"
+        assert by_native(payload) == expected
+
+
+def hex_strings(value: object) -> list[str]:
+    if isinstance(value, str):
+        is_hex = len(value) > 40 and len(value) % 2 == 0 and all(c in "0123456789abcdef" for c in value)
+        return [value] if is_hex else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [text for item in value for text in hex_strings(item)] if isinstance(value, list) else []
+
+
+class Payloads:
+    """Batches like those of engines, with anything anywhere now and then."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def strange(self) -> Any:
+        rng = self.rng
+        return rng.choice(
+            [
+                None, True, False, 0, -1, 2**31, 2**32, 2**63, 2**64 - 1, -(2**63), 1.5, "", "GPU", "lora", b"",
+                b"\xff" * 32, [], [[]], [1, 2], ["id", 3], [["id", 3]], {}, {"a": [1]}, {1: 2}, [None], "\udce4",
+            ]
+        )  # fmt: skip
+
+    def some(self, value: Any) -> Any:
+        return self.strange() if self.rng.random() < 0.02 else value
+
+    def hash(self) -> Any:
+        rng = self.rng
+        return self.some(rng.choice([rng.getrandbits(64), -rng.getrandbits(63), rng.randbytes(32), rng.randbytes(3)]))
+
+    def stored(self) -> dict[str, Any]:
+        rng = self.rng
+        blocks, size = rng.randrange(4), rng.choice([1, 2, 4])
+        tokens: list[Any] = [self.some(rng.getrandbits(rng.choice([5, 9, 17, 32]))) for _ in range(blocks * size)]
+        kind = rng.random()
+        if kind < 0.15 and tokens:
+            ends = [*tokens[1:], 7]
+            tokens = [self.some([a, b]) for a, b in zip(tokens, ends, strict=True)]
+        elif kind < 0.25:
+            tokens = tokens[:-1]
+        fields = {
+            "block_hashes": self.some([self.hash() for _ in range(blocks)]),
+            "parent_block_hash": rng.choice([None, self.hash()]),
+            "token_ids": self.some(tokens),
+            "block_size": self.some(size),
+            "lora_id": self.some(rng.choice([None, 0, 3])),
+            "medium": self.some(rng.choice([None, "GPU", "cpu", "CPU_TIER2", "obj"])),
+            "lora_name": self.some(rng.choice([None, "lora"])),
+            "extra_keys": self.some(
+                rng.choice([None, [None] * blocks, [rng.choice([None, ["lora"], ["salt"], [["id", 1]], "x"])] * blocks])
+            ),
+            "group_idx": self.some(rng.choice([None, 0, 1, 70_000])),
+            "kv_cache_spec_kind": self.some(rng.choice([None, "full_attention", "mamba", "mla_attention"])),
+            "kv_cache_spec_sliding_window": self.some(None),
+        }
+        kept = rng.randrange(3, len(fields) + 1) if rng.random() < 0.3 else len(fields)
+        return dict(list(fields.items())[:kept])
+
+    def event(self) -> Any:
+        rng = self.rng
+        kind = rng.random()
+        if kind < 0.6:
+            tag, fields = "BlockStored", self.stored()
+            extra = {"lookahead_token_ids": self.some(rng.choice([None, [1], [5, None], [9, 8]])), "cache_salt": "s"}
+        elif kind < 0.85:
+            tag = "BlockRemoved"
+            fields = {"block_hashes": self.some([self.hash()]), "medium": self.some(None), "group_idx": self.some(0)}
+            fields, extra = dict(list(fields.items())[: rng.randrange(4)]), {}
+        else:
+            tag, fields, extra = rng.choice(["AllBlocksCleared", "Unknown"]), {}, {}
+        if rng.random() < 0.5:
+            return self.some([self.some(tag), *fields.values()] + ([1, {"x": 2}] if rng.random() < 0.1 else []))
+        entries = [("type", self.some(tag)), *fields.items(), *(extra.items() if rng.random() < 0.5 else [])]
+        if rng.random() < 0.1:
+            rng.shuffle(entries)
+        return dict([*entries, ("unknown", self.strange())])
+
+    def payload(self) -> bytes:
+        rng = self.rng
+        events = self.some([self.event() for _ in range(rng.randrange(4))])
+        batch: Any = [self.some(1.5), events, self.some(rng.choice([None, 0, 3]))][: rng.randrange(1, 4)]
+        if rng.random() < 0.2:
+            batch = dict(zip(("ts", "events", "data_parallel_rank"), batch, strict=False))
+        packed = bytearray(msgpack.packb(batch, unicode_errors="surrogateescape"))
+        if rng.random() < 0.3:
+            for _ in range(rng.randrange(1, 4)):
+                packed[rng.randrange(len(packed))] = rng.getrandbits(8)
+        if rng.random() < 0.1:
+            del packed[rng.randrange(len(packed)) :]
+        return bytes(packed)
+
+
+def test_both_decoders_agree_on_random_payloads() -> None:
+    seed = int(os.environ.get("KVSCOUT_TEST_SEED", str(random.randrange(2**32))))
+    payloads = Payloads(random.Random(seed))
+    good = 0
+    for case in range(CASES):
+        payload = payloads.payload()
+        expected, found = by_reference(payload), by_native(payload)
+        good += expected != "malformed"
+        assert found == expected, f"KVSCOUT_TEST_SEED={seed}, case {case}: {payload.hex()}"
+    assert good > CASES / 3, "most payloads test more than the frame"
