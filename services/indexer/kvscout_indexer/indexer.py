@@ -17,8 +17,8 @@ from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.index import BlockIndex, WorkerDump
+from kvscout_indexer.native_index import make_index
 from kvscout_indexer.pools import Pools
-from kvscout_indexer.reference_index import ReferenceIndex
 from kvscout_indexer.source import Source
 
 log = logging.getLogger("kvscout.indexer")
@@ -52,7 +52,7 @@ class Indexer:
         self.registry.listen(self)
 
     def _make_index(self, pool: PoolKey) -> BlockIndex:
-        return ReferenceIndex(
+        return make_index(
             pool.block_size,
             pool.eagle,
             max_blocks=self._config.max_blocks,
