@@ -58,7 +58,8 @@ class SchedulerServicer(WorkerRpcs, scheduler_pb2_grpc.SchedulerServicer):
         """Takes a booking back if its call ends (deadline, caller gone) before the answer is out."""
 
         def done(ended: Any) -> None:
-            if ended.cancelled():
+            # grpc says `cancelled` only of what the server itself cancelled; `done` is that a status was sent.
+            if not ended.done():
                 self._scheduler.undelivered(key, attempt_id)
 
         context.add_done_callback(done)
