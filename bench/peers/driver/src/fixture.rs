@@ -1,10 +1,8 @@
 //! What every driver holds and asks, made from one seed by the formulas of `bench/README.md`.
 
-use dynamo_kv_router::protocols::{BlockHashOptions, LocalBlockHash, compute_block_hash_for_seq};
-
 pub const BLOCK_SIZE: u32 = 16;
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
-const VOCABULARY: u64 = 131_072;
+const VOCABULARY: u32 = 131_072;
 
 /// Random streams; the numbers are the protocol's.
 #[derive(Clone, Copy)]
@@ -30,6 +28,11 @@ fn mix(mut x: u64) -> u64 {
     x ^= x >> 27;
     x = x.wrapping_mul(0x94D0_49BB_1331_11EB);
     x ^ (x >> 31)
+}
+
+/// Tokens of a block, from its word.
+pub fn block_tokens(word: u64) -> [u32; BLOCK_SIZE as usize] {
+    std::array::from_fn(|j| (word >> (32 * (j % 2))) as u32 % VOCABULARY)
 }
 
 /// How many blocks of a prompt its holders have.
@@ -66,17 +69,10 @@ impl Fixture {
 
     /// Overwrites `tokens` with those of a prompt.
     pub fn tokens(&self, prompt: u64, tokens: &mut Vec<u32>) {
-        let count = self.blocks * u64::from(BLOCK_SIZE);
         tokens.clear();
-        tokens
-            .extend((0..count).map(|j| (self.word(Stream::Tokens, prompt * count + j) % VOCABULARY) as u32));
-    }
-
-    /// Local hashes of a prompt.
-    pub fn local_hashes(&self, prompt: u64) -> Vec<LocalBlockHash> {
-        let mut tokens = Vec::new();
-        self.tokens(prompt, &mut tokens);
-        compute_block_hash_for_seq(&tokens, BLOCK_SIZE, BlockHashOptions::default())
+        for block in 0..self.blocks {
+            tokens.extend(block_tokens(self.word(Stream::Tokens, prompt * self.blocks + block)));
+        }
     }
 
     /// Engine hash of a prompt's block.

@@ -1,0 +1,429 @@
+//! The workloads of `bench/README.md`.
+
+use std::collections::HashMap;
+use std::fs;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::fixture::{BLOCK_SIZE, Fixture, Stream, block_tokens};
+use crate::measure::{Clock, Times};
+use crate::{Block, Failure, Index};
+
+const GROUP: u64 = 64;
+const IN_FLIGHT: u64 = 64;
+const CHECKED_QUERIES: u64 = 256;
+const FRESH_EVENTS: u64 = 8;
+const FRESH_BLOCKS: u64 = 1024;
+const CONTINUED_EVENTS: u64 = 256;
+const CONTINUED_BLOCKS: u64 = 4;
+const REMOVED_PROMPTS: u64 = 1024;
+const REMOVED_BLOCKS: u64 = 1024;
+const PAGE_BYTES: u64 = 4096;
+
+type Job = Box<dyn FnOnce() -> Result<(), Failure> + Send>;
+
+/// A loaded index, and how far its random streams are used.
+pub struct Bench<I: Index> {
+    fixture: Fixture,
+    index: Arc<I>,
+    clock: Clock,
+    queries: OnceLock<Vec<Vec<u64>>>,
+    next_query: u64,
+    next_fresh: u64,
+    next_continued: u64,
+    second: SecondThread,
+}
+
+/// What `load` answers.
+pub struct Loaded<I: Index> {
+    pub bench: Bench<I>,
+    pub memberships: u64,
+    pub seconds: f64,
+    pub rss_before: u64,
+    pub rss_after: u64,
+}
+
+impl<I: Index> Bench<I> {
+    pub fn load(fixture: Fixture) -> Result<Loaded<I>, Failure> {
+        let index = Arc::new(I::new(fixture.workers + 1));
+        let second = SecondThread::new();
+        let rss_before = resident_bytes()?;
+        let started = Instant::now();
+        let memberships = fill(&fixture, &*index)?;
+        let seconds = started.elapsed().as_secs_f64();
+        let rss_after = resident_bytes()?;
+        let bench = Self {
+            fixture,
+            index,
+            clock: Clock::new(),
+            queries: OnceLock::new(),
+            next_query: 0,
+            next_fresh: 0,
+            next_continued: 0,
+            second,
+        };
+        Ok(Loaded { bench, memberships, seconds, rss_before, rss_after })
+    }
+
+    /// The number made of the first answers; none: not a workload that has one.
+    pub fn check(&self, workload: &str) -> Option<u64> {
+        let mut request = I::Request::default();
+        let mut tokens = Vec::new();
+        let mut sum = 0u64;
+        for query in 0..CHECKED_QUERIES {
+            let answer = match workload {
+                "find_hashes" => {
+                    I::fill(&mut request, self.query(query));
+                    self.index.find(&request)
+                }
+                "find_tokens" | "find_miss" => {
+                    self.query_tokens(query, workload == "find_miss", &mut tokens);
+                    self.index.find_tokens(&tokens)
+                }
+                _ => return None,
+            };
+            for (worker, overlap) in self.index.overlaps(&answer) {
+                sum = sum.wrapping_add((worker + 1).wrapping_mul(overlap).wrapping_mul(query + 1));
+            }
+        }
+        Some(sum)
+    }
+
+    /// The answer to `run`; none: a workload that this driver does not have.
+    pub fn run(&mut self, workload: &str, length: Duration) -> Result<Option<Value>, Failure> {
+        Ok(Some(match workload {
+            "find_hashes" => self.find_hashes(length).report(workload, &[]),
+            "find_tokens" => self.find_tokens(length, false).report(workload, &[]),
+            "find_miss" => self.find_tokens(length, true).report(workload, &[]),
+            "store_prompt" => self.store_prompts(length)?.report(workload, &[]),
+            "store_msgpack" => match self.store_payloads(length)? {
+                Some(times) => times.report(workload, &[]),
+                None => return Ok(None),
+            },
+            "store_4" => self.continue_prompts(length)?.0.report(workload, &[]),
+            "remove_4" => self.continue_prompts(length)?.1.report(workload, &[]),
+            "find_busy" => {
+                let (times, writer_rate) = self.find_busy(length)?;
+                times.report(workload, &[("writer_rate", writer_rate)])
+            }
+            "remove_worker" => {
+                let (times, removal) = self.remove_worker()?;
+                times.report(workload, &[("removal_ns", removal.as_nanos() as f64)])
+            }
+            _ => return Ok(None),
+        }))
+    }
+
+    fn query(&self, query: u64) -> &[u64] {
+        let queries = self.queries.get_or_init(|| {
+            let mut tokens = Vec::new();
+            (0..self.fixture.prompts)
+                .map(|prompt| local_hashes::<I>(&self.fixture, prompt, &mut tokens))
+                .collect()
+        });
+        &queries[self.fixture.queried(query) as usize]
+    }
+
+    fn query_tokens(&self, query: u64, missing: bool, tokens: &mut Vec<u32>) {
+        let prompt = if missing { self.fixture.missed(query) } else { self.fixture.queried(query) };
+        self.fixture.tokens(prompt, tokens);
+    }
+
+    fn find_hashes(&mut self, length: Duration) -> Times {
+        let mut request = I::Request::default();
+        let mut times = Times::new(length);
+        while times.go_on() {
+            I::fill(&mut request, self.query(self.next_query));
+            self.next_query += 1;
+            times.add(self.clock.time(|| self.index.find(&request)), 1);
+        }
+        times
+    }
+
+    fn find_tokens(&mut self, length: Duration, missing: bool) -> Times {
+        let mut tokens = Vec::new();
+        let mut times = Times::new(length);
+        while times.go_on() {
+            self.query_tokens(self.next_query, missing, &mut tokens);
+            self.next_query += 1;
+            times.add(self.clock.time(|| self.index.find_tokens(&tokens)), 1);
+        }
+        times
+    }
+
+    fn burst_ns(&self, events: Vec<I::Event>) -> Result<f64, Failure> {
+        Ok(self.index.burst(events)?.as_nanos() as f64)
+    }
+
+    /// The numbers of a burst's prompts that were never seen.
+    fn fresh_numbers(&mut self) -> std::ops::Range<u64> {
+        let first = self.next_fresh;
+        self.next_fresh += FRESH_EVENTS;
+        first..self.next_fresh
+    }
+
+    fn fresh_worker(&self, e: u64) -> u64 {
+        self.fixture.word(Stream::FreshWorkers, e) % self.fixture.workers
+    }
+
+    fn fresh_engine(&self, e: u64) -> impl DoubleEndedIterator<Item = u64> {
+        (e * FRESH_BLOCKS..(e + 1) * FRESH_BLOCKS).map(|i| self.fixture.word(Stream::FreshEngine, i))
+    }
+
+    fn remove_fresh(&self, numbers: std::ops::Range<u64>) -> Result<(), Failure> {
+        let removes =
+            numbers.map(|e| self.index.removed(self.fresh_worker(e), self.fresh_engine(e).rev().collect()));
+        self.index.burst(removes.collect())?;
+        self.index.tidy();
+        Ok(())
+    }
+
+    fn store_prompts(&mut self, length: Duration) -> Result<Times, Failure> {
+        let mut times = Times::new(length);
+        while times.go_on() {
+            let numbers = self.fresh_numbers();
+            let stores = numbers.clone().map(|e| {
+                let locals = (e * FRESH_BLOCKS..).map(|i| self.fixture.word(Stream::FreshLocal, i));
+                let blocks: Vec<_> =
+                    locals.zip(self.fresh_engine(e)).map(|(local, engine)| Block { local, engine }).collect();
+                self.index.stored(self.fresh_worker(e), None, &blocks)
+            });
+            times.add(self.burst_ns(stores.collect())?, FRESH_EVENTS * FRESH_BLOCKS);
+            self.remove_fresh(numbers)?;
+        }
+        Ok(times)
+    }
+
+    fn store_payloads(&mut self, length: Duration) -> Result<Option<Times>, Failure> {
+        let mut times = Times::new(length);
+        while times.go_on() {
+            let numbers = self.fresh_numbers();
+            let stores: Option<Vec<_>> = numbers
+                .clone()
+                .map(|e| self.index.payload(self.fresh_worker(e), self.fresh_payload(e)))
+                .collect();
+            let Some(stores) = stores else { return Ok(None) };
+            times.add(self.burst_ns(stores)?, FRESH_EVENTS * FRESH_BLOCKS);
+            self.remove_fresh(numbers)?;
+        }
+        Ok(Some(times))
+    }
+
+    /// One Stored event as engines publish it.
+    fn fresh_payload(&self, e: u64) -> Vec<u8> {
+        let mut payload = vec![0x93, 0xCB];
+        payload.extend(1.0f64.to_be_bytes());
+        payload.extend([0x91, 0x98, 0xAB]);
+        payload.extend(b"BlockStored");
+        array(&mut payload, FRESH_BLOCKS as u16);
+        for hash in self.fresh_engine(e) {
+            payload.push(0xCF);
+            payload.extend(hash.to_be_bytes());
+        }
+        payload.push(0xC0);
+        array(&mut payload, FRESH_BLOCKS as u16 * BLOCK_SIZE as u16);
+        for i in e * FRESH_BLOCKS..(e + 1) * FRESH_BLOCKS {
+            for token in block_tokens(self.fixture.word(Stream::FreshLocal, i)) {
+                unsigned(&mut payload, token);
+            }
+        }
+        payload.push(BLOCK_SIZE as u8);
+        payload.extend([0xC0, 0xA3]);
+        payload.extend(b"GPU");
+        payload.extend([0xC0, 0xC0]);
+        payload
+    }
+
+    fn continue_prompts(&mut self, length: Duration) -> Result<(Times, Times), Failure> {
+        let (mut store, mut remove) = (Times::new(length), Times::new(length));
+        while store.go_on() {
+            let (stores, removes) = self.continuations();
+            store.add(self.burst_ns(stores)?, CONTINUED_EVENTS);
+            remove.add(self.burst_ns(removes)?, CONTINUED_EVENTS);
+            self.index.tidy();
+        }
+        Ok((store, remove))
+    }
+
+    /// Events that continue prompts by a few blocks each, and those that take them back.
+    fn continuations(&mut self) -> (Vec<I::Event>, Vec<I::Event>) {
+        let fixture = &self.fixture;
+        let mut tails: HashMap<(u64, u64), u64> = HashMap::new();
+        let (mut stores, mut removes) = (Vec::new(), Vec::new());
+        for e in self.next_continued..self.next_continued + CONTINUED_EVENTS {
+            let prompt = fixture.word(Stream::Continued, 2 * e) % fixture.prompts;
+            let holder = fixture.word(Stream::Continued, 2 * e + 1) % fixture.holders;
+            let (worker, length) = fixture.holders(prompt)[holder as usize];
+            let tail =
+                tails.entry((prompt, worker)).or_insert_with(|| fixture.engine_hash(prompt, length - 1));
+            let numbers = e * CONTINUED_BLOCKS..(e + 1) * CONTINUED_BLOCKS;
+            let blocks: Vec<_> = numbers
+                .map(|i| Block {
+                    local: fixture.word(Stream::ContinuedLocal, i),
+                    engine: fixture.word(Stream::ContinuedEngine, i),
+                })
+                .collect();
+            stores.push(self.index.stored(worker, Some(*tail), &blocks));
+            removes.push(self.index.removed(worker, blocks.iter().rev().map(|block| block.engine).collect()));
+            *tail = blocks[blocks.len() - 1].engine;
+        }
+        self.next_continued += CONTINUED_EVENTS;
+        removes.reverse();
+        (stores, removes)
+    }
+
+    fn find_busy(&mut self, length: Duration) -> Result<(Times, f64), Failure> {
+        let (mut cycle, removes) = self.continuations();
+        cycle.extend(removes);
+        let stop = Arc::new(AtomicBool::new(false));
+        let applied = Arc::new(AtomicU64::new(0));
+        let (index, stopped, count) = (Arc::clone(&self.index), Arc::clone(&stop), Arc::clone(&applied));
+        let started = Instant::now();
+        self.second.start(Box::new(move || {
+            while !stopped.load(Ordering::Relaxed) {
+                cycle.iter().try_for_each(|event| index.apply(event.clone()))?;
+                index.settle()?;
+                count.fetch_add(cycle.len() as u64, Ordering::Relaxed);
+            }
+            Ok(())
+        }));
+        let times = self.find_hashes(length);
+        let writer_rate = applied.load(Ordering::Relaxed) as f64 / started.elapsed().as_secs_f64();
+        stop.store(true, Ordering::Relaxed);
+        self.second.wait()?;
+        self.index.tidy();
+        Ok((times, writer_rate))
+    }
+
+    fn remove_worker(&mut self) -> Result<(Times, Duration), Failure> {
+        let worker = self.fixture.workers;
+        let local = |i| self.fixture.word(Stream::RemovedLocal, i);
+        let prompts: Vec<Vec<u64>> = (0..REMOVED_PROMPTS)
+            .map(|p| (p * REMOVED_BLOCKS..(p + 1) * REMOVED_BLOCKS).map(local).collect())
+            .collect();
+        for (p, prompt) in (0..).zip(&prompts) {
+            let engine = (p * REMOVED_BLOCKS..).map(|i| self.fixture.word(Stream::RemovedEngine, i));
+            let blocks: Vec<_> =
+                prompt.iter().zip(engine).map(|(&local, engine)| Block { local, engine }).collect();
+            self.index.apply(self.index.stored(worker, None, &blocks))?;
+        }
+        self.index.settle()?;
+        let done = Arc::new(AtomicU64::new(0));
+        let (index, finished) = (Arc::clone(&self.index), Arc::clone(&done));
+        let mut times = Times::new(Duration::ZERO);
+        let mut request = I::Request::default();
+        self.second.start(Box::new(move || {
+            let started = Instant::now();
+            let removed = index.remove_worker(worker);
+            finished.store(started.elapsed().as_nanos() as u64, Ordering::Release);
+            removed
+        }));
+        while done.load(Ordering::Acquire) == 0 {
+            let query = self.next_query;
+            self.next_query += 1;
+            let local = if query.is_multiple_of(2) {
+                self.query(query)
+            } else {
+                &prompts[(self.fixture.word(Stream::Queries, query) % REMOVED_PROMPTS) as usize]
+            };
+            I::fill(&mut request, local);
+            times.add(self.clock.time(|| self.index.find(&request)), 1);
+        }
+        self.second.wait()?;
+        self.index.tidy();
+        Ok((times, Duration::from_nanos(done.load(Ordering::Acquire))))
+    }
+}
+
+/// A thread for jobs, one at a time, which exists before any of them.
+struct SecondThread {
+    jobs: Sender<Job>,
+    done: Receiver<Result<(), Failure>>,
+}
+
+impl SecondThread {
+    fn new() -> Self {
+        let (jobs, queue) = channel::<Job>();
+        let (answers, done) = channel();
+        thread::spawn(move || queue.into_iter().map(|job| job()).try_for_each(|result| answers.send(result)));
+        Self { jobs, done }
+    }
+
+    fn start(&self, job: Job) {
+        self.jobs.send(job).expect("the thread lives as long as the sender");
+    }
+
+    fn wait(&self) -> Result<(), Failure> {
+        self.done.recv().expect("the thread answers each job")
+    }
+}
+
+fn local_hashes<I: Index>(fixture: &Fixture, prompt: u64, tokens: &mut Vec<u32>) -> Vec<u64> {
+    fixture.tokens(prompt, tokens);
+    I::local_hashes(tokens)
+}
+
+/// Stores the fixture; says how many memberships it has.
+fn fill<I: Index>(fixture: &Fixture, index: &I) -> Result<u64, Failure> {
+    let (mut memberships, mut in_flight) = (0, 0);
+    let (mut tokens, mut blocks) = (Vec::new(), Vec::new());
+    for first in (0..fixture.prompts).step_by(GROUP as usize) {
+        let group: Vec<_> = (first..fixture.prompts.min(first + GROUP))
+            .map(|prompt| (prompt, local_hashes::<I>(fixture, prompt, &mut tokens), fixture.holders(prompt)))
+            .collect();
+        for start in (0..fixture.blocks).step_by(fixture.event_blocks as usize) {
+            for (prompt, local, holders) in &group {
+                for &(worker, length) in holders.iter().filter(|(_, length)| *length > start) {
+                    let end = length.min(start + fixture.event_blocks);
+                    let parent = start.checked_sub(1).map(|last| fixture.engine_hash(*prompt, last));
+                    blocks.clear();
+                    blocks.extend((start..end).map(|b| Block {
+                        local: local[b as usize],
+                        engine: fixture.engine_hash(*prompt, b),
+                    }));
+                    index.apply(index.stored(worker, parent, &blocks))?;
+                    memberships += end - start;
+                    in_flight += 1;
+                    if in_flight == IN_FLIGHT {
+                        index.settle()?;
+                        in_flight = 0;
+                    }
+                }
+            }
+        }
+    }
+    index.settle()?;
+    Ok(memberships)
+}
+
+fn array(payload: &mut Vec<u8>, length: u16) {
+    payload.push(0xDC);
+    payload.extend(length.to_be_bytes());
+}
+
+fn unsigned(payload: &mut Vec<u8>, number: u32) {
+    match number {
+        0..=0x7F => payload.push(number as u8),
+        0x80..=0xFF => payload.extend([0xCC, number as u8]),
+        0x100..=0xFFFF => {
+            payload.push(0xCD);
+            payload.extend((number as u16).to_be_bytes());
+        }
+        _ => {
+            payload.push(0xCE);
+            payload.extend(number.to_be_bytes());
+        }
+    }
+}
+
+fn resident_bytes() -> Result<u64, Failure> {
+    let statm =
+        fs::read_to_string("/proc/self/statm").map_err(|error| format!("/proc/self/statm: {error}"))?;
+    let pages = statm.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok());
+    Ok(pages.ok_or("/proc/self/statm: no resident pages")? * PAGE_BYTES)
+}
