@@ -13,7 +13,8 @@ Roles, each including what the ones before it may do only where the table below 
 * `client`: routes and generates, tracks its requests, reads what viewers read.
 * `admin`: everything; also what kvscout services present to one another.
 
-Every tenant named anywhere in a request must be the token's own ("*" = all). `grpc.health.v1` needs no token, so
+Every tenant named anywhere in a request must be the token's own ("*" = all). In `ListWorkers` and `GetStatus` every
+caller may ask for "*" and gets what it may see. `grpc.health.v1` needs no token, so
 that probes work; reflection needs any valid one.
 """
 
@@ -96,6 +97,8 @@ _REQUEST = frozenset(
         "Generate",
     }
 )
+_NARROWED = frozenset({"ListWorkers", "GetStatus"})
+"""Calls that read tenant "*" as all that the caller may see."""
 ALLOWED: Mapping[AccessRole, frozenset[str]] = {
     AccessRole.VIEWER: _VIEW,
     AccessRole.WORKER: _VIEW | _WORK,
@@ -212,7 +215,7 @@ class IdentityInterceptor(grpc.aio.ServerInterceptor):
                 raise PermissionDenied(f"role {identity.role} may not call {method}")
         except (Unauthenticated, PermissionDenied) as error:
             return wrap(handler, _Refuse(error))
-        return wrap(handler, _Admit(identity))
+        return wrap(handler, _Admit(identity, narrows=method in _NARROWED))
 
     def _identify(self, details: grpc.HandlerCallDetails) -> Identity:
         assert self._tokens is not None
@@ -237,13 +240,15 @@ class _Refuse:
 
 
 class _Admit:
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, *, narrows: bool) -> None:
         self._identity = identity
+        self._narrows = narrows
 
     def check(self, request: Any) -> None:
         if isinstance(request, Message):
             for tenant in tenants_of(request):
-                self._identity.require_tenant(tenant)
+                if not (self._narrows and tenant == ALL_TENANTS):
+                    self._identity.require_tenant(tenant)
 
     @asynccontextmanager
     async def around(self, context: Context) -> AsyncIterator[None]:

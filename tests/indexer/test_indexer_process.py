@@ -7,13 +7,13 @@ import os
 import signal
 import socket
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
 from engine_events import batch, chain, prompt, stored
 from indexer_client import MODEL, IndexerClient, indexer_process
-from processes import DEADLINE_SECONDS, Running, eventually, start
+from process_metrics import scrape
+from processes import DEADLINE_SECONDS, eventually, start
 from recorded_engine import recorded_engine
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
@@ -21,19 +21,6 @@ from kvscout_common.channel import call, open_channel
 from kvscout_common.errors import KvscoutError, ResourceExhausted
 
 TESTS = Path(__file__).parents[1]
-
-
-async def scrape(running: Running) -> dict[str, float]:
-    """Every sample of /metrics by its name with labels."""
-
-    def read() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{running.ready['metrics_port']}/metrics") as response:
-            text: str = response.read().decode()
-            return text
-
-    lines = (await asyncio.to_thread(read)).splitlines()
-    samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
-    return {name: float(value) for name, _, value in samples}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

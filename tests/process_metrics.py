@@ -1,0 +1,21 @@
+"""The Prometheus samples of a running process."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+
+from processes import Running
+
+
+async def scrape(running: Running) -> dict[str, float]:
+    """Every sample of /metrics by its name with labels."""
+
+    def read() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{running.ready['metrics_port']}/metrics") as response:
+            text: str = response.read().decode()
+            return text
+
+    lines = (await asyncio.to_thread(read)).splitlines()
+    samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}
