@@ -34,6 +34,8 @@ pub trait Index: Send + Sync + 'static {
     const VERSION: &str;
     /// Block hashes in the form that `find` takes.
     type Request: Default;
+    /// Tokens in the form that `find_tokens` takes.
+    type Tokens: Default;
     /// What a find returns.
     type Answer;
     /// An event, ready to be applied.
@@ -51,8 +53,11 @@ pub trait Index: Send + Sync + 'static {
     /// Block hashes → overlaps.
     fn find(&self, request: &Self::Request) -> Self::Answer;
 
+    /// Overwrites a request's tokens.
+    fn fill_tokens(request: &mut Self::Tokens, tokens: &[u32]);
+
     /// Tokens → overlaps.
-    fn find_tokens(&self, tokens: &[u32]) -> Self::Answer;
+    fn find_tokens(&self, tokens: &Self::Tokens) -> Self::Answer;
 
     /// (worker, blocks) of an answer.
     fn overlaps(&self, answer: &Self::Answer) -> Vec<(u64, u64)>;

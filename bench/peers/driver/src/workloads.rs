@@ -72,8 +72,7 @@ impl<I: Index> Bench<I> {
 
     /// The number made of the first answers; none: not a workload that has one.
     pub fn check(&self, workload: &str) -> Option<u64> {
-        let mut request = I::Request::default();
-        let mut tokens = Vec::new();
+        let (mut request, mut token_request) = (I::Request::default(), I::Tokens::default());
         let mut sum = 0u64;
         for query in 0..CHECKED_QUERIES {
             let answer = match workload {
@@ -82,8 +81,8 @@ impl<I: Index> Bench<I> {
                     self.index.find(&request)
                 }
                 "find_tokens" | "find_miss" => {
-                    self.query_tokens(query, workload == "find_miss", &mut tokens);
-                    self.index.find_tokens(&tokens)
+                    self.fill_tokens(query, workload == "find_miss", &mut token_request);
+                    self.index.find_tokens(&token_request)
                 }
                 _ => return None,
             };
@@ -129,9 +128,11 @@ impl<I: Index> Bench<I> {
         &queries[self.fixture.queried(query) as usize]
     }
 
-    fn query_tokens(&self, query: u64, missing: bool, tokens: &mut Vec<u32>) {
+    fn fill_tokens(&self, query: u64, missing: bool, request: &mut I::Tokens) {
         let prompt = if missing { self.fixture.missed(query) } else { self.fixture.queried(query) };
-        self.fixture.tokens(prompt, tokens);
+        let mut tokens = Vec::new();
+        self.fixture.tokens(prompt, &mut tokens);
+        I::fill_tokens(request, &tokens);
     }
 
     fn find_hashes(&mut self, length: Duration) -> Times {
@@ -146,12 +147,12 @@ impl<I: Index> Bench<I> {
     }
 
     fn find_tokens(&mut self, length: Duration, missing: bool) -> Times {
-        let mut tokens = Vec::new();
+        let mut request = I::Tokens::default();
         let mut times = Times::new(length);
         while times.go_on() {
-            self.query_tokens(self.next_query, missing, &mut tokens);
+            self.fill_tokens(self.next_query, missing, &mut request);
             self.next_query += 1;
-            times.add(self.clock.time(|| self.index.find_tokens(&tokens)), 1);
+            times.add(self.clock.time(|| self.index.find_tokens(&request)), 1);
         }
         times
     }

@@ -46,6 +46,7 @@ impl Index for Dynamo {
     const NAME: &str = "dynamo";
     const VERSION: &str = "dynamo-kv-router 1.6.1";
     type Request = Vec<LocalBlockHash>;
+    type Tokens = Vec<u32>;
     type Answer = OverlapScores;
     type Event = RouterEvent;
 
@@ -71,8 +72,13 @@ impl Index for Dynamo {
         self.pool.backend().find_matches(request, false)
     }
 
+    fn fill_tokens(request: &mut Vec<u32>, tokens: &[u32]) {
+        request.clear();
+        request.extend_from_slice(tokens);
+    }
+
     /// What `find_matches_for_request` of the pool does.
-    fn find_tokens(&self, tokens: &[u32]) -> OverlapScores {
+    fn find_tokens(&self, tokens: &Vec<u32>) -> OverlapScores {
         self.find(&compute_block_hash_for_seq(tokens, BLOCK_SIZE, BlockHashOptions::default()))
     }
 
