@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.config import ServerConfig
+from kvscout_common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +33,18 @@ class GatewayConfig:
     """Requests that Generate runs at once; more are refused."""
     lease_seconds: int = 300
     """Lease of the gateway's own bookings; renewed while a request runs."""
+
+
+def addresses(flag: str, given: Sequence[str]) -> tuple[str, ...]:
+    """Checked host:port addresses, in order.
+
+    Raises:
+        ConfigError: If one is no address, or given twice; names the flag.
+    """
+    for address in given:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"{address!r} is not host:port", field=flag)
+    if len(set(given)) < len(given):
+        raise ConfigError("names an address twice", field=flag)
+    return tuple(given)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from array import array
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
-from kvscout_common.errors import Unavailable
+from kvscout_gateway.completion_stream import Chunk, CompletionStream, EngineFailed
 
-MAX_EVENT_BYTES = 1 << 20
-"""A server-sent event longer than this is no completion chunk."""
+KEEPALIVE_SECONDS = 4.0
+"""Idle connections are kept this long: below the 5 s after which uvicorn, and so vLLM, closes them. A request written
+to a connection that the engine is just closing would count as a failure of the engine."""
+TRAILER_SECONDS = 1.0
+"""Longest wait for the end of a body whose last event came; after it the connection can be used again."""
 
-
-class EngineFailed(Unavailable):
-    """The engine refused the request, or its stream broke."""
-
-    def __init__(self, message: str, *, client_fault: bool = False) -> None:
-        super().__init__(message)
-        self.client_fault = client_fault
-        """The engine says that the request itself is wrong: no other worker would take it."""
+_CLIENT_FAULTS = frozenset({400, 413, 422})
+"""What every engine would answer to the same request. The other errors are of this engine, or of our access to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class Dispatch:
 
     endpoint: str
     model: str
-    token_ids: list[int]
+    token_ids: array[int]
     request_id: str
     dp_rank: int | None
     """None = the engine has one rank, no header is sent."""
@@ -39,26 +37,17 @@ class Dispatch:
     """Sampling and stop parameters, named as vLLM names them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of an engine's output."""
-
-    token_ids: tuple[int, ...] = ()
-    text: str = ""
-    finish_reason: str = ""
-    """"" = not finished."""
-    prompt_tokens: int | None = None
-    """Set in the usage chunk, as are the next two."""
-    completion_tokens: int = 0
-    cached_tokens: int | None = None
-    """None = the engine does not report it."""
-
-
 class VllmEngine:
     """The adapter for vLLM's `/v1/completions`."""
 
     def __init__(self, *, connect_seconds: float, idle_seconds: float) -> None:
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds, sock_read=idle_seconds)
+        """Connects when first used.
+
+        Args:
+            connect_seconds: Longest wait for a connection, its name's resolution included.
+            idle_seconds: Longest silence of an engine within one request.
+        """
+        self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_seconds, sock_read=idle_seconds)
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -72,31 +61,66 @@ class VllmEngine:
         Raises:
             EngineFailed: If the engine cannot be reached, refuses, or breaks off.
         """
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
-        headers = {"X-Request-Id": dispatch.request_id}
-        if dispatch.dp_rank is not None:
-            headers["X-data-parallel-rank"] = str(dispatch.dp_rank)
-        body = {
-            **dispatch.parameters,
-            "model": dispatch.model,
-            "prompt": dispatch.token_ids,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
         try:
-            async with self._session.post(
-                f"{dispatch.endpoint}/v1/completions", json=body, headers=headers
+            async with self._http().post(
+                f"{dispatch.endpoint}/v1/completions",
+                data=_body(dispatch),
+                headers=_headers(dispatch),
+                allow_redirects=False,
             ) as response:
                 if response.status != 200:
                     raise await _refusal(response)
-                async with aclosing(_events(response.content)) as events:
-                    async for event in events:
-                        yield _chunk(event)
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                stream = CompletionStream()
+                async for data in response.content.iter_any():
+                    chunk = stream.feed(data)
+                    if chunk is not None:
+                        yield chunk
+                    if stream.done or stream.failure is not None:
+                        break
+                stream.end()
+                if stream.failure is not None:
+                    raise stream.failure
+                await _finish(response)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineFailed(f"{dispatch.endpoint}: {str(error) or type(error).__name__}") from error
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # How many requests run at once is limited elsewhere, for all engines together.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=self._timeout, cookie_jar=aiohttp.DummyCookieJar()
+            )
+        return self._session
+
+
+def _headers(dispatch: Dispatch) -> dict[str, str]:
+    headers = {"Content-Type": "application/json", "X-Request-Id": dispatch.request_id}
+    if dispatch.dp_rank is not None:
+        headers["X-data-parallel-rank"] = str(dispatch.dp_rank)
+    return headers
+
+
+def _body(dispatch: Dispatch) -> bytes:
+    rest = {
+        **dispatch.parameters,
+        "model": dispatch.model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    # A list of integers prints as JSON, and several times as fast as json.dumps writes it.
+    return f'{{"prompt": {dispatch.token_ids.tolist()}, {json.dumps(rest)[1:]}'.encode()
+
+
+async def _finish(response: aiohttp.ClientResponse) -> None:
+    """Reads the end of a body, so that its connection can be used again."""
+    try:
+        async with asyncio.timeout(TRAILER_SECONDS):
+            while not response.content.at_eof():
+                await response.content.readany()
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        response.close()  # the answer is complete: only the connection is lost
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> EngineFailed:
@@ -106,44 +130,9 @@ async def _refusal(response: aiohttp.ClientResponse) -> EngineFailed:
         text = str(document.get("error", document).get("message", text))
     except (ValueError, AttributeError):
         pass  # not OpenAI's error shape: the text itself says it
-    # 429 and the 5xx are the engine's state; the other 4xx would come from every engine.
-    client_fault = 400 <= response.status < 500 and response.status not in (404, 408, 429)
-    return EngineFailed(f"engine answered {response.status}: {text[:500]}", client_fault=client_fault)
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncGenerator[dict[str, Any], None]:
-    """The JSON documents of a stream of server-sent events, up to [DONE]."""
-    buffer = b""
-    async for data in content.iter_any():
-        buffer += data
-        *lines, buffer = buffer.split(b"\n")
-        if len(buffer) > MAX_EVENT_BYTES:
-            raise EngineFailed("the engine sent an event of over 1 MiB")
-        for line in lines:
-            payload = line.removeprefix(b"data:").strip()
-            if not line.startswith(b"data:") or not payload:
-                continue
-            if payload == b"[DONE]":
-                return
-            try:
-                document = json.loads(payload)
-            except ValueError as error:
-                raise EngineFailed("the engine sent an event that is not JSON") from error
-            if "error" in document:
-                raise EngineFailed(f"the engine reports: {document['error']}")
-            yield document
-    raise EngineFailed("the engine broke off its stream")
-
-
-def _chunk(document: dict[str, Any]) -> Chunk:
-    choice: dict[str, Any] = next(iter(document.get("choices") or ()), {})
-    usage = document.get("usage") or {}
-    details = usage.get("prompt_tokens_details") or {}
-    return Chunk(
-        token_ids=tuple(choice.get("token_ids") or ()),
-        text=choice.get("text") or "",
-        finish_reason=choice.get("finish_reason") or "",
-        prompt_tokens=usage.get("prompt_tokens"),
-        completion_tokens=usage.get("completion_tokens") or 0,
-        cached_tokens=details.get("cached_tokens"),
+    retry_after = response.headers.get("Retry-After", "")
+    return EngineFailed(
+        f"engine answered {response.status}: {text[:500]}",
+        client_fault=response.status in _CLIENT_FAULTS,
+        retry_after_seconds=float(retry_after) if retry_after.isdecimal() else None,
     )

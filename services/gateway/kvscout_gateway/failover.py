@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,19 @@ from typing import Generic, TypeVar
 import grpc
 
 from kvscout_common.channel import ClientSecurity, call, open_channel
-from kvscout_common.errors import DeadlineExceeded, InternalError, KvscoutError, Unavailable
+from kvscout_common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    KvscoutError,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
+
+log = logging.getLogger("kvscout.gateway")
 
 Stub = TypeVar("Stub")
 Answer = TypeVar("Answer")
@@ -19,7 +32,15 @@ Answer = TypeVar("Answer")
 COOL_DOWN_SECONDS = 1.0
 """How long a member that failed is passed over while others are left."""
 
-_MEMBER_FAULTS = (Unavailable, DeadlineExceeded, InternalError)
+_REFUSALS = (Draining, Unauthenticated, PermissionDenied, Unimplemented)
+"""Answers that say something of the member or of the gateway's access to it, nothing of the request."""
+_TRANSPORT = (Unavailable, DeadlineExceeded, Cancelled)
+"""Where the member did not answer them itself: it is gone, too slow, or was stopped."""
+
+
+def is_member_fault(error: KvscoutError) -> bool:
+    """Whether another member may do better; else the error is the answer to the request."""
+    return isinstance(error, (*_REFUSALS, InternalError)) or (isinstance(error, _TRANSPORT) and not error.answered)
 
 
 @dataclass(slots=True)
@@ -35,6 +56,11 @@ class Member(Generic[Stub]):
     last_error: str = ""
     avoid_until: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """Kind and address."""
+        return f"{self.kind} {self.address}"
+
     async def call(
         self, method: Callable[[Stub], Callable[..., Awaitable[Answer]]], request: object, timeout_seconds: float
     ) -> Answer:
@@ -46,21 +72,28 @@ class Member(Generic[Stub]):
         self.calls += 1
         try:
             answer = await call(method(self.stub), request, timeout=timeout_seconds)
-        except _MEMBER_FAULTS as error:
-            # UNAVAILABLE is also an answer ("no worker now"); only grpc's own kind means the member is gone.
-            if error.answered:
-                self.last_error = ""
-            else:
+        except KvscoutError as error:
+            if is_member_fault(error):
                 self.failures += 1
-                self.last_error = str(error)
                 self.avoid_until = time.monotonic() + COOL_DOWN_SECONDS
+                if not self.last_error:
+                    log.warning("%s fails: %s: %s", self.name, type(error).__name__, error)
+                self.last_error = str(error)
+            else:
+                self._works()
             raise
-        except KvscoutError:
-            self.last_error = ""
-            raise
-        self.last_error = ""
-        self.avoid_until = 0.0
+        self._works()
         return answer
+
+    def _works(self) -> None:
+        if self.last_error:
+            log.info("%s answers again", self.name)
+            self.last_error = ""
+            self.avoid_until = 0.0
+
+
+class HelperDown(Unavailable):
+    """No member of a list answered: the gateway goes on without it."""
 
 
 class Failover(Generic[Stub]):
@@ -81,6 +114,8 @@ class Failover(Generic[Stub]):
 
     def preferred(self) -> list[Member[Stub]]:
         """Members in the order to try: the list's, those that just failed last."""
+        if len(self.members) < 2:
+            return self.members
         now = time.monotonic()
         return sorted(self.members, key=lambda member: member.avoid_until > now)
 
@@ -90,34 +125,43 @@ class Failover(Generic[Stub]):
         request: object,
         *,
         timeout_seconds: float,
+        lost: Callable[[Member[Stub]], object] | None = None,
     ) -> tuple[Answer, Member[Stub]]:
-        """Calls the first member that answers, all within one deadline.
+        """Calls the first member that answers, all within one deadline of which each gets an equal share.
+
+        Args:
+            method: Takes a stub, gives its rpc.
+            request: The rpc's request.
+            timeout_seconds: The deadline.
+            lost: Told of each member that may have done what was asked although its answer did not come: the call
+                was cancelled, timed out, or the connection failed.
 
         Returns:
             The answer and who gave it.
 
         Raises:
-            Unavailable: If no member answered.
+            HelperDown: If no member answered.
             KvscoutError: Any other error that a member answered with; it is not tried on the next.
         """
         deadline = time.monotonic() + timeout_seconds
         problem = f"no {self.kind} is configured"
-        for member in self.preferred():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
+        order = self.preferred()
+        for position, member in enumerate(order):
+            share = max(0.0, deadline - time.monotonic()) / (len(order) - position)
             try:
-                return await member.call(method, request, left), member
-            except _MEMBER_FAULTS as error:
-                if error.answered:
+                return await member.call(method, request, share), member
+            except asyncio.CancelledError:
+                if lost is not None:
+                    lost(member)
+                raise
+            except KvscoutError as error:
+                if not is_member_fault(error):
                     raise
-                problem = f"{self.kind} {member.address}: {error}"
-        raise HelperDown(problem)
+                if lost is not None and not isinstance(error, _REFUSALS):
+                    lost(member)
+                problem = f"{member.name}: {error}"
+        raise HelperDown(problem, retry_after_seconds=COOL_DOWN_SECONDS)
 
     async def close(self) -> None:
         """Closes every channel."""
         await asyncio.gather(*(member.channel.close() for member in self.members))
-
-
-class HelperDown(Unavailable):
-    """No member of a list answered: the gateway goes on without it."""

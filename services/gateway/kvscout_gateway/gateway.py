@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from kvscout.v1 import gateway_pb2, indexer_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.errors import KvscoutError
@@ -17,20 +19,29 @@ from kvscout_common.registry_tasks import registry_tasks
 from kvscout_common.service_info import service_info
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
+from kvscout_gateway.catalog import Catalog
+from kvscout_gateway.completion_stream import EngineFailed
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engine import VllmEngine
 from kvscout_gateway.failover import Failover, Member
+from kvscout_gateway.fanout import Fanout
 from kvscout_gateway.generate import GenerateFlow
-from kvscout_gateway.metrics import GatewayMetrics
+from kvscout_gateway.metrics import GatewayMetrics, ObservationCollector
 from kvscout_gateway.observation import Observations
-from kvscout_gateway.registration import Registration
+from kvscout_gateway.overlaps import OverlapQuery
+from kvscout_gateway.placement import Indexers, Placement, Schedulers
+from kvscout_gateway.registration import Registration, problem
 from kvscout_gateway.releases import Bookings
-from kvscout_gateway.routing import Indexers, Placement, RoutingFlow, Schedulers
+from kvscout_gateway.routing import RoutingFlow
 
 log = logging.getLogger("kvscout.gateway")
 
 SETTINGS_SECONDS = 5.0
 """How often the scheduler's settings are read."""
+CLOSE_SECONDS = 2.0
+"""Longest wait at the end for what was cancelled to be freed."""
+MAX_REPORTS = 256
+"""Failure reports under way; more are dropped, their workers are reported again soon enough."""
 
 
 def _indexer_stub(channel: grpc.aio.Channel) -> indexer_pb2_grpc.IndexerAsyncStub:
@@ -44,41 +55,44 @@ def _scheduler_stub(channel: grpc.aio.Channel) -> scheduler_pb2_grpc.SchedulerAs
 class Gateway:
     """One gateway: stateless but for what is in flight and what was seen of the workers."""
 
-    def __init__(self, config: GatewayConfig, metrics: GatewayMetrics) -> None:
+    def __init__(self, config: GatewayConfig, metrics: CollectorRegistry) -> None:
         self.config = config
-        self.metrics = metrics
+        self.metrics = GatewayMetrics(metrics)
         self.started = time.monotonic()
-        self.draining = False
         self.registry = Registry(time.monotonic)
         self._registry_tasks, self._registry_warnings = registry_tasks(self.registry, config.server.workers_file)
+        self.catalog = Catalog(self.registry)
         self.indexers: Indexers = Failover("indexer", config.indexers, _indexer_stub, config.security)
         self.schedulers: Schedulers = Failover("scheduler", config.schedulers, _scheduler_stub, config.security)
         self.members: tuple[Member[Any], ...] = (*self.indexers.members, *self.schedulers.members)
-        self.registration = Registration(self.registry, [(f"{m.kind} {m.address}", m.stub) for m in self.members])
+        self.registration = Registration(self.registry, [(m.name, m.stub) for m in self.members])
         self.routing = RoutingFlow(
-            self.registry,
-            self.indexers,
+            self.catalog,
+            OverlapQuery(self.indexers, timeout_seconds=config.indexer_timeout_seconds, resync=self._resync),
             self.schedulers,
-            metrics,
-            indexer_timeout_seconds=config.indexer_timeout_seconds,
+            self.metrics,
             scheduler_timeout_seconds=config.scheduler_timeout_seconds,
+            resync=self._resync,
         )
         self.engine = VllmEngine(connect_seconds=config.engine_connect_seconds, idle_seconds=config.engine_idle_seconds)
         self.bookings = Bookings(
-            metrics, lease_seconds=config.lease_seconds, timeout_seconds=config.scheduler_timeout_seconds
+            self.metrics, lease_seconds=config.lease_seconds, timeout_seconds=config.scheduler_timeout_seconds
         )
-        self.observations = Observations()
+        self.fanout = Fanout(self.indexers, self.schedulers, timeout_seconds=config.scheduler_timeout_seconds)
+        self.observations = Observations(lambda tenant, worker_id: worker_id in self.catalog.tenant(tenant).specs)
         self._reports: set[asyncio.Task[None]] = set()
         self.generate = GenerateFlow(
             self.routing,
             self.engine,
             self.bookings,
             self.observations,
-            metrics,
+            self.metrics,
             report_failure=self._report_failure,
+            draw_attempt=lambda: random.SystemRandom().randrange(1, 1 << 55),
             migration_limit=config.migration_limit,
             max_in_flight=config.max_in_flight,
         )
+        metrics.register(ObservationCollector(self.observations, lambda: self.generate.in_flight))
         self.registry.listen(self)
 
     def worker_added(self, spec: WorkerSpec) -> None:
@@ -90,10 +104,6 @@ class Gateway:
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
         """Forgets what was seen of it."""
         self.observations.forget(spec.tenant, spec.worker_id)
-
-    def workers(self, tenant: str) -> list[WorkerSpec]:
-        """The registered workers of a tenant."""
-        return [entry.spec for entry in self.registry.entries(tenant)]
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         """What runs beside the server, by name."""
@@ -109,23 +119,30 @@ class Gateway:
         return lambda: self.registration.keep(member)
 
     async def drain(self) -> None:
-        """Waits until no request is in flight and every Free is delivered."""
-        self.draining = True
+        """Refuses new requests; waits until none is in flight and every Free is delivered."""
+        self.generate.draining = True
         await self.generate.idle.wait()
         await self.bookings.settle()
 
     async def close(self) -> None:
-        """Closes every connection."""
-        if self._reports:
-            await asyncio.gather(*self._reports, return_exceptions=True)
+        """Delivers what can be delivered still, and closes every connection."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self.drain()
+                if self._reports:
+                    await asyncio.wait(self._reports)
+        except TimeoutError:
+            log.warning("stopped with requests that no scheduler was told to free")
         await self.engine.close()
         await self.indexers.close()
         await self.schedulers.close()
 
     def info(self) -> types_pb2.ServiceInfo:
         """What this process is, with what an operator should know."""
-        warnings = [f"{member.name}: {member.error}" for member in self.registration.members if member.error]
-        return service_info(self.started, draining=self.draining, warnings=[*warnings, *self._registry_warnings()])
+        warnings = [f"{member.name}: {why}" for member in self.registration.members if (why := problem(member))]
+        return service_info(
+            self.started, draining=self.generate.draining, warnings=[*warnings, *self._registry_warnings()]
+        )
 
     def helper_statuses(self) -> list[gateway_pb2.HelperStatus]:
         """The state of every indexer and scheduler."""
@@ -134,13 +151,18 @@ class Gateway:
                 kind=member.kind,
                 address=member.address,
                 healthy=not (member.last_error or sync.error),
-                last_error=member.last_error or sync.error,
+                last_error=member.last_error or problem(sync),
                 calls=member.calls,
                 failures=member.failures,
                 pending_registrations=sync.pending,
             )
             for member, sync in zip(self.members, self.registration.members, strict=True)
         ]
+
+    def _resync(self, member: Member[Any]) -> None:
+        for known, sync in zip(self.members, self.registration.members, strict=True):
+            if known is member:
+                sync.suspect()
 
     async def _follow_settings(self) -> None:
         """Reads the scheduler's weight: at 0 the indexer need not be asked."""
@@ -156,10 +178,15 @@ class Gateway:
                 log.debug("scheduler settings not read: %s", error)
             await asyncio.sleep(SETTINGS_SECONDS)
 
-    def _report_failure(self, tenant: str, placement: Placement, reason: str) -> None:
-        log.warning("worker %s/%d failed: %s", *placement.worker, reason)
+    def _report_failure(self, tenant: str, placement: Placement, error: EngineFailed) -> None:
+        log.warning("worker %s/%d failed: %s", *placement.worker, error)
+        if len(self._reports) >= MAX_REPORTS:
+            return
         request = scheduler_pb2.ReportFailureRequest(
-            tenant=tenant, worker=rank_to_proto(placement.worker), reason=reason
+            tenant=tenant,
+            worker=rank_to_proto(placement.worker),
+            reason=error.message,
+            cooldown_seconds=min(error.retry_after_seconds or 0.0, 3600.0),
         )
         task = asyncio.get_running_loop().create_task(self._deliver_failure(request))
         self._reports.add(task)

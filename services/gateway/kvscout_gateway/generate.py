@@ -1,7 +1,7 @@
 """Running a request: place it, dispatch it, stream its output, account for it.
 
 A worker that fails before its first token costs one more try elsewhere; after that token nothing is retried. Whatever
-happens (end, error, cancellation), the booking is freed exactly once.
+happens (end, error, cancellation), each booking is freed exactly once.
 """
 
 from __future__ import annotations
@@ -9,25 +9,41 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
-from kvscout_common.errors import InternalError, InvalidArgument, KvscoutError, Unavailable
-from kvscout_gateway.engine import Chunk, Dispatch, EngineFailed, VllmEngine
+from kvscout_common.errors import (
+    Draining,
+    FailedPrecondition,
+    InternalError,
+    InvalidArgument,
+    KvscoutError,
+    ResourceExhausted,
+    Unavailable,
+)
+from kvscout_gateway.completion_stream import Chunk, EngineFailed
+from kvscout_gateway.engine import Dispatch, VllmEngine
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.observation import Observations, predicted_cached_tokens
+from kvscout_gateway.placement import Placement, Wish
 from kvscout_gateway.releases import Bookings
-from kvscout_gateway.routing import Placement, RoutingFlow, Wish, refuse_when_full
+from kvscout_gateway.routing import RoutingFlow
+
+MAX_TRIES = 256
+"""Attempt ids leave eight bits for the number of the try."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of a request's output; `placement` tells where it runs, once a try."""
+    """A piece of a request's output: where it runs, once a try, or what the engine sent."""
 
-    chunk: Chunk
     placement: Placement | None = None
+    chunk: Chunk | None = None
+
+
+Emit: TypeAlias = Callable[[Piece], Awaitable[None]]
 
 
 class GenerateFlow:
@@ -41,20 +57,39 @@ class GenerateFlow:
         observations: Observations,
         metrics: GatewayMetrics,
         *,
-        report_failure: Callable[[str, Placement, str], object],
+        report_failure: Callable[[str, Placement, EngineFailed], object],
+        draw_attempt: Callable[[], int],
         migration_limit: int,
         max_in_flight: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Runs requests.
+
+        Args:
+            routing: Places them.
+            engine: Runs them.
+            bookings: Keeps what was booked.
+            observations: Keeps what was seen of the workers.
+            metrics: Counts.
+            report_failure: Told of each worker that failed a request.
+            draw_attempt: A random number of 55 bits, unique to a call: a request id that is used again is another
+                attempt, and what frees the one cannot free the other.
+            migration_limit: Further tries after a failure before the first token.
+            max_in_flight: Requests that run at once.
+            clock: Seconds.
+        """
         self._routing = routing
         self._engine = engine
         self._bookings = bookings
         self._observations = observations
         self._metrics = metrics
         self._report_failure = report_failure
+        self._draw_attempt = draw_attempt
         self._migration_limit = migration_limit
         self._max_in_flight = max_in_flight
         self._clock = clock
+        self.draining = False
+        """Refuses what is new."""
         self.in_flight = 0
         self.idle = asyncio.Event()
         """Set while nothing is in flight."""
@@ -62,107 +97,163 @@ class GenerateFlow:
         self.requests = 0
         self.failures = 0
 
-    async def run(self, wish: Wish, parameters: Mapping[str, Any]) -> AsyncGenerator[Piece, None]:
-        """Runs one request.
+    async def run(self, wish: Wish, parameters: Mapping[str, Any], emit: Emit) -> None:
+        """Runs one request to its end; cancelling it aborts it everywhere.
 
         Args:
             wish: What is asked of the worker; has a request_id.
             parameters: Sampling and stop parameters, named as vLLM names them.
+            emit: Takes each piece of output; the next is read when it returns.
 
         Raises:
-            KvscoutError: As `RoutingFlow.place`; InvalidArgument if the engine refuses the request;
-                Unavailable if engines failed before the first token; InternalError if one failed after it.
+            KvscoutError: As `RoutingFlow.place`; Draining and ResourceExhausted if this gateway takes nothing now;
+                InvalidArgument if the engine refuses the request; Unavailable if engines failed before the first
+                token; InternalError if one failed after it.
         """
-        refuse_when_full(self.in_flight, self._max_in_flight)
+        if self.draining:
+            raise Draining("the gateway is draining")
+        if self.in_flight >= self._max_in_flight:
+            raise ResourceExhausted(f"{self.in_flight} requests are in flight (limit)", retry_after_seconds=1.0)
         self.in_flight += 1
         self.idle.clear()
         self.requests += 1
-        self._metrics.in_flight.inc()
         outcome = "cancelled"
         try:
-            async with aclosing(self._tries(wish, parameters)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            await self._try_until_it_runs(wish, parameters, emit)
             outcome = "ok"
-        except KvscoutError as error:
-            outcome = type(error).__name__
+        except Exception as error:
+            outcome = type(error).__name__ if isinstance(error, KvscoutError) else InternalError.__name__
             self.failures += 1
             raise
         finally:
             self.in_flight -= 1
             if self.in_flight == 0:
                 self.idle.set()
-            self._metrics.in_flight.dec()
             self._metrics.requests.labels(outcome).inc()
 
-    async def _tries(self, wish: Wish, parameters: Mapping[str, Any]) -> AsyncGenerator[Piece, None]:
+    async def _try_until_it_runs(self, wish: Wish, parameters: Mapping[str, Any], emit: Emit) -> None:
         started = self._clock()
-        for attempt in range(self._migration_limit + 1):
-            tried = replace(wish, attempt_id=attempt + 1)  # 0 would mean: attempts are not told apart
-            placement = await self._routing.place(tried)
-            streamed = False
+        attempt = self._draw_attempt() * MAX_TRIES
+        excluded = self._routing.undriven(wish)
+        failure: EngineFailed | None = None
+        for number in range(self._migration_limit + 1):
+            tried = replace(wish, attempt_id=attempt + number, excluded=excluded)
             try:
-                async with aclosing(self._one_try(tried, placement, parameters, started)) as pieces:
-                    async for piece in pieces:
-                        streamed = streamed or bool(piece.chunk.token_ids or piece.chunk.text)
-                        yield piece
+                placement = await self._routing.place(tried, self._bookings.free_lost)
+            except KvscoutError as error:
+                if failure is None:
+                    raise
+                raise Unavailable(
+                    f"{failure.message}; not tried elsewhere: {error}", retry_after_seconds=1.0
+                ) from failure
+            run = _Run(
+                placement,
+                tried,
+                observations=self._observations,
+                metrics=self._metrics,
+                bookings=self._bookings,
+                started=started,
+                clock=self._clock,
+            )
+            try:
+                await self._dispatch(run, parameters, emit)
                 return
             except EngineFailed as error:
-                self._observations.of(wish.tenant, placement.worker).failures += 1
+                failure = error
+                run.seen.failures += 1
                 if error.client_fault:
                     raise InvalidArgument(error.message, field="request") from error
-                self._report_failure(wish.tenant, placement, error.message)
-                if streamed:
+                self._report_failure(wish.tenant, placement, error)
+                if run.has_output:
                     raise InternalError(f"failed after its first token: {error.message}") from error
-                if attempt == self._migration_limit or wish.pinned:
-                    raise Unavailable(error.message, retry_after_seconds=1.0) from error
-                wish = replace(wish, excluded=(*wish.excluded, placement.worker.worker_id))
+                if wish.pinned:
+                    break
+            excluded = (*excluded, placement.worker.worker_id)
+            if placement.booking is not None:
+                # The request id can be booked again when it is free, not before.
+                await self._bookings.freed(placement.booking)
+        assert failure is not None
+        raise Unavailable(failure.message, retry_after_seconds=1.0) from failure
 
-    async def _one_try(
-        self, wish: Wish, placement: Placement, parameters: Mapping[str, Any], started: float
-    ) -> AsyncGenerator[Piece, None]:
+    async def _dispatch(self, run: _Run, parameters: Mapping[str, Any], emit: Emit) -> None:
+        placement, wish = run.placement, run.wish
         if placement.booking is not None:
             self._bookings.add(placement.booking)
         try:
             if not placement.endpoint:
-                raise EngineFailed(f"worker {placement.worker.worker_id} has no HTTP endpoint")
-            self._observations.of(wish.tenant, placement.worker).requests += 1
-            yield Piece(Chunk(), placement)
-            many_ranks = placement.spec is not None and placement.spec.dp_size > 1
+                raise FailedPrecondition(
+                    f"worker {placement.worker.worker_id!r} has no HTTP endpoint: Route places requests on it, "
+                    "Generate cannot run them"
+                )
+            run.dispatched()
+            await emit(Piece(placement=placement))
             dispatch = Dispatch(
                 endpoint=placement.endpoint,
                 model=placement.engine_model,
-                token_ids=array("I", wish.prompt.token_ids).tolist(),
+                token_ids=array("I", wish.prompt.token_ids),
                 request_id=wish.request_id,
-                dp_rank=placement.worker.dp_rank if many_ranks else None,
+                dp_rank=placement.rank_header,
                 parameters=parameters,
             )
-            previous: float | None = None
             async with aclosing(self._engine.generate(dispatch)) as chunks:
                 async for chunk in chunks:
-                    if chunk.token_ids or chunk.text:
-                        now = self._clock()
-                        if previous is None:
-                            self._metrics.ttft.observe(now - started)
-                            if placement.booking is not None:
-                                self._bookings.mark_prefill_complete(placement.booking)
-                        else:
-                            self._metrics.itl.observe((now - previous) / max(1, len(chunk.token_ids)))
-                        previous = now
-                    if chunk.cached_tokens is not None:
-                        self._check_prediction(wish, placement, chunk.cached_tokens)
-                    yield Piece(chunk)
+                    run.received(chunk)
+                    await emit(Piece(chunk=chunk))
         finally:
             if placement.booking is not None:
                 self._bookings.free(placement.booking)
 
-    def _check_prediction(self, wish: Wish, placement: Placement, cached: int) -> None:
-        if placement.degraded:
-            return  # nobody predicted anything
-        predicted = predicted_cached_tokens(placement.overlap_blocks, wish.prompt.isl_tokens, placement.block_size)
-        totals, error = self._observations.check(
-            wish.tenant, placement.worker, isl_tokens=wish.prompt.isl_tokens, predicted=predicted, cached=cached
-        )
-        worker = f"{placement.worker.worker_id}/{placement.worker.dp_rank}"
-        self._metrics.hit_rate.labels(worker).set(totals.hit_rate)
-        self._metrics.prediction_error.labels(worker).inc(error)
+
+class _Run:
+    """The accounts of one request on one worker."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        wish: Wish,
+        *,
+        observations: Observations,
+        metrics: GatewayMetrics,
+        bookings: Bookings,
+        started: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._observations = observations
+        self._metrics = metrics
+        self._bookings = bookings
+        self.placement = placement
+        self.wish = wish
+        self._clock = clock
+        self._started = started
+        self._previous = 0.0
+        self.has_output = False
+        self.seen = observations.of(wish.tenant, placement.worker)
+
+    def dispatched(self) -> None:
+        """It is sent to its engine."""
+        self.seen.requests += 1
+        self.seen.prompt_tokens += self.wish.prompt.isl_tokens
+
+    def received(self, chunk: Chunk) -> None:
+        """A piece of output came."""
+        if chunk.has_output:
+            now = self._clock()
+            if self.has_output:
+                tokens = len(chunk.token_ids) if chunk.token_ids else 1
+                self._metrics.itl.observe((now - self._previous) / tokens)
+            else:
+                self.has_output = True
+                self._metrics.ttft.observe(now - self._started)
+                if self.placement.booking is not None:
+                    self._bookings.mark_prefill_complete(self.placement.booking)
+            self._previous = now
+        if chunk.cached_tokens is not None:
+            placement, isl_tokens = self.placement, self.wish.prompt.isl_tokens
+            self._observations.reported(
+                self.seen,
+                isl_tokens=isl_tokens,
+                cached=chunk.cached_tokens,
+                predicted=predicted_cached_tokens(placement.overlap_blocks, isl_tokens, placement.block_size)
+                if placement.overlap_known
+                else None,
+            )

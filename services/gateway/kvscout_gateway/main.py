@@ -11,7 +11,7 @@ from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, client_flags, flag, server_flags
 from kvscout_common.serving import App, run
-from kvscout_gateway.config import GatewayConfig
+from kvscout_gateway.config import GatewayConfig, addresses
 
 
 @click.command(cls=SectionedCommand)
@@ -83,8 +83,8 @@ def main(**values: Any) -> None:
             security=ClientSecurity.from_flags(
                 values["tls_ca"], values["tls_client_cert"], values["tls_client_key"], values["token_file"]
             ),
-            indexers=() if values["no_indexer"] else tuple(values["indexer"]),
-            schedulers=tuple(values["scheduler"]),
+            indexers=() if values["no_indexer"] else addresses("indexer", values["indexer"]),
+            schedulers=addresses("scheduler", values["scheduler"]),
             indexer_timeout_seconds=values["indexer_timeout_ms"] / 1000,
             scheduler_timeout_seconds=values["scheduler_timeout_ms"] / 1000,
             migration_limit=values["migration_limit"],
@@ -104,11 +104,10 @@ async def build(config: GatewayConfig) -> App:
 
     from kvscout.v1 import gateway_pb2, gateway_pb2_grpc
     from kvscout_gateway.gateway import Gateway
-    from kvscout_gateway.metrics import GatewayMetrics
     from kvscout_gateway.servicer import GatewayServicer
 
     metrics = CollectorRegistry()
-    gateway = Gateway(config, GatewayMetrics(metrics))
+    gateway = Gateway(config, metrics)
     servicer = GatewayServicer(gateway)
     return App(
         name="gateway",

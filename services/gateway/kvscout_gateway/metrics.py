@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvscout_gateway.observation import Observations
 
 _ROUTING_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -10,7 +16,7 @@ _ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class GatewayMetrics:
-    """Everything the gateway counts."""
+    """What the gateway counts as it happens."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         routing = Histogram(
@@ -29,19 +35,6 @@ class GatewayMetrics:
         )
         self.degraded_counts: dict[str, int] = {}
         self.requests = Counter("kvscout_requests", "Generate requests, by outcome", ["outcome"], registry=registry)
-        self.in_flight = Gauge("kvscout_requests_in_flight", "Generate requests running", registry=registry)
-        self.hit_rate = Gauge(
-            "kvscout_kv_hit_rate",
-            "Cached / prompt tokens as the engines report them, since start",
-            ["worker"],
-            registry=registry,
-        )
-        self.prediction_error = Counter(
-            "kvscout_prediction_error_tokens",
-            "Sum of |predicted - reported| cached tokens",
-            ["worker"],
-            registry=registry,
-        )
         self.ttft = Histogram("kvscout_ttft_seconds", "Time to first token", buckets=_TTFT_BUCKETS, registry=registry)
         self.itl = Histogram("kvscout_itl_seconds", "Time between tokens", buckets=_ITL_BUCKETS, registry=registry)
         self.unfreed = Counter(
@@ -61,3 +54,41 @@ class GatewayMetrics:
         """Counts a decision made without a helper."""
         self._degraded.labels(helper).inc()
         self.degraded_counts[helper] = self.degraded_counts.get(helper, 0) + 1
+
+
+class ObservationCollector(Collector):
+    """Samples of what was seen of the workers, read when they are scraped; empty labels = all workers together."""
+
+    def __init__(self, observations: Observations, in_flight: Callable[[], int]) -> None:
+        self._observations = observations
+        self._in_flight = in_flight
+
+    def collect(self) -> Iterator[Metric]:
+        """Samples of now."""
+        labels = ["tenant", "worker", "dp_rank"]
+        hit_rate = GaugeMetricFamily(
+            "kvscout_kv_hit_rate", "Cached / prompt tokens as the engines report them, since start", labels=labels
+        )
+        checked = CounterMetricFamily(
+            "kvscout_predictions_checked", "Requests whose predicted cached tokens were compared", labels=labels
+        )
+        wrong = CounterMetricFamily("kvscout_mispredictions", "Of those, requests that differed", labels=labels)
+        error = CounterMetricFamily(
+            "kvscout_prediction_error_tokens", "Sum of |predicted - reported| cached tokens", labels=labels
+        )
+        failures = CounterMetricFamily("kvscout_worker_failures", "Requests a worker failed", labels=labels)
+        rows = [
+            ([tenant, rank.worker_id, str(rank.dp_rank)], seen)
+            for (tenant, rank), seen in list(self._observations.by_rank.items())
+        ]
+        for values, seen in (*rows, (["", "", ""], self._observations.total)):
+            hit_rate.add_metric(values, seen.hit_rate)
+            checked.add_metric(values, seen.checked)
+            wrong.add_metric(values, seen.mispredicted)
+            error.add_metric(values, seen.prediction_error_tokens)
+        for values, seen in rows:
+            failures.add_metric(values, seen.failures)
+        yield from (hit_rate, checked, wrong, error, failures)
+        yield GaugeMetricFamily(
+            "kvscout_requests_in_flight", "Generate requests running", value=float(self._in_flight())
+        )

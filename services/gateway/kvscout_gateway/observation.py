@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvscout_common.worker import WorkerRank
@@ -9,20 +10,24 @@ from kvscout_common.worker import WorkerRank
 
 @dataclass(slots=True)
 class Observation:
-    """Totals of one worker rank since start."""
+    """Totals of one worker rank since start, or of all."""
 
     requests: int = 0
     failures: int = 0
     prompt_tokens: int = 0
+    """Dispatched."""
     cached_tokens: int = 0
+    reported_tokens: int = 0
+    """Prompt tokens of requests whose cached tokens the engine reported."""
     checked: int = 0
+    """Requests whose prediction was compared with the engine's report."""
     mispredicted: int = 0
     prediction_error_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
-        """Cached / prompt tokens, 0..1."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        """Cached / prompt tokens as the engine reports them, 0..1."""
+        return self.cached_tokens / self.reported_tokens if self.reported_tokens else 0.0
 
 
 def predicted_cached_tokens(overlap_blocks: int, isl_tokens: int, block_size: int) -> int:
@@ -36,31 +41,44 @@ def predicted_cached_tokens(overlap_blocks: int, isl_tokens: int, block_size: in
 
 
 class Observations:
-    """Observations by worker rank; as many as there are workers."""
+    """Observations by worker rank: of those that are registered, no others."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_registered: Callable[[str, str], bool]) -> None:
+        """Starts with nothing seen.
+
+        Args:
+            is_registered: Whether a worker is, by tenant and worker id.
+        """
+        self._is_registered = is_registered
         self.by_rank: dict[tuple[str, WorkerRank], Observation] = {}
+        self.total = Observation()
+        """Of all workers that ever were; tokens and predictions only."""
 
     def of(self, tenant: str, worker: WorkerRank) -> Observation:
-        """The totals of a worker rank, made when first asked for."""
-        return self.by_rank.setdefault((tenant, worker), Observation())
+        """The totals of a worker rank; of one that is not registered, a record that nobody keeps."""
+        seen = self.by_rank.get((tenant, worker))
+        if seen is None:
+            seen = Observation()
+            if self._is_registered(tenant, worker.worker_id):
+                self.by_rank[tenant, worker] = seen
+        return seen
 
-    def check(
-        self, tenant: str, worker: WorkerRank, *, isl_tokens: int, predicted: int, cached: int
-    ) -> tuple[Observation, int]:
-        """Records what an engine reported against what was predicted, both in tokens.
+    def reported(self, seen: Observation, *, isl_tokens: int, cached: int, predicted: int | None) -> None:
+        """Records what an engine reported, in tokens.
 
-        Returns:
-            The worker's totals and the error of this request, in tokens.
+        Args:
+            seen: Of the worker.
+            isl_tokens: Prompt length.
+            cached: What the engine says it had cached.
+            predicted: What we thought; None = nothing was known.
         """
-        totals = self.of(tenant, worker)
-        error = abs(predicted - cached)
-        totals.checked += 1
-        totals.prompt_tokens += isl_tokens
-        totals.cached_tokens += cached
-        totals.mispredicted += error > 0
-        totals.prediction_error_tokens += error
-        return totals, error
+        for totals in (seen, self.total):
+            totals.reported_tokens += isl_tokens
+            totals.cached_tokens += cached
+            if predicted is not None:
+                totals.checked += 1
+                totals.mispredicted += predicted != cached
+                totals.prediction_error_tokens += abs(predicted - cached)
 
     def forget(self, tenant: str, worker_id: str) -> None:
         """Drops a removed worker's totals."""

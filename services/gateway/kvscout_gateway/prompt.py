@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvscout_common.errors import FailedPrecondition, InvalidArgument
+from kvscout_common.errors import FailedPrecondition
 from kvscout_common.hashing import MmItem, block_hashes
 from kvscout_common.worker import WorkerSpec
 
@@ -16,14 +16,6 @@ class Geometry(NamedTuple):
 
     block_size: int
     eagle: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The model that a request means: a base model, and the adapter on it ("" = none)."""
-
-    model: str
-    lora_name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,62 +30,46 @@ class Prompt:
     cache_salt: str = ""
     mm_items: tuple[MmItem, ...] = ()
 
-    def hashes(self, geometry: Geometry, lora_name: str) -> list[int]:
-        """Local hashes for one geometry; none where the prompt came as hashes of another one."""
-        if not self.token_ids:
-            fits = geometry == Geometry(self.given_block_size, eagle=False)
-            return list(self.given_hashes) if fits else []
-        return block_hashes(
-            self.token_ids,
-            geometry.block_size,
-            lora_name=lora_name,
-            cache_salt=self.cache_salt,
-            mm_items=self.mm_items,
-            eagle=geometry.eagle,
-        )
 
-
-def geometries(workers: Iterable[WorkerSpec]) -> list[Geometry]:
+def geometries(workers: Iterable[WorkerSpec]) -> tuple[Geometry, ...]:
     """The distinct geometries of a model's workers, the commonest first: one hashing pass each."""
     counts: dict[Geometry, int] = {}
     for spec in workers:
         key = Geometry(spec.block_size, spec.eagle)
         counts[key] = counts.get(key, 0) + 1
-    return sorted(counts, key=lambda key: (-counts[key], key))
+    return tuple(sorted(counts, key=lambda key: (-counts[key], key)))
 
 
-def resolve_target(model: str, lora_name: str, workers: Iterable[WorkerSpec]) -> Target:
-    """What a request's model name means: an adapter's name stands for its base model.
+def hash_prompt(prompt: Prompt, pools: Sequence[Geometry], lora_name: str) -> dict[Geometry, list[int]]:
+    """Local hashes of a prompt for each geometry, in the order of `pools`.
 
     Args:
-        model: As the request names it.
-        lora_name: As the request names it; "" = none.
-        workers: Every worker of the tenant.
+        prompt: Token ids, or the hashes of one geometry; other geometries then get none. Hashes are taken for
+            those of EAGLE windows only where no other worker has their block size.
+        pools: The geometries of the model's workers; empty = the model has none that is known here.
+        lora_name: Adapter; "" = none.
 
     Raises:
-        InvalidArgument: If `model` is empty, or names one adapter and `lora_name` another.
+        FailedPrecondition: No worker has the block size of the given hashes; names those there are.
     """
-    if not model:
-        raise InvalidArgument("must not be empty", field="model")
-    base = ""
-    for spec in workers:
-        if spec.model == model:
-            return Target(model, lora_name)
-        if any(adapter.name == model for adapter in spec.adapters):
-            base = spec.model
-    if base and lora_name not in ("", model):
-        raise InvalidArgument(f"{model!r} is an adapter itself", field="lora_name")
-    return Target(base, model) if base else Target(model, lora_name)
-
-
-def require_block_size(prompt: Prompt, known: list[Geometry]) -> None:
-    """Refuses block hashes that no worker of the model can match.
-
-    Raises:
-        FailedPrecondition: Naming the block sizes there are.
-    """
-    if prompt.given_block_size and known and all(g.block_size != prompt.given_block_size for g in known):
-        sizes = ", ".join(str(g.block_size) for g in known)
+    if not prompt.given_block_size:
+        return {
+            pool: block_hashes(
+                prompt.token_ids,
+                pool.block_size,
+                lora_name=lora_name,
+                cache_salt=prompt.cache_salt,
+                mm_items=prompt.mm_items,
+                eagle=pool.eagle,
+            )
+            for pool in pools
+        }
+    if not pools:
+        return {Geometry(prompt.given_block_size, eagle=False): list(prompt.given_hashes)}
+    fitting = sorted(pool for pool in pools if pool.block_size == prompt.given_block_size)
+    if not fitting:
+        sizes = ", ".join(str(size) for size in sorted({pool.block_size for pool in pools}))
         raise FailedPrecondition(
             f"block_size is {prompt.given_block_size}, the model's workers have {sizes}", field="block_size"
         )
+    return {pool: list(prompt.given_hashes) if pool == fitting[0] else [] for pool in pools}

@@ -1,172 +1,79 @@
 """Telling indexers and schedulers of the workers, and learning from them of those that others registered.
 
-One loop a member brings it to what this gateway knows: registers what it lacks, removes what is gone, renews leases.
-A member that was away is told everything as soon as it is back. Workers that the members know and this gateway does
-not (registered at another gateway, or before a restart) are adopted as `peer` entries: routed to, never pushed.
+One loop a member (`member_sync`) brings it to what this gateway knows. Workers that the members know and this gateway
+does not (registered at another gateway, or before a restart) are adopted as `peer` entries: routed to, but told to
+nobody except a member that is new. The first call about one of them that comes here makes it this gateway's own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Protocol
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-import grpc
-
-from kvscout.v1 import workers_pb2
-from kvscout_common.channel import call
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable
-from kvscout_common.registry import ALL_TENANTS, Entry, Registry, Source, WorkerName
+from kvscout_common.registry import Registry, Source, WorkerName
 from kvscout_common.worker import WorkerSpec
-from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
+from kvscout_gateway.member_sync import CALL_SECONDS, MemberSync, Peer, WorkerStub
 
 log = logging.getLogger("kvscout.gateway")
 
-SYNC_SECONDS = 2.0
-"""How often leases are renewed and peers looked at."""
 RETRY_SECONDS = 0.5
-FILE_LEASE_SECONDS = 300
-"""Members forget workers of a gateway's file this long after the gateway is gone."""
-MIN_LEASE_SECONDS = 30
-"""A worker's own lease is timed here; members get one that survives a pause of this gateway."""
-_TIMEOUT_SECONDS = 2.0
-
-
-class WorkerStub(Protocol):
-    """The worker rpcs, which indexer and scheduler stubs both have."""
-
-    RegisterWorker: grpc.aio.UnaryUnaryMultiCallable[
-        workers_pb2.RegisterWorkerRequest, workers_pb2.RegisterWorkerResponse
-    ]
-    RemoveWorker: grpc.aio.UnaryUnaryMultiCallable[workers_pb2.RemoveWorkerRequest, workers_pb2.RemoveWorkerResponse]
-    KeepAlive: grpc.aio.UnaryUnaryMultiCallable[workers_pb2.KeepAliveRequest, workers_pb2.KeepAliveResponse]
-    ListWorkers: grpc.aio.UnaryUnaryMultiCallable[workers_pb2.ListWorkersRequest, workers_pb2.ListWorkersResponse]
-
-
-class MemberSync:
-    """Brings one indexer or scheduler to what the registry says."""
-
-    def __init__(self, name: str, stub: WorkerStub, registry: Registry) -> None:
-        self.name = name
-        self._stub = stub
-        self._registry = registry
-        self._told: dict[WorkerName, Entry] = {}
-        self._to_remove: set[WorkerName] = set()
-        self.changed = asyncio.Event()
-        self.synced = asyncio.Event()
-        self.error = ""
-        self.peers: dict[WorkerName, WorkerSpec] = {}
-        self.peer_leases: dict[WorkerName, int] = {}
-
-    @property
-    def pending(self) -> int:
-        """Registrations and removals that the member has not been told yet."""
-        return len(self._to_remove) + len(self._missing())
-
-    def touch(self, removed: WorkerName | None = None) -> None:
-        """The registry changed."""
-        if removed is not None:
-            self._to_remove.add(removed)
-        self.synced.clear()
-        self.changed.set()
-
-    async def sync(self) -> None:
-        """One round.
-
-        Raises:
-            KvscoutError: If the member cannot be reached or refuses; what was done stays done.
-        """
-        self.changed.clear()
-        for name in list(self._to_remove):
-            await self._remove(name)
-        await self._keep_alive()
-        for entry in self._missing():
-            await self._register(entry)
-        await self._learn()
-        if not self.changed.is_set():
-            self.synced.set()
-
-    def _own(self) -> list[Entry]:
-        return [entry for entry in self._registry.entries() if entry.source is not Source.PEER]
-
-    def _missing(self) -> list[Entry]:
-        told = self._told
-        return [e for e in self._own() if e.name not in told or told[e.name].spec != e.spec]
-
-    async def _remove(self, name: WorkerName) -> None:
-        still_there = any(entry.name == name for entry in self._own())
-        if not still_there:
-            request = workers_pb2.RemoveWorkerRequest(tenant=name.tenant, worker_id=name.worker_id)
-            try:
-                await call(self._stub.RemoveWorker, request, timeout=_TIMEOUT_SECONDS)
-            except (NotFound, FailedPrecondition):
-                pass  # gone already, or the member has it from a file of its own
-            self._told.pop(name, None)
-            self.peers.pop(name, None)
-        self._to_remove.discard(name)
-
-    async def _register(self, entry: Entry) -> None:
-        lease = max(entry.lease_seconds, MIN_LEASE_SECONDS) if entry.lease_seconds else 0
-        if entry.source is Source.FILE:
-            lease = FILE_LEASE_SECONDS
-        request = workers_pb2.RegisterWorkerRequest(
-            tenant=entry.spec.tenant, worker=spec_to_proto(entry.spec), lease_seconds=lease
-        )
-        try:
-            await call(self._stub.RegisterWorker, request, timeout=_TIMEOUT_SECONDS)
-        except FailedPrecondition:
-            pass  # the member has it from a file of its own
-        self._told[entry.name] = entry
-
-    async def _keep_alive(self) -> None:
-        by_tenant: defaultdict[str, list[str]] = defaultdict(list)
-        for name in self._told:
-            by_tenant[name.tenant].append(name.worker_id)
-        for tenant, worker_ids in by_tenant.items():
-            request = workers_pb2.KeepAliveRequest(tenant=tenant, worker_ids=worker_ids)
-            answer = await call(self._stub.KeepAlive, request, timeout=_TIMEOUT_SECONDS)
-            for worker_id in answer.unknown_worker_ids:
-                self._told.pop(WorkerName(tenant, worker_id), None)
-
-    async def _learn(self) -> None:
-        request = workers_pb2.ListWorkersRequest(tenant=ALL_TENANTS)
-        answer = await call(self._stub.ListWorkers, request, timeout=_TIMEOUT_SECONDS)
-        self.peers, self.peer_leases = {}, {}
-        for entry in answer.workers:
-            spec = spec_from_proto(entry.worker)
-            name = WorkerName(spec.tenant, spec.worker_id)
-            self.peers[name] = spec
-            self.peer_leases[name] = entry.lease_seconds
 
 
 class Registration:
-    """The syncs of all members, and the peers they bring."""
+    """The syncs of all members, and the peers they bring. A registry listener."""
 
-    def __init__(self, registry: Registry, members: Sequence[tuple[str, WorkerStub]]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        members: Sequence[tuple[str, WorkerStub]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Knows the members; each is to be kept by a task of its own.
+
+        Args:
+            registry: What this gateway knows.
+            members: Names and stubs, in order of preference.
+            clock: Monotonic seconds.
+        """
         self._registry = registry
-        self.members = [MemberSync(name, stub, registry) for name, stub in members]
+        self.members: list[MemberSync] = []
+        for name, stub in members:
+            index = len(self.members)
+            self.members.append(
+                MemberSync(
+                    name,
+                    stub,
+                    registry,
+                    clock=clock,
+                    peers_elsewhere=partial(self._peers_elsewhere, index),
+                    yielded=self._yield,
+                )
+            )
         registry.listen(self)
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        """Pushes a new worker."""
+        """Tells of a new worker."""
         self._touch()
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """Pushes a changed worker."""
+        """Tells of a changed worker."""
         self._touch()
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """Pushes a removal, unless it is only that the members no longer have it."""
-        if reason != Source.PEER:
+        """Tells of a removal. Not of a lease that ended: members time it too, and another gateway may have renewed
+        it; nor of a peer that is gone: it is the members who said so."""
+        if reason in ("removed", Source.FILE):
             self._touch(WorkerName(spec.tenant, spec.worker_id))
 
     def _touch(self, removed: WorkerName | None = None) -> None:
         for member in self.members:
             member.touch(removed)
 
-    async def flush(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
+    async def flush(self, timeout_seconds: float = CALL_SECONDS) -> None:
         """Waits until every member knows what the registry says now.
 
         Raises:
@@ -174,47 +81,95 @@ class Registration:
         """
         try:
             async with asyncio.timeout(timeout_seconds):
-                await asyncio.gather(*(member.synced.wait() for member in self.members))
+                for member in self.members:
+                    await member.synced.wait()
         except TimeoutError:
-            late = ", ".join(f"{m.name} ({m.error or 'slow'})" for m in self.members if not m.synced.is_set())
+            late = ", ".join(f"{m.name} ({problem(m) or 'slow'})" for m in self.members if not m.synced.is_set())
             raise Unavailable(f"not told yet, will be when they are back: {late}", retry_after_seconds=1.0) from None
 
     async def keep(self, member: MemberSync) -> None:
         """Syncs one member for ever."""
         while True:
-            pause = SYNC_SECONDS
+            before = problem(member)
             try:
                 await member.sync()
-                member.error = ""
             except KvscoutError as error:
-                if not member.error:
-                    log.warning("%s is not told of the workers: %s", member.name, error)
-                member.error = str(error)
-                member.touch()
-                pause = RETRY_SECONDS
-                await asyncio.sleep(pause)
+                member.failed(str(error) or type(error).__name__)
+            after = problem(member)
+            if after and not before:
+                log.warning("%s is not told of all workers: %s", member.name, after)
+            elif before and not after:
+                log.info("%s is told of all workers again", member.name)
             self._adopt()
+            if member.error:
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
             try:
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout(member.wait_seconds()):
                     await member.changed.wait()
             except TimeoutError:
                 pass  # time for the next round
 
-    def _adopt(self) -> None:
-        # The first member that knows a worker says how it is registered.
-        union: dict[WorkerName, WorkerSpec] = {}
-        for member in reversed(self.members):
-            union.update(member.peers)
-        own = {entry.name for entry in self._registry.entries() if entry.source is not Source.PEER}
-        self._registry.replace_source(Source.PEER, [spec for name, spec in union.items() if name not in own])
+    def announce(self, spec: WorkerSpec) -> None:
+        """Tells of a worker that registered (again): its lease begins anew everywhere."""
+        self._touch()
+        self.keep_alive(spec.tenant, [spec.worker_id])
+
+    def keep_alive(self, tenant: str, worker_ids: Iterable[str]) -> None:
+        """Passes renewals on to the members."""
+        names = [WorkerName(tenant, worker_id) for worker_id in worker_ids]
+        for member in self.members:
+            member.renew(names)
 
     def take_over(self, tenant: str, worker_id: str) -> None:
-        """Makes a peer's worker this gateway's own, so that a call about it here takes effect everywhere."""
+        """Makes a peer's worker this gateway's own, so that a call about it here takes effect everywhere.
+
+        Raises:
+            FailedPrecondition: It comes from a member's file, which is where to change it.
+        """
         name = WorkerName(tenant, worker_id)
         try:
             entry = self._registry.get(tenant, worker_id)
         except NotFound:
             return  # whoever asked is told by the call itself
-        if entry.source is Source.PEER:
-            lease = next((m.peer_leases[name] for m in self.members if name in m.peer_leases), 0)
-            self._registry.register(entry.spec, lease_seconds=lease)
+        if entry.source is not Source.PEER:
+            return
+        for member in self.members:
+            peer = member.peers.get(name)
+            if peer is not None and peer.from_file:
+                raise FailedPrecondition(f"worker {worker_id!r} comes from the workers file of {member.name}")
+        lease = next((m.peers[name].lease_seconds for m in self.members if name in m.peers), 0)
+        self._registry.register(entry.spec, lease_seconds=lease)
+
+    def _yield(self, spec: WorkerSpec) -> None:
+        log.info("worker %s is another gateway's now", spec.worker_id)
+        self._registry.register(spec, source=Source.PEER)
+
+    def _peers_elsewhere(self, index: int) -> dict[WorkerName, Peer] | None:
+        others = [member for position, member in enumerate(self.members) if position != index]
+        if not all(member.tried for member in others):
+            return None
+        return self._union([m for m in others if not m.error] or [self.members[index]])
+
+    @staticmethod
+    def _union(members: Sequence[MemberSync]) -> dict[WorkerName, Peer]:
+        """What members list; the first that lists a worker says how it is registered. Those that are out of reach
+        count only where all are: what they said may be long out of date."""
+        reachable = [member for member in members if not member.error]
+        union: dict[WorkerName, Peer] = {}
+        for member in reversed(reachable or members):
+            union.update(member.peers)
+        return union
+
+    def _adopt(self) -> None:
+        own = {entry.name for entry in self._registry.entries() if entry.source is not Source.PEER}
+        peers = [peer.spec for name, peer in self._union(self.members).items() if name not in own]
+        self._registry.replace_source(Source.PEER, peers)
+
+
+def problem(member: MemberSync) -> str:
+    """What keeps a member from knowing every worker; "" = nothing."""
+    if member.error or not member.refused:
+        return member.error
+    name, why = next(iter(member.refused.items()))
+    return f"refuses {name.worker_id} and {len(member.refused) - 1} more: {why}"

@@ -1,103 +1,153 @@
 """Keeping track of what this gateway has booked: every booking is renewed while it runs and freed exactly once.
 
-A Free is delivered in the background, so that neither a cancelled call nor a slow scheduler delays it. What cannot
-be delivered within a few tries ends with its lease, is counted and logged.
+Reports are delivered in the background, so that neither a cancelled call nor a slow scheduler delays anything. A Free
+that cannot be delivered is repeated until the booking's lease is over anyway; that is counted and logged.
+
+Tasks are bounded by bookings: nothing is booked at a scheduler that is down, so that what waits for it is what was in
+flight when it went.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import KvscoutError
+from kvscout_gateway.failover import is_member_fault
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.routing import Booking
+from kvscout_gateway.placement import Booking
 
 log = logging.getLogger("kvscout.gateway")
 
-_RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
+RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
+"""Pauses between tries of a Free; the last one goes on."""
+LOST_RETRIES = 2
+"""Further tries of a Free for what may have been booked: the scheduler undoes most of it itself."""
 
 
 class Bookings:
     """The bookings of one gateway: as many as it has requests in flight."""
 
-    def __init__(self, metrics: GatewayMetrics, *, lease_seconds: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        *,
+        lease_seconds: int,
+        timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keeps bookings.
+
+        Args:
+            metrics: Where Frees that could not be delivered are counted.
+            lease_seconds: Lease of the bookings, renewed at a third of it.
+            timeout_seconds: Longest wait for one answer of a scheduler.
+            clock: Monotonic seconds.
+        """
         self._metrics = metrics
         self._lease_seconds = lease_seconds
         self._timeout = timeout_seconds
-        self._open: dict[int, Booking] = {}
-        self._last: dict[int, asyncio.Task[None]] = {}
+        self._clock = clock
+        self._open: set[Booking] = set()
+        self._reports: dict[Booking, asyncio.Task[None]] = {}
+        """The last report of each booking, while it is under way."""
 
     def add(self, booking: Booking) -> None:
         """Takes over a booking that was just made."""
-        self._open[id(booking)] = booking
+        self._open.add(booking)
 
     def mark_prefill_complete(self, booking: Booking) -> None:
         """Reports the first token; returns at once."""
-        if id(booking) in self._open:
-            self._send(booking, self._prefill_complete)
+        if booking in self._open:
+            self._report(booking, self._prefill_complete(booking))
 
     def free(self, booking: Booking) -> None:
         """Frees a booking; returns at once. A second call does nothing."""
-        if self._open.pop(id(booking), None) is not None:
-            self._send(booking, self._free)
+        if booking in self._open:
+            self._open.remove(booking)
+            self._report(booking, self._free(booking, self._clock() + self._lease_seconds))
+
+    def free_lost(self, booking: Booking) -> None:
+        """Frees what may have been booked by a call whose answer did not come; returns at once."""
+        self._report(booking, self._free(booking, self._clock() + sum(RETRY_SECONDS[:LOST_RETRIES])))
+
+    async def freed(self, booking: Booking) -> None:
+        """Waits until the reports of a booking are delivered, at most as long as one answer may take."""
+        report = self._reports.get(booking)
+        if report is not None:
+            await asyncio.wait([report], timeout=self._timeout)
 
     async def settle(self) -> None:
         """Waits until every report under way is delivered or given up."""
-        while self._last:
-            await asyncio.gather(*self._last.values(), return_exceptions=True)
+        while self._reports:
+            await asyncio.wait(self._reports.values())
 
     async def renew(self) -> None:
         """Renews the leases of what runs, for ever."""
         while True:
             await asyncio.sleep(self._lease_seconds / 3)
-            by_member: defaultdict[tuple[int, str], list[Booking]] = defaultdict(list)
-            for booking in self._open.values():
-                by_member[id(booking.scheduler), booking.ref.tenant].append(booking)
-            for (_, tenant), bookings in by_member.items():
-                request = scheduler_pb2.RenewRequest(
-                    tenant=tenant, requests=[b.ref for b in bookings], lease_seconds=self._lease_seconds
-                )
-                try:
-                    await bookings[0].scheduler.call(lambda stub: stub.Renew, request, self._timeout)
-                except KvscoutError as error:
-                    log.warning("could not renew %d bookings: %s", len(bookings), error)
+            await self.renew_once()
 
-    def _send(self, booking: Booking, report: Callable[[Booking], object]) -> None:
-        """Runs a report after the earlier ones of its booking."""
-        key = id(booking)
-        before = self._last.get(key)
-        task = asyncio.get_running_loop().create_task(self._after(before, booking, report))
-        self._last[key] = task
-        task.add_done_callback(lambda done: self._last.pop(key, None) if self._last.get(key) is done else None)
+    async def renew_once(self) -> None:
+        """Renews the leases of what runs, one call a scheduler and tenant."""
+        groups: defaultdict[tuple[int, str], list[Booking]] = defaultdict(list)
+        for booking in self._open:
+            groups[id(booking.scheduler), booking.ref.tenant].append(booking)
+        for (_, tenant), bookings in groups.items():
+            scheduler = bookings[0].scheduler
+            request = scheduler_pb2.RenewRequest(
+                tenant=tenant, requests=[b.ref for b in bookings], lease_seconds=self._lease_seconds
+            )
+            try:
+                answer = await scheduler.call(lambda stub: stub.Renew, request, self._timeout)
+            except KvscoutError as error:
+                log.warning("could not renew %d bookings at %s: %s", len(bookings), scheduler.name, error)
+                continue
+            # Those that were freed while the call was under way are no loss.
+            gone = sum(bookings[index] in self._open for index in answer.unknown)
+            if gone:
+                log.warning("%d running requests are no longer booked at %s", gone, scheduler.name)
 
-    async def _after(
-        self, before: asyncio.Task[None] | None, booking: Booking, report: Callable[[Booking], object]
-    ) -> None:
-        if before is not None:
-            await asyncio.wait([before])
-        result = report(booking)
-        assert asyncio.iscoroutine(result)
-        await result
+    def _report(self, booking: Booking, delivery: Coroutine[Any, Any, None]) -> None:
+        """Delivers a report after the earlier ones of its booking."""
+        before = self._reports.get(booking)
+
+        async def deliver() -> None:
+            if before is not None:
+                await asyncio.wait([before])
+            await delivery
+
+        def done(task: asyncio.Task[None]) -> None:
+            if self._reports.get(booking) is task:
+                del self._reports[booking]
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("report of %s failed", booking.ref.request_id, exc_info=error)
+
+        task = asyncio.get_running_loop().create_task(deliver())
+        self._reports[booking] = task
+        task.add_done_callback(done)
 
     async def _prefill_complete(self, booking: Booking) -> None:
         try:
             await booking.scheduler.call(lambda stub: stub.MarkPrefillComplete, booking.ref, self._timeout)
         except KvscoutError as error:
             # Free implies it: until then the worker only looks busier than it is.
-            log.info("prefill of %s not reported: %s", booking.ref.request_id, error)
+            log.debug("prefill of %s not reported: %s", booking.ref.request_id, error)
 
-    async def _free(self, booking: Booking) -> None:
-        for pause in (*_RETRY_SECONDS, None):
+    async def _free(self, booking: Booking, give_up_at: float) -> None:
+        for pause in itertools.chain(RETRY_SECONDS, itertools.repeat(RETRY_SECONDS[-1])):
             try:
                 await booking.scheduler.call(lambda stub: stub.Free, booking.ref, self._timeout)
                 return
             except KvscoutError as error:
-                if pause is None:
+                if not is_member_fault(error) or self._clock() + pause > give_up_at:
                     self._metrics.unfreed.inc()
                     log.warning("%s is left to its lease: %s", booking.ref.request_id, error)
                     return
-                await asyncio.sleep(pause)
+            await asyncio.sleep(pause)

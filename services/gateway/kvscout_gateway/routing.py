@@ -6,77 +6,37 @@ scheduler the workers take turns. Either way the answer says so (`degraded`).
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
-from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from kvscout_common.errors import NotFound, ResourceExhausted, Unavailable
-from kvscout_common.registry import Registry
-from kvscout_common.worker import Role, WorkerRank, WorkerSpec
+from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.worker import WorkerRank
 from kvscout_common.worker_proto import role_to_proto
-from kvscout_gateway.failover import Failover, HelperDown, Member
+from kvscout_gateway.catalog import Catalog, Serving, Target, TenantView
+from kvscout_gateway.failover import HelperDown, Member
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.prompt import Geometry, Prompt, Target, geometries, require_block_size, resolve_target
+from kvscout_gateway.overlaps import NOTHING_FOUND, Found, OverlapQuery
+from kvscout_gateway.placement import Booking, Placement, SchedulerMember, Schedulers, Wish
+from kvscout_gateway.prompt import Geometry, hash_prompt
+from kvscout_gateway.turns import Turns
 
-Indexers: TypeAlias = "Failover[indexer_pb2_grpc.IndexerAsyncStub]"
-Schedulers: TypeAlias = "Failover[scheduler_pb2_grpc.SchedulerAsyncStub]"
-SchedulerMember: TypeAlias = "Member[scheduler_pb2_grpc.SchedulerAsyncStub]"
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a request asks of its worker."""
-
-    model: str
-    tenant: str
-    prompt: Prompt
-    lora_name: str = ""
-    role: Role = Role.AGGREGATED
-    request_id: str = ""
-    """"" = query only."""
-    attempt_id: int = 0
-    allowed: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()
-    pinned: str = ""
-    pinned_rank: int | None = None
-    required_labels: Mapping[str, str] = field(default_factory=dict)
-    override: types_pb2.RouterConfigOverride | None = None
-    priority: int = 0
-    expected_output_tokens: int = 0
-    explain: bool = False
-    lease_seconds: int = 0
+log = logging.getLogger("kvscout.gateway")
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a prompt goes."""
+class _Asked:
+    """A wish, resolved and hashed."""
 
-    worker: WorkerRank
-    endpoint: str
-    spec: WorkerSpec | None
-    """The worker's registration; None if this gateway does not know it (yet)."""
-    engine_model: str
-    """The name under which the engine serves what was asked for: the adapter's, or the model's."""
-    num_blocks: int
-    block_size: int
-    overlap_blocks: int
-    effective_overlap_blocks: float
-    cost: float
-    degraded: tuple[str, ...]
-    explanation: scheduler_pb2.Explanation | None
-    booking: Booking | None
-    """None where nothing was booked: query only, or no scheduler."""
-
-
-@dataclass(frozen=True, slots=True)
-class Booking:
-    """A reservation that somebody owes a Free, and the scheduler that has it."""
-
-    ref: scheduler_pb2.RequestRef
-    scheduler: SchedulerMember
+    target: Target
+    view: TenantView
+    serving: Serving
+    hashes: Mapping[Geometry, list[int]]
+    found: Found = NOTHING_FOUND
 
 
 class RoutingFlow:
@@ -84,52 +44,65 @@ class RoutingFlow:
 
     def __init__(
         self,
-        registry: Registry,
-        indexers: Indexers,
+        catalog: Catalog,
+        overlaps: OverlapQuery,
         schedulers: Schedulers,
         metrics: GatewayMetrics,
         *,
-        indexer_timeout_seconds: float,
         scheduler_timeout_seconds: float,
+        resync: Callable[[Member[Any]], object],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._registry = registry
-        self._indexers = indexers
+        """Places prompts.
+
+        Args:
+            catalog: The registered workers.
+            overlaps: How indexers are asked.
+            schedulers: In order of preference.
+            metrics: Where latencies and degraded decisions are counted.
+            scheduler_timeout_seconds: Longest wait for all schedulers together.
+            resync: Told of a scheduler that does not know workers which this gateway knows.
+            clock: Seconds.
+        """
+        self._catalog = catalog
+        self._overlaps = overlaps
         self._schedulers = schedulers
         self._metrics = metrics
-        self._indexer_timeout = indexer_timeout_seconds
         self._scheduler_timeout = scheduler_timeout_seconds
+        self._resync = resync
         self._clock = clock
-        self._turn = 0
+        self._turns = Turns()
+        self._warnings = RateLimitedLog(log, period_seconds=10.0)
         self.overlap_score_weight = 1.0
         """The scheduler's; 0 = prefix caches are ignored, the indexer is not asked."""
 
-    async def place(self, wish: Wish) -> Placement:
+    async def place(self, wish: Wish, lost: Callable[[Booking], object] | None = None) -> Placement:
         """Picks a worker, and books the request on it if it has an id.
+
+        Args:
+            wish: What is asked.
+            lost: Told of bookings that may have been made although the answer did not come.
 
         Raises:
             InvalidArgument, NotFound, FailedPrecondition, ResourceExhausted, Unavailable, AlreadyExists: As the
                 scheduler answers, or for a prompt that cannot be hashed.
         """
         started = self._clock()
-        workers = [entry.spec for entry in self._registry.entries(wish.tenant)]
-        target = resolve_target(wish.model, wish.lora_name, workers)
-        serving = [spec for spec in workers if spec.model == target.model]
-        pools = geometries(serving)
-        require_block_size(wish.prompt, pools)
-        if not pools and wish.prompt.given_block_size:
-            pools = [Geometry(wish.prompt.given_block_size, eagle=False)]
-        hashes = {pool: wish.prompt.hashes(pool, target.lora_name) for pool in pools}
+        asked = self._prepare(wish)
         hashed = self._clock()
-        degraded: list[str] = []
-        overlaps = await self._overlaps(target.model, wish, hashes, degraded)
+        if self._wants_overlaps(wish):
+            found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
+            asked = replace(asked, found=found)
+            if found.problem:
+                self._metrics.degraded("indexer")
         matched = self._clock()
-        request = _select_request(target, wish, pools, hashes, overlaps)
+        request = _select_request(asked, wish)
         try:
-            placement = await self._select(request, wish, degraded, hashes)
+            placement = await self._select(asked, wish, request, lost)
         except HelperDown as error:
-            degraded.append(str(error))
-            placement = self._take_turns(wish, serving, hashes, degraded)
+            placement = self._take_turn(asked, wish, str(error))
+        except NotFound as error:
+            placement = self._take_turn_instead(asked, wish, error)
         finished = self._clock()
         self._metrics.observe_routing(
             hash_seconds=hashed - started,
@@ -139,64 +112,70 @@ class RoutingFlow:
         )
         return placement
 
-    async def _overlaps(
-        self, model: str, wish: Wish, hashes: Mapping[Geometry, list[int]], degraded: list[str]
-    ) -> dict[Geometry, types_pb2.Overlaps]:
+    async def potential_loads(self, wish: Wish) -> scheduler_pb2.PotentialLoadsResponse:
+        """The load of each worker, now and with a prompt added; one without tokens adds nothing.
+
+        Raises:
+            HelperDown: No scheduler answers.
+            InvalidArgument, NotFound: As the scheduler answers.
+        """
+        asked = self._prepare(wish)
+        first = next(iter(asked.hashes), None)
+        request = scheduler_pb2.PotentialLoadsRequest(
+            model=asked.target.model,
+            tenant=wish.tenant,
+            role=role_to_proto(wish.role),
+            isl_tokens=wish.prompt.isl_tokens,
+            block_hashes=asked.hashes[first] if first else (),
+        )
+        if first is not None:
+            found = await self._overlaps.find(asked.target.model, wish.tenant, {first: asked.hashes[first]})
+            if first in found.overlaps:
+                request.overlaps.CopyFrom(found.overlaps[first])
+            if found.problem:
+                self._metrics.degraded("indexer")
+        answer, _ = await self._schedulers.call(
+            lambda stub: stub.GetPotentialLoads, request, timeout_seconds=self._scheduler_timeout
+        )
+        return answer
+
+    def undriven(self, wish: Wish) -> tuple[str, ...]:
+        """Ids of the workers that Route may choose and Generate must not.
+
+        Raises:
+            InvalidArgument: As `place`.
+            FailedPrecondition: The gateway can run requests on none of the model's workers, or not on the pinned one.
+        """
+        view = self._catalog.tenant(wish.tenant)
+        serving = view.serving(view.resolve(wish.model, wish.lora_name).model)
+        undriven = serving.undriven
+        if undriven and (wish.pinned in undriven or len(undriven) == len(serving.specs)):
+            who = repr(wish.pinned) if wish.pinned else f"each of the {len(undriven)} workers of {wish.model!r}"
+            raise FailedPrecondition(
+                f"{who} has no HTTP endpoint or an API that the gateway does not speak: ask Route, and run it yourself"
+            )
+        return undriven
+
+    def _prepare(self, wish: Wish) -> _Asked:
+        view = self._catalog.tenant(wish.tenant)
+        target = view.resolve(wish.model, wish.lora_name)
+        serving = view.serving(target.model)
+        return _Asked(target, view, serving, hash_prompt(wish.prompt, serving.pools, target.lora_name))
+
+    def _wants_overlaps(self, wish: Wish) -> bool:
         override = wish.override
-        weight = self.overlap_score_weight
         if override is not None and override.HasField("overlap_score_weight"):
-            weight = override.overlap_score_weight
-        if weight == 0 or not self._indexers.members:
-            return {}
-
-        async def ask(pool: Geometry) -> tuple[Geometry, types_pb2.Overlaps]:
-            request = indexer_pb2.FindMatchesRequest(
-                model=model,
-                tenant=wish.tenant,
-                block_size=pool.block_size,
-                eagle=pool.eagle,
-                block_hashes=hashes[pool],
-            )
-            answer, _ = await self._indexers.call(
-                lambda stub: stub.FindMatches, request, timeout_seconds=self._indexer_timeout
-            )
-            return pool, answer.overlaps
-
-        found: dict[Geometry, types_pb2.Overlaps] = {}
-        pending = [ask(pool) for pool in hashes if hashes[pool]]
-        for result in await asyncio.gather(*pending, return_exceptions=True):
-            if isinstance(result, HelperDown):
-                degraded.append(str(result))
-                self._metrics.degraded("indexer")
-            elif isinstance(result, NotFound):
-                # The registration has not reached the indexer: it knows no block of this model either.
-                degraded.append(f"indexer: {result}")
-                self._metrics.degraded("indexer")
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                found[result[0]] = result[1]
-        return found
+            return override.overlap_score_weight != 0
+        return self.overlap_score_weight != 0
 
     async def _select(
         self,
-        request: scheduler_pb2.SelectRequest,
+        asked: _Asked,
         wish: Wish,
-        degraded: list[str],
-        hashes: Mapping[Geometry, list[int]],
+        request: scheduler_pb2.SelectRequest,
+        lost: Callable[[Booking], object] | None,
     ) -> Placement:
-        if wish.request_id:
-            answer, member = await self._schedulers.call(
-                lambda stub: stub.SelectAndReserve, request, timeout_seconds=self._scheduler_timeout
-            )
-        else:
-            answer, member = await self._schedulers.call(
-                lambda stub: stub.Select, request, timeout_seconds=self._scheduler_timeout
-            )
-        worker = WorkerRank(answer.worker.worker_id, answer.worker.dp_rank)
-        spec = self._spec(wish.tenant, worker.worker_id)
-        booking = None
-        if wish.request_id:
+        def booked(member: SchedulerMember) -> Booking:
             ref = scheduler_pb2.RequestRef(
                 model=request.model,
                 tenant=request.tenant,
@@ -204,102 +183,86 @@ class RoutingFlow:
                 request_id=request.request_id,
                 attempt_id=request.attempt_id,
             )
-            booking = Booking(ref, member)
+            return Booking(ref, member)
+
+        if wish.request_id:
+            answer, member = await self._schedulers.call(
+                lambda stub: stub.SelectAndReserve,
+                request,
+                timeout_seconds=self._scheduler_timeout,
+                lost=None if lost is None else lambda member: lost(booked(member)),
+            )
+        else:
+            answer, member = await self._schedulers.call(
+                lambda stub: stub.Select, request, timeout_seconds=self._scheduler_timeout
+            )
+        worker = WorkerRank(answer.worker.worker_id, answer.worker.dp_rank)
+        spec = asked.view.specs.get(worker.worker_id)
         geometry = Geometry(answer.block_size or request.block_size, bool(spec and spec.eagle))
         return Placement(
             worker=worker,
             endpoint=answer.http_endpoint,
             spec=spec,
             engine_model=request.lora_name or request.model,
-            num_blocks=len(hashes.get(geometry, ())),
+            num_blocks=len(asked.hashes.get(geometry, ())),
             block_size=geometry.block_size,
             overlap_blocks=answer.overlap_blocks,
+            overlap_known=geometry in asked.found.overlaps,
             effective_overlap_blocks=answer.effective_overlap_blocks,
             cost=answer.cost,
-            degraded=tuple(degraded),
+            degraded=(asked.found.problem,) if asked.found.problem else (),
             explanation=answer.explanation if answer.HasField("explanation") else None,
-            booking=booking,
+            booking=booked(member) if wish.request_id else None,
         )
 
-    def _take_turns(
-        self, wish: Wish, serving: list[WorkerSpec], hashes: Mapping[Geometry, list[int]], degraded: list[str]
-    ) -> Placement:
-        """Without any scheduler: the model's workers in turn, unbooked."""
+    def _take_turn(self, asked: _Asked, wish: Wish, problem: str) -> Placement:
+        spec, rank = self._turns.take(wish, asked.target, asked.serving)
         self._metrics.degraded("scheduler")
-        if not serving:
-            raise NotFound(f"no worker of model {wish.model!r} was ever registered here", field="model")
-        target = resolve_target(wish.model, wish.lora_name, serving)
-        fitting = [
-            (spec, rank)
-            for spec in serving
-            for rank in spec.ranks
-            if spec.role is wish.role
-            and not spec.draining
-            and spec.worker_id not in wish.excluded
-            and (not wish.allowed or spec.worker_id in wish.allowed)
-            and wish.pinned in ("", spec.worker_id)
-            and wish.pinned_rank in (None, rank.dp_rank)
-            and all(spec.labels.get(key) == value for key, value in wish.required_labels.items())
-        ]
-        if not fitting:
-            raise Unavailable("no scheduler answers, and no worker fits the request", retry_after_seconds=1.0)
-        self._turn += 1
-        spec, rank = fitting[self._turn % len(fitting)]
+        self._warnings.warning("turns", "workers take turns, nothing is booked: %s", problem)
         return Placement(
             worker=rank,
             endpoint=spec.http_endpoint,
             spec=spec,
-            engine_model=target.lora_name or target.model,
-            num_blocks=len(hashes.get(Geometry(spec.block_size, spec.eagle), ())),
+            engine_model=asked.target.lora_name or asked.target.model,
+            num_blocks=len(asked.hashes.get(Geometry(spec.block_size, spec.eagle), ())),
             block_size=spec.block_size,
-            overlap_blocks=0,
-            effective_overlap_blocks=0.0,
-            cost=0.0,
-            degraded=tuple(degraded),
-            explanation=None,
-            booking=None,
+            degraded=tuple(filter(None, (asked.found.problem, problem))),
         )
 
-    def _spec(self, tenant: str, worker_id: str) -> WorkerSpec | None:
+    def _take_turn_instead(self, asked: _Asked, wish: Wish, error: NotFound) -> Placement:
+        """For a scheduler that does not know what was asked for: it may have restarted, with its workers still under
+        way to it. Then this gateway knows them, and the request need not wait."""
+        if not asked.serving.specs:
+            raise error
+        for member in self._schedulers.preferred()[:1]:
+            self._resync(member)
         try:
-            return self._registry.get(tenant, worker_id).spec
-        except NotFound:
-            return None
+            return self._take_turn(asked, wish, f"scheduler: {error}")
+        except KvscoutError:
+            raise error from None
 
 
-def _select_request(
-    target: Target,
-    wish: Wish,
-    pools: list[Geometry],
-    hashes: Mapping[Geometry, list[int]],
-    overlaps: Mapping[Geometry, types_pb2.Overlaps],
-) -> scheduler_pb2.SelectRequest:
+def _select_request(asked: _Asked, wish: Wish) -> scheduler_pb2.SelectRequest:
+    overlaps = asked.found.overlaps
+    pools = list(asked.hashes)
     first = pools[0] if pools else None
     return scheduler_pb2.SelectRequest(
-        model=target.model,
+        model=asked.target.model,
         tenant=wish.tenant,
         role=role_to_proto(wish.role),
         request_id=wish.request_id,
         attempt_id=wish.attempt_id,
-        block_hashes=hashes[first] if first else (),
+        block_hashes=asked.hashes[first] if first else (),
         isl_tokens=wish.prompt.isl_tokens,
         block_size=first.block_size if first else 0,
         overlaps=overlaps.get(first) if first else None,
-        other_pools=[
-            scheduler_pb2.PoolPrompt(
-                block_size=pool.block_size,
-                eagle=pool.eagle,
-                block_hashes=hashes[pool],
-                overlaps=overlaps.get(pool),
-            )
-            for pool in pools[1:]
-        ],
+        other_pools=[_pool_prompt(pool, asked.hashes[pool], overlaps.get(pool)) for pool in pools[1:]],
         allowed_worker_ids=wish.allowed,
         pinned_worker_id=wish.pinned,
         pinned_dp_rank=wish.pinned_rank,
         excluded_worker_ids=wish.excluded,
         required_labels=wish.required_labels,
-        lora_name=target.lora_name,
+        lora_name=asked.target.lora_name,
         router_config_override=wish.override,
         priority=wish.priority,
         expected_output_tokens=wish.expected_output_tokens,
@@ -308,11 +271,7 @@ def _select_request(
     )
 
 
-def refuse_when_full(in_flight: int, limit: int) -> None:
-    """Refuses a request that would exceed the gateway's own limit.
-
-    Raises:
-        ResourceExhausted: With a hint when to come back.
-    """
-    if in_flight >= limit:
-        raise ResourceExhausted(f"{in_flight} requests are in flight, the limit", retry_after_seconds=1.0)
+def _pool_prompt(pool: Geometry, hashes: list[int], overlaps: types_pb2.Overlaps | None) -> scheduler_pb2.PoolPrompt:
+    return scheduler_pb2.PoolPrompt(
+        block_size=pool.block_size, eagle=pool.eagle, block_hashes=hashes, overlaps=overlaps
+    )

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from array import array
 from collections.abc import Iterable
 from typing import Any
 
 from kvscout.v1 import gateway_pb2, types_pb2
-from kvscout_common.errors import InvalidArgument
+from kvscout_common.errors import InvalidArgument, Unimplemented
 from kvscout_common.hashing import MmItem
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_to_proto, role_from_proto
+from kvscout_gateway.completion_stream import Chunk
 from kvscout_gateway.generate import Piece
+from kvscout_gateway.placement import Placement, Wish
 from kvscout_gateway.prompt import Prompt
-from kvscout_gateway.routing import Placement, Wish
 
 _FINISH = {
-    "": gateway_pb2.FINISH_REASON_UNSPECIFIED,
     "stop": gateway_pb2.FINISH_REASON_STOP,
     "length": gateway_pb2.FINISH_REASON_LENGTH,
     "abort": gateway_pb2.FINISH_REASON_ABORT,
 }
+
+
+MAX_REQUEST_ID = 256
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
@@ -44,8 +48,11 @@ def route_wish(request: gateway_pb2.RouteRequest) -> Wish:
     if request.token_ids and request.block_hashes:
         raise InvalidArgument("give token_ids or block_hashes, not both", field="token_ids")
     if request.token_ids:
-        if request.HasField("block_size"):
-            raise InvalidArgument("goes with block_hashes only", field="block_size")
+        if request.HasField("block_size") and not request.block_size:
+            raise InvalidArgument("must be at least 1 token", field="block_size")
+        for name in ("block_size", "isl_tokens"):
+            if getattr(request, name):
+                raise InvalidArgument("goes with block_hashes only", field=name)
         prompt = Prompt(
             isl_tokens=len(request.token_ids),
             token_ids=pack_tokens(request.token_ids),
@@ -55,6 +62,9 @@ def route_wish(request: gateway_pb2.RouteRequest) -> Wish:
     elif request.block_hashes:
         if not request.block_size:
             raise InvalidArgument("is required with block_hashes, at least 1", field="block_size")
+        for name in ("cache_salt", "mm_items"):
+            if getattr(request, name):
+                raise InvalidArgument("goes with token_ids only: block_hashes carry it already", field=name)
         least = len(request.block_hashes) * request.block_size
         if request.isl_tokens and request.isl_tokens < least:
             raise InvalidArgument(f"is below the {least} tokens of block_hashes", field="isl_tokens")
@@ -89,12 +99,19 @@ def generate_wish(request: gateway_pb2.GenerateRequest, lease_seconds: int) -> W
     """What a GenerateRequest asks of its worker.
 
     Raises:
-        InvalidArgument: If the model or the prompt is missing, or an option is out of range.
+        InvalidArgument: If the model or the prompt is missing, or the id cannot travel in a header.
+        Unimplemented: For multimodal prompts.
     """
     if not request.model:
         raise InvalidArgument("must not be empty", field="model")
     if not request.token_ids:
         raise InvalidArgument("the prompt is empty", field="token_ids")
+    if request.mm_items:
+        # The engine would get placeholders without the items' content, and answer something.
+        raise Unimplemented("Generate sends token ids only: ask Route, and send the items yourself", field="mm_items")
+    request_id = request.request_id
+    if len(request_id) > MAX_REQUEST_ID or not (request_id.isascii() and request_id.isprintable()):
+        raise InvalidArgument(f"must be printable ASCII, at most {MAX_REQUEST_ID} characters", field="request_id")
     return Wish(
         model=request.model,
         tenant=request.tenant or DEFAULT_TENANT,
@@ -102,10 +119,9 @@ def generate_wish(request: gateway_pb2.GenerateRequest, lease_seconds: int) -> W
             isl_tokens=len(request.token_ids),
             token_ids=pack_tokens(request.token_ids),
             cache_salt=request.cache_salt,
-            mm_items=_mm_items(request.mm_items),
         ),
         lora_name=request.lora_name,
-        request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
+        request_id=request_id or f"gen-{uuid.uuid4().hex}",
         allowed=tuple(request.allowed_worker_ids),
         pinned=request.worker_id,
         pinned_rank=_pinned_rank(request),
@@ -130,16 +146,23 @@ def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:
     """Stop, sampling and output options, named as vLLM's /v1/completions names them; unset ones left out.
 
     Raises:
-        InvalidArgument: If one is out of range.
+        InvalidArgument: If one is out of range; what is not checked here, the engine checks.
+        Unimplemented: For log probabilities, which GenerateResponse has no place for.
     """
     stop, sampling, output = request.stop_conditions, request.sampling_options, request.output_options
+    for name in ("logprobs", "prompt_logprobs"):
+        if output.HasField(name):
+            raise Unimplemented("log probabilities are not returned", field=f"output_options.{name}")
+    for field, value in sampling.ListFields():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidArgument("must be a finite number", field=f"sampling_options.{field.name}")
     if stop.HasField("max_tokens") and stop.max_tokens < 1:
         raise InvalidArgument("must be at least 1", field="stop_conditions.max_tokens")
     if stop.HasField("max_tokens") and stop.min_tokens > stop.max_tokens:
         raise InvalidArgument("must not exceed max_tokens", field="stop_conditions.min_tokens")
     if sampling.HasField("n") and sampling.n != 1:
         raise InvalidArgument("a stream carries one sequence", field="sampling_options.n")
-    if sampling.HasField("temperature") and not sampling.temperature >= 0:
+    if sampling.HasField("temperature") and sampling.temperature < 0:
         raise InvalidArgument("must be a number >= 0", field="sampling_options.temperature")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         raise InvalidArgument("must be above 0 and at most 1", field="sampling_options.top_p")
@@ -161,6 +184,25 @@ def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:
     if request.cache_salt:
         parameters["cache_salt"] = request.cache_salt
     return parameters
+
+
+def loads_wish(request: gateway_pb2.GatewayPotentialLoadsRequest) -> Wish:
+    """What a GatewayPotentialLoadsRequest asks about.
+
+    Raises:
+        InvalidArgument: If the role is unknown.
+    """
+    return Wish(
+        model=request.model,
+        tenant=request.tenant or DEFAULT_TENANT,
+        prompt=Prompt(
+            isl_tokens=len(request.token_ids),
+            token_ids=pack_tokens(request.token_ids),
+            cache_salt=request.cache_salt,
+        ),
+        lora_name=request.lora_name,
+        role=role_from_proto(request.role),
+    )
 
 
 def route_response(placement: Placement) -> gateway_pb2.RouteResponse:
@@ -185,17 +227,16 @@ def generate_response(piece: Piece, request_id: str) -> gateway_pb2.GenerateResp
     """A piece of output as a message of Generate."""
     if piece.placement is not None:
         return gateway_pb2.GenerateResponse(route=route_response(piece.placement), request_id=request_id)
-    chunk = piece.chunk
-    usage = None
+    return _output(piece.chunk or Chunk())
+
+
+def _output(chunk: Chunk) -> gateway_pb2.GenerateResponse:
+    message = gateway_pb2.GenerateResponse(token_ids=chunk.token_ids, text=chunk.text)
+    if chunk.finish_reason:
+        message.finish_reason = _FINISH.get(chunk.finish_reason, gateway_pb2.FINISH_REASON_STOP)
     if chunk.prompt_tokens is not None:
-        usage = gateway_pb2.Usage(
-            prompt_tokens=chunk.prompt_tokens,
-            completion_tokens=chunk.completion_tokens,
-            cached_tokens=chunk.cached_tokens,
-        )
-    return gateway_pb2.GenerateResponse(
-        token_ids=chunk.token_ids,
-        text=chunk.text,
-        finish_reason=_FINISH.get(chunk.finish_reason, gateway_pb2.FINISH_REASON_STOP),
-        usage=usage,
-    )
+        message.usage.prompt_tokens = chunk.prompt_tokens
+        message.usage.completion_tokens = chunk.completion_tokens
+        if chunk.cached_tokens is not None:
+            message.usage.cached_tokens = chunk.cached_tokens
+    return message

@@ -1,0 +1,130 @@
+"""The registered workers as requests see them: by model, with what each model's workers have in common.
+
+A view of a tenant is made when first asked for and dropped when one of its workers changes, so that a request costs
+a few look-ups however many workers there are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.registry import Registry
+from kvscout_common.worker import EngineKind, WorkerSpec
+from kvscout_gateway.prompt import Geometry, geometries
+
+DRIVEN_ENGINES = frozenset({EngineKind.VLLM, EngineKind.MOCK})
+"""Engines whose HTTP API the gateway speaks; the others are for Route."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that a request means: a base model, and the adapter on it ("" = none)."""
+
+    model: str
+    lora_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The workers of one model."""
+
+    specs: tuple[WorkerSpec, ...] = ()
+    pools: tuple[Geometry, ...] = ()
+    """The commonest first."""
+    undriven: tuple[str, ...] = ()
+    """Ids of those that the gateway cannot run a request on: no HTTP endpoint, or an API it does not speak."""
+
+
+NOBODY = Serving()
+
+
+@dataclass(frozen=True, slots=True)
+class TenantView:
+    """The workers of one tenant."""
+
+    specs: Mapping[str, WorkerSpec]
+    """By worker id."""
+    models: Mapping[str, Serving]
+    base_of: Mapping[str, str]
+    """Base model of each adapter that a worker has loaded."""
+
+    def resolve(self, model: str, lora_name: str) -> Target:
+        """What a request's model name means: an adapter's name stands for its base model.
+
+        Args:
+            model: As the request names it.
+            lora_name: As the request names it; "" = none.
+
+        Raises:
+            InvalidArgument: If `model` is empty, or names one adapter and `lora_name` another.
+        """
+        if not model:
+            raise InvalidArgument("must not be empty", field="model")
+        base = self.base_of.get(model)
+        if base is None or model in self.models:
+            return Target(model, lora_name)
+        if lora_name not in ("", model):
+            raise InvalidArgument(f"{model!r} is an adapter itself", field="lora_name")
+        return Target(base, model)
+
+    def serving(self, model: str) -> Serving:
+        """The workers of a base model; nobody if there are none."""
+        return self.models.get(model, NOBODY)
+
+
+_EMPTY = TenantView(MappingProxyType({}), MappingProxyType({}), MappingProxyType({}))
+
+
+class Catalog:
+    """Views of the registry, one a tenant that has workers. A registry listener."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._views: dict[str, TenantView] = {}
+        registry.listen(self)
+
+    def worker_added(self, spec: WorkerSpec) -> None:
+        """Its tenant's view is made anew."""
+        self._views.pop(spec.tenant, None)
+
+    def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
+        """Its tenant's view is made anew."""
+        self._views.pop(new.tenant, None)
+
+    def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
+        """Its tenant's view is made anew."""
+        self._views.pop(spec.tenant, None)
+
+    def tenant(self, tenant: str) -> TenantView:
+        """The workers of a tenant now."""
+        view = self._views.get(tenant)
+        if view is None:
+            specs = [entry.spec for entry in self._registry.entries(tenant)]
+            if not specs:
+                return _EMPTY  # not kept: any name may be asked for
+            view = self._views[tenant] = _view(specs)
+        return view
+
+
+def _view(specs: list[WorkerSpec]) -> TenantView:
+    by_model: defaultdict[str, list[WorkerSpec]] = defaultdict(list)
+    for spec in specs:
+        by_model[spec.model].append(spec)
+    return TenantView(
+        specs={spec.worker_id: spec for spec in specs},
+        models={
+            model: Serving(
+                specs=tuple(members),
+                pools=geometries(members),
+                undriven=tuple(
+                    spec.worker_id for spec in members if not spec.http_endpoint or spec.engine not in DRIVEN_ENGINES
+                ),
+            )
+            for model, members in by_model.items()
+        },
+        base_of={adapter.name: spec.model for spec in specs for adapter in spec.adapters},
+    )

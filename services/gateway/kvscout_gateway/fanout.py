@@ -1,0 +1,124 @@
+"""Calls that concern more than the first healthy helper: what was booked wherever it is, settings everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
+
+from kvscout.v1 import events_pb2, indexer_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from kvscout_common.channel import stream
+from kvscout_common.errors import KvscoutError, NotFound
+from kvscout_gateway.failover import HelperDown, is_member_fault
+from kvscout_gateway.placement import Indexers, Schedulers
+
+Answer = TypeVar("Answer")
+
+
+class Fanout:
+    """The helpers of one gateway, all of them."""
+
+    def __init__(self, indexers: Indexers, schedulers: Schedulers, *, timeout_seconds: float) -> None:
+        """Calls these.
+
+        Args:
+            indexers: In order of preference.
+            schedulers: In order of preference.
+            timeout_seconds: Longest wait for each scheduler.
+        """
+        self._indexers = indexers
+        self._schedulers = schedulers
+        self._timeout = timeout_seconds
+
+    async def mark_prefill_complete(self, ref: scheduler_pb2.RequestRef) -> scheduler_pb2.MarkPrefillCompleteResponse:
+        """Reports the first token of a request that Route booked, at whichever scheduler has it.
+
+        Raises:
+            NotFound: None has it.
+            HelperDown: None that answers has it, and not all answer.
+        """
+        return await self._wherever_booked(lambda stub: stub.MarkPrefillComplete, ref, lambda _: True)
+
+    async def free(self, ref: scheduler_pb2.RequestRef) -> scheduler_pb2.FreeResponse:
+        """Ends a request that Route booked, at whichever scheduler has it.
+
+        Raises:
+            HelperDown: None that answers has it, and not all answer.
+        """
+        return await self._wherever_booked(
+            lambda stub: stub.Free, ref, lambda answer: answer.outcome != scheduler_pb2.FREE_OUTCOME_UNKNOWN
+        )
+
+    async def set_busy_thresholds(self, request: types_pb2.SetBusyThresholdsRequest) -> types_pb2.BusyThresholds:
+        """Changes thresholds on every scheduler.
+
+        Raises:
+            HelperDown: Some scheduler did not answer; names it. Those that did have changed.
+            InvalidArgument: As the schedulers answer.
+        """
+        members = self._schedulers.members
+        answers = await asyncio.gather(
+            *(member.call(lambda stub: stub.SetBusyThresholds, request, self._timeout) for member in members),
+            return_exceptions=True,
+        )
+        changed: types_pb2.BusyThresholds | None = None
+        down: list[str] = []
+        for member, answer in zip(members, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                changed = changed or answer
+            elif isinstance(answer, KvscoutError) and is_member_fault(answer):
+                down.append(f"{member.name}: {answer}")
+            else:
+                raise answer
+        if changed is None or down:
+            raise HelperDown(f"not changed everywhere: {'; '.join(down) or 'no scheduler is configured'}")
+        return changed
+
+    async def dump(self, request: indexer_pb2.DumpRequest) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
+        """The state of the first indexer that answers.
+
+        Raises:
+            HelperDown: None does.
+            NotFound: Unknown model.
+        """
+        problem = "no indexer is configured"
+        for member in self._indexers.preferred():
+            begun = False
+            try:
+                async for batch in stream(member.stub.Dump, request):
+                    begun = True
+                    yield batch
+                return
+            except KvscoutError as error:
+                if begun or not is_member_fault(error):
+                    raise
+                problem = f"{member.name}: {error}"
+        raise HelperDown(problem)
+
+    async def _wherever_booked(
+        self,
+        method: Callable[[scheduler_pb2_grpc.SchedulerAsyncStub], Callable[..., Awaitable[Answer]]],
+        ref: scheduler_pb2.RequestRef,
+        has_it: Callable[[Answer], bool],
+    ) -> Answer:
+        """Asks one scheduler after the other: the first healthy one of now may not be that of the booking."""
+        unknown: Answer | NotFound | None = None
+        problem = ""
+        for member in self._schedulers.preferred():
+            try:
+                answer = await member.call(method, ref, self._timeout)
+            except NotFound as error:
+                unknown = error
+            except KvscoutError as error:
+                if not is_member_fault(error):
+                    raise
+                problem = f"{member.name}: {error}"
+            else:
+                if has_it(answer):
+                    return answer
+                unknown = answer
+        if problem or unknown is None:
+            raise HelperDown(problem or "no scheduler is configured", retry_after_seconds=1.0)
+        if isinstance(unknown, NotFound):
+            raise unknown
+        return unknown
