@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import processes
-from recorded_engine import RecordedEngine
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
 from kvscout_common.channel import call, open_channel
@@ -20,6 +20,16 @@ MODEL = "tiny"
 BLOCK_SIZE = 4
 
 Rpc = Callable[[str, Any], Awaitable[Any]]
+
+
+class Publishing(Protocol):
+    """Where an engine's rank publishes."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+    @property
+    def replay_endpoint(self) -> str: ...
 
 
 class IndexerClient:
@@ -34,7 +44,7 @@ class IndexerClient:
 
     async def register(
         self,
-        *engines: RecordedEngine,
+        *engines: Publishing,
         worker_id: str = "w",
         update: bool = False,
         bind: bool = False,
@@ -127,9 +137,13 @@ async def local_indexer(config: IndexerConfig | None = None) -> AsyncIterator[tu
 
 
 @asynccontextmanager
-async def indexer_process(*flags: str) -> AsyncIterator[tuple[IndexerClient, processes.Running]]:
-    """A real indexer process."""
-    async with processes.running("kvscout_indexer.main", *flags) as running:
+async def indexer_process(
+    *flags: str, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[IndexerClient, processes.Running]]:
+    """A real indexer process; `environment` is added to this one's."""
+    async with processes.running(
+        "kvscout_indexer.main", *flags, environment={**os.environ, **(environment or {})}
+    ) as running:
         channel = open_channel(running.address)
         stub = indexer_pb2_grpc.IndexerStub(channel)
 

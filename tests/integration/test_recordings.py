@@ -183,10 +183,15 @@ async def predicted_blocks(
     return {row: min(blocks, (len(prompt) - 1) // recording.block_size) for row, blocks in overlaps.items()}
 
 
+@pytest.mark.parametrize("backend", ["native, where it is built", "reference"])
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda recording: recording.name)
-async def test_predicted_cached_tokens_are_the_engines_own(recording: Recording) -> None:
+async def test_predicted_cached_tokens_are_the_engines_own(recording: Recording, backend: str) -> None:
     counts = dict.fromkeys(("compared", "after_reset", "loras", "salts", "hits"), 0)
-    async with indexer_process("--log-level", "warning") as (client, _), playing(recording, client) as playbacks:
+    environment = {"KVSCOUT_NATIVE": "0", "KVSCOUT_REQUIRE_NATIVE": ""} if backend == "reference" else None
+    async with (
+        indexer_process("--log-level", "warning", environment=environment) as (client, _),
+        playing(recording, client) as playbacks,
+    ):
         was_reset = False
         for call in recording.calls():
             if call["kind"] == "call":
