@@ -76,17 +76,13 @@ class BlockIndex:
     def __new__(
         cls, block_size: int, eagle: bool, max_blocks: int, max_predictions: int, prune_ratio: float
     ) -> BlockIndex: ...
-    def add_worker(
-        self, worker: _Name, set_copies: bool, adapters: dict[int, str], total_kv_blocks: int
-    ) -> None:
+    def add_worker(self, worker: _Name, set_copies: bool, adapters: dict[int, str], total_kv_blocks: int) -> None:
         """`worker` itself stands for it in the answers of `find_matches`."""
 
     def remove_rank(self, worker: _Name) -> bool: ...
     def reset(self, worker: _Name) -> None: ...
     def demote(self, worker: _Name, ttl_seconds: float, now: float) -> int: ...
-    def apply(
-        self, worker: _Name, events: Iterable[Any], faults: int, epoch: int, event_id: int | None
-    ) -> _Applied:
+    def apply(self, worker: _Name, events: Iterable[Any], faults: int, epoch: int, event_id: int | None) -> _Applied:
         """Events as those of `kvscout_indexer.events`; `faults` is their number."""
 
     def apply_payload(self, worker: _Name, payload: bytes, epoch: int, event_id: int | None) -> _Applied:
@@ -124,9 +120,7 @@ class BlockIndex:
     ) -> None: ...
     def workers(self) -> list[_Name]: ...
     def cursor(self, worker: _Name) -> tuple[int, int | None] | None: ...
-    def worker_stats(
-        self, worker: _Name
-    ) -> tuple[int, int, int, int, int, int, bool, str, list[int]] | None:
+    def worker_stats(self, worker: _Name) -> tuple[int, int, int, int, int, int, bool, str, list[int]] | None:
         """The fields of `WorkerStats`; `ignored` in the order of `Ignored`."""
 
     def stats(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:

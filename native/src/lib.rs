@@ -5,8 +5,8 @@
 pub mod events;
 pub mod hashing;
 pub mod index;
+#[cfg(feature = "python")]
+mod python;
 pub mod slab;
 pub mod table;
 pub mod wire;
-#[cfg(feature = "python")]
-mod python;

@@ -449,7 +449,9 @@ fn read_scalar<'a>(reader: &mut Reader<'a>) -> Read<Value<'a>> {
 fn hash_of(value: Value<'_>) -> Read<u64> {
     match value {
         Value::Int(hash) if hash >= 0 => u64::try_from(hash).or_else(|_| bad("a block hash is too large")),
-        Value::Int(hash) => i64::try_from(hash).map(|hash| hash as u64).or_else(|_| bad("a block hash is too small")),
+        Value::Int(hash) => {
+            i64::try_from(hash).map(|hash| hash as u64).or_else(|_| bad("a block hash is too small"))
+        }
         Value::Bin([]) => bad("a block hash has no bytes"),
         Value::Bin(digest) => Ok(engine_hash_of_bytes(digest)),
         _ => bad("a block hash is neither integer nor bytes"),
@@ -561,10 +563,10 @@ fn read_lookahead(reader: &mut Reader<'_>, stored: &Stored) -> Read<Option<u32>>
     let size = stored.block_size as usize;
     let blocks = stored.engine_hashes.len();
     // One token a block, or the tokens after the last block: the blocks' own tokens tell which.
-    let starts = stored.tokens.iter().skip(size).step_by(size.max(1)).take(if size > 0 { usize::MAX } else { 0 });
-    let one_a_block = following.len() == blocks
-        && blocks > 0
-        && following[..blocks - 1].iter().eq(starts.take(blocks - 1));
+    let starts =
+        stored.tokens.iter().skip(size).step_by(size.max(1)).take(if size > 0 { usize::MAX } else { 0 });
+    let one_a_block =
+        following.len() == blocks && blocks > 0 && following[..blocks - 1].iter().eq(starts.take(blocks - 1));
     Ok(if one_a_block { following.last() } else { following.first() }.copied())
 }
 

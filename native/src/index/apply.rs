@@ -1,7 +1,7 @@
 //! Judges events, in the order of `Ignored`, and stores what is left of them.
 
 use super::store::Target;
-use super::{Handle, Index, State, WorkerRank};
+use super::{Handle, Index, State, WorkerName, WorkerOptions};
 use crate::events::{Batch, Event, Removed, Stored};
 use crate::hashing::{BlockHasher, MmSpan, mm_hash, token_bytes};
 
@@ -38,111 +38,92 @@ pub struct Applied {
     pub incompatible: String,
 }
 
-/// A batch is applied with its worker's name looked up once.
-#[derive(Debug, Clone, Copy)]
-struct Source<'a> {
-    name: &'a WorkerRank,
-    handle: Handle,
-    slot: u32,
-}
-
 impl Index {
     /// Applies one batch and moves the worker's cursor.
-    pub fn apply(&self, name: &WorkerRank, batch: &Batch, epoch: u64, event_id: Option<u64>) -> Applied {
+    pub fn apply(&self, name: WorkerName<'_>, batch: &Batch, epoch: u64, event_id: Option<u64>) -> Applied {
         let mut state = self.state.lock();
         let state = &mut *state;
         let mut applied =
             Applied { events: batch.events.len(), faults: batch.faults.len(), ..Applied::default() };
-        let Some(rank) = state.ranks.get(name) else {
+        let Some(worker) = state.handle(name) else {
             state.unknown_worker += 1;
             return applied;
         };
-        let mut source = Source { name, handle: rank.handle, slot: rank.slot };
         for event in &batch.events {
             match event {
-                Event::Cleared => source.slot = self.renew(state, source),
-                _ if !state.ranks[name].incompatible.is_empty() => count(state, name, Ignored::Incompatible, 1),
-                Event::Stored(stored) => source.slot = self.stored(state, source, stored),
-                Event::Removed(removed) => removed_event(state, source, removed),
+                Event::Cleared => self.renew(state, worker),
+                _ if !state.ranks[worker].incompatible.is_empty() => {
+                    count(state, worker, Ignored::Incompatible, 1)
+                }
+                Event::Stored(stored) => self.stored(state, worker, stored),
+                Event::Removed(removed) => removed_event(state, worker, removed),
             }
             state.ledger.finish();
         }
         self.enforce_bound(state);
         self.drain(state, DRAINED_BY_APPLY);
-        if let Some(rank) = state.ranks.get_mut(name) {
-            if event_id.is_some() {
-                (rank.epoch, rank.last_event_id) = (epoch, event_id);
-            }
-            applied.over_capacity = rank.over_capacity(state.ledger.worker(rank.slot));
-            applied.incompatible.clone_from(&rank.incompatible);
+        let rank = &mut state.ranks[worker];
+        if event_id.is_some() {
+            (rank.epoch, rank.last_event_id) = (epoch, event_id);
         }
+        applied.over_capacity = rank.over_capacity(state.ledger.worker(rank.slot));
+        applied.incompatible.clone_from(&rank.incompatible);
         applied
     }
 
-    /// Empties a worker at once; its groups stay known. Returns its new slot.
-    fn renew(&self, state: &mut State, source: Source<'_>) -> u32 {
-        let groups = state.ledger.worker(source.slot).groups.clone();
-        self.drop_slot(state, source.slot);
-        let slot = self.new_slot(state, source.handle);
+    /// Empties a worker at once; its groups stay known.
+    fn renew(&self, state: &mut State, worker: Handle) {
+        let slot = state.ranks[worker].slot;
+        let groups = state.ledger.worker(slot).groups.clone();
+        self.drop_slot(state, slot);
+        let slot = self.new_slot(state, worker);
         state.ledger.worker_mut(slot).groups = groups;
         state.ledger.refresh_groups(slot);
-        if let Some(rank) = state.ranks.get_mut(source.name) {
-            rank.slot = slot;
-        }
-        slot
+        state.ranks[worker].slot = slot;
     }
 
-    fn stored(&self, state: &mut State, source: Source<'_>, event: &Stored) -> u32 {
-        let slot = source.slot;
+    fn stored(&self, state: &mut State, worker: Handle, event: &Stored) {
+        let slot = state.ranks[worker].slot;
         if !state.ledger.learn_group(slot, event.group, event.full_attention, GROUP_LIMIT) {
-            count(state, source.name, Ignored::SkippedGroup, 1);
-            return slot;
+            count(state, worker, Ignored::SkippedGroup, 1);
+            return;
         }
-        let to = Target {
-            group: event.group,
-            tier: event.tier,
-            set: state.ranks[source.name].options.set_copies,
-        };
-        if to.tier > 0 {
-            self.open_level(state, source.handle, slot, usize::from(to.tier));
-        }
+        let to = Target { group: event.group, tier: event.tier, set: state.ranks[worker].options.set_copies };
         if event.tokens.is_empty() && event.local_hashes.is_empty() {
+            self.open_level(state, worker, usize::from(to.tier));
             for &engine_hash in &event.engine_hashes {
                 if !state.ledger.store_known(slot, engine_hash, to) {
-                    count(state, source.name, Ignored::UnknownMoved, 1);
+                    count(state, worker, Ignored::UnknownMoved, 1);
                 }
             }
-            return slot;
+            return;
         }
-        if let Some(reason) = self.judge_content(state, source, event) {
-            count(state, source.name, reason, 1);
-            if reason != Ignored::BlockSize {
-                return slot;
-            }
-            let slot = self.renew(state, source);
-            if let Some(rank) = state.ranks.get_mut(source.name) {
-                rank.incompatible = format!(
+        if let Some(reason) = self.judge_content(&state.ranks[worker].options, event) {
+            count(state, worker, reason, 1);
+            if reason == Ignored::BlockSize {
+                self.renew(state, worker);
+                state.ranks[worker].incompatible = format!(
                     "the engine's blocks have {} tokens, the registration says {}",
                     event.block_size, self.block_size
                 );
             }
-            return slot;
+            return;
         }
+        self.open_level(state, worker, usize::from(to.tier));
         let computed;
         let local = if event.local_hashes.is_empty() {
-            computed = self.local_hashes(&state.ranks[source.name].options.adapters, event);
+            computed = self.local_hashes(&state.ranks[worker].options, event);
             &computed
         } else {
             &event.local_hashes
         };
         let refused = state.ledger.store(slot, event.parent, &event.engine_hashes, local, to);
-        count(state, source.name, Ignored::HashConflict, refused.conflicts);
-        count(state, source.name, Ignored::OrphanLimit, refused.orphan_limit);
-        slot
+        count(state, worker, Ignored::HashConflict, refused.conflicts);
+        count(state, worker, Ignored::OrphanLimit, refused.orphan_limit);
     }
 
     /// Why a Stored event with content cannot be indexed; None if it can.
-    fn judge_content(&self, state: &State, source: Source<'_>, event: &Stored) -> Option<Ignored> {
+    fn judge_content(&self, options: &WorkerOptions, event: &Stored) -> Option<Ignored> {
         if !event.local_hashes.is_empty() {
             return (event.local_hashes.len() != event.engine_hashes.len()).then_some(Ignored::BadLength);
         }
@@ -157,14 +138,15 @@ impl Index {
         if if self.eagle { event.lookahead.is_none() } else { event.pairs } {
             return Some(Ignored::EagleMismatch);
         }
-        let adapters = &state.ranks[source.name].options.adapters;
-        let unnamed = event.lora_id != 0 && event.lora_name.is_empty() && !adapters.contains_key(&event.lora_id);
-        unnamed.then_some(Ignored::UnnamedLora)
+        let named = event.lora_id == 0
+            || !event.lora_name.is_empty()
+            || options.adapters.contains_key(&event.lora_id);
+        (!named).then_some(Ignored::UnnamedLora)
     }
 
-    fn local_hashes(&self, adapters: &hashbrown::HashMap<i128, String>, event: &Stored) -> Vec<u64> {
+    fn local_hashes(&self, options: &WorkerOptions, event: &Stored) -> Vec<u64> {
         let lora = match event.lora_name.as_str() {
-            "" if event.lora_id != 0 => adapters.get(&event.lora_id).map_or("", String::as_str),
+            "" if event.lora_id != 0 => options.adapters.get(&event.lora_id).map_or("", String::as_str),
             name => name,
         };
         let salt = if event.parent.is_none() { event.cache_salt.as_str() } else { "" };
@@ -189,20 +171,16 @@ impl Index {
     }
 }
 
-fn removed_event(state: &mut State, source: Source<'_>, event: &Removed) {
-    let groups = &state.ledger.worker(source.slot).groups;
-    if groups.contains(&(event.group, false)) {
-        count(state, source.name, Ignored::SkippedGroup, 1);
+fn removed_event(state: &mut State, worker: Handle, event: &Removed) {
+    let slot = state.ranks[worker].slot;
+    if state.ledger.worker(slot).groups.contains(&(event.group, false)) {
+        count(state, worker, Ignored::SkippedGroup, 1);
         return;
     }
-    let unknown = state.ledger.remove(source.slot, &event.engine_hashes, event.group, event.tier);
-    count(state, source.name, Ignored::UnknownRemoved, unknown);
+    let unknown = state.ledger.remove(slot, &event.engine_hashes, event.group, event.tier);
+    count(state, worker, Ignored::UnknownRemoved, unknown);
 }
 
-fn count(state: &mut State, name: &WorkerRank, reason: Ignored, number: u64) {
-    if number > 0
-        && let Some(rank) = state.ranks.get_mut(name)
-    {
-        rank.ignored[reason as usize] += number;
-    }
+fn count(state: &mut State, worker: Handle, reason: Ignored, number: u64) {
+    state.ranks[worker].ignored[reason as usize] += number;
 }

@@ -19,8 +19,9 @@ impl Index {
             return;
         }
         loop {
-            let slots = state.ranks.values().map(|rank| rank.slot);
-            let sizes: Vec<(usize, u32)> = slots.map(|slot| (state.ledger.worker(slot).entries(), slot)).collect();
+            let slots = state.ranks.iter().map(|(_, rank)| rank.slot);
+            let sizes: Vec<(usize, u32)> =
+                slots.map(|slot| (state.ledger.worker(slot).entries(), slot)).collect();
             let all: usize = sizes.iter().map(|(entries, _)| entries).sum();
             let Some(&(largest, slot)) = sizes.iter().max() else { return };
             if all <= max {

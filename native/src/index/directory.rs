@@ -5,6 +5,8 @@
 
 use std::sync::Arc;
 
+use hashbrown::Equivalent;
+
 use super::trie::Match;
 use super::worker::{LEVELS, NO_LANE, PREDICTED};
 use crate::slab::Slab;
@@ -14,6 +16,32 @@ use crate::slab::Slab;
 pub struct WorkerRank {
     pub worker_id: Arc<str>,
     pub dp_rank: u32,
+}
+
+/// A worker rank by borrowed name, to look it up with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct WorkerName<'a> {
+    pub worker_id: &'a str,
+    pub dp_rank: u32,
+}
+
+impl WorkerRank {
+    pub fn name(&self) -> WorkerName<'_> {
+        WorkerName { worker_id: &self.worker_id, dp_rank: self.dp_rank }
+    }
+}
+
+impl From<WorkerName<'_>> for WorkerRank {
+    fn from(name: WorkerName<'_>) -> Self {
+        Self { worker_id: Arc::from(name.worker_id), dp_rank: name.dp_rank }
+    }
+}
+
+// Hashes of both agree: an `Arc<str>` hashes as the `str`.
+impl Equivalent<WorkerRank> for WorkerName<'_> {
+    fn equivalent(&self, rank: &WorkerRank) -> bool {
+        *self == rank.name()
+    }
 }
 
 /// Number of a worker rank while it is known.

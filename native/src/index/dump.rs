@@ -8,7 +8,7 @@ use super::ledger::{Cursor, Ledger, ROOT};
 use super::nodes::{index_of, shard_of};
 use super::store::Target;
 use super::worker::{Counts, NodeId, ORPHAN_LIMIT, Orphan, Worker, device_copies};
-use super::{Index, WorkerRank};
+use super::{Index, WorkerName};
 
 /// One block of a dump: an engine hash bound to a prefix, or a hole above one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,7 +48,10 @@ pub struct WorkerDump {
 pub enum LoadError {
     UnknownWorker,
     /// The dump contradicts itself, in this field.
-    Contradiction { field: String, message: String },
+    Contradiction {
+        field: String,
+        message: String,
+    },
 }
 
 impl fmt::Display for LoadError {
@@ -62,9 +65,9 @@ impl fmt::Display for LoadError {
 
 impl Index {
     /// One consistent cut of a worker rank; None if it is not known.
-    pub fn dump(&self, name: &WorkerRank) -> Option<WorkerDump> {
+    pub fn dump(&self, name: WorkerName<'_>) -> Option<WorkerDump> {
         let state = self.state.lock();
-        let rank = state.ranks.get(name)?;
+        let rank = &state.ranks[state.handle(name)?];
         let worker = state.ledger.worker(rank.slot);
         let mut orphans: Vec<DumpedOrphan> = worker
             .orphans
@@ -87,22 +90,24 @@ impl Index {
     }
 
     /// Replaces all that events said of a worker rank.
-    pub fn load(&self, name: &WorkerRank, dump: &WorkerDump) -> Result<(), LoadError> {
+    pub fn load(&self, name: WorkerName<'_>, dump: &WorkerDump) -> Result<(), LoadError> {
         let mut state = self.state.lock();
         let state = &mut *state;
-        if !state.ranks.contains_key(name) {
-            return Err(LoadError::UnknownWorker);
-        }
+        let worker = state.handle(name).ok_or(LoadError::UnknownWorker)?;
         check(dump)?;
-        self.forget(state, name);
-        let Some(rank) = state.ranks.get_mut(name) else { return Err(LoadError::UnknownWorker) };
+        self.forget(state, worker);
+        let rank = &mut state.ranks[worker];
         (rank.epoch, rank.last_event_id) = (dump.epoch, dump.last_event_id);
-        let (handle, slot) = (rank.handle, rank.slot);
+        let slot = rank.slot;
         state.ledger.worker_mut(slot).groups.clone_from(&dump.groups);
         state.ledger.refresh_groups(slot);
-        let tiers = dump.blocks.iter().flat_map(|block| &block.counts).fold(0_u8, |all, copies| all | 1 << copies.tier);
+        let tiers = dump
+            .blocks
+            .iter()
+            .flat_map(|block| &block.counts)
+            .fold(0_u8, |all, copies| all | 1 << copies.tier);
         for tier in (1..super::TIERS).filter(|tier| tiers >> tier & 1 == 1) {
-            self.open_level(state, handle, slot, tier);
+            self.open_level(state, worker, tier);
         }
         state.ledger.load_blocks(slot, &dump.blocks);
         for orphan in &dump.orphans {
@@ -162,7 +167,12 @@ impl Ledger {
                         }));
                     }
                     if blocks.len() == position {
-                        blocks.push(DumpedBlock { engine_hash: None, parent, local_hash, counts: Counts::new() });
+                        blocks.push(DumpedBlock {
+                            engine_hash: None,
+                            parent,
+                            local_hash,
+                            counts: Counts::new(),
+                        });
                     }
                     parent = Some(position);
                 }
@@ -203,9 +213,12 @@ impl Ledger {
         if only.number != 1 || self.worker(slot).full_groups[..] != [only.group] {
             return (1, None);
         }
-        let run = 1 + (1..blocks.len())
-            .take_while(|&next| blocks[next].counts == *counts && blocks[next].parent == Some(position + next - 1))
-            .count();
+        let run = 1
+            + (1..blocks.len())
+                .take_while(|&next| {
+                    blocks[next].counts == *counts && blocks[next].parent == Some(position + next - 1)
+                })
+                .count();
         (run, Some(Target { group: only.group, tier: only.tier, set: false }))
     }
 
@@ -220,7 +233,9 @@ impl Ledger {
             above = hole.parent;
         }
         path.reverse();
-        let anchor = above.and_then(|above| blocks[above].engine_hash).and_then(|parent| self.worker(slot).locate(parent));
+        let anchor = above
+            .and_then(|above| blocks[above].engine_hash)
+            .and_then(|parent| self.worker(slot).locate(parent));
         self.cursor = anchor.map_or(ROOT, |(presence, offset)| Cursor {
             node: self.part(slot, presence).node,
             next: offset + 1,
@@ -243,7 +258,11 @@ impl Ledger {
         worker.waiting.entry(orphan.parent_engine_hash).or_default().push(orphan.engine_hash);
         worker.orphans.insert(
             orphan.engine_hash,
-            Orphan { parent: orphan.parent_engine_hash, local: orphan.local_hash, counts: orphan.counts.clone() },
+            Orphan {
+                parent: orphan.parent_engine_hash,
+                local: orphan.local_hash,
+                counts: orphan.counts.clone(),
+            },
         );
     }
 }
@@ -253,7 +272,9 @@ impl Worker {
     pub fn has_copies(&self, presence: super::worker::PresenceId, offset: u32) -> bool {
         let part = &self.presences[presence];
         if part.is_odd(offset) {
-            return self.odd[&(presence, part.start + offset)].iter().any(|binding| !binding.counts.is_empty());
+            return self.odd[&(presence, part.start + offset)]
+                .iter()
+                .any(|binding| !binding.counts.is_empty());
         }
         part.level(offset) < super::TIERS
     }

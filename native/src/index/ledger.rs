@@ -240,7 +240,8 @@ impl Ledger {
             len = entry.len();
             // Only where nobody else has a part of it: else the others' reach would end within the run. And only
             // where few blocks have to be copied: a long run that is full goes on in a node below it.
-            let spare = if len < GROWING { trie::MAX_RUN as usize } else { entry.refs.capacity() } - len as usize;
+            let spare =
+                if len < GROWING { trie::MAX_RUN as usize } else { entry.refs.capacity() } - len as usize;
             let alone = matches!(entry.presences[..], [(only, _)] if only == slot);
             if entry.first_child == 0 && alone && spare > 0 {
                 let blocks = local.len().min(spare);
@@ -253,8 +254,12 @@ impl Ledger {
         }
         let start = start + len;
         let blocks = local.len().min(trie::MAX_RUN as usize);
-        let entry =
-            NodeEntry { parent: above, start, refs: vec![Default::default(); blocks], ..NodeEntry::default() };
+        let entry = NodeEntry {
+            parent: above,
+            start,
+            refs: vec![Default::default(); blocks],
+            ..NodeEntry::default()
+        };
         let node = self.nodes.insert(shard, entry);
         let run = Node::new(parent, start, local[..blocks].to_vec());
         self.trie.shard(shard).write().attach(index_of(node), run);
@@ -281,7 +286,9 @@ impl Ledger {
             let refs = std::mem::replace(&mut entry.refs, head_refs);
             entry.refs.shrink_to_fit();
             head = node;
-            tail = self.nodes.insert(shard, NodeEntry { parent: node, start: start + at, refs, ..NodeEntry::default() });
+            tail = self
+                .nodes
+                .insert(shard, NodeEntry { parent: node, start: start + at, refs, ..NodeEntry::default() });
             for &child in &children {
                 self.nodes.reparent(child, tail);
             }
@@ -291,7 +298,9 @@ impl Ledger {
         } else {
             entry.start = start + at;
             tail = node;
-            head = self.nodes.insert(shard, NodeEntry { parent, start, refs: head_refs, ..NodeEntry::default() });
+            head = self
+                .nodes
+                .insert(shard, NodeEntry { parent, start, refs: head_refs, ..NodeEntry::default() });
             self.nodes[head].refs.shrink_to_fit();
             self.nodes.reparent(node, head);
             self.trie.shard(shard).write().split_head(index_of(node), at, index_of(head));
@@ -367,7 +376,8 @@ impl Ledger {
         }
         let other = self.worker_mut(slot).split_presence(presence, at, new_tail);
         let moved = &self.worker(slot).presences[other];
-        let ids: Vec<u32> = moved.more.iter().flat_map(|more| &more.prediction).copied().filter(|&id| id != 0).collect();
+        let ids: Vec<u32> =
+            moved.more.iter().flat_map(|more| &more.prediction).copied().filter(|&id| id != 0).collect();
         for id in ids {
             self.predictions[id].presence = other;
         }
@@ -528,7 +538,8 @@ impl Ledger {
         while taken < budget && !self.worker(slot).presences.is_empty() {
             let worker = self.worker_mut(slot);
             // Splits may still add presences, above as well.
-            let presence = if worker.drain_next == 0 { worker.presences.highest() } else { worker.drain_next };
+            let presence =
+                if worker.drain_next == 0 { worker.presences.highest() } else { worker.drain_next };
             worker.drain_next = presence - 1;
             if worker.presences.get(presence).is_some() {
                 taken += self.drain_presence(slot, presence);

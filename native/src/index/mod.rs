@@ -35,8 +35,8 @@ use parking_lot::{Mutex, RwLock};
 
 pub use apply::{Applied, IGNORED, Ignored};
 use directory::Directory;
+pub use directory::{Handle, Row, WorkerName, WorkerRank};
 pub use dump::{DumpedBlock, DumpedOrphan, LoadError, WorkerDump};
-pub use directory::{Handle, Row, WorkerRank};
 use ledger::Ledger;
 use predict::Expiries;
 pub use prompt::{Prompt, TokenPrompt};
@@ -44,6 +44,8 @@ pub use stats::{IndexStats, WorkerStats};
 use trie::{Match, Trie};
 pub use worker::{Copies, GHOST_LIMIT, LEVELS, MAX_COPIES, ORPHAN_LIMIT, TIERS};
 use worker::{NO_LANE, Worker};
+
+use crate::slab::Slab;
 
 /// What the index must know of a worker rank besides its events.
 #[derive(Debug, Clone, Default)]
@@ -70,7 +72,6 @@ pub struct Bounds {
 /// A worker rank, around the content of its slot.
 #[derive(Debug)]
 struct Rank {
-    handle: Handle,
     slot: u32,
     options: WorkerOptions,
     epoch: u64,
@@ -89,7 +90,8 @@ impl Rank {
 #[derive(Debug)]
 struct State {
     ledger: Ledger,
-    ranks: HashMap<WorkerRank, Rank>,
+    handles: HashMap<WorkerRank, Handle>,
+    ranks: Slab<Rank>,
     /// Slots that may be used.
     free_slots: Vec<u32>,
     /// Slots whose content is being taken out of the trie.
@@ -97,6 +99,12 @@ struct State {
     expiries: Expiries,
     unknown_worker: u64,
     evicted: u64,
+}
+
+impl State {
+    fn handle(&self, name: WorkerName<'_>) -> Option<Handle> {
+        self.handles.get(&name).copied()
+    }
 }
 
 /// The index; see the module.
@@ -120,7 +128,8 @@ impl Index {
         let trie = Arc::new(Trie::new(secret));
         let state = State {
             ledger: Ledger::new(Arc::clone(&trie), bounds.max_blocks > 0),
-            ranks: HashMap::new(),
+            handles: HashMap::new(),
+            ranks: Slab::default(),
             free_slots: Vec::new(),
             dropped: VecDeque::new(),
             expiries: Expiries::default(),
@@ -145,16 +154,16 @@ impl Index {
     }
 
     /// Makes a worker rank known, or replaces the options of a known one; its handle.
-    pub fn add_worker(&self, name: WorkerRank, options: WorkerOptions) -> Handle {
+    pub fn add_worker(&self, name: WorkerName<'_>, options: WorkerOptions) -> Handle {
         let mut state = self.state.lock();
-        if let Some(rank) = state.ranks.get_mut(&name) {
-            rank.options = options;
-            return rank.handle;
+        if let Some(handle) = state.handle(name) {
+            state.ranks[handle].options = options;
+            return handle;
         }
-        let handle = self.directory.write().add(name.clone());
+        let rank = WorkerRank::from(name);
+        let handle = self.directory.write().add(rank.clone());
         let slot = self.new_slot(&mut state, handle);
-        let rank = Rank {
-            handle,
+        let entry = Rank {
             slot,
             options,
             epoch: 0,
@@ -162,45 +171,51 @@ impl Index {
             incompatible: String::new(),
             ignored: [0; IGNORED],
         };
-        state.ranks.insert(name, rank);
+        state.ranks.put(handle, entry);
+        state.handles.insert(rank, handle);
         handle
     }
 
     /// Drops one rank; false if it was not known.
-    pub fn remove_rank(&self, name: &WorkerRank) -> bool {
+    pub fn remove_rank(&self, name: WorkerName<'_>) -> bool {
         let mut state = self.state.lock();
-        let Some(rank) = state.ranks.remove(name) else { return false };
+        let Some(handle) = state.handles.remove(&name) else { return false };
+        let rank = state.ranks.take(handle);
         self.drop_slot(&mut state, rank.slot);
-        self.directory.write().remove(rank.handle);
+        self.directory.write().remove(handle);
         true
     }
 
     /// Forgets all that events said of a worker rank.
-    pub fn reset(&self, name: &WorkerRank) {
-        self.forget(&mut self.state.lock(), name);
-    }
-
-    fn forget(&self, state: &mut State, name: &WorkerRank) {
-        let Some(rank) = state.ranks.get(name) else { return };
-        let (handle, slot) = (rank.handle, rank.slot);
-        self.drop_slot(state, slot);
-        let slot = self.new_slot(state, handle);
-        if let Some(rank) = state.ranks.get_mut(name) {
-            (rank.slot, rank.epoch, rank.last_event_id) = (slot, 0, None);
-            rank.incompatible.clear();
+    pub fn reset(&self, name: WorkerName<'_>) {
+        let mut state = self.state.lock();
+        if let Some(handle) = state.handle(name) {
+            self.forget(&mut state, handle);
         }
     }
 
+    fn forget(&self, state: &mut State, handle: Handle) {
+        let slot = state.ranks[handle].slot;
+        self.drop_slot(state, slot);
+        let slot = self.new_slot(state, handle);
+        let rank = &mut state.ranks[handle];
+        (rank.slot, rank.epoch, rank.last_event_id) = (slot, 0, None);
+        rank.incompatible.clear();
+    }
+
     /// (epoch, last event id) of a worker rank.
-    pub fn cursor(&self, name: &WorkerRank) -> Option<(u64, Option<u64>)> {
-        self.state.lock().ranks.get(name).map(|rank| (rank.epoch, rank.last_event_id))
+    pub fn cursor(&self, name: WorkerName<'_>) -> Option<(u64, Option<u64>)> {
+        let state = self.state.lock();
+        state.handle(name).map(|handle| (state.ranks[handle].epoch, state.ranks[handle].last_event_id))
     }
 
     /// Moves a worker's cursor past a batch that could not be read.
-    pub fn move_cursor(&self, name: &WorkerRank, epoch: u64, event_id: Option<u64>) {
+    pub fn move_cursor(&self, name: WorkerName<'_>, epoch: u64, event_id: Option<u64>) {
+        let mut state = self.state.lock();
         if event_id.is_some()
-            && let Some(rank) = self.state.lock().ranks.get_mut(name)
+            && let Some(handle) = state.handle(name)
         {
+            let rank = &mut state.ranks[handle];
             (rank.epoch, rank.last_event_id) = (epoch, event_id);
         }
     }
@@ -212,7 +227,7 @@ impl Index {
         let state = &mut *state;
         let mut left = self.drain(state, budget);
         let mut waiting = false;
-        let slots: Vec<u32> = state.ranks.values().map(|rank| rank.slot).collect();
+        let slots: Vec<u32> = state.ranks.iter().map(|(_, rank)| rank.slot).collect();
         for slot in slots {
             let worker = state.ledger.worker(slot);
             if worker.demoted.is_empty() || now < worker.demoted_until {
@@ -232,7 +247,7 @@ impl Index {
 
     /// The known worker ranks, sorted.
     pub fn workers(&self) -> Vec<WorkerRank> {
-        let mut names: Vec<_> = self.state.lock().ranks.keys().cloned().collect();
+        let mut names: Vec<_> = self.state.lock().handles.keys().cloned().collect();
         names.sort();
         names
     }
@@ -298,9 +313,11 @@ impl Index {
         with(&rows, &|handle| directory.name(handle).cloned())
     }
 
-    fn open_level(&self, state: &mut State, handle: Handle, slot: u32, level: usize) {
+    /// Makes a level of a worker visible; the device always is.
+    fn open_level(&self, state: &mut State, worker: Handle, level: usize) {
+        let slot = state.ranks[worker].slot;
         if state.ledger.worker(slot).lanes[level] == NO_LANE {
-            let lane = self.directory.write().open(handle, level);
+            let lane = self.directory.write().open(worker, level);
             state.ledger.open_level(slot, level, lane);
         }
     }

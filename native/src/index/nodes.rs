@@ -147,14 +147,18 @@ impl Nodes {
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (NodeId, &NodeEntry)> {
-        self.shards.iter().enumerate().flat_map(|(shard, slab)| {
-            slab.iter().map(move |(index, entry)| (node_id(shard, index), entry))
-        })
+        self.shards
+            .iter()
+            .enumerate()
+            .flat_map(|(shard, slab)| slab.iter().map(move |(index, entry)| (node_id(shard, index), entry)))
     }
 
     /// Heap memory, in bytes. O(nodes).
     pub fn bytes(&self) -> usize {
-        self.shards.iter().map(|slab| slab.bytes() + slab.iter().map(|(_, entry)| entry.bytes()).sum::<usize>()).sum()
+        self.shards
+            .iter()
+            .map(|slab| slab.bytes() + slab.iter().map(|(_, entry)| entry.bytes()).sum::<usize>())
+            .sum()
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 
 use super::ledger::{Cursor, Prediction, ROOT};
 use super::worker::{Binding, PREDICTED, PresenceId};
-use super::{Index, State, WorkerRank};
+use super::{Index, State, WorkerName};
 
 const STALE_SLACK: usize = 1024;
 
@@ -58,20 +58,21 @@ pub struct Expiries {
 
 impl Index {
     /// Predicts a prompt's blocks on a worker; how many were not predicted before.
-    pub fn predict(&self, name: &WorkerRank, local: &[u64], ttl_seconds: f64, now: f64) -> u64 {
+    pub fn predict(&self, name: WorkerName<'_>, local: &[u64], ttl_seconds: f64, now: f64) -> u64 {
         let mut state = self.state.lock();
         let state = &mut *state;
-        let Some(rank) = state.ranks.get(name) else { return 0 };
-        let (handle, slot) = (rank.handle, rank.slot);
+        let Some(worker) = state.handle(name) else { return 0 };
+        let slot = state.ranks[worker].slot;
         expire(state, now);
-        self.open_level(state, handle, slot, PREDICTED);
+        self.open_level(state, worker, PREDICTED);
         state.ledger.cursor = ROOT;
         let mut added = 0;
         let mut done = 0;
         while done < local.len() {
             let (node, offset, blocks) = state.ledger.advance(slot, &local[done..]);
             for offset in offset..offset + blocks {
-                added += u64::from(predict_block(state, slot, Cursor { node, next: offset }, now + ttl_seconds));
+                added +=
+                    u64::from(predict_block(state, slot, Cursor { node, next: offset }, now + ttl_seconds));
             }
             state.ledger.doubtful.push(node);
             done += blocks as usize;
@@ -83,13 +84,13 @@ impl Index {
     }
 
     /// Turns what a worker holds into predictions; how many blocks are now predicted.
-    pub fn demote(&self, name: &WorkerRank, ttl_seconds: f64, now: f64) -> u64 {
+    pub fn demote(&self, name: WorkerName<'_>, ttl_seconds: f64, now: f64) -> u64 {
         let mut state = self.state.lock();
         let state = &mut *state;
-        let Some(rank) = state.ranks.get(name) else { return 0 };
-        let (handle, slot) = (rank.handle, rank.slot);
+        let Some(worker) = state.handle(name) else { return 0 };
+        let slot = state.ranks[worker].slot;
         let until = now + ttl_seconds;
-        self.open_level(state, handle, slot, PREDICTED);
+        self.open_level(state, worker, PREDICTED);
         let ledger = &mut state.ledger;
         let blocks: Vec<(PresenceId, u32, Vec<Binding>)> = ledger.bound_blocks(slot);
         let mut on_device = Vec::new();

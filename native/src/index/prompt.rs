@@ -56,7 +56,8 @@ impl Prompt for TokenPrompt<'_> {
     fn hashes(&mut self, count: usize) -> &[u64] {
         if self.hashes.len() < count {
             // The first block decides whether anything is cached at all, so it goes alone.
-            let end = if self.hashes.is_empty() { count } else { count.next_multiple_of(PIECE).min(self.blocks) };
+            let end =
+                if self.hashes.is_empty() { count } else { count.next_multiple_of(PIECE).min(self.blocks) };
             let start = self.hashes.len();
             self.hashes.extend((start..end).map(|index| self.hasher.local_hash(self.tokens, index)));
         }

@@ -7,7 +7,7 @@ use hashbrown::HashMap;
 use super::apply::IGNORED;
 use super::nodes::{Refs, index_of, shard_of};
 use super::worker::{NO_LANE, NodeId, PREDICTED, TIERS, Worker, device_copies, level_of};
-use super::{GHOST_LIMIT, Index, ORPHAN_LIMIT, State, WorkerRank};
+use super::{GHOST_LIMIT, Index, ORPHAN_LIMIT, State, WorkerName};
 
 /// State of one worker rank; as in `kvscout_indexer.index.WorkerStats`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -50,9 +50,9 @@ impl Worker {
 
 impl Index {
     /// State of a worker rank; None if it is not known.
-    pub fn worker_stats(&self, name: &WorkerRank) -> Option<WorkerStats> {
+    pub fn worker_stats(&self, name: WorkerName<'_>) -> Option<WorkerStats> {
         let state = self.state.lock();
-        let rank = state.ranks.get(name)?;
+        let rank = &state.ranks[state.handle(name)?];
         let worker = state.ledger.worker(rank.slot);
         Some(WorkerStats {
             blocks: worker.held,
@@ -79,7 +79,7 @@ impl Index {
             unknown_worker: state.unknown_worker,
             ..IndexStats::default()
         };
-        for rank in state.ranks.values() {
+        for (_, rank) in state.ranks.iter() {
             let worker = ledger.worker(rank.slot);
             stats.memberships += worker.held;
             stats.workers += u64::from(worker.held > 0);
@@ -87,7 +87,8 @@ impl Index {
             stats.hidden += worker.hidden();
             stats.ghosts += worker.ghosts.len() as u64;
         }
-        let workers: usize = ledger.workers.iter().flatten().map(|worker| size_of::<Worker>() + worker.bytes()).sum();
+        let workers: usize =
+            ledger.workers.iter().flatten().map(|worker| size_of::<Worker>() + worker.bytes()).sum();
         let trie: usize = (0..super::trie::SHARDS).map(|shard| self.trie.shard(shard).read().bytes()).sum();
         stats.bytes = (workers + trie + ledger.nodes.bytes() + ledger.predictions.bytes()) as u64;
         stats
@@ -119,9 +120,10 @@ impl Index {
         }
         ensure(held == state.ledger.blocks, || "held blocks are counted".into())?;
         ensure(refs.is_empty(), || "presences are in nodes".into())?;
-        let live: u64 = state.ranks.values().map(|rank| state.ledger.worker(rank.slot).predictions).sum();
+        let live: u64 = state.ranks.iter().map(|(_, rank)| state.ledger.worker(rank.slot).predictions).sum();
         ensure(live == state.ledger.live_predictions, || "predictions are counted".into())?;
-        let entries: usize = state.ranks.values().map(|rank| state.ledger.worker(rank.slot).entries()).sum();
+        let entries: usize =
+            state.ranks.iter().map(|(_, rank)| state.ledger.worker(rank.slot).entries()).sum();
         let bound = self.bounds.max_blocks;
         ensure(bound == 0 || entries <= bound, || "max_blocks is kept".into())
     }
@@ -180,7 +182,8 @@ fn check_worker(
                 PREDICTED => part.level(offset) == 0 || part.is_predicted(offset),
                 _ => part.level(offset) <= level,
             };
-            let reach = if rooted { (0..entry.len()).take_while(|&offset| has(offset)).count() as u32 } else { 0 };
+            let reach =
+                if rooted { (0..entry.len()).take_while(|&offset| has(offset)).count() as u32 } else { 0 };
             if worker.dropped {
                 continue;
             }
@@ -196,17 +199,23 @@ fn check_worker(
     }
     let orphans: u64 = worker.orphans.values().map(|orphan| device_copies(&orphan.counts)).sum();
     ensure(worker.dropped || held == worker.held, || "held blocks of a worker are counted".into())?;
-    ensure(worker.dropped || copies + orphans == worker.device_copies, || "device copies are counted".into())?;
+    ensure(worker.dropped || copies + orphans == worker.device_copies, || {
+        "device copies are counted".into()
+    })?;
     ensure(worker.dropped || bindings == worker.bindings(), || "bindings are counted".into())?;
     let memory = worker.ghosts.len() + worker.demoted.len();
     ensure(worker.dropped || copyless == memory, || "bindings without copies are ghosts or demoted".into())?;
-    ensure(worker.dropped || predictions == worker.predictions, || "predictions of a worker are counted".into())?;
+    ensure(worker.dropped || predictions == worker.predictions, || {
+        "predictions of a worker are counted".into()
+    })?;
     ensure(worker.ghosts.len() <= GHOST_LIMIT, || "ghosts are bounded".into())?;
     ensure(worker.orphans.len() <= ORPHAN_LIMIT, || "orphans are bounded".into())?;
     for (engine_hash, orphan) in &worker.orphans {
         let waits = worker.waiting.get(&orphan.parent).is_some_and(|all| all.contains(engine_hash));
         ensure(waits, || "orphans wait".into())?;
-        let parent = worker.locate(orphan.parent).map(|(presence, offset)| worker.counts(orphan.parent, presence, offset));
+        let parent = worker
+            .locate(orphan.parent)
+            .map(|(presence, offset)| worker.counts(orphan.parent, presence, offset));
         ensure(parent.is_none_or(|counts| counts.is_empty()), || "no orphan's parent is bound".into())?;
     }
     Ok(())

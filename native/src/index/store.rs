@@ -2,8 +2,8 @@
 
 use super::ledger::{Cursor, Ledger, ROOT};
 use super::worker::{
-    Binding, Counts, GHOST_LIMIT, NO_LANE, NodeId, ORPHAN_LIMIT, Odd, Orphan, PREDICTED, PresenceId, TIERS,
-    add_copy, device_copies, drop_copy, level_of,
+    BATCH, Binding, Counts, GHOST_LIMIT, NO_LANE, NodeId, ORPHAN_LIMIT, Odd, Orphan, PREDICTED, PresenceId,
+    TIERS, add_copy, device_copies, drop_copy, level_of,
 };
 
 /// Where copies go: a group, a tier, and whether every count stays at 1.
@@ -21,17 +21,24 @@ pub struct Refused {
     pub orphan_limit: u64,
 }
 
-/// Engine hashes looked up at once, so that their cache misses overlap.
-const BATCH: usize = 16;
-
 impl Ledger {
     /// Stores a run of blocks below a parent (None: the root), or as orphans if the parent is unknown.
-    pub fn store(&mut self, slot: u32, parent: Option<u64>, engine: &[u64], local: &[u64], to: Target) -> Refused {
+    pub fn store(
+        &mut self,
+        slot: u32,
+        parent: Option<u64>,
+        engine: &[u64],
+        local: &[u64],
+        to: Target,
+    ) -> Refused {
+        let few = engine.len().min(BATCH);
+        self.worker(slot).warm(engine[..few].iter().copied().chain(parent));
         let above = match parent {
             None => Some(ROOT),
-            Some(parent) => self.worker(slot).locate(parent).map(|(presence, offset)| {
-                Cursor { node: self.part(slot, presence).node, next: offset + 1 }
-            }),
+            Some(parent) => self
+                .worker(slot)
+                .locate(parent)
+                .map(|(presence, offset)| Cursor { node: self.part(slot, presence).node, next: offset + 1 }),
         };
         let mut refused = Refused::default();
         match (above, parent) {
@@ -54,9 +61,8 @@ impl Ledger {
         let mut done = 0;
         while done < local.len() {
             let worker = self.worker(slot);
-            let simple = worker.orphans.is_empty()
-                && worker.predictions == 0
-                && worker.full_groups[..] == [to.group];
+            let simple =
+                worker.orphans.is_empty() && worker.predictions == 0 && worker.full_groups[..] == [to.group];
             // Orphans that are adopted may cut the run on which the chain goes on, so it goes block by block.
             let end = if worker.orphans.is_empty() { local.len() } else { done + 1 };
             let (node, offset, blocks) = self.advance(slot, &local[done..end]);
@@ -94,18 +100,7 @@ impl Ledger {
         super::trie::grow(&mut part.own, missing);
         part.own.resize(offset as usize, 0);
         part.own.extend_from_slice(engine);
-        worker.reserve(engine.len());
-        let mut bound = 0;
-        'batches: for batch in engine.chunks(BATCH) {
-            let warmed = batch.iter().fold(0, |all, &engine_hash| all | worker.warm(engine_hash));
-            std::hint::black_box(warmed);
-            for &engine_hash in batch {
-                if !worker.enter(engine_hash, presence, offset + bound) {
-                    break 'batches;
-                }
-                bound += 1;
-            }
-        }
+        let bound = worker.enter(engine, presence, offset);
         let range = offset..offset + bound;
         let part = &mut worker.presences[presence];
         part.bound.insert_range(range.clone());
@@ -166,7 +161,9 @@ impl Ledger {
     /// The first copy of a hash that was just bound.
     fn copy_to_new(&mut self, slot: u32, engine_hash: u64, to: Target) {
         if let Some((presence, at)) = self.worker(slot).locate(engine_hash) {
-            self.change_counts(slot, presence, at, engine_hash, |counts| add_copy(counts, to.group, to.tier, to.set));
+            self.change_counts(slot, presence, at, engine_hash, |counts| {
+                add_copy(counts, to.group, to.tier, to.set)
+            });
             self.worker_mut(slot).device_copies += u64::from(to.tier == 0);
         }
     }
@@ -176,8 +173,9 @@ impl Ledger {
         if self.worker(slot).counts(engine_hash, presence, at).is_empty() {
             self.end_memory(slot, engine_hash);
         }
-        let rose =
-            self.change_counts(slot, presence, at, engine_hash, |counts| add_copy(counts, to.group, to.tier, to.set));
+        let rose = self.change_counts(slot, presence, at, engine_hash, |counts| {
+            add_copy(counts, to.group, to.tier, to.set)
+        });
         self.worker_mut(slot).device_copies += u64::from(rose && to.tier == 0);
     }
 
@@ -200,7 +198,7 @@ impl Ledger {
             odd.push(Binding { engine_hash, counts });
             self.worker_mut(slot).odd.insert((presence, depth), odd.clone());
             self.part_mut(slot, presence).more_mut().odd.insert(offset);
-            self.worker_mut(slot).enter(engine_hash, presence, offset);
+            self.worker_mut(slot).enter(&[engine_hash], presence, offset);
             self.put_bindings(slot, presence, offset, odd);
             return;
         }
@@ -216,7 +214,7 @@ impl Ledger {
         if !pinned {
             self.pin(node, offset, true);
         }
-        self.worker_mut(slot).enter(engine_hash, presence, offset);
+        self.worker_mut(slot).enter(&[engine_hash], presence, offset);
         self.put_bindings(slot, presence, offset, vec![Binding { engine_hash, counts }]);
     }
 
@@ -332,9 +330,7 @@ impl Ledger {
     pub fn remove(&mut self, slot: u32, engine: &[u64], group: u32, tier: u8) -> u64 {
         let mut unknown = 0;
         for batch in engine.chunks(BATCH) {
-            let worker = self.worker(slot);
-            let warmed = batch.iter().fold(0, |all, &engine_hash| all | worker.warm(engine_hash));
-            std::hint::black_box(warmed);
+            self.worker(slot).warm(batch.iter().copied());
             for &engine_hash in batch {
                 unknown += u64::from(!self.remove_one(slot, engine_hash, group, tier));
             }
@@ -352,7 +348,11 @@ impl Ledger {
         let worker = self.worker_mut(slot);
         let part = &mut worker.presences[presence];
         // The common case: a plain block with copies on this tier alone.
-        if part.more.is_none() && tier == 0 && worker.full_groups[..] == [group] && part.device.contains(offset) {
+        if part.more.is_none()
+            && tier == 0
+            && worker.full_groups[..] == [group]
+            && part.device.contains(offset)
+        {
             part.device.remove(offset);
             let node = part.node;
             worker.device_copies -= 1;
@@ -404,7 +404,14 @@ impl Ledger {
         }
     }
 
-    fn store_orphans(&mut self, slot: u32, mut parent: u64, engine: &[u64], local: &[u64], to: Target) -> Refused {
+    fn store_orphans(
+        &mut self,
+        slot: u32,
+        mut parent: u64,
+        engine: &[u64],
+        local: &[u64],
+        to: Target,
+    ) -> Refused {
         for (position, (&engine_hash, &local)) in engine.iter().zip(local).enumerate() {
             let rest = (engine.len() - position) as u64;
             let worker = self.worker(slot);

@@ -30,7 +30,7 @@ use crate::table::{Table, mix};
 pub const SHARDS: usize = 64;
 
 /// Longest run of one node: a block's depth modulo this names it within its node.
-pub const MAX_RUN: u32 = 4096;
+pub const MAX_RUN: u32 = 1024;
 
 /// Local hashes compared at once; a prompt of tokens is hashed in such pieces.
 const PIECE: usize = 64;
@@ -260,7 +260,9 @@ impl Shard {
 
     /// Heap memory, in bytes. O(nodes).
     pub fn bytes(&self) -> usize {
-        self.nodes.bytes() + self.children.bytes() + self.nodes.iter().map(|(_, node)| node.bytes()).sum::<usize>()
+        self.nodes.bytes()
+            + self.children.bytes()
+            + self.nodes.iter().map(|(_, node)| node.bytes()).sum::<usize>()
     }
 }
 

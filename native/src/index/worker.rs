@@ -20,7 +20,7 @@ use smallvec::SmallVec;
 use super::extent::Extent;
 use super::trie::MAX_RUN;
 use crate::slab::Slab;
-use crate::table::{Table, mix};
+use crate::table::{Slot, Table, mix};
 
 /// Tiers: device, host, disk, external.
 pub const TIERS: usize = 4;
@@ -49,9 +49,12 @@ pub type NodeId = u32;
 /// Number of a presence of one worker; 0 is none.
 pub type PresenceId = u32;
 
+/// Engine hashes looked up at once, so that their cache misses overlap.
+pub const BATCH: usize = 16;
+
 /// Bits of a table's payload: the depth modulo `MAX_RUN` and the presence.
 const DEPTH_BITS: u32 = MAX_RUN.ilog2();
-const PAYLOAD_BITS: u32 = DEPTH_BITS + 27;
+const PAYLOAD_BITS: u32 = DEPTH_BITS + 26;
 
 /// Physical copies in one group on one tier; the number is at least 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -113,6 +116,9 @@ pub struct Binding {
 
 /// Bindings of an odd block, at least one; the first is the one in `Presence::own`.
 pub type Odd = Vec<Binding>;
+
+/// Odd blocks by presence and depth.
+type OddBlocks = HashMap<(PresenceId, u32), Odd>;
 
 /// A block stored under a parent that this worker never had.
 #[derive(Debug, Clone)]
@@ -347,7 +353,7 @@ pub struct Worker {
     pub groups: Vec<(u32, bool)>,
     pub full_groups: SmallVec<[u32; 2]>,
     /// (presence, depth) → the bindings of an odd block.
-    pub odd: HashMap<(PresenceId, u32), Odd>,
+    pub odd: OddBlocks,
     pub ghosts: Ghosts,
     pub demoted: HashSet<u64>,
     pub demoted_until: f64,
@@ -365,6 +371,23 @@ pub struct Worker {
     pub drain_next: PresenceId,
 }
 
+/// The presence and the offset that a payload names.
+#[inline]
+fn place(presences: &Slab<Presence>, payload: u64) -> (PresenceId, u32) {
+    let presence = (payload >> DEPTH_BITS) as PresenceId;
+    let depth = payload as u32 % MAX_RUN;
+    (presence, depth.wrapping_sub(presences[presence].start) % MAX_RUN)
+}
+
+#[inline]
+fn is_bound_at(presences: &Slab<Presence>, odd: &OddBlocks, payload: u64, engine_hash: u64) -> bool {
+    let (presence, offset) = place(presences, payload);
+    let part = &presences[presence];
+    part.own.get(offset as usize) == Some(&engine_hash)
+        || part.is_odd(offset)
+            && odd[&(presence, part.start + offset)].iter().any(|binding| binding.engine_hash == engine_hash)
+}
+
 impl Worker {
     pub fn new(device_lane: u32, secret: u64) -> Self {
         let mut lanes = [NO_LANE; LEVELS];
@@ -376,70 +399,67 @@ impl Worker {
         u64::from(presence) << DEPTH_BITS | u64::from(depth % MAX_RUN)
     }
 
-    fn place(&self, payload: u64) -> (PresenceId, u32) {
-        let presence = (payload >> DEPTH_BITS) as PresenceId;
-        let depth = payload as u32 % MAX_RUN;
-        (presence, depth.wrapping_sub(self.presences[presence].start) % MAX_RUN)
-    }
-
-    fn is_bound_at(&self, payload: u64, engine_hash: u64) -> bool {
-        let (presence, offset) = self.place(payload);
-        let part = &self.presences[presence];
-        part.own.get(offset as usize) == Some(&engine_hash)
-            || part.is_odd(offset)
-                && self.odd[&(presence, part.start + offset)]
-                    .iter()
-                    .any(|binding| binding.engine_hash == engine_hash)
-    }
-
-    /// Hash of an engine hash, for `warm`.
+    /// Hash of an engine hash, for the table.
     #[inline]
-    pub fn hash(&self, engine_hash: u64) -> u64 {
+    fn hash(&self, engine_hash: u64) -> u64 {
         mix(engine_hash, self.secret)
     }
 
-    /// Brings the table's line for an engine hash into the cache.
+    /// Brings the table's lines for some engine hashes into the cache: their misses overlap.
     #[inline]
-    pub fn warm(&self, engine_hash: u64) -> u64 {
-        self.table.warm(self.hash(engine_hash))
+    pub fn warm(&self, engine: impl IntoIterator<Item = u64>) {
+        let lines =
+            engine.into_iter().fold(0, |all, engine_hash| all | self.table.warm(self.hash(engine_hash)));
+        std::hint::black_box(lines);
     }
 
     /// Where an engine hash is bound, ghosts and demoted ones included.
     #[inline]
     pub fn locate(&self, engine_hash: u64) -> Option<(PresenceId, u32)> {
-        self.table
-            .find(self.hash(engine_hash), |payload| self.is_bound_at(payload, engine_hash))
-            .map(|(_, payload)| self.place(payload))
+        self.find(engine_hash).map(|(_, payload)| place(&self.presences, payload))
     }
 
-    /// Binds an engine hash to an offset whose `own` has it already; false if it is bound somewhere.
+    fn find(&self, engine_hash: u64) -> Option<(Slot, u64)> {
+        let is = |payload| is_bound_at(&self.presences, &self.odd, payload, engine_hash);
+        self.table.find(self.hash(engine_hash), is)
+    }
+
+    /// Binds engine hashes to offsets whose `own` has them already; how many were not bound anywhere, until
+    /// the first one that was.
     #[inline]
-    pub fn enter(&mut self, engine_hash: u64, presence: PresenceId, offset: u32) -> bool {
-        let payload = Self::payload(presence, self.presences[presence].start + offset);
-        let hash = self.hash(engine_hash);
-        let mut table = std::mem::take(&mut self.table);
-        let there = table.insert_new(hash, payload, |payload| self.is_bound_at(payload, engine_hash));
-        self.table = table;
-        there.is_none()
-    }
-
-    /// Makes room for bindings.
-    pub fn reserve(&mut self, more: usize) {
-        self.table.reserve(more);
+    pub fn enter(&mut self, engine: &[u64], presence: PresenceId, offset: u32) -> u32 {
+        let Self { table, presences, odd, secret, .. } = self;
+        table.reserve(engine.len());
+        let depth = presences[presence].start + offset;
+        let warm = |table: &Table<PAYLOAD_BITS>, batch: &[u64]| {
+            let lines = batch.iter().fold(0, |all, &engine_hash| all | table.warm(mix(engine_hash, *secret)));
+            std::hint::black_box(lines);
+        };
+        let mut entered = 0;
+        for batch in engine.chunks(BATCH) {
+            warm(table, batch);
+            for &engine_hash in batch {
+                let is = |payload| is_bound_at(presences, odd, payload, engine_hash);
+                if !table.insert_new(mix(engine_hash, *secret), Self::payload(presence, depth + entered), is)
+                {
+                    return entered;
+                }
+                entered += 1;
+            }
+        }
+        entered
     }
 
     /// Ends the binding of an engine hash in the table; `own` and `odd` are the caller's.
     pub fn leave(&mut self, engine_hash: u64) {
-        let found = self.table.find(self.hash(engine_hash), |payload| self.is_bound_at(payload, engine_hash));
-        if let Some((slot, _)) = found {
+        if let Some((slot, _)) = self.find(engine_hash) {
             self.table.remove(slot);
         }
     }
 
     /// Renumbers the presence of a binding, before its content moves.
     pub fn move_binding(&mut self, engine_hash: u64, depth: u32, to: PresenceId) {
-        let found = self.table.find(self.hash(engine_hash), |payload| self.is_bound_at(payload, engine_hash));
-        if let Some((slot, _)) = found {
+        if let Some((slot, _)) = self.find(engine_hash) {
             self.table.replace(slot, Self::payload(to, depth));
         }
     }
@@ -458,8 +478,11 @@ impl Worker {
         for &(engine_hash, depth) in &moved {
             self.move_binding(engine_hash, depth, other);
         }
-        let odd: Vec<u32> =
-            moved.iter().map(|&(_, depth)| depth).filter(|&depth| self.odd.contains_key(&(presence, depth))).collect();
+        let odd: Vec<u32> = moved
+            .iter()
+            .map(|&(_, depth)| depth)
+            .filter(|&depth| self.odd.contains_key(&(presence, depth)))
+            .collect();
         for &depth in &odd {
             let twins: SmallVec<[u64; 2]> =
                 self.odd[&(presence, depth)].iter().skip(1).map(|binding| binding.engine_hash).collect();

@@ -1,8 +1,7 @@
 //! Python binding of `index` and `wire`.
 
-use std::sync::Arc;
-
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use super::errors::{self, invalid_argument};
@@ -10,18 +9,22 @@ use super::hashing::local_hashes;
 use crate::events::{Batch, Event, FaultKind, Removed, Stored};
 use crate::hashing::hashes_from_bytes;
 use crate::index::{
-    self, Applied, Bounds, Copies, DumpedBlock, DumpedOrphan, LEVELS, LoadError, Row, WorkerDump, WorkerOptions,
-    WorkerRank,
+    self, Applied, Bounds, Copies, DumpedBlock, DumpedOrphan, LEVELS, LoadError, Row, WorkerDump, WorkerName,
+    WorkerOptions,
 };
 use crate::wire;
 
 /// Payloads above this many bytes take longer than about 50 µs, so they release the GIL.
 const DETACH_ABOVE_BYTES: usize = 16 * 1024;
 
-type Name = (String, u32);
+/// (worker_id, dp_rank): a `WorkerRank`.
+#[derive(FromPyObject)]
+struct Name(PyBackedStr, u32);
 
-fn rank((worker_id, dp_rank): Name) -> WorkerRank {
-    WorkerRank { worker_id: Arc::from(worker_id), dp_rank }
+impl Name {
+    fn get(&self) -> WorkerName<'_> {
+        WorkerName { worker_id: &self.0, dp_rank: self.1 }
+    }
 }
 
 fn applied(applied: Applied) -> (usize, usize, bool, String) {
@@ -53,7 +56,13 @@ struct BlockIndex {
 #[pymethods]
 impl BlockIndex {
     #[new]
-    fn new(block_size: usize, eagle: bool, max_blocks: usize, max_predictions: usize, prune_ratio: f64) -> Self {
+    fn new(
+        block_size: usize,
+        eagle: bool,
+        max_blocks: usize,
+        max_predictions: usize,
+        prune_ratio: f64,
+    ) -> Self {
         let bounds = Bounds { max_blocks, max_predictions, prune_ratio };
         Self { index: index::Index::new(block_size, eagle, bounds), workers: std::sync::Mutex::default() }
     }
@@ -70,7 +79,7 @@ impl BlockIndex {
             .map(|(number, name)| Ok((number.extract::<i128>()?, name.extract()?)))
             .collect::<PyResult<_>>()?;
         let options = WorkerOptions { set_copies, adapters, total_kv_blocks };
-        let handle = self.index.add_worker(rank(worker.extract()?), options) as usize;
+        let handle = self.index.add_worker(worker.extract::<Name>()?.get(), options) as usize;
         let mut workers = self.workers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if workers.len() <= handle {
             workers.resize_with(handle + 1, || None);
@@ -80,15 +89,15 @@ impl BlockIndex {
     }
 
     fn remove_rank(&self, worker: Name) -> bool {
-        self.index.remove_rank(&rank(worker))
+        self.index.remove_rank(worker.get())
     }
 
     fn reset(&self, worker: Name) {
-        self.index.reset(&rank(worker));
+        self.index.reset(worker.get());
     }
 
     fn demote(&self, py: Python<'_>, worker: Name, ttl_seconds: f64, now: f64) -> u64 {
-        py.detach(|| self.index.demote(&rank(worker), ttl_seconds, now))
+        py.detach(|| self.index.demote(worker.get(), ttl_seconds, now))
     }
 
     fn apply(
@@ -102,7 +111,7 @@ impl BlockIndex {
         let events = events.try_iter()?.map(|event| read_event(&event?)).collect::<PyResult<_>>()?;
         let faults = vec![(FaultKind::BadEvent, String::new()); faults];
         let batch = Batch { events, faults, ..Batch::default() };
-        Ok(applied(self.index.apply(&rank(worker), &batch, epoch, event_id)))
+        Ok(applied(self.index.apply(worker.get(), &batch, epoch, event_id)))
     }
 
     fn apply_payload(
@@ -113,18 +122,26 @@ impl BlockIndex {
         epoch: u64,
         event_id: Option<u64>,
     ) -> PyResult<(usize, usize, bool, String)> {
-        let worker = rank(worker);
         let payload = payload.as_bytes();
         let run = || {
-            let batch = wire::decode_batch(payload).inspect_err(|_| self.index.move_cursor(&worker, epoch, event_id))?;
-            Ok(self.index.apply(&worker, &batch, epoch, event_id))
+            let batch = wire::decode_batch(payload)
+                .inspect_err(|_| self.index.move_cursor(worker.get(), epoch, event_id))?;
+            Ok(self.index.apply(worker.get(), &batch, epoch, event_id))
         };
         let result = if payload.len() > DETACH_ABOVE_BYTES { py.detach(run) } else { run() };
-        result.map(applied).map_err(|error: wire::Malformed| errors::malformed(py, error.field, error.message))
+        result
+            .map(applied)
+            .map_err(|error: wire::Malformed| errors::malformed(py, error.field, error.message))
     }
 
-    fn predict(&self, worker: Name, block_hashes: &Bound<'_, PyAny>, ttl_seconds: f64, now: f64) -> PyResult<u64> {
-        Ok(self.index.predict(&rank(worker), &local_hashes(block_hashes)?, ttl_seconds, now))
+    fn predict(
+        &self,
+        worker: Name,
+        block_hashes: &Bound<'_, PyAny>,
+        ttl_seconds: f64,
+        now: f64,
+    ) -> PyResult<u64> {
+        Ok(self.index.predict(worker.get(), &local_hashes(block_hashes)?, ttl_seconds, now))
     }
 
     fn find_matches<'py>(
@@ -151,8 +168,7 @@ impl BlockIndex {
     }
 
     fn dump<'py>(&self, py: Python<'py>, worker: Name) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        let worker = rank(worker);
-        let Some(dump) = py.detach(|| self.index.dump(&worker)) else { return Ok(None) };
+        let Some(dump) = py.detach(|| self.index.dump(worker.get())) else { return Ok(None) };
         let blocks = dump.blocks.iter().map(|block| {
             let parent = block.parent.map_or(-1, |parent| parent as i64);
             (block.engine_hash, parent, block.local_hash, counts_to_python(&block.counts))
@@ -189,40 +205,30 @@ impl BlockIndex {
             local_hash,
             counts: counts_from_python(counts),
         });
-        let orphans = orphans.into_iter().map(|(engine_hash, parent_engine_hash, local_hash, counts)| DumpedOrphan {
-            engine_hash,
-            parent_engine_hash,
-            local_hash,
-            counts: counts_from_python(counts),
+        let orphans = orphans.into_iter().map(|(engine_hash, parent_engine_hash, local_hash, counts)| {
+            DumpedOrphan { engine_hash, parent_engine_hash, local_hash, counts: counts_from_python(counts) }
         });
-        let mut dump = WorkerDump {
-            epoch,
-            last_event_id,
-            groups,
-            blocks: blocks.collect(),
-            orphans: orphans.collect(),
-        };
+        let mut dump =
+            WorkerDump { epoch, last_event_id, groups, blocks: blocks.collect(), orphans: orphans.collect() };
         dump.groups.sort_unstable();
-        let worker = rank(worker);
-        py.detach(|| self.index.load(&worker, &dump)).map_err(|error| match error {
-            LoadError::UnknownWorker => errors::not_found(
-                py,
-                format!("worker {} rank {} is not known", worker.worker_id, worker.dp_rank),
-            ),
+        py.detach(|| self.index.load(worker.get(), &dump)).map_err(|error| match error {
+            LoadError::UnknownWorker => {
+                errors::not_found(py, format!("worker {} rank {} is not known", worker.0, worker.1))
+            }
             LoadError::Contradiction { field, message } => invalid_argument(py, &field, message),
         })
     }
 
-    fn workers(&self) -> Vec<Name> {
+    fn workers(&self) -> Vec<(String, u32)> {
         self.index.workers().into_iter().map(|name| (name.worker_id.to_string(), name.dp_rank)).collect()
     }
 
     fn cursor(&self, worker: Name) -> Option<(u64, Option<u64>)> {
-        self.index.cursor(&rank(worker))
+        self.index.cursor(worker.get())
     }
 
     fn worker_stats<'py>(&self, py: Python<'py>, worker: Name) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        let Some(stats) = self.index.worker_stats(&rank(worker)) else { return Ok(None) };
+        let Some(stats) = self.index.worker_stats(worker.get()) else { return Ok(None) };
         let columns = (
             stats.blocks,
             stats.hidden,
@@ -264,9 +270,12 @@ impl BlockIndex {
     /// Worker objects and one column a level.
     fn columns<'py>(&self, py: Python<'py>, rows: &[Row]) -> PyResult<Bound<'py, PyTuple>> {
         let workers = self.workers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let object = |row: &Row| workers.get(row.worker as usize).and_then(Option::as_ref).map(|name| name.clone_ref(py));
+        let object = |row: &Row| {
+            workers.get(row.worker as usize).and_then(Option::as_ref).map(|name| name.clone_ref(py))
+        };
         let names = PyTuple::new(py, rows.iter().filter_map(object).collect::<Vec<_>>())?;
-        let column = |level: usize| PyTuple::new(py, rows.iter().map(|row| row.blocks[level]).collect::<Vec<_>>());
+        let column =
+            |level: usize| PyTuple::new(py, rows.iter().map(|row| row.blocks[level]).collect::<Vec<_>>());
         let first = column(0)?;
         let mut columns = vec![names.into_any(), first.clone().into_any()];
         for level in 1..LEVELS {

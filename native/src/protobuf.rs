@@ -1,0 +1,171 @@
+//! The little of protobuf's wire format that the hot messages need: fields in, fields out.
+
+/// A field's content, as the wire has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Field<'a> {
+    Varint(u64),
+    Fixed64(u64),
+    Bytes(&'a [u8]),
+    Fixed32(u32),
+}
+
+/// Reads the fields of a message in order.
+#[derive(Debug)]
+pub struct Reader<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    pub fn new(message: &'a [u8]) -> Self {
+        Self { rest: message }
+    }
+
+    /// The next field and its number; Some(None) at the end, None if the bytes are no message.
+    #[allow(clippy::should_implement_trait, clippy::type_complexity)] // a message can end badly; an iterator cannot say so
+    pub fn next(&mut self) -> Option<Option<(u32, Field<'a>)>> {
+        if self.rest.is_empty() {
+            return Some(None);
+        }
+        let tag = u32::try_from(self.varint()?).ok()?;
+        let field = match tag & 7 {
+            0 => Field::Varint(self.varint()?),
+            1 => Field::Fixed64(u64::from_le_bytes(self.take(8)?.try_into().ok()?)),
+            2 => {
+                let length = usize::try_from(self.varint()?).ok()?;
+                Field::Bytes(self.take(length)?)
+            }
+            5 => Field::Fixed32(u32::from_le_bytes(self.take(4)?.try_into().ok()?)),
+            _ => return None,
+        };
+        (tag >> 3 > 0).then_some(Some((tag >> 3, field)))
+    }
+
+    fn varint(&mut self) -> Option<u64> {
+        let mut value = 0u64;
+        for shift in (0..64).step_by(7) {
+            let (&byte, rest) = self.rest.split_first()?;
+            self.rest = rest;
+            value |= u64::from(byte & 0x7f) << shift;
+            if byte < 0x80 {
+                // The tenth byte has room for one bit.
+                return (shift < 63 || byte < 2).then_some(value);
+            }
+        }
+        None
+    }
+
+    fn take(&mut self, length: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.rest.split_at_checked(length)?;
+        self.rest = rest;
+        Some(taken)
+    }
+}
+
+/// Writes the fields of a message; the caller keeps them in ascending order, as other writers do.
+#[derive(Debug, Default)]
+pub struct Writer {
+    bytes: Vec<u8>,
+}
+
+impl Writer {
+    /// A number; 0 is not written, as in proto3.
+    pub fn varint(&mut self, number: u32, value: u64) {
+        if value != 0 {
+            self.raw_varint(u64::from(number << 3));
+            self.raw_varint(value);
+        }
+    }
+
+    /// Bytes, a string or a message; written even if empty.
+    pub fn bytes(&mut self, number: u32, value: &[u8]) {
+        self.length(number, value.len());
+        self.bytes.extend_from_slice(value);
+    }
+
+    /// Repeated numbers, packed; none is not written.
+    pub fn packed(&mut self, number: u32, values: impl Iterator<Item = u64> + Clone) {
+        let length: usize = values.clone().map(varint_length).sum();
+        if length > 0 {
+            self.length(number, length);
+            values.for_each(|value| self.raw_varint(value));
+        }
+    }
+
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    pub fn into_bytes(self) -> Vec<u8> {
+        self.bytes
+    }
+
+    fn length(&mut self, number: u32, length: usize) {
+        self.raw_varint(u64::from(number << 3 | 2));
+        self.raw_varint(length as u64);
+    }
+
+    fn raw_varint(&mut self, mut value: u64) {
+        while value >= 0x80 {
+            self.bytes.push(value as u8 | 0x80);
+            value >>= 7;
+        }
+        self.bytes.push(value as u8);
+    }
+}
+
+fn varint_length(value: u64) -> usize {
+    (64 - (value | 1).leading_zeros() as usize).div_ceil(7)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(bytes: &[u8]) -> Option<Vec<(u32, Field<'_>)>> {
+        let mut reader = Reader::new(bytes);
+        let mut fields = Vec::new();
+        while let Some(field) = reader.next()? {
+            fields.push(field);
+        }
+        Some(fields)
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let mut writer = Writer::default();
+        let values = [0, 1, 127, 128, 300, u64::from(u32::MAX), u64::MAX];
+        for value in values {
+            writer.varint(1, value);
+        }
+        writer.bytes(2, b"");
+        writer.bytes(200_000, b"abc");
+        writer.packed(3, [1u64, 300].into_iter());
+        writer.packed(4, std::iter::empty::<u64>());
+        let mut expected: Vec<_> = values[1..].iter().map(|&value| (1, Field::Varint(value))).collect();
+        expected.push((2, Field::Bytes(b"")));
+        expected.push((200_000, Field::Bytes(b"abc")));
+        expected.push((3, Field::Bytes(&[1, 0xac, 2])));
+        assert_eq!(read(writer.as_bytes()), Some(expected));
+    }
+
+    #[test]
+    fn fixed_fields_are_read() {
+        let bytes = [0x0d, 1, 0, 0, 0, 0x11, 2, 0, 0, 0, 0, 0, 0, 0];
+        assert_eq!(read(&bytes), Some(vec![(1, Field::Fixed32(1)), (2, Field::Fixed64(2))]));
+    }
+
+    #[test]
+    fn what_is_no_message_is_refused() {
+        for bytes in [
+            &[0x08][..],                                             // no value
+            &[0x0a, 5, 1],                                           // shorter than it says
+            &[0x0b],                                                 // a group
+            &[0x00, 1],                                              // field 0
+            &[0x08, 255, 255, 255, 255, 255, 255, 255, 255, 255, 2], // 65 bits
+            &[0x80],
+            &[0x0a, 255, 255, 255, 255, 255, 255, 255, 255, 255, 1],
+        ] {
+            assert_eq!(read(bytes), None, "{bytes:?}");
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! Python binding of `query`.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use super::index::BlockIndex;
+use crate::index::{WorkerName, WorkerRank};
+use crate::query;
+
+/// Requests above this many bytes may take longer than about 50 µs, so they release the GIL.
+const DETACH_ABOVE_BYTES: usize = 256 * 1024;
+
+/// The indexes that queries can reach; see the stub.
+#[pyclass(frozen, module = "kvscout_native")]
+#[derive(Default)]
+pub struct Queries {
+    queries: query::Queries,
+}
+
+#[pymethods]
+impl Queries {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    fn set_pool(&self, tenant: &str, model: &str, block_size: u32, eagle: bool, index: &Bound<'_, BlockIndex>) {
+        self.queries.set_pool(tenant, model, block_size, eagle, Arc::clone(index.get().index()));
+    }
+
+    fn remove_pool(&self, tenant: &str, model: &str, block_size: u32, eagle: bool) {
+        self.queries.remove_pool(tenant, model, block_size, eagle);
+    }
+
+    fn set_incomplete(
+        &self,
+        tenant: &str,
+        model: &str,
+        block_size: u32,
+        eagle: bool,
+        ranks: Vec<(String, u32)>,
+    ) {
+        let ranks = ranks
+            .iter()
+            .map(|(worker_id, dp_rank)| WorkerRank::from(WorkerName { worker_id, dp_rank: *dp_rank }))
+            .collect();
+        self.queries.set_incomplete(tenant, model, block_size, eagle, ranks);
+    }
+
+    fn answer<'py>(
+        &self,
+        py: Python<'py>,
+        request: &Bound<'py, PyBytes>,
+        now: f64,
+        caller_tenant: &str,
+    ) -> Option<Bound<'py, PyBytes>> {
+        let request = request.as_bytes();
+        let run = || self.queries.answer(request, now, caller_tenant);
+        let answer = if request.len() > DETACH_ABOVE_BYTES { py.detach(run) } else { run() };
+        answer.map(|bytes| PyBytes::new(py, &bytes))
+    }
+
+    fn answer_stream<'py>(
+        &self,
+        py: Python<'py>,
+        message: &Bound<'py, PyBytes>,
+        now: f64,
+        caller_tenant: &str,
+    ) -> Option<Bound<'py, PyBytes>> {
+        let message = message.as_bytes();
+        let run = || self.queries.answer_stream(message, now, caller_tenant);
+        let answers = if message.len() > DETACH_ABOVE_BYTES { py.detach(run) } else { run() };
+        answers.map(|bytes| PyBytes::new(py, &bytes))
+    }
+}
+
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Queries>()
+}

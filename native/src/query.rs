@@ -1,0 +1,230 @@
+//! `FindMatches` and `StreamFindMatches` from bytes to bytes.
+//!
+//! ```text
+//! request bytes ──parse──▶ pool ──▶ index.find ──▶ answer bytes
+//!                   │        └ unknown, ambiguous ─┐
+//!                   └ not of the usual shape ──────┴──▶ None: the plain path answers, and words the error
+//! ```
+//!
+//! What is answered here is byte for byte what the plain path answers; whatever is unusual (errors, multimodal
+//! items, fields sent in pieces) is left to it, so that there is one place that judges.
+
+use std::sync::Arc;
+
+use hashbrown::{HashMap, HashSet};
+use parking_lot::RwLock;
+
+use crate::hashing::{BlockHasher, hashes_from_bytes};
+use crate::index::{Index, LEVELS, Prompt, Row, TokenPrompt, WorkerRank};
+use crate::protobuf::{Field, Reader, Writer};
+
+/// Requests in one message of the stream; more are refused by the plain path.
+const MAX_REQUESTS: usize = 1024;
+
+const DEFAULT_TENANT: &str = "default";
+
+/// What is asked for.
+#[derive(Debug, Default)]
+struct Request<'a> {
+    model: &'a str,
+    tenant: &'a str,
+    block_size: Option<u32>,
+    token_ids: &'a [u8],
+    block_hashes: &'a [u8],
+    lora_name: &'a str,
+    cache_salt: &'a str,
+    eagle: Option<bool>,
+    early_exit: bool,
+    id: u64,
+}
+
+/// A request of the usual shape.
+fn parse(bytes: &[u8]) -> Option<Request<'_>> {
+    let mut request = Request::default();
+    let mut reader = Reader::new(bytes);
+    while let Some(field) = reader.next()? {
+        match field {
+            (1, Field::Bytes(value)) => request.model = std::str::from_utf8(value).ok()?,
+            (2, Field::Bytes(value)) => request.tenant = std::str::from_utf8(value).ok()?,
+            (3, Field::Varint(value)) => request.block_size = Some(value as u32),
+            (4, Field::Bytes(value)) if request.token_ids.is_empty() && value.len() % 4 == 0 => {
+                request.token_ids = value;
+            }
+            (5, Field::Bytes(value)) if request.block_hashes.is_empty() && value.len() % 8 == 0 => {
+                request.block_hashes = value;
+            }
+            (6, Field::Bytes(value)) => request.lora_name = std::str::from_utf8(value).ok()?,
+            (7, Field::Bytes(value)) => request.cache_salt = std::str::from_utf8(value).ok()?,
+            (9, Field::Varint(value)) => request.eagle = Some(value != 0),
+            (10, Field::Varint(value)) => request.early_exit = value != 0,
+            (11, Field::Varint(value)) => request.id = value,
+            (1..=11, _) => return None,
+            _ => {} // of a later version
+        }
+    }
+    let hashes_with_more = !request.block_hashes.is_empty()
+        && !(request.token_ids.is_empty() && request.lora_name.is_empty() && request.cache_salt.is_empty());
+    (!hashes_with_more).then_some(request)
+}
+
+/// An index and the ranks whose history is incomplete.
+#[derive(Debug)]
+struct Pool {
+    block_size: u32,
+    eagle: bool,
+    index: Arc<Index>,
+    incomplete: HashSet<WorkerRank>,
+}
+
+/// The pools of one model.
+type Pools = Vec<Pool>;
+
+/// The indexes that queries can reach, by tenant and model.
+#[derive(Debug, Default)]
+pub struct Queries {
+    tenants: RwLock<HashMap<String, HashMap<String, Pools>>>,
+}
+
+impl Queries {
+    /// Makes an index reachable, instead of the one of the same pool.
+    pub fn set_pool(&self, tenant: &str, model: &str, block_size: u32, eagle: bool, index: Arc<Index>) {
+        let mut tenants = self.tenants.write();
+        let pools = tenants.entry_ref(tenant).or_default().entry_ref(model).or_default();
+        pools.retain(|pool| (pool.block_size, pool.eagle) != (block_size, eagle));
+        pools.push(Pool { block_size, eagle, index, incomplete: HashSet::new() });
+    }
+
+    /// Makes an index unreachable.
+    pub fn remove_pool(&self, tenant: &str, model: &str, block_size: u32, eagle: bool) {
+        let mut tenants = self.tenants.write();
+        let Some(models) = tenants.get_mut(tenant) else { return };
+        if let Some(pools) = models.get_mut(model) {
+            pools.retain(|pool| (pool.block_size, pool.eagle) != (block_size, eagle));
+            if pools.is_empty() {
+                models.remove(model);
+            }
+        }
+        if models.is_empty() {
+            tenants.remove(tenant);
+        }
+    }
+
+    /// Says which ranks of a pool have an incomplete history.
+    pub fn set_incomplete(&self, tenant: &str, model: &str, block_size: u32, eagle: bool, ranks: HashSet<WorkerRank>) {
+        let mut tenants = self.tenants.write();
+        let pools = tenants.get_mut(tenant).and_then(|models| models.get_mut(model));
+        let same = |pool: &&mut Pool| (pool.block_size, pool.eagle) == (block_size, eagle);
+        if let Some(pool) = pools.and_then(|pools| pools.iter_mut().find(same)) {
+            pool.incomplete = ranks;
+        }
+    }
+
+    /// Answers a `FindMatchesRequest`; None: the plain path must.
+    ///
+    /// `caller_tenant` is what the caller's token is bound to; "*" is all.
+    pub fn answer(&self, request: &[u8], now: f64, caller_tenant: &str) -> Option<Vec<u8>> {
+        let request = parse(request)?;
+        let mut answer = Writer::default();
+        self.find(&request, "", now, caller_tenant, &mut answer)?;
+        Some(answer.into_bytes())
+    }
+
+    /// Answers a `StreamFindMatchesRequest`; None: the plain path must answer all of it.
+    pub fn answer_stream(&self, message: &[u8], now: f64, caller_tenant: &str) -> Option<Vec<u8>> {
+        let (mut requests, mut tenant) = (Vec::new(), "");
+        let mut reader = Reader::new(message);
+        while let Some(field) = reader.next()? {
+            match field {
+                (1, Field::Bytes(value)) if requests.len() < MAX_REQUESTS => requests.push(value),
+                (2, Field::Bytes(value)) => tenant = std::str::from_utf8(value).ok()?,
+                (1 | 2, _) => return None,
+                _ => {} // of a later version
+            }
+        }
+        let mut answers = Writer::default();
+        for bytes in requests {
+            let request = parse(bytes)?;
+            let mut response = Writer::default();
+            self.find(&request, tenant, now, caller_tenant, &mut response)?;
+            let mut result = Writer::default();
+            result.varint(1, request.id);
+            result.bytes(4, response.as_bytes());
+            answers.bytes(1, result.as_bytes());
+        }
+        Some(answers.into_bytes())
+    }
+
+    fn find(
+        &self,
+        request: &Request<'_>,
+        outer_tenant: &str,
+        now: f64,
+        caller_tenant: &str,
+        answer: &mut Writer,
+    ) -> Option<()> {
+        let tenant = [request.tenant, outer_tenant, DEFAULT_TENANT].into_iter().find(|name| !name.is_empty())?;
+        if caller_tenant != "*" && caller_tenant != tenant {
+            return None;
+        }
+        let tenants = self.tenants.read();
+        let pools = tenants.get(tenant)?.get(request.model)?;
+        let wanted = |pool: &&Pool| {
+            request.block_size.is_none_or(|size| size == pool.block_size)
+                && request.eagle.is_none_or(|eagle| eagle == pool.eagle)
+        };
+        let mut fitting = pools.iter().filter(wanted);
+        let (pool, None) = (fitting.next()?, fitting.next()) else { return None };
+        if request.token_ids.is_empty() {
+            let hashes = hashes_from_bytes(request.block_hashes)?;
+            search(pool, &mut &*hashes, request.early_exit, now, answer);
+        } else {
+            let size = pool.block_size as usize;
+            let hasher = BlockHasher::new(size, request.lora_name, request.cache_salt, &[], pool.eagle).ok()?;
+            let mut prompt = TokenPrompt::new(hasher, request.token_ids);
+            search(pool, &mut prompt, request.early_exit, now, answer);
+        }
+        Some(())
+    }
+}
+
+fn search(pool: &Pool, prompt: &mut impl Prompt, early_exit: bool, now: f64, answer: &mut Writer) {
+    let blocks = prompt.len() as u64;
+    pool.index.find(prompt, now, early_exit, |rows, name| {
+        let rows: Vec<(WorkerRank, &Row)> =
+            rows.iter().filter_map(|row| name(row.worker).map(|rank| (rank, row))).collect();
+        answer.bytes(1, overlaps(&rows).as_bytes());
+        answer.varint(2, blocks);
+        answer.varint(3, u64::from(pool.block_size));
+        answer.varint(4, u64::from(early_exit || !pool.incomplete.is_empty()));
+        if !pool.incomplete.is_empty() {
+            let incomplete = rows.iter().enumerate().filter(|(_, (rank, _))| pool.incomplete.contains(rank));
+            answer.packed(5, incomplete.map(|(place, _)| place as u64));
+        }
+    });
+}
+
+/// `Overlaps`: columns that say nothing new are left out.
+fn overlaps(rows: &[(WorkerRank, &Row)]) -> Writer {
+    let mut message = Writer::default();
+    let (mut ranks, mut slower, mut predicted) = (false, false, false);
+    for (rank, row) in rows {
+        message.bytes(1, rank.worker_id.as_bytes());
+        ranks |= rank.dp_rank != 0;
+        slower |= row.blocks[1..LEVELS - 1].iter().any(|&blocks| blocks != row.blocks[0]);
+        predicted |= row.blocks[LEVELS - 1] != row.blocks[0];
+    }
+    if ranks {
+        message.packed(2, rows.iter().map(|(rank, _)| u64::from(rank.dp_rank)));
+    }
+    for level in 0..LEVELS {
+        let told = match level {
+            0 => true,
+            _ if level < LEVELS - 1 => slower,
+            _ => predicted,
+        };
+        if told {
+            message.packed(3 + level as u32, rows.iter().map(|(_, row)| u64::from(row.blocks[level])));
+        }
+    }
+    message
+}
