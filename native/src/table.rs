@@ -70,6 +70,10 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
         self.len
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     /// Heap memory, in bytes.
     pub fn bytes(&self) -> usize {
         self.buckets.capacity() * size_of::<Bucket>()

@@ -13,6 +13,8 @@ use std::ops::Range;
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Extent {
     prefix: u32,
+    // Boxed: most extents have none, and each worker has several for each node.
+    #[allow(clippy::box_collection)]
     rest: Option<Box<Vec<u64>>>,
 }
 

@@ -62,9 +62,7 @@ class NativeIndex:
 
     def add_worker(self, worker: WorkerRank, options: WorkerOptions) -> None:
         """See `BlockIndex.add_worker`."""
-        self._index.add_worker(
-            worker, options.copies is CopyMode.SET, dict(options.adapters), options.total_kv_blocks
-        )
+        self._index.add_worker(worker, options.copies is CopyMode.SET, dict(options.adapters), options.total_kv_blocks)
 
     def remove_worker(self, worker_id: str) -> int:
         """See `BlockIndex.remove_worker`."""
