@@ -83,23 +83,23 @@ class LogNormal:
 class MultiTurn:
     """Parameters of the multi-turn generator.
 
-    The defaults are a chat service scaled to what a laptop can drive in half a minute: about 330 requests, 10 a second,
-    prompts of 2,600 tokens on average and 9,000 at most, of which 80 % repeat what was sent before. Think times are
-    those of a conversation of a few minutes, compressed.
+    The defaults are a chat service scaled to what a laptop can drive in half a minute: about 280 requests, 10 a second
+    at the peak, prompts of 3,400 tokens on average and 9,000 at most. Think times are those of a conversation of a few
+    minutes, compressed.
     """
 
-    sessions: int = 60
-    sessions_per_second: float = 3.0
+    sessions: int = 50
+    sessions_per_second: float = 2.5
     """Mean arrival rate of sessions (Poisson)."""
     seed: int = 0
-    apps: int = 12
+    apps: int = 16
     app_skew: float = 1.0
     """Zipf exponent of the apps' popularity; 0 = all alike."""
     system_prompt_tokens: Range = Range(64, 256)
     """Length of an app's system prompt."""
     turns: Range = Range(3, 8)
     """Requests of a session."""
-    first_message_tokens: LogNormal = LogNormal(median=1536, sigma=0.8, low=256, high=6144)
+    first_message_tokens: LogNormal = LogNormal(median=2048, sigma=0.6, low=256, high=6144)
     """New tokens of a session's first turn, after the system prompt."""
     message_tokens: Range = Range(48, 384)
     """New tokens of each later turn."""

@@ -324,7 +324,7 @@ impl<I: Index> Bench<I> {
             finished.store(started.elapsed().as_nanos() as u64, Ordering::Release);
             removed
         }));
-        while done.load(Ordering::Acquire) == 0 {
+        loop {
             let query = self.next_query;
             self.next_query += 1;
             let local = if query.is_multiple_of(2) {
@@ -334,6 +334,9 @@ impl<I: Index> Bench<I> {
             };
             I::fill(&mut request, local);
             times.add(self.clock.time(|| self.index.find(&request)), 1);
+            if done.load(Ordering::Acquire) > 0 {
+                break;
+            }
         }
         self.second.wait()?;
         self.index.tidy();

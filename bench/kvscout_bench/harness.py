@@ -1,0 +1,165 @@
+"""Two sides measured in turns, and what is said of them: values, goals, ratios. Pure but for the drivers asked."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvscout_bench.machine import Machine
+
+Sample = Mapping[str, Any]
+"""What a driver says of one run."""
+
+
+class Measured(Protocol):
+    """A driver, as far as rounds need it."""
+
+    def ask(self, verb: str, *, within_seconds: float = ..., **arguments: object) -> Sample:
+        """The answer to a command."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a value should reach."""
+
+    value: float
+    more_is_better: bool = False
+
+    def met(self, value: float) -> bool:
+        """Whether a value reaches it."""
+        return value >= self.value if self.more_is_better else value <= self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side's values of a workload, one a round."""
+
+    values: tuple[float, ...]
+    p99s: tuple[float, ...] = ()
+    """99th percentiles of the same; empty: they are not defined."""
+
+    @property
+    def value(self) -> float:
+        """The median over the rounds."""
+        return statistics.median(self.values)
+
+    @property
+    def p99(self) -> float | None:
+        """The median over the rounds of each round's 99th percentile."""
+        return statistics.median(self.p99s) if self.p99s else None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the result."""
+
+    workload: str
+    title: str
+    value: float
+    """Median over the rounds, in `unit`."""
+    unit: str
+    goal: float | None
+    met: bool | None
+    """None: there is no goal, or the run was too short to judge."""
+    peer: float | None
+    """The peer's median; None: it was not asked for, or has no such workload."""
+    ratio: float | None
+    """How many times better than the peer; below 1 is worse."""
+    p99: float | None
+    peer_p99: float | None
+    spread: tuple[float, float]
+    """Least and largest of the rounds."""
+    peer_spread: tuple[float, float] | None
+    rounds: int
+    machine: Machine = field(repr=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as JSON values, numbers to four digits."""
+        return {
+            "workload": self.workload,
+            "title": self.title,
+            "value": rounded(self.value),
+            "unit": self.unit,
+            "goal": rounded(self.goal),
+            "met": self.met,
+            "peer": rounded(self.peer),
+            "ratio": rounded(self.ratio),
+            "p99": rounded(self.p99),
+            "peer_p99": rounded(self.peer_p99),
+            "spread": [rounded(value) for value in self.spread],
+            "peer_spread": [rounded(value) for value in self.peer_spread] if self.peer_spread else None,
+            "rounds": self.rounds,
+            "machine": {name: getattr(self.machine, name) for name in Machine.__dataclass_fields__},
+        }
+
+
+def compare(
+    workload: str,
+    title: str,
+    unit: str,
+    goal: Goal | None,
+    ours: Side,
+    peer: Side | None,
+    *,
+    judge: bool,
+    machine: Machine,
+) -> Row:
+    """A row of the two sides of a workload.
+
+    Args:
+        goal: None: any value will do, and less is better.
+        peer: None: it has no such workload.
+        judge: Whether the run was long enough to say that a goal is met or missed.
+    """
+    more_is_better = goal is not None and goal.more_is_better
+    ratio = None
+    if peer is not None:
+        better, worse = (ours.value, peer.value) if more_is_better else (peer.value, ours.value)
+        ratio = better / worse if worse else None
+    return Row(
+        workload=workload,
+        title=title,
+        value=ours.value,
+        unit=unit,
+        goal=goal.value if goal else None,
+        met=goal.met(ours.value) if goal and judge else None,
+        peer=peer.value if peer else None,
+        ratio=ratio,
+        p99=ours.p99,
+        peer_p99=peer.p99 if peer else None,
+        spread=(min(ours.values), max(ours.values)),
+        peer_spread=(min(peer.values), max(peer.values)) if peer else None,
+        rounds=len(ours.values),
+        machine=machine,
+    )
+
+
+def in_turns(
+    drivers: Mapping[str, Measured], workloads: Sequence[str], *, rounds: int, seconds: float
+) -> dict[tuple[str, str], list[Sample]]:
+    """Runs of every workload, the sides taking turns, and who begins alternating from round to round.
+
+    Args:
+        drivers: Side → driver.
+        seconds: Length of one run.
+
+    Returns:
+        (side, workload) → one sample a round; none for a workload that a side does not have.
+    """
+    samples: dict[tuple[str, str], list[Sample]] = {}
+    for number in range(rounds):
+        sides = list(drivers) if number % 2 == 0 else list(reversed(drivers))
+        for workload in workloads:
+            for side in sides:
+                answer = drivers[side].ask("run", workload=workload, seconds=seconds)
+                if "unsupported" not in answer:
+                    samples.setdefault((side, workload), []).append(answer)
+    return samples
+
+
+def rounded(value: float | None) -> float | None:
+    """A number to four significant digits."""
+    return None if value is None else float(f"{value:.4g}")

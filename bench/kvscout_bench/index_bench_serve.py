@@ -1,0 +1,278 @@
+"""The index benchmark's protocol, fixture and finds for drivers in Python; `bench/README.md` defines them.
+
+It needs the standard library alone: a peer's driver runs in the peer's environment.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+VOCABULARY_MASK = 0x1FFFF_0001FFFF
+"""Both halves of a word modulo 2^17."""
+TOKEN_PAIRS = 8
+GROUP = 64
+REMEMBERED_PROMPTS = 128
+"""Their tokens are kept: making them takes a hundred times as long as a find."""
+CHECKED_QUERIES = 256
+
+TOKENS, ENGINE_HASHES, HOLDERS, LENGTHS, QUERIES = range(5)
+
+
+class BenchedIndex(Protocol):
+    """What is measured. Workers are numbers; an index that names them otherwise translates."""
+
+    name: str
+    version: str
+
+    def local_hashes(self, tokens: bytes) -> Sequence[int]:
+        """Local hashes of little-endian u32 tokens, 16 a block."""
+        ...
+
+    def event(self, parent: int | None, local: Sequence[int], engine: Sequence[int]) -> Any:
+        """A Stored event in the form that `store` takes."""
+        ...
+
+    def store(self, worker: int, event: Any) -> None:
+        """Applies an event of a worker."""
+        ...
+
+    def request(self, local: array[int]) -> Any:
+        """A new copy of block hashes in the form that `find` takes."""
+        ...
+
+    def token_request(self, tokens: bytes) -> Any:
+        """A new copy of tokens in the form that `find_tokens` takes."""
+        ...
+
+    def find(self, request: Any) -> Any:
+        """Block hashes → overlaps."""
+        ...
+
+    def find_tokens(self, request: Any) -> Any:
+        """Tokens → overlaps."""
+        ...
+
+    def overlaps(self, answer: Any) -> Iterable[tuple[int, int]]:
+        """(worker, blocks) of an answer."""
+        ...
+
+
+class Fixture:
+    """What is held and asked, from one seed."""
+
+    def __init__(self, arguments: dict[str, str]) -> None:
+        self.prompts, self.blocks, self.holders = (int(arguments[key]) for key in ("prompts", "blocks", "holders"))
+        self.event_blocks, self.workers = int(arguments["event_blocks"]), int(arguments["workers"])
+        self.lengths = arguments["lengths"]
+        seed = int(arguments["seed"])
+        self._tokens: dict[int, bytes] = {}
+        self._keys = [mix((seed + stream * GOLDEN) & MASK) for stream in range(QUERIES + 1)]
+
+    def word(self, stream: int, i: int) -> int:
+        """The i-th word of a stream."""
+        return mix((self._keys[stream] + i * GOLDEN) & MASK)
+
+    def tokens(self, prompt: int) -> bytes:
+        """Tokens of a prompt as little-endian u32s."""
+        if prompt in self._tokens:
+            return self._tokens[prompt]
+        first = prompt * self.blocks
+        words = (self.word(TOKENS, first + block) & VOCABULARY_MASK for block in range(self.blocks))
+        tokens = b"".join(word.to_bytes(8, "little") * TOKEN_PAIRS for word in words)
+        if len(self._tokens) < REMEMBERED_PROMPTS:
+            self._tokens[prompt] = tokens
+        return tokens
+
+    def engine_hashes(self, prompt: int) -> list[int]:
+        """Engine hashes of a prompt's blocks."""
+        return [self.word(ENGINE_HASHES, prompt * self.blocks + block) for block in range(self.blocks)]
+
+    def held(self, prompt: int) -> Iterator[tuple[int, int]]:
+        """(worker, blocks) of the holders of a prompt."""
+        workers = list(range(self.workers))
+        longest = self.word(LENGTHS, prompt * 1024 + 1023) % self.holders
+        for holder in range(self.holders):
+            swapped = holder + self.word(HOLDERS, prompt * 1024 + holder) % (self.workers - holder)
+            workers[holder], workers[swapped] = workers[swapped], workers[holder]
+            whole = self.lengths == "equal" or (self.lengths == "unequal" and holder == longest)
+            some = 1 + self.word(LENGTHS, prompt * 1024 + holder) % self.blocks
+            yield workers[holder], self.blocks if whole else some
+
+    def queried(self, query: int) -> int:
+        """The prompt that a query asks for."""
+        return self.word(QUERIES, query) % self.prompts
+
+    def missed(self, query: int) -> int:
+        """A prompt that is not held."""
+        return self.prompts + self.word(QUERIES, query) % 64
+
+
+class Bench:
+    """A loaded index."""
+
+    def __init__(self, index: BenchedIndex, fixture: Fixture) -> None:
+        self._index, self._fixture = index, fixture
+        self._local: dict[int, array[int]] = {}
+        self._next_query = 0
+        empty = sorted(self._time(lambda _: None, None) for _ in range(1001))
+        self._empty_ns = empty[len(empty) // 2]
+
+    def load(self) -> dict[str, Any]:
+        """Stores the fixture."""
+        before, started = resident_bytes(), time.perf_counter()
+        memberships = sum(self._fill())
+        seconds = time.perf_counter() - started
+        return {"memberships": memberships, "seconds": seconds, "rss_before": before, "rss_after": resident_bytes()}
+
+    def _fill(self) -> Iterator[int]:
+        fixture, size = self._fixture, self._fixture.event_blocks
+        for first in range(0, fixture.prompts, GROUP):
+            group = [
+                (self._local_of(prompt), fixture.engine_hashes(prompt), list(fixture.held(prompt)))
+                for prompt in range(first, min(fixture.prompts, first + GROUP))
+            ]
+            for start in range(0, fixture.blocks, size):
+                for local, engine, held in group:
+                    events: dict[int, Any] = {}
+                    for worker, length in held:
+                        end = min(length, start + size)
+                        if end <= start:
+                            continue
+                        if end not in events:
+                            parent = engine[start - 1] if start else None
+                            events[end] = self._index.event(parent, local[start:end], engine[start:end])
+                        self._index.store(worker, events[end])
+                        yield end - start
+
+    def _local_of(self, prompt: int) -> array[int]:
+        if prompt not in self._local:
+            self._local[prompt] = array("Q", self._index.local_hashes(self._fixture.tokens(prompt)))
+        return self._local[prompt]
+
+    def _operation(self, workload: str) -> tuple[Callable[[int], Any], Callable[[Any], Any]] | None:
+        """How to make a query's request, and the call to be timed."""
+        index, fixture = self._index, self._fixture
+        match workload:
+            case "find_hashes":
+                return lambda query: index.request(self._local_of(fixture.queried(query))), index.find
+            case "find_tokens":
+                return lambda query: index.token_request(fixture.tokens(fixture.queried(query))), index.find_tokens
+            case "find_miss":
+                return lambda query: index.token_request(fixture.tokens(fixture.missed(query))), index.find_tokens
+        return None
+
+    def check(self, workload: str) -> dict[str, Any]:
+        """The number made of the first answers."""
+        operation = self._operation(workload)
+        if operation is None:
+            return {"unsupported": workload}
+        make, find = operation
+        total = 0
+        for query in range(CHECKED_QUERIES):
+            for worker, overlap in self._index.overlaps(find(make(query))):
+                total += (worker + 1) * overlap * (query + 1)
+        return {"answers": total & MASK}
+
+    def run(self, workload: str, seconds: float) -> dict[str, Any]:
+        """Times a workload."""
+        operation = self._operation(workload)
+        if operation is None:
+            return {"unsupported": workload}
+        make, find = operation
+        times: list[int] = []
+        started = time.perf_counter()
+        warm, end = started + seconds / 10, started + seconds
+        while not times or time.perf_counter() < end:
+            request = make(self._next_query)
+            self._next_query += 1
+            elapsed = self._time(find, request)
+            if time.perf_counter() >= warm:
+                times.append(max(0, elapsed - self._empty_ns))
+        times.sort()
+        last = len(times) - 1
+        return {
+            "workload": workload,
+            "operations": len(times),
+            "median_ns": times[round(last * 0.5)],
+            "p99_ns": times[round(last * 0.99)],
+            "max_ns": times[last],
+            "rate": len(times) * 1e9 / max(1, sum(times)),
+        }
+
+    @staticmethod
+    def _time(call: Callable[[Any], Any], request: Any) -> int:
+        started = time.perf_counter_ns()
+        call(request)
+        return time.perf_counter_ns() - started
+
+
+def serve(make: Callable[[int], BenchedIndex], lines: Iterable[str], out: TextIO) -> None:
+    """Answers commands until `quit` or their end.
+
+    Args:
+        make: An empty index for so many workers.
+    """
+    bench: Bench | None = None
+    for line in lines:
+        verb, *words = line.split() or [""]
+        try:
+            arguments = dict(word.split("=", maxsplit=1) for word in words)
+            if verb == "load" and bench is None:
+                fixture = Fixture(arguments)
+                bench = Bench(make(fixture.workers), fixture)
+                answer = bench.load()
+                # What is loaded stays: the collector need not look at it while something is timed.
+                gc.freeze()
+            else:
+                answer = _answer(verb, arguments, bench, make)
+        except (KeyError, ValueError) as error:
+            answer = {"error": f"{line.strip()}: {error!r}"}
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+        if verb == "quit":
+            return
+
+
+def _answer(
+    verb: str, arguments: dict[str, str], bench: Bench | None, make: Callable[[int], BenchedIndex]
+) -> dict[str, Any]:
+    if verb == "hello":
+        index = make(0)
+        return {"driver": index.name, "version": index.version}
+    if verb == "quit":
+        return {}
+    if bench is not None and verb == "check":
+        return bench.check(arguments["workload"])
+    if bench is not None and verb == "run":
+        return bench.run(arguments["workload"], float(arguments["seconds"]))
+    raise ValueError("not a command now")
+
+
+def mix(x: int) -> int:
+    """A bijection of 64-bit numbers that looks random."""
+    x ^= x >> 30
+    x = x * 0xBF58476D1CE4E5B9 & MASK
+    x ^= x >> 27
+    x = x * 0x94D049BB133111EB & MASK
+    return x ^ (x >> 31)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not tell."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+def main(make: Callable[[int], BenchedIndex]) -> None:
+    """A driver on standard input and output."""
+    serve(make, sys.stdin, sys.stdout)

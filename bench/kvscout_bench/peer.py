@@ -1,0 +1,154 @@
+"""Drivers of the index benchmark as processes: built where they are needed, started, pinned, asked.
+
+`bench/README.md` has the protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import venv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvscout_common.errors import FailedPrecondition
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The source tree: drivers are compiled from it."""
+
+WHEEL = "ai-dynamo-runtime==1.6.1"
+LOAD_SECONDS = 600.0
+"""Longest wait for an answer besides what was asked to be measured."""
+TAIL_BYTES = 2000
+
+
+class DriverFailed(FailedPrecondition):
+    """A driver cannot be built or started, ended early, or refused a command."""
+
+
+def native_driver(name: str) -> list[str]:
+    """The command of a native driver, compiled first if it is not up to date.
+
+    Args:
+        name: A folder of `bench/peers` with a Cargo.toml: "kvscout" or "dynamo".
+
+    Raises:
+        DriverFailed: There is no source tree, no cargo, or it does not compile.
+    """
+    crate = ROOT / "bench" / "peers" / name
+    if not (crate / "Cargo.toml").exists():
+        raise DriverFailed(f"the index benchmark compiles its drivers from a source tree, and {crate} is not there")
+    cargo = shutil.which("cargo")
+    if cargo is None:
+        raise DriverFailed("cargo is not on PATH: install Rust, the index benchmark compiles its drivers with it")
+    target = crate / "target"
+    command = [cargo, "build", "--release", "--locked", "--quiet", "--target-dir", str(target)]
+    if subprocess.run([*command, "--manifest-path", str(crate / "Cargo.toml")], check=False).returncode:
+        raise DriverFailed(f"{crate} does not compile; cargo's messages are above")
+    return [str(target / "release" / f"kvscout-bench-{name}")]
+
+
+def python_driver() -> list[str]:
+    """The command of our Python driver."""
+    return [sys.executable, "-m", "kvscout_bench.index_bench_driver"]
+
+
+def dynamo_wheel_driver() -> list[str]:
+    """The command of the driver of Dynamo's wheel, in a venv of its own that is made first if it is not there.
+
+    Raises:
+        DriverFailed: The wheel cannot be installed.
+    """
+    folder = ROOT / ".kvscout" / "peers" / WHEEL.replace("==", "-")
+    python, complete = folder / "bin" / "python", folder / "complete"
+    if not complete.exists():
+        venv.create(folder, with_pip=True, clear=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", WHEEL, "xxhash"]
+        if subprocess.run(install, stdout=sys.stderr, check=False).returncode:
+            raise DriverFailed(f"{WHEEL} cannot be installed into {folder}; pip's messages are above")
+        complete.touch()
+    return [str(python), "-m", "kvscout_bench.peer_dynamo_wheel"]
+
+
+class Driver:
+    """A running driver; a context manager that ends it."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = list(command)
+        self._errors = tempfile.TemporaryFile()
+        # A wheel's venv does not have this package installed.
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench")} if "-m" in self.command else None
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env=environment,
+            )
+        except OSError as error:
+            self._errors.close()
+            raise DriverFailed(f"{self.command[0]} cannot be started: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process; waits for it."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def ask(self, verb: str, *, within_seconds: float = LOAD_SECONDS, **arguments: object) -> Mapping[str, Any]:
+        """The answer to a command; blocks.
+
+        Raises:
+            DriverFailed: It answered with an error, not in time, or not at all.
+        """
+        line = " ".join([verb, *(f"{key}={value}" for key, value in arguments.items())])
+        assert self._process.stdin is not None and self._process.stdout is not None
+        watchdog = threading.Timer(within_seconds, self._process.kill)
+        watchdog.start()
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+            text = self._process.stdout.readline()
+        except BrokenPipeError:
+            text = ""
+        finally:
+            watchdog.cancel()
+        if not text:
+            self._process.wait()
+            raise DriverFailed(f"{self.command[0]} ended at {line!r}: {self._tail() or 'it said nothing'}")
+        answer: Mapping[str, Any] = json.loads(text)
+        if "error" in answer:
+            raise DriverFailed(f"{self.command[0]} at {line!r}: {answer['error']}")
+        return answer
+
+    def pin(self, main: int, others: int) -> None:
+        """Binds the main thread to one core and every other one to another, where the system can."""
+        if not hasattr(os, "sched_setaffinity"):
+            return
+        process = self._process.pid
+        for task in Path(f"/proc/{process}/task").iterdir():
+            thread = int(task.name)
+            os.sched_setaffinity(thread, {main if thread == process else others})
+
+    def _tail(self) -> str:
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - TAIL_BYTES))
+        return self._errors.read().decode(errors="replace").strip()

@@ -1,0 +1,68 @@
+"""`kvscout bench`: named workloads, measured on this machine, beside a peer where one is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import click
+from rich.table import Table
+
+from kvscout_bench.harness import Row
+from kvscout_bench.index_bench import PEERS, IndexBench
+from kvscout_cli.connection import option
+from kvscout_cli.output import stderr, stdout
+from kvscout_common.flags import SectionedCommand
+
+
+@click.group(name="bench", invoke_without_command=True)
+@click.pass_context
+def command(context: click.Context) -> None:
+    """Measure on this machine; without a subcommand, everything."""
+    if context.invoked_subcommand is None:
+        context.invoke(index)
+
+
+@command.command(cls=SectionedCommand)
+@option("--peer", type=click.Choice(PEERS), help="Measure this one too, in turns with ours.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
+@option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
+@option("--quick", is_flag=True, help="Tiny sizes, one short round: shows that it works, judges nothing.")
+def index(peer: str | None, as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
+    """Measure the block index against its goals."""
+    bench = IndexBench(peer=peer or "", rounds=rounds, only=only, quick=quick)
+    progress = stderr()
+    rows = bench.run(lambda text: progress.print(f"[dim]{text}[/]"))
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(row.as_json(), ensure_ascii=False))
+        return
+    _print_table(rows)
+
+
+def _print_table(rows: Iterator[Row]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("workload")
+    for column in ("value", "unit", "goal", "met", "p99", "peer", "peer p99", "ratio", "rounds from", "to"):
+        table.add_column(column, justify="left" if column in ("unit", "met") else "right")
+    machine = None
+    for row in rows:
+        met = {None: "–", True: "yes", False: "no"}[row.met]
+        low, high = row.spread
+        table.add_row(
+            *(row.title, _number(row.value), row.unit, _number(row.goal), met, _number(row.p99)),
+            *(_number(row.peer), _number(row.peer_p99), f"{row.ratio:.2f}×" if row.ratio else "–"),
+            *(_number(low), _number(high)),
+        )
+        machine = row.machine
+    stdout().print(table)
+    if machine is not None:
+        stdout().print(
+            f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB, Linux {machine.kernel}, "
+            f"Python {machine.python}, {machine.rustc or 'no rustc'}"
+        )
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
