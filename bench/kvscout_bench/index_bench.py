@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvscout_bench.harness import Goal, Row, Sample, Side, compare, in_turns
-from kvscout_bench.machine import Machine, this_machine, usable_cores
+from kvscout_bench.machine import this_machine, usable_cores
 from kvscout_bench.peer import Driver, DriverFailed, dynamo_wheel_driver, native_driver, python_driver
 from kvscout_common.errors import InvalidArgument
 

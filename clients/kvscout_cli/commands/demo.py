@@ -26,15 +26,15 @@ from kvscout_common.flags import SectionedCommand
 
 BASELINE, CANDIDATE = "round-robin", "kv"
 
-SESSIONS_PER_SECOND = 3.0
+SESSIONS_PER_SECOND = MultiTurn().sessions_per_second
 ARRIVAL_SECONDS = 20.0
 
-CHAT_BLOCKS = 1536
-"""KV blocks of an engine in the default workload: 24,576 tokens. Its live sessions hold about 65,000: four engines have
-room for each of them once, none for all of them. Larger caches hide bad routing, in this demo as in life."""
+CHAT_BLOCKS = 1280
+"""KV blocks of an engine in the default workload: 20,480 tokens. Its live sessions hold about 80,000: four engines have
+just room for each of them once, none for all of them. Larger caches hide bad routing, in this demo as in life."""
 
-CHAT_STEP_COSTS = ("--step-base-ms", "5", "--prefill-us-per-token", "40", "--decode-us-per-request", "25")
-"""A model of about 8B on one current GPU: 25,000 prompt tokens a second, about 6 ms between tokens."""
+CHAT_STEP_COSTS = ("--step-base-ms", "4", "--prefill-us-per-token", "30", "--decode-us-per-request", "25")
+"""A model of about 8B on one current GPU: 33,000 prompt tokens a second, 4 to 5 ms between tokens."""
 
 TRACE_BLOCKS = 65_536
 """1,048,576 tokens: production traces repeat themselves after minutes, not seconds."""
