@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +11,9 @@ from kvscout_bench.machine import Machine
 
 Sample = Mapping[str, Any]
 """What a driver says of one run."""
+
+Samples = Mapping[tuple[str, str], Sequence[Sample]]
+"""(side, workload) → one sample a round."""
 
 
 class Measured(Protocol):
@@ -31,6 +34,23 @@ class Goal:
     def met(self, value: float) -> bool:
         """Whether a value reaches it."""
         return value >= self.value if self.more_is_better else value <= self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row to be measured."""
+
+    name: str
+    title: str
+    unit: str
+    goal: Goal | None
+    workload: str
+    """What drivers are asked to run."""
+    value: Callable[[Sample], float]
+    """In `unit`."""
+    p99: Callable[[Sample], float] | None = None
+    share_of: str = ""
+    """Another workload: the value is a share, in %, of that one's in the same round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,34 +116,24 @@ class Row:
         }
 
 
-def compare(
-    workload: str,
-    title: str,
-    unit: str,
-    goal: Goal | None,
-    ours: Side,
-    peer: Side | None,
-    *,
-    judge: bool,
-    machine: Machine,
-) -> Row:
-    """A row of the two sides of a workload.
+def compare(case: Case, ours: Side, peer: Side | None, *, judge: bool, machine: Machine) -> Row:
+    """A row of the two sides of a case.
 
     Args:
-        goal: None: any value will do, and less is better.
-        peer: None: it has no such workload.
+        peer: None: it has no such workload, or was not asked for.
         judge: Whether the run was long enough to say that a goal is met or missed.
     """
-    more_is_better = goal is not None and goal.more_is_better
+    goal = case.goal
     ratio = None
     if peer is not None:
+        more_is_better = goal is not None and goal.more_is_better
         better, worse = (ours.value, peer.value) if more_is_better else (peer.value, ours.value)
         ratio = better / worse if worse else None
     return Row(
-        workload=workload,
-        title=title,
+        workload=case.name,
+        title=case.title,
         value=ours.value,
-        unit=unit,
+        unit=case.unit,
         goal=goal.value if goal else None,
         met=goal.met(ours.value) if goal and judge else None,
         peer=peer.value if peer else None,
@@ -137,9 +147,19 @@ def compare(
     )
 
 
-def in_turns(
-    drivers: Mapping[str, Measured], workloads: Sequence[str], *, rounds: int, seconds: float
-) -> dict[tuple[str, str], list[Sample]]:
+def side_of(case: Case, side: str, samples: Samples) -> Side | None:
+    """A side's values of a case; None: it does not have the workload."""
+    taken = samples.get((side, case.workload))
+    if not taken:
+        return None
+    values = [case.value(sample) for sample in taken]
+    if case.share_of:
+        whole = [case.value(sample) for sample in samples[side, case.share_of]]
+        values = [100.0 * part / all_ for part, all_ in zip(values, whole, strict=True)]
+    return Side(tuple(values), tuple(case.p99(sample) for sample in taken) if case.p99 else ())
+
+
+def in_turns(drivers: Mapping[str, Measured], workloads: Sequence[str], *, rounds: int, seconds: float) -> Samples:
     """Runs of every workload, the sides taking turns, and who begins alternating from round to round.
 
     Args:
@@ -150,8 +170,9 @@ def in_turns(
         (side, workload) → one sample a round; none for a workload that a side does not have.
     """
     samples: dict[tuple[str, str], list[Sample]] = {}
+    order = list(drivers)
     for number in range(rounds):
-        sides = list(drivers) if number % 2 == 0 else list(reversed(drivers))
+        sides = order if number % 2 == 0 else order[::-1]
         for workload in workloads:
             for side in sides:
                 answer = drivers[side].ask("run", workload=workload, seconds=seconds)

@@ -82,7 +82,7 @@ class Driver:
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         # A wheel's venv does not have this package installed.
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench")} if "-m" in self.command else None
         try:
@@ -97,6 +97,9 @@ class Driver:
         except OSError as error:
             self._errors.close()
             raise DriverFailed(f"{self.command[0]} cannot be started: {error}") from error
+        assert self._process.stdin
+        assert self._process.stdout
+        self._input, self._output = self._process.stdin, self._process.stdout
 
     def __enter__(self) -> Self:
         return self
@@ -120,13 +123,12 @@ class Driver:
             DriverFailed: It answered with an error, not in time, or not at all.
         """
         line = " ".join([verb, *(f"{key}={value}" for key, value in arguments.items())])
-        assert self._process.stdin is not None and self._process.stdout is not None
         watchdog = threading.Timer(within_seconds, self._process.kill)
         watchdog.start()
         try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-            text = self._process.stdout.readline()
+            self._input.write(line + "\n")
+            self._input.flush()
+            text = self._output.readline()
         except BrokenPipeError:
             text = ""
         finally:

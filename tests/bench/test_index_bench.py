@@ -1,0 +1,54 @@
+"""The index benchmark end to end on its smallest case, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvscout_bench.index_bench import IndexBench
+from kvscout_bench.index_bench_cases import CASES, FIXTURES
+from kvscout_common.errors import InvalidArgument
+
+
+def test_a_quick_run_gives_a_row_without_a_verdict() -> None:
+    said: list[str] = []
+    rows = list(IndexBench(only=("python/hot/find_hashes",), quick=True).run(said.append))
+    assert [row.workload for row in rows] == ["python/hot/find_hashes"]
+    assert rows[0].value > 0
+    assert (rows[0].met, rows[0].peer, rows[0].rounds) == (None, None, 1)
+    assert json.loads(json.dumps(rows[0].as_json()))["unit"] == "µs"
+    assert "python/hot" in said
+
+
+def test_names_of_cases_are_unique_and_their_fixtures_exist() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert {case.fixture for case in CASES} == set(FIXTURES)
+
+
+@pytest.mark.parametrize("fixture", [name for name in FIXTURES if name.startswith("large")])
+def test_a_large_fixture_has_ten_million_memberships(fixture: str) -> None:
+    held = FIXTURES[fixture]
+    # Lengths are uniform in 1 .. blocks, but of one holder of an unequal prompt.
+    mean = (held.blocks + 1) / 2
+    blocks = {
+        "equal": held.holders * held.blocks,
+        "unequal": (held.holders - 1) * mean + held.blocks,
+        "random": held.holders * mean,
+    }[held.lengths]
+    assert held.prompts * blocks == pytest.approx(10e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("bench", "field"),
+    [
+        ({"peer": "nobody"}, "peer"),
+        ({"rounds": 0}, "rounds"),
+        ({"seconds": 0.0}, "seconds"),
+        ({"only": ("x/y",)}, "only"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(bench: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        IndexBench(**bench)  # type: ignore[arg-type]
+    assert refused.value.field == field
