@@ -1,0 +1,262 @@
+"""Route and what follows it, over real indexer, scheduler, gateway and mockers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from gateway_stack import CALL_SECONDS, MODEL, GatewayClient, Stack, fresh_prompt, mocker_worker, running_stack
+from mocker_process import running_mocker
+from processes import eventually
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
+from kvscout_common import errors
+from kvscout_common.channel import call
+from kvscout_common.hashing import block_hashes
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack() -> AsyncIterator[Stack]:
+    async with running_stack(mockers=(("--lora", "poet"), ("--lora", "poet"))) as started:
+        for index, mocker in enumerate(started.mockers):
+            worker = mocker_worker(f"w{index}", mocker, adapters=[workers_pb2.Adapter(name="poet")])
+            worker.labels["zone"] = "ab"[index]
+            await started.client.register(worker)
+        yield started
+
+
+@pytest.fixture
+def client(stack: Stack) -> GatewayClient:
+    return stack.client
+
+
+async def test_a_query_books_nothing(client: GatewayClient) -> None:
+    answer = await client.route(fresh_prompt(100))
+    assert answer.worker_id in ("w0", "w1")
+    assert (answer.num_blocks, answer.block_size, answer.overlap_blocks) == (6, 16, 0)
+    assert not answer.degraded
+    assert answer.endpoint.startswith("http://127.0.0.1:")
+    assert not await client.active()
+
+
+async def test_a_request_id_books_until_it_is_freed(client: GatewayClient) -> None:
+    routed = await client.route(fresh_prompt(100), request_id="booked", worker_id="w1")
+    assert routed.worker_id == "w1"
+    [active] = await client.active()
+    assert (active.request.request_id, active.worker.worker_id, active.uncached_tokens) == ("booked", "w1", 100)
+    assert sorted(await client.loads()) == [(0, 0, 0), (1, 100, 7)]
+
+    ref = scheduler_pb2.RequestRef(model=MODEL, request_id="booked")
+    assert (await call(client.stub.MarkPrefillComplete, ref, timeout=CALL_SECONDS)).changed
+    assert not (await call(client.stub.MarkPrefillComplete, ref, timeout=CALL_SECONDS)).changed
+    assert sorted(await client.loads()) == [(0, 0, 0), (1, 0, 7)]
+    freed = [(await call(client.stub.Free, ref, timeout=CALL_SECONDS)).outcome for _ in range(2)]
+    assert freed == [scheduler_pb2.FREE_OUTCOME_FREED, scheduler_pb2.FREE_OUTCOME_ALREADY_FREED]
+    await client.until_idle()
+    with pytest.raises(errors.NotFound):
+        await call(client.stub.MarkPrefillComplete, ref, timeout=CALL_SECONDS)
+
+
+async def test_an_active_request_id_is_refused_to_another_attempt_only(client: GatewayClient) -> None:
+    prompt = fresh_prompt(64)
+    first = await client.route(prompt, request_id="twice", attempt_id=1)
+    again = await client.route(prompt, request_id="twice", attempt_id=1)
+    assert again.worker_id == first.worker_id
+    assert len(await client.active()) == 1
+    with pytest.raises(errors.AlreadyExists):
+        await client.route(prompt, request_id="twice", attempt_id=2)
+    ref = scheduler_pb2.RequestRef(model=MODEL, request_id="twice", attempt_id=1)
+    await call(client.stub.Free, ref, timeout=CALL_SECONDS)
+    await client.until_idle()
+
+
+async def test_a_booking_ends_with_the_lease_that_its_caller_chose(client: GatewayClient) -> None:
+    await client.route(fresh_prompt(64), request_id="short", lease_seconds=1)
+    assert len(await client.active()) == 1
+    await client.until_idle()
+
+
+async def test_the_worker_that_holds_the_prompt_is_chosen_and_explained(client: GatewayClient) -> None:
+    prompt = fresh_prompt(160)
+    await client.generate(prompt, worker_id="w1")
+    await client.until_indexed(prompt, 10)
+    answer = await client.route(prompt, explain=True)
+    assert (answer.worker_id, answer.overlap_blocks, answer.effective_overlap_blocks) == ("w1", 10, 10.0)
+    candidates = {c.worker.worker_id: c for c in answer.explanation.candidates}
+    assert (candidates["w0"].device_blocks, candidates["w1"].device_blocks) == (0, 10)
+    assert candidates["w1"].cost < candidates["w0"].cost
+    assert answer.explanation.reason
+    ignored = types_pb2.RouterConfigOverride(overlap_score_weight=0)
+    assert (await client.route(prompt, router_config_override=ignored)).overlap_blocks == 0
+
+
+async def test_block_hashes_do_as_well_as_tokens(client: GatewayClient) -> None:
+    prompt = fresh_prompt(160)
+    await client.generate(prompt, worker_id="w0")
+    await client.until_indexed(prompt, 10)
+    hashes = block_hashes(prompt.tobytes(), 16)
+    answer = await client.route(block_hashes=hashes, block_size=16, isl_tokens=165)
+    assert (answer.worker_id, answer.overlap_blocks, answer.num_blocks) == ("w0", 10, 10)
+    with pytest.raises(errors.FailedPrecondition, match="block_size is 32, the model's workers have 16"):
+        await client.route(block_hashes=hashes, block_size=32)
+
+
+async def test_pins_allow_lists_and_labels_limit_the_choice(client: GatewayClient) -> None:
+    prompt = fresh_prompt(64)
+    for worker_id, zone in (("w0", "a"), ("w1", "b")):
+        assert (await client.route(prompt, worker_id=worker_id)).worker_id == worker_id
+        assert (await client.route(prompt, allowed_worker_ids=[worker_id])).worker_id == worker_id
+        assert (await client.route(prompt, required_labels={"zone": zone})).worker_id == worker_id
+    for code, fields in (
+        (errors.NotFound, {"worker_id": "w9"}),
+        (errors.NotFound, {"worker_id": "w0", "dp_rank": 3}),
+        (errors.Unavailable, {"allowed_worker_ids": ["w9"]}),
+        (errors.FailedPrecondition, {"required_labels": {"zone": "c"}}),
+        (errors.FailedPrecondition, {"lora_name": "unknown"}),
+    ):
+        with pytest.raises(code):
+            await client.route(prompt, **fields)
+
+
+async def test_an_adapter_is_a_model_with_a_cache_of_its_own(client: GatewayClient) -> None:
+    prompt = fresh_prompt(160)
+    await client.generate(prompt, model="poet", worker_id="w0")
+    await client.until_indexed(prompt, 10, lora_name="poet")
+    assert (await client.route(prompt, model="poet")).overlap_blocks == 10
+    assert (await client.route(prompt, lora_name="poet")).overlap_blocks == 10
+    assert (await client.route(prompt)).overlap_blocks == 0
+    with pytest.raises(errors.InvalidArgument, match="lora_name"):
+        await client.route(prompt, model="poet", lora_name="another")
+
+    await client.route(prompt, model="poet", request_id="by adapter")
+    ref = scheduler_pb2.RequestRef(model="poet", request_id="by adapter")
+    assert (await call(client.stub.Free, ref, timeout=CALL_SECONDS)).outcome == scheduler_pb2.FREE_OUTCOME_FREED
+
+
+@pytest.mark.parametrize(
+    ("field", "request_fields"),
+    [
+        ("model", {"model": ""}),
+        ("token_ids", {"token_ids": []}),
+        ("token_ids", {"block_hashes": [1], "block_size": 16}),
+        ("block_size", {"token_ids": [], "block_hashes": [1]}),
+        ("block_size", {"token_ids": [], "block_hashes": [1], "block_size": 0}),
+        ("block_size", {"block_size": 0}),
+        ("block_size", {"block_size": 16}),
+        ("isl_tokens", {"isl_tokens": 5}),
+        ("isl_tokens", {"token_ids": [], "block_hashes": [1], "block_size": 16, "isl_tokens": 15}),
+        ("cache_salt", {"token_ids": [], "block_hashes": [1], "block_size": 16, "cache_salt": "s"}),
+        ("dp_rank", {"dp_rank": 1}),
+        ("worker_id", {"worker_id": "w0", "allowed_worker_ids": ["w1"]}),
+        ("policy", {"router_config_override": types_pb2.RouterConfigOverride(policy="no-such")}),
+        ("router_temperature", {"router_config_override": types_pb2.RouterConfigOverride(router_temperature=-1)}),
+        (
+            "router_temperature",
+            {"router_config_override": types_pb2.RouterConfigOverride(router_temperature=float("nan"))},
+        ),
+        ("overlap_score_weight", {"router_config_override": types_pb2.RouterConfigOverride(overlap_score_weight=-1)}),
+        ("lease_seconds", {"request_id": "r", "lease_seconds": 1_000_000}),
+        ("role", {"role": 77}),
+    ],
+)
+async def test_bad_input_is_refused_by_the_name_of_its_field(
+    client: GatewayClient, field: str, request_fields: dict[str, Any]
+) -> None:
+    with pytest.raises(errors.InvalidArgument) as refused:
+        await client.route(**{"token_ids": [1, 2, 3], **request_fields})
+    named = refused.value.field or ""
+    assert field in (named, named.rpartition(".")[2]) or field in str(refused.value), str(refused.value)
+
+
+async def test_an_unknown_model_is_not_found(client: GatewayClient) -> None:
+    for ask in (
+        client.route([1], model="nobody"),
+        client.generate([1], model="nobody"),
+        call(client.stub.GetPotentialLoads, gateway_pb2.GatewayPotentialLoadsRequest(model="nobody")),
+        call(client.stub.GetStatus, types_pb2.GetStatusRequest(model="nobody")),
+    ):
+        with pytest.raises((errors.NotFound, grpc.aio.AioRpcError)) as refused:
+            await ask
+        error = refused.value
+        assert isinstance(error, errors.NotFound) or error.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+
+
+async def test_all_busy_is_resource_exhausted_until_the_threshold_is_cleared(client: GatewayClient) -> None:
+    thresholds = types_pb2.SetBusyThresholdsRequest(model=MODEL, active_prefill_tokens_threshold=50)
+    assert (await call(client.stub.SetBusyThresholds, thresholds)).active_prefill_tokens_threshold == 50
+    try:
+        for worker in ("w0", "w1"):
+            await client.route(fresh_prompt(100), request_id=f"busy {worker}", worker_id=worker)
+        with pytest.raises(errors.ResourceExhausted, match="busy"):
+            await client.route(fresh_prompt(10))
+        with pytest.raises(errors.ResourceExhausted, match="pinned"):
+            await client.route(fresh_prompt(10), worker_id="w0")
+        listed = await call(client.stub.ListBusyThresholds, types_pb2.ListBusyThresholdsRequest())
+        assert [t.model for t in listed.thresholds] == [MODEL]
+    finally:
+        cleared = types_pb2.SetBusyThresholdsRequest(model=MODEL, clear=["active_prefill_tokens_threshold"])
+        await call(client.stub.SetBusyThresholds, cleared)
+    kept = await call(client.stub.GetBusyThresholds, types_pb2.GetBusyThresholdsRequest(model=MODEL))
+    assert not kept.HasField("active_prefill_tokens_threshold")
+    await client.route(fresh_prompt(10))
+    for worker in ("w0", "w1"):
+        ref = scheduler_pb2.RequestRef(model=MODEL, request_id=f"busy {worker}")
+        await call(client.stub.Free, ref, timeout=CALL_SECONDS)
+
+
+async def test_potential_loads_know_what_a_prompt_would_add(client: GatewayClient) -> None:
+    prompt = fresh_prompt(160)
+    await client.generate(prompt, worker_id="w0")
+    await client.until_indexed(prompt, 10)
+    await client.until_idle()
+    request = gateway_pb2.GatewayPotentialLoadsRequest(model=MODEL, token_ids=prompt)
+    loads = (await call(client.stub.GetPotentialLoads, request, timeout=CALL_SECONDS)).loads
+    assert [(w.worker.worker_id, w.potential_prefill_tokens, w.potential_decode_blocks) for w in loads] == [
+        ("w0", 0, 10),
+        ("w1", 160, 10),
+    ]
+
+
+async def test_a_route_whose_caller_is_gone_books_nothing(stack: Stack) -> None:
+    client = stack.client
+    stack.scheduler.process.send_signal(19)  # SIGSTOP
+    try:
+        with pytest.raises(errors.DeadlineExceeded):
+            request = gateway_pb2.RouteRequest(model=MODEL, token_ids=[1] * 64, request_id="gone", attempt_id=1)
+            await call(stack.client.stub.Route, request, timeout=0.3)
+    finally:
+        stack.scheduler.process.send_signal(18)  # SIGCONT
+    await client.until_idle()
+
+
+async def test_workers_of_two_block_sizes_are_compared_by_one_request(client: GatewayClient) -> None:
+    async with running_mocker("--model", "two") as small, running_mocker("--model", "two", "--block-size", "32") as big:
+        await asyncio.gather(
+            client.register(mocker_worker("small", small, model="two")),
+            client.register(mocker_worker("big", big, model="two", block_size=32)),
+        )
+        for worker_id, block_size, blocks in (("small", 16, 20), ("big", 32, 10)):
+            prompt = fresh_prompt(320)
+            await client.generate(prompt, model="two", worker_id=worker_id)
+            await client.until_indexed(prompt, blocks, model="two", block_size=block_size)
+            chosen = await client.route(prompt, model="two")
+            assert (chosen.worker_id, chosen.overlap_blocks) == (worker_id, blocks)
+            assert (chosen.block_size, chosen.num_blocks) == (block_size, blocks)
+            given = block_hashes(prompt.tobytes(), block_size)
+            by_hashes = await client.route(model="two", block_hashes=given, block_size=block_size)
+            assert (by_hashes.worker_id, by_hashes.overlap_blocks) == (worker_id, blocks)
+        for worker_id in ("small", "big"):
+            await call(client.stub.RemoveWorker, workers_pb2.RemoveWorkerRequest(worker_id=worker_id))
+
+    async def unknown() -> bool:
+        try:
+            await client.route([1], model="two")
+        except errors.Unavailable:
+            return True  # seen, no worker now
+        return False
+
+    await eventually(unknown)
