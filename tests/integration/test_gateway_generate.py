@@ -1,0 +1,540 @@
+"""Generate over the real stack: what clients get, and that nothing stays booked whatever happens."""
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from gateway_stack import (
+    MODEL,
+    Answer,
+    GatewayClient,
+    Stack,
+    connected,
+    fresh_prompt,
+    mocker_worker,
+    running_stack,
+)
+from grpc_relay import Relay
+from mocker_process import MockerProcess
+from processes import Running, eventually, running
+from scripted_engine import (
+    Script,
+    ScriptedEngine,
+    answer,
+    begin,
+    drop,
+    hang,
+    refuse,
+    scripted_engine,
+    send,
+    send_tokens,
+)
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2, workers_pb2
+from kvscout_common.channel import call
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SLOW = ("--model", "slow", "--speedup", "1", "--step-base-ms", "150")
+"""A step takes long enough to do something before the first token, and between two."""
+_names = iter(f"scripted-{number}" for number in range(10_000))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack() -> AsyncIterator[Stack]:
+    mockers = (("--lora", "poet"), (), SLOW, ("--model", "ranks", "--dp-size", "2"))
+    async with running_stack("--engine-idle-seconds", "1", mockers=mockers, relay=True) as started:
+        poet, _, slow, ranks = started.mockers
+        register = started.client.register
+        await register(mocker_worker("w0", poet, adapters=[workers_pb2.Adapter(name="poet")]))
+        await register(mocker_worker("w2", slow, model="slow"))
+        await register(mocker_worker("w3", ranks, model="ranks"))
+        yield started
+
+
+@pytest.fixture
+def client(stack: Stack) -> GatewayClient:
+    return stack.client
+
+
+@pytest.fixture
+def relay(stack: Stack) -> Relay:
+    assert stack.relay is not None
+    stack.relay.requests.clear()
+    return stack.relay
+
+
+@pytest.fixture
+def slow(stack: Stack) -> MockerProcess:
+    return stack.mockers[2]
+
+
+def frees(relay: Relay) -> Counter[tuple[str, int]]:
+    """Free calls by request and attempt."""
+    refs = [scheduler_pb2.RequestRef.FromString(raw) for name, raw in relay.requests if name == "Free"]
+    return Counter((ref.request_id, ref.attempt_id) for ref in refs)
+
+
+def bookings(relay: Relay) -> Counter[tuple[str, int]]:
+    """SelectAndReserve calls by request and attempt."""
+    asked = [scheduler_pb2.SelectRequest.FromString(raw) for name, raw in relay.requests if name == "SelectAndReserve"]
+    return Counter((request.request_id, request.attempt_id) for request in asked)
+
+
+async def until_not_running(mocker: MockerProcess) -> None:
+    """Waits until an engine runs nothing."""
+
+    async def nothing() -> bool:
+        samples = await mocker.metrics()
+        return not any(value for name, value in samples.items() if name.startswith("vllm:num_requests_"))
+
+    await eventually(nothing, what="the engine to run nothing")
+
+
+async def until_running(mocker: MockerProcess) -> None:
+    """Waits until an engine runs something."""
+
+    async def something() -> bool:
+        samples = await mocker.metrics()
+        return any(value for name, value in samples.items() if name.startswith("vllm:num_requests_running"))
+
+    await eventually(something, what="the engine to run something")
+
+
+@asynccontextmanager
+async def workers(client: GatewayClient, *scripts: Script) -> AsyncIterator[tuple[str, list[ScriptedEngine]]]:
+    """Workers of a model of their own, "model/0", "model/1", …; only those before it that failed come later."""
+    model = next(_names)
+    async with scripted_engine(scripts[0]) as first, scripted_engine(scripts[-1]) as last:
+        engines = [first, last][: len(scripts)]
+        for index, engine in enumerate(engines):
+            await client.register(
+                workers_pb2.Worker(worker_id=f"{model}/{index}", model=model, block_size=16, http_endpoint=engine.url)
+            )
+        if len(engines) > 1:  # load on the last one: the first one is chosen first
+            await client.route(fresh_prompt(16_000), model=model, worker_id=f"{model}/1", request_id=model)
+        yield model, engines
+        ref = scheduler_pb2.RequestRef(model=model, request_id=model)
+        await call(client.stub.Free, ref)
+        await client.until_idle(model)
+
+
+async def rest(running_call: Any, answer: Answer) -> None:
+    """Reads a call to its end."""
+    while (message := await running_call.read()) is not grpc.aio.EOF:
+        answer.add(message)
+
+
+async def failing(generating: Awaitable[Any], code: grpc.StatusCode, details: str) -> None:
+    """Expects a status."""
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await generating
+    assert failed.value.code() is code, failed.value
+    assert details in (failed.value.details() or "")
+
+
+async def test_tokens_and_usage_are_those_of_the_engine(stack: Stack, client: GatewayClient) -> None:
+    prompt = fresh_prompt(100)
+    direct = await stack.mockers[1].complete(prompt.tolist(), max_tokens=20, return_token_ids=True)
+    got = await client.generate(prompt, max_tokens=20, worker_id="w1")
+    assert got.token_ids == direct["choices"][0]["token_ids"]
+    assert got.usage == gateway_pb2.Usage(prompt_tokens=100, completion_tokens=20, cached_tokens=96)
+    assert got.finish_reason == gateway_pb2.FINISH_REASON_LENGTH
+    assert (got.route.worker_id, len(got.routes)) == ("w1", 1)
+    assert got.request_id.startswith("gen-")
+    await client.until_idle()
+
+
+async def test_adapters_and_salts_reach_the_engine(client: GatewayClient) -> None:
+    prompt = fresh_prompt(64)
+    cached = []
+    variants: list[dict[str, Any]] = [
+        {},
+        {"lora_name": "poet"},
+        {"model": "poet"},
+        {"cache_salt": "s"},
+        {"cache_salt": "s"},
+        {},
+    ]
+    for fields in variants:
+        got = await client.generate(prompt, worker_id="w0", **fields)
+        assert got.usage is not None
+        cached.append(got.usage.cached_tokens)
+    assert cached == [0, 0, 48, 0, 48, 48]
+
+
+async def test_the_chosen_rank_runs_the_request(client: GatewayClient) -> None:
+    prompts = [fresh_prompt(64), fresh_prompt(64)]
+    for rank, prompt in enumerate(prompts):
+        await client.generate(prompt, model="ranks", worker_id="w3", dp_rank=rank)
+        await client.until_indexed(prompt, 4, model="ranks")
+    for rank, prompt in enumerate(prompts):
+        got = await client.generate(prompt, model="ranks")
+        assert (got.route.dp_rank, got.route.overlap_blocks) == (rank, 4)
+        assert got.usage is not None
+        assert got.usage.cached_tokens == 48
+    await client.until_idle("ranks")
+
+
+async def test_a_request_id_can_be_used_again_when_it_has_ended_not_before(
+    client: GatewayClient, slow: MockerProcess
+) -> None:
+    for _ in range(3):
+        assert (await client.generate([1, 2, 3], request_id="again")).request_id == "again"
+        await client.until_idle()
+    first = client.start([1] * 20, model="slow", request_id="taken", max_tokens=2)
+    await until_running(slow)
+    await failing(client.generate([1] * 20, model="slow", request_id="taken"), grpc.StatusCode.ALREADY_EXISTS, "active")
+    assert len([message async for message in first]) >= 2
+    await client.until_idle("slow")
+
+
+async def test_what_every_engine_would_refuse_is_not_tried_again(client: GatewayClient) -> None:
+    async with workers(client, refuse(400, "too long"), answer) as (model, engines):
+        await failing(client.generate([1], model=model), grpc.StatusCode.INVALID_ARGUMENT, "too long")
+        assert [len(engine.requests) for engine in engines] == [1, 0]
+        loads = await call(client.scheduler.GetPotentialLoads, scheduler_pb2.PotentialLoadsRequest(model=model))
+        assert not any(load.cooldown_seconds for load in loads.loads)
+
+
+@pytest.mark.parametrize("script", [drop, hang, refuse(503, "overloaded"), refuse(401, "no key"), refuse(404, "?")])
+async def test_a_worker_that_fails_before_its_first_token_is_replaced_once(
+    client: GatewayClient, script: Script
+) -> None:
+    async with workers(client, script, answer) as (model, _):
+        got = await client.generate([1, 2], model=model, max_tokens=3)
+        assert [route.worker_id for route in got.routes] == [f"{model}/0", f"{model}/1"]
+        assert got.token_ids == [1, 2, 3]
+        loads = await call(client.scheduler.GetPotentialLoads, scheduler_pb2.PotentialLoadsRequest(model=model))
+        assert [load.cooldown_seconds > 0 for load in loads.loads] == [True, False]
+        seen = {w.worker.worker_id: w.failures for w in (await client.status()).workers}
+        assert (seen[f"{model}/0"], seen[f"{model}/1"]) == (1, 0)
+
+
+async def test_two_failures_are_unavailable(client: GatewayClient) -> None:
+    async with workers(client, drop, drop) as (model, _):
+        await failing(client.generate([1], model=model), grpc.StatusCode.UNAVAILABLE, "")
+    async with workers(client, drop) as (model, engines):
+        await failing(client.generate([1], model=model), grpc.StatusCode.UNAVAILABLE, "not tried elsewhere")
+    async with workers(client, drop, answer) as (model, engines):
+        pinned = client.generate([1], model=model, worker_id=f"{model}/0")
+        await failing(pinned, grpc.StatusCode.UNAVAILABLE, "")
+        assert not engines[1].requests
+
+
+async def test_an_engine_that_says_how_long_it_is_busy_is_left_alone_for_so_long(client: GatewayClient) -> None:
+    async with workers(client, refuse(503, "busy", **{"Retry-After": "100"}), answer) as (model, _):
+        await client.generate([1], model=model)
+        loads = await call(client.scheduler.GetPotentialLoads, scheduler_pb2.PotentialLoadsRequest(model=model))
+        assert 90 < loads.loads[0].cooldown_seconds <= 100
+
+
+async def test_a_worker_that_cannot_be_connected_to_is_replaced(client: GatewayClient) -> None:
+    async with workers(client, answer, answer) as (model, _):
+        unreachable = workers_pb2.Worker(
+            worker_id=f"{model}/0", model=model, block_size=16, http_endpoint="http://127.0.0.1:1"
+        )
+        await client.register(unreachable)
+        assert [r.worker_id[-2:] for r in (await client.generate([1], model=model)).routes] == ["/0", "/1"]
+
+
+def then_break(how: Callable[[web.Request, web.StreamResponse], Awaitable[None]]) -> Script:
+    async def script(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin(request)
+        await send_tokens(response, 7)
+        await how(request, response)
+        return response
+
+    return script
+
+
+async def die(request: web.Request, response: web.StreamResponse) -> None:
+    assert request.transport is not None
+    request.transport.abort()
+
+
+async def report(request: web.Request, response: web.StreamResponse) -> None:
+    await send(response, error={"message": "out of memory", "code": 500})
+
+
+async def talk_nonsense(request: web.Request, response: web.StreamResponse) -> None:
+    await response.write(b"data: {nonsense\n\n")
+
+
+async def stop_early(request: web.Request, response: web.StreamResponse) -> None:
+    await response.write_eof()
+
+
+async def fall_silent(request: web.Request, response: web.StreamResponse) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "details"),
+    [
+        (die, "failed after its first token"),
+        (report, "out of memory"),
+        (talk_nonsense, "no completion chunk"),
+        (stop_early, "broke off"),
+        (fall_silent, "failed after its first token"),
+    ],
+)
+async def test_an_engine_that_fails_later_is_an_error_and_frees(
+    client: GatewayClient, how: Callable[[web.Request, web.StreamResponse], Awaitable[None]], details: str
+) -> None:
+    async with workers(client, then_break(how), answer) as (model, engines):
+        got = Answer()
+
+        async def collect() -> None:
+            async for message in client.start([1], model=model):
+                got.add(message)
+
+        await failing(collect(), grpc.StatusCode.INTERNAL, details)
+        assert got.token_ids == [7]
+        assert not engines[1].requests
+
+
+async def test_what_the_client_asked_for_reaches_the_engine_under_vllms_names(client: GatewayClient) -> None:
+    async with workers(client, answer) as (model, [engine]):
+        request = gateway_pb2.GenerateRequest(
+            model=model,
+            token_ids=[5, 6],
+            request_id="named",
+            stop_conditions=gateway_pb2.StopConditions(
+                max_tokens=2, min_tokens=1, stop=["x"], stop_token_ids=[9], ignore_eos=True
+            ),
+            sampling_options=gateway_pb2.SamplingOptions(temperature=0.5, top_k=-1, seed=3),
+            output_options=gateway_pb2.OutputOptions(skip_special_tokens=False),
+            cache_salt="s",
+        )
+        async for _ in client.stub.Generate(request):
+            pass
+        assert engine.requests == [
+            {
+                "prompt": [5, 6],
+                "model": model,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "return_token_ids": True,
+                "max_tokens": 2,
+                "min_tokens": 1,
+                "stop": ["x"],
+                "stop_token_ids": [9],
+                "ignore_eos": True,
+                "temperature": 0.5,
+                "top_k": -1,
+                "seed": 3,
+                "skip_special_tokens": False,
+                "cache_salt": "s",
+            }
+        ]
+        assert engine.headers[0]["X-Request-Id"] == "named"
+        assert "X-data-parallel-rank" not in engine.headers[0]
+
+
+async def test_workers_that_the_gateway_cannot_drive_are_left_to_route(client: GatewayClient) -> None:
+    async with workers(client, answer) as (model, _):
+        await client.register(
+            workers_pb2.Worker(
+                worker_id=f"{model}/custom", model=model, block_size=16, engine=workers_pb2.ENGINE_KIND_CUSTOM
+            )
+        )
+        assert {(await client.generate([1], model=model)).route.worker_id for _ in range(4)} == {f"{model}/0"}
+        assert (await client.route([1], model=model, worker_id=f"{model}/custom")).endpoint == ""
+        pinned = client.generate([1], model=model, worker_id=f"{model}/custom")
+        await failing(pinned, grpc.StatusCode.FAILED_PRECONDITION, "ask Route")
+
+
+async def test_a_client_that_goes_before_dispatch_leaves_nothing(client: GatewayClient, relay: Relay) -> None:
+    relay.hold("SelectAndReserve")
+    try:
+        running_call = client.start(fresh_prompt(100), request_id="early")
+        reading = asyncio.ensure_future(running_call.read())
+        await eventually(client.active)  # booked, and the answer on its way
+        running_call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await client.until_idle()
+    finally:
+        relay.release("SelectAndReserve")
+    await client.until_idle()
+    assert frees(relay) == bookings(relay)
+    assert [*frees(relay).values()] == [1]
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3], ids=["before its first token", "after it", "in mid-stream"])
+async def test_a_client_that_goes_away_frees_once_and_aborts_the_engine(
+    client: GatewayClient, relay: Relay, slow: MockerProcess, pieces: int
+) -> None:
+    running_call = client.start(fresh_prompt(100), model="slow", max_tokens=100)
+    for _ in range(pieces):  # the first one tells the worker
+        await running_call.read()
+    await until_running(slow)
+    running_call.cancel()
+    await client.until_idle("slow")
+    await until_not_running(slow)
+    await eventually(lambda: _none_in_flight(client))
+    assert frees(relay) == bookings(relay)
+    assert [*frees(relay).values()] == [1]
+
+
+async def _none_in_flight(client: GatewayClient) -> bool:
+    return (await client.status()).in_flight == 0
+
+
+async def test_clients_that_go_at_random_moments_leave_nothing(
+    stack: Stack, client: GatewayClient, relay: Relay
+) -> None:
+    seed = int(os.environ.get("KVSCOUT_TEST_SEED", random.randrange(1 << 32)))
+    print(f"KVSCOUT_TEST_SEED={seed}")
+    rng = random.Random(seed)
+
+    async def impatient(patience: float) -> None:
+        running_call = client.start(fresh_prompt(rng.randrange(1, 400)), max_tokens=30)
+        try:
+            async with asyncio.timeout(patience):
+                async for _ in running_call:
+                    pass
+        except (TimeoutError, asyncio.CancelledError):
+            running_call.cancel()
+
+    await asyncio.gather(*(impatient(rng.expovariate(1 / 0.03)) for _ in range(100)))
+    await client.until_idle()
+    await eventually(lambda: _none_in_flight(client))
+    for mocker in stack.mockers[:2]:
+        await until_not_running(mocker)
+    # A call that was cancelled on its way may be freed without having come.
+    assert bookings(relay).keys() <= frees(relay).keys(), f"seed {seed}"
+    assert set(frees(relay).values()) == {1}, f"seed {seed}"
+
+
+@asynccontextmanager
+async def another_gateway(stack: Stack, *flags: str) -> AsyncIterator[tuple[Running, GatewayClient]]:
+    """A second gateway on the same helpers; it learns the workers from them."""
+    helpers = ("--indexer", stack.indexer.address, "--scheduler", stack.scheduler.address)
+    async with running("kvscout_gateway.main", *helpers, *flags) as gateway:
+        async with connected(gateway, stack.scheduler, stack.indexer) as client:
+
+            async def learnt() -> bool:
+                listed = await call(client.stub.ListWorkers, workers_pb2.ListWorkersRequest())
+                return {"w0", "w1", "w2"} <= {entry.worker.worker_id for entry in listed.workers}
+
+            await eventually(learnt)
+            yield gateway, client
+
+
+async def test_the_bookings_of_a_killed_gateway_end_with_their_leases(stack: Stack, slow: MockerProcess) -> None:
+    async with another_gateway(stack, "--lease-seconds", "3") as (gateway, client):
+        running_call = client.start(fresh_prompt(100), model="slow", max_tokens=1000)
+        await running_call.read()
+        await until_running(slow)
+
+        async def renewed() -> bool:  # at a third of the lease: the age grows, the rest of the lease does not shrink
+            [active] = await client.active()
+            return active.age_seconds > 1.2 and active.lease_remaining_seconds > 2
+
+        await eventually(renewed)
+        gateway.process.kill()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rest(running_call, Answer())
+        assert len(await client.active()) == 1
+        await client.until_idle("slow")
+        await until_not_running(slow)
+        await gateway.process.wait()
+
+
+async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(stack: Stack, slow: MockerProcess) -> None:
+    async with another_gateway(stack) as (gateway, client):
+        running_call = client.start(fresh_prompt(40), model="slow", max_tokens=5)
+        got = Answer()
+        await running_call.read()
+        await until_running(slow)
+        gateway.process.send_signal(signal.SIGTERM)
+
+        async def draining() -> bool:
+            return (await client.status()).service.draining
+
+        await eventually(draining)
+        await failing(client.generate([1, 2, 3]), grpc.StatusCode.UNAVAILABLE, "draining")
+        await rest(running_call, got)
+        assert len(got.token_ids) == 5
+        assert await gateway.process.wait() == 0
+        assert not await client.active()
+
+
+async def test_more_than_the_limit_are_refused(stack: Stack, slow: MockerProcess) -> None:
+    async with another_gateway(stack, "--max-in-flight", "1") as (_, client):
+        running_call = client.start(fresh_prompt(40), model="slow", max_tokens=50)
+        await running_call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await client.generate([1])
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(refused.value.trailing_metadata() or ())["retry-after"] == "1"
+        running_call.cancel()
+        await client.until_idle("slow")
+        await eventually(lambda: _none_in_flight(client))
+        await client.generate([1])
+
+
+async def test_without_an_indexer_a_failed_worker_is_replaced_all_the_same(stack: Stack, client: GatewayClient) -> None:
+    # Nothing separates the Free of the first try from the booking of the second here.
+    async with workers(client, drop, answer) as (model, _):
+        flags = ("--no-indexer", "--scheduler", stack.scheduler.address)
+        async with running("kvscout_gateway.main", *flags) as gateway:
+            async with connected(gateway, stack.scheduler, stack.indexer) as lonely:
+
+                async def runs() -> Answer | None:
+                    try:
+                        return await lonely.generate([1], model=model)
+                    except grpc.aio.AioRpcError as error:
+                        if error.code() is not grpc.StatusCode.NOT_FOUND:  # the workers are not learnt yet
+                            raise
+                        return None
+
+                got = await eventually(runs)
+                assert not got.route.degraded
+                assert len(got.routes) in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("model", {"model": ""}),
+        ("token_ids", {"token_ids": []}),
+        ("request_id", {"request_id": "two\nlines"}),
+        ("request_id", {"request_id": "x" * 300}),
+        ("dp_rank", {"dp_rank": 1}),
+        ("stop_conditions.max_tokens", {"stop_conditions": gateway_pb2.StopConditions(max_tokens=0)}),
+        ("stop_conditions.min_tokens", {"stop_conditions": gateway_pb2.StopConditions(max_tokens=1, min_tokens=2)}),
+        ("sampling_options.n", {"sampling_options": gateway_pb2.SamplingOptions(n=2)}),
+        ("sampling_options.temperature", {"sampling_options": gateway_pb2.SamplingOptions(temperature=-1)}),
+        ("sampling_options.temperature", {"sampling_options": gateway_pb2.SamplingOptions(temperature=float("nan"))}),
+        ("sampling_options.min_p", {"sampling_options": gateway_pb2.SamplingOptions(min_p=float("inf"))}),
+        ("sampling_options.top_p", {"sampling_options": gateway_pb2.SamplingOptions(top_p=0)}),
+    ],
+)
+async def test_bad_options_are_refused_by_name(client: GatewayClient, field: str, fields: dict[str, Any]) -> None:
+    request = gateway_pb2.GenerateRequest(**{"model": MODEL, "token_ids": [1], **fields})
+
+    async def run() -> None:
+        async for _ in client.stub.Generate(request):
+            pass
+
+    await failing(run(), grpc.StatusCode.INVALID_ARGUMENT, f"{field}: ")
+
+
+async def test_what_would_be_dropped_silently_is_refused(client: GatewayClient) -> None:
+    for fields in (
+        {"output_options": gateway_pb2.OutputOptions(logprobs=1)},
+        {"mm_items": [{"id": "image"}]},
+    ):
+        await failing(client.generate([1], **fields), grpc.StatusCode.UNIMPLEMENTED, next(iter(fields)))
