@@ -10,7 +10,7 @@ import sys
 
 
 def announce() -> None:
-    print(json.dumps({"ready": True, "port": 1, "pid": os.getpid()}), flush=True)
+    print(json.dumps({"ready": True, "port": 1, "pid": os.getpid(), "mark": os.environ.get("MARK")}), flush=True)
 
 
 def on_term(*_: object) -> None:

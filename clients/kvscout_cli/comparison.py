@@ -52,7 +52,7 @@ async def replay_under(
     """
     topology = replace(topology, scheduler_flags=("--router-mode", policy, *topology.scheduler_flags))
     with TemporaryDirectory(prefix="kvscout-") as directory:
-        async with Stack() as stack:
+        async with Stack(environment=_environment()) as stack:
             progress.status("starting the stack")
             running = await launch(stack, topology, Path(directory))
             async with Router(running.gateway) as router:
@@ -71,6 +71,15 @@ async def replay_under(
         degraded=sum(status.degraded.values()),
         mispredicted=sum(worker.mispredicted for worker in status.workers),
     )
+
+
+def _environment() -> dict[str, str]:
+    # Settings of the caller's own kvscout must not change what is compared; how it was built may matter to CI.
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("KVSCOUT_") or name == "KVSCOUT_REQUIRE_NATIVE"
+    }
 
 
 def _cpu_seconds(stack: Stack) -> float | None:

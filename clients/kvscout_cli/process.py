@@ -58,12 +58,15 @@ class ManagedProcess:
         """Done when the process has ended and all it wrote is read."""
 
     @classmethod
-    async def start(cls, program: Program, on_line: Callable[[str, str], None]) -> ManagedProcess:
+    async def start(
+        cls, program: Program, on_line: Callable[[str, str], None], environment: Mapping[str, str] | None = None
+    ) -> ManagedProcess:
         """Starts a program; it is not ready yet.
 
         Args:
             program: What to run, under this interpreter.
-            on_line: Called with (program name, line) for everything it writes after its ready line.
+            on_line: Called with (program name, line) for everything it writes but its ready line.
+            environment: Its whole environment; None = this process's.
         """
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", str(_CHILD), str(os.getpid())),
@@ -72,6 +75,7 @@ class ManagedProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
+            env=environment,
         )
         return cls(program, process, on_line)
 

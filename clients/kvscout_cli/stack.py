@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ class Stack:
         self,
         *,
         on_line: Callable[[str, str], None] = lambda _name, _line: None,
+        environment: Mapping[str, str] | None = None,
         ready_seconds: float = READY_SECONDS,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
@@ -42,10 +43,12 @@ class Stack:
 
         Args:
             on_line: Called with (program name, line) for everything the processes write.
+            environment: Whole environment of the processes; None = this process's.
             ready_seconds: Longest start of one process.
             grace_seconds: From SIGTERM to SIGKILL.
         """
         self._on_line = on_line
+        self._environment = environment
         self._ready_seconds = ready_seconds
         self._grace_seconds = grace_seconds
         self._stages: list[list[ManagedProcess]] = []
@@ -64,7 +67,7 @@ class Stack:
         stage: list[ManagedProcess] = []
         self._stages.append(stage)
         for program in programs:
-            process = await ManagedProcess.start(program, self._on_line)
+            process = await ManagedProcess.start(program, self._on_line, self._environment)
             stage.append(process)
 
         async def all_ready() -> None:

@@ -73,6 +73,12 @@ async def test_stages_stop_in_reverse_order_and_leave_nothing() -> None:
     assert sorted(log.lines[1:]) == [("a", "stopping"), ("b", "stopping")]
 
 
+async def test_processes_have_the_environment_they_are_given() -> None:
+    async with Stack(environment={**os.environ, "MARK": "x"}) as stack:
+        (process,) = await stack.start(fake("a"))
+        assert process.ready_line["mark"] == "x"
+
+
 async def test_work_returns_its_result_and_its_own_errors() -> None:
     async def answer() -> int:
         return 42

@@ -127,7 +127,7 @@ def command(
         )
     total = _requests(workload)
     if not as_json:
-        stderr().print(f"{total} requests: {workload.description}")
+        stderr().print(f"{total} requests: {workload.description}", soft_wrap=True)
     topology = Topology(workload.mockers)
     results = []
     for policy in (BASELINE, CANDIDATE):
@@ -224,6 +224,7 @@ def _print(baseline: PolicyResult, candidate: PolicyResult) -> None:
         "hit rate: cached / prompt tokens as the engines report them; TTFT from when a request was due; "
         "balance 0 = even.",
         style="dim",
+        soft_wrap=True,
     )
     for result in (baseline, candidate):
         for text, count in errors_by_text(result.run.records)[:5]:
