@@ -132,3 +132,24 @@ def decode_batch(
     payload: bytes,
 ) -> tuple[list[tuple[Any, ...]], float, int | None, list[tuple[str, str]]]:
     """What `apply_payload` reads from a payload: events, timestamp, rank, faults; for tests."""
+
+# --- queries ---------------------------------------------------------------------------------------
+
+class Queries:
+    """`FindMatches` and `StreamFindMatches` from bytes to bytes, over the indexes of all pools.
+
+    Answers what is usual, with the bytes that protobuf itself would make; None leaves the request to the plain
+    path: errors, multimodal items, another tenant than the caller's, a pool that is not there or not unique.
+    Thread-safe. Releases the GIL for requests above 256 KiB.
+    """
+
+    def __new__(cls) -> Queries: ...
+    def set_pool(self, tenant: str, model: str, block_size: int, eagle: bool, index: BlockIndex) -> None: ...
+    def remove_pool(self, tenant: str, model: str, block_size: int, eagle: bool) -> None: ...
+    def set_incomplete(
+        self, tenant: str, model: str, block_size: int, eagle: bool, ranks: Sequence[_Name]
+    ) -> None:
+        """Ranks of a pool whose history is incomplete: answers say so."""
+
+    def answer(self, request: bytes, now: float, caller_tenant: str) -> bytes | None: ...
+    def answer_stream(self, message: bytes, now: float, caller_tenant: str) -> bytes | None: ...

@@ -5,8 +5,10 @@
 pub mod events;
 pub mod hashing;
 pub mod index;
+pub mod protobuf;
 #[cfg(feature = "python")]
 mod python;
+pub mod query;
 pub mod slab;
 pub mod table;
 pub mod wire;

@@ -62,9 +62,10 @@ fn parse(bytes: &[u8]) -> Option<Request<'_>> {
             _ => {} // of a later version
         }
     }
-    let hashes_with_more = !request.block_hashes.is_empty()
-        && !(request.token_ids.is_empty() && request.lora_name.is_empty() && request.cache_salt.is_empty());
-    (!hashes_with_more).then_some(request)
+    // Hashes carry adapter and salt already, and stand for the tokens: who sends both is told so.
+    let tokens_only = [request.token_ids, request.lora_name.as_bytes(), request.cache_salt.as_bytes()];
+    let contradicts = !request.block_hashes.is_empty() && tokens_only.iter().any(|field| !field.is_empty());
+    (!contradicts).then_some(request)
 }
 
 /// An index and the ranks whose history is incomplete.
@@ -110,7 +111,14 @@ impl Queries {
     }
 
     /// Says which ranks of a pool have an incomplete history.
-    pub fn set_incomplete(&self, tenant: &str, model: &str, block_size: u32, eagle: bool, ranks: HashSet<WorkerRank>) {
+    pub fn set_incomplete(
+        &self,
+        tenant: &str,
+        model: &str,
+        block_size: u32,
+        eagle: bool,
+        ranks: HashSet<WorkerRank>,
+    ) {
         let mut tenants = self.tenants.write();
         let pools = tenants.get_mut(tenant).and_then(|models| models.get_mut(model));
         let same = |pool: &&mut Pool| (pool.block_size, pool.eagle) == (block_size, eagle);
@@ -162,7 +170,8 @@ impl Queries {
         caller_tenant: &str,
         answer: &mut Writer,
     ) -> Option<()> {
-        let tenant = [request.tenant, outer_tenant, DEFAULT_TENANT].into_iter().find(|name| !name.is_empty())?;
+        let tenant =
+            [request.tenant, outer_tenant, DEFAULT_TENANT].into_iter().find(|name| !name.is_empty())?;
         if caller_tenant != "*" && caller_tenant != tenant {
             return None;
         }
@@ -179,7 +188,8 @@ impl Queries {
             search(pool, &mut &*hashes, request.early_exit, now, answer);
         } else {
             let size = pool.block_size as usize;
-            let hasher = BlockHasher::new(size, request.lora_name, request.cache_salt, &[], pool.eagle).ok()?;
+            let hasher =
+                BlockHasher::new(size, request.lora_name, request.cache_salt, &[], pool.eagle).ok()?;
             let mut prompt = TokenPrompt::new(hasher, request.token_ids);
             search(pool, &mut prompt, request.early_exit, now, answer);
         }

@@ -122,6 +122,7 @@ def test_peers_never_replace_what_is_known_here(registry: Registry) -> None:
         ({"worker_id": ""}, "worker_id"),
         ({"model": ""}, "model"),
         ({"tenant": ""}, "tenant"),
+        ({"tenant": "*"}, "tenant"),
         ({"block_size": 0}, "block_size"),
         ({"dp_size": 0}, "dp_size"),
         ({"dp_size": 1025}, "dp_size"),

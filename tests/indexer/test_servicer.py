@@ -111,7 +111,6 @@ async def test_early_exit_says_that_its_answer_is_a_lower_bound(client: IndexerC
         ({"block_hashes": [1], "lora_name": "x"}, InvalidArgument, "lora_name"),
         ({"block_hashes": [1], "cache_salt": "x"}, InvalidArgument, "cache_salt"),
         ({"block_hashes": [1], "mm_items": [types_pb2.MultimodalItem(id="x")]}, InvalidArgument, "mm_items"),
-        ({"lora_name": "x"}, InvalidArgument, "lora_name"),
         ({"model": "other", "token_ids": [1]}, NotFound, "'other'"),
         ({"tenant": "other", "token_ids": [1]}, NotFound, "'other'"),
         ({"block_size": 8, "token_ids": [1]}, FailedPrecondition, "block size 8"),
@@ -185,10 +184,7 @@ async def test_requests_that_name_nobody_are_refused(client: IndexerClient) -> N
 async def test_rpcs_of_later_releases_are_unimplemented(stub: indexer_pb2_grpc.IndexerStub) -> None:
     with pytest.raises(Unimplemented):
         await stub_call(stub.RecordRouting, indexer_pb2.RecordRoutingRequest())
-    for method, message in (
-        (stub.StreamFindMatches, indexer_pb2.StreamFindMatchesRequest()),
-        (stub.PublishEvents, events_pb2.KvEventBatch()),
-    ):
+    for method, message in ((stub.PublishEvents, events_pb2.KvEventBatch()),):
         with pytest.raises(Unimplemented):
             [answer async for answer in stream(method, iter([message]))]
 

@@ -95,7 +95,7 @@ fn compute(
         .map_err(|error| invalid_argument(py, "block_size", error.to_string()))?;
     let tokens = tokens(token_ids)?;
     let bytes = tokens.as_bytes();
-    let run = || hasher.local_hashes(bytes).collect();
+    let run = || hasher.local_hashes(bytes);
     Ok(if bytes.len() > DETACH_ABOVE_BYTES { py.detach(run) } else { run() })
 }
 

@@ -1,5 +1,7 @@
 //! Python binding of `index` and `wire`.
 
+use std::sync::Arc;
+
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
@@ -47,8 +49,8 @@ fn counts_from_python(counts: Vec<CopiesTuple>) -> smallvec::SmallVec<[Copies; 2
 
 /// The block index; see the stub.
 #[pyclass(frozen, module = "kvscout_native")]
-struct BlockIndex {
-    index: index::Index,
+pub struct BlockIndex {
+    index: Arc<index::Index>,
     /// The objects that stand for workers in answers, by handle.
     workers: std::sync::Mutex<Vec<Option<Py<PyAny>>>>,
 }
@@ -64,7 +66,10 @@ impl BlockIndex {
         prune_ratio: f64,
     ) -> Self {
         let bounds = Bounds { max_blocks, max_predictions, prune_ratio };
-        Self { index: index::Index::new(block_size, eagle, bounds), workers: std::sync::Mutex::default() }
+        Self {
+            index: Arc::new(index::Index::new(block_size, eagle, bounds)),
+            workers: std::sync::Mutex::default(),
+        }
     }
 
     fn add_worker(
@@ -267,6 +272,11 @@ impl BlockIndex {
 }
 
 impl BlockIndex {
+    /// The index itself.
+    pub fn index(&self) -> &Arc<index::Index> {
+        &self.index
+    }
+
     /// Worker objects and one column a level.
     fn columns<'py>(&self, py: Python<'py>, rows: &[Row]) -> PyResult<Bound<'py, PyTuple>> {
         let workers = self.workers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -3,6 +3,7 @@
 mod errors;
 mod hashing;
 mod index;
+mod queries;
 
 use pyo3::prelude::*;
 
@@ -10,5 +11,6 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     hashing::register(module)?;
-    index::register(module)
+    index::register(module)?;
+    queries::register(module)
 }

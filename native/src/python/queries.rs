@@ -26,7 +26,14 @@ impl Queries {
         Self::default()
     }
 
-    fn set_pool(&self, tenant: &str, model: &str, block_size: u32, eagle: bool, index: &Bound<'_, BlockIndex>) {
+    fn set_pool(
+        &self,
+        tenant: &str,
+        model: &str,
+        block_size: u32,
+        eagle: bool,
+        index: &Bound<'_, BlockIndex>,
+    ) {
         self.queries.set_pool(tenant, model, block_size, eagle, Arc::clone(index.get().index()));
     }
 

@@ -17,7 +17,7 @@ from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.index import BlockIndex, WorkerDump
-from kvscout_indexer.native_index import make_index
+from kvscout_indexer.native_index import make_index, make_queries
 from kvscout_indexer.pools import Pools
 from kvscout_indexer.source import Source
 
@@ -37,12 +37,12 @@ class Indexer:
     def __init__(self, config: IndexerConfig) -> None:
         self.started = time.monotonic()
         self.registry = Registry(time.monotonic)
-        self.pools = Pools(self._make_index)
+        self.queries = make_queries()
+        self.pools = Pools(self._make_index, self.queries)
         self._config = config
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_535)
         self._sources: dict[tuple[str, WorkerRank], Source] = {}
-        self._incomplete: set[Source] = set()
         self._closing: set[asyncio.Task[None]] = set()
         """Replays of closed sources that have not ended yet."""
         self._recoveries = asyncio.Semaphore(MAX_RECOVERIES)
@@ -76,10 +76,6 @@ class Indexer:
         for entry in self.registry.entries(tenant):
             for rank in entry.spec.ranks:
                 yield entry.spec, rank, self._sources.get((entry.spec.tenant, rank))
-
-    def incomplete(self, index: BlockIndex) -> set[WorkerRank]:
-        """Ranks of an index whose history is incomplete: they may hold more than is known."""
-        return {source.rank for source in self._incomplete if source.index is index}
 
     def dump(self, spec: WorkerSpec, rank: WorkerRank) -> WorkerDump | None:
         """One consistent cut of a worker rank; None if it is gone."""
@@ -151,7 +147,7 @@ class Indexer:
             clock=time.monotonic,
             ttl_seconds=self._config.router_ttl_seconds,
             warnings=self._warnings,
-            incomplete=self._incomplete,
+            incomplete=lambda incomplete: self.pools.set_incomplete(spec.pool, rank, incomplete),
             failed=self._fail,
         )
         self._sources[spec.tenant, rank] = source

@@ -60,21 +60,16 @@ def main(**values: Any) -> None:
 
 async def build(config: IndexerConfig) -> App:
     """The indexer as an app to serve."""
-    from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
     from kvscout_indexer.indexer import Indexer
     from kvscout_indexer.metrics import IndexerCollector
+    from kvscout_indexer.raw_queries import SERVICE, RawQueries
     from kvscout_indexer.servicer import IndexerServicer
 
     indexer = Indexer(config)
     servicer = IndexerServicer(indexer)  # type: ignore[abstract]  # rpcs without a method answer UNIMPLEMENTED
     return App(
         name="indexer",
-        services=[
-            (
-                indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name,
-                lambda server: indexer_pb2_grpc.add_IndexerServicer_to_server(servicer, server),
-            )
-        ],
+        services=[(SERVICE, RawQueries(indexer.queries, servicer).add_to)],
         tasks=indexer.tasks(),
         close=indexer.close,
         metrics=registry_of(IndexerCollector(indexer)),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
-from kvscout_common.worker import CopyMode, WorkerRank
+from kvscout_common.worker import CopyMode, PoolKey, WorkerRank
 from kvscout_indexer.events import EventBatch, Tier
 from kvscout_indexer.index import (
     DEFAULT_MAX_PREDICTED_BLOCKS,
@@ -59,6 +59,11 @@ class NativeIndex:
         if not 0 < prune_ratio <= 1:
             raise InvalidArgument("must be above 0 and at most 1", field="prune_ratio")
         self._index = kvscout_native.BlockIndex(block_size, eagle, max_blocks, max_predicted_blocks, prune_ratio)
+
+    @property
+    def core(self) -> kvscout_native.BlockIndex:
+        """The extension's own object."""
+        return self._index
 
     def add_worker(self, worker: WorkerRank, options: WorkerOptions) -> None:
         """See `BlockIndex.add_worker`."""
@@ -147,6 +152,45 @@ class NativeIndex:
     def check_invariants(self) -> None:
         """See `BlockIndex.check_invariants`."""
         self._index.check_invariants()
+
+
+class NativeQueries:
+    """`FindMatches` and `StreamFindMatches` from bytes to bytes; None leaves a request to the plain path."""
+
+    def __init__(self) -> None:
+        self._queries = kvscout_native.Queries()
+
+    def set_pool(self, pool: PoolKey, index: BlockIndex) -> None:
+        """Makes a native index reachable; others are left to the plain path."""
+        if isinstance(index, NativeIndex):
+            self._queries.set_pool(pool.tenant, pool.model, pool.block_size, pool.eagle, index.core)
+
+    def remove_pool(self, pool: PoolKey) -> None:
+        """Makes an index unreachable."""
+        self._queries.remove_pool(pool.tenant, pool.model, pool.block_size, pool.eagle)
+
+    def set_incomplete(self, pool: PoolKey, ranks: Sequence[WorkerRank]) -> None:
+        """Says which ranks of a pool have an incomplete history."""
+        self._queries.set_incomplete(pool.tenant, pool.model, pool.block_size, pool.eagle, ranks)
+
+    def answer(self, request: bytes, *, now: float, caller_tenant: str) -> bytes | None:
+        """Answers a `FindMatchesRequest`.
+
+        Args:
+            request: As it came.
+            now: The index's clock.
+            caller_tenant: Tenant that the caller is bound to; "*" = all.
+        """
+        return self._queries.answer(request, now, caller_tenant)
+
+    def answer_stream(self, message: bytes, *, now: float, caller_tenant: str) -> bytes | None:
+        """Answers a `StreamFindMatchesRequest`; arguments as of `answer`."""
+        return self._queries.answer_stream(message, now, caller_tenant)
+
+
+def make_queries() -> NativeQueries | None:
+    """The native query path, where the extension is built and not switched off."""
+    return NativeQueries() if native_available() else None
 
 
 def make_index(

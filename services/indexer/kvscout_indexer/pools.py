@@ -8,6 +8,7 @@ from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import PoolKey, WorkerRank, WorkerSpec
 from kvscout_indexer.index import BlockIndex, WorkerOptions
+from kvscout_indexer.native_index import NativeQueries
 
 
 def worker_options(spec: WorkerSpec) -> WorkerOptions:
@@ -20,14 +21,21 @@ def worker_options(spec: WorkerSpec) -> WorkerOptions:
 
 
 class Pools:
-    """Indexes by pool; each exists while a worker of its pool is registered."""
+    """Indexes by pool; each exists while a worker of its pool is registered.
 
-    def __init__(self, make_index: Callable[[PoolKey], BlockIndex]) -> None:
+    Args:
+        make_index: Makes an empty index.
+        queries: Told of every index and of incomplete histories; None = the extension is not there.
+    """
+
+    def __init__(self, make_index: Callable[[PoolKey], BlockIndex], queries: NativeQueries | None = None) -> None:
         self._make_index = make_index
+        self._queries = queries
         self._indexes: dict[PoolKey, BlockIndex] = {}
         self._workers: dict[PoolKey, set[str]] = {}
         self._seen: set[tuple[str, str]] = set()
         """(tenant, model) of every worker that was ever registered."""
+        self._incomplete: dict[PoolKey, set[WorkerRank]] = {}
 
     def add(self, spec: WorkerSpec) -> BlockIndex:
         """Makes a worker's ranks known to its index, or gives them new options."""
@@ -35,6 +43,8 @@ class Pools:
         index = self._indexes.get(spec.pool)
         if index is None:
             index = self._indexes[spec.pool] = self._make_index(spec.pool)
+            if self._queries is not None:
+                self._queries.set_pool(spec.pool, index)
         self._workers.setdefault(spec.pool, set()).add(spec.worker_id)
         for rank in spec.ranks:
             index.add_worker(rank, worker_options(spec))
@@ -48,6 +58,22 @@ class Pools:
         members.discard(spec.worker_id)
         if not members:
             del self._workers[spec.pool], self._indexes[spec.pool]
+            self._incomplete.pop(spec.pool, None)
+            if self._queries is not None:
+                self._queries.remove_pool(spec.pool)
+
+    def incomplete(self, pool: PoolKey) -> frozenset[WorkerRank]:
+        """Ranks of a pool whose history is incomplete: they may hold more than is known."""
+        return frozenset(self._incomplete.get(pool, ()))
+
+    def set_incomplete(self, pool: PoolKey, rank: WorkerRank, incomplete: bool) -> None:
+        """Says whether the history of a rank is incomplete."""
+        ranks = self._incomplete.setdefault(pool, set())
+        (ranks.add if incomplete else ranks.discard)(rank)
+        if not ranks:
+            del self._incomplete[pool]
+        if self._queries is not None:
+            self._queries.set_incomplete(pool, sorted(ranks))
 
     def drop_rank(self, spec: WorkerSpec, rank: WorkerRank) -> None:
         """Drops a rank that a worker no longer has."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc, types_pb2
-from kvscout_common.errors import InvalidArgument
+from kvscout_common.errors import InvalidArgument, KvscoutError, status_code
 from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.identity import current_identity
 from kvscout_common.registry import ALL_TENANTS
@@ -21,6 +21,8 @@ from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.status import index_status, source_status
 
 HASH_BYTES = 8
+MAX_REQUESTS = 1024
+"""In one message of StreamFindMatches."""
 
 
 class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
@@ -33,11 +35,36 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
     async def FindMatches(
         self, request: indexer_pb2.FindMatchesRequest, context: Any
     ) -> indexer_pb2.FindMatchesResponse:
+        return self._find(request, request.tenant)
+
+    async def StreamFindMatches(
+        self, request_iterator: AsyncIterator[indexer_pb2.StreamFindMatchesRequest], context: Any
+    ) -> AsyncGenerator[indexer_pb2.StreamFindMatchesResponse, None]:
+        async for message in request_iterator:
+            yield self.find_many(message)
+
+    def find_many(self, message: indexer_pb2.StreamFindMatchesRequest) -> indexer_pb2.StreamFindMatchesResponse:
+        """Answers every request of a message; one that fails has its status in its answer.
+
+        Raises:
+            InvalidArgument: There are too many of them.
+        """
+        if len(message.requests) > MAX_REQUESTS:
+            raise InvalidArgument(f"{len(message.requests)} in one message, at most {MAX_REQUESTS}", field="requests")
+        answers = indexer_pb2.StreamFindMatchesResponse()
+        for request in message.requests:
+            result = answers.results.add(id=request.id)
+            try:
+                result.response.CopyFrom(self._find(request, request.tenant or message.tenant))
+            except KvscoutError as error:
+                result.code, result.message = status_code(error).value[0], str(error)
+        return answers
+
+    def _find(self, request: indexer_pb2.FindMatchesRequest, tenant: str) -> indexer_pb2.FindMatchesResponse:
         if request.token_ids and request.block_hashes:
             raise InvalidArgument("give token_ids or block_hashes, not both", field="token_ids")
-        tenant = request.tenant or DEFAULT_TENANT
         found = self._indexer.pools.find(
-            tenant,
+            tenant or DEFAULT_TENANT,
             request.model,
             request.block_size if request.HasField("block_size") else None,
             request.eagle if request.HasField("eagle") else None,
@@ -47,15 +74,13 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         key, index = found
         hashes = _hashes(request, key)
         overlaps = index.find_matches(hashes, now=time.monotonic(), early_exit=request.early_exit)
-        incomplete = self._indexer.incomplete(index)
+        incomplete = self._indexer.pools.incomplete(key)
         return indexer_pb2.FindMatchesResponse(
             overlaps=overlaps_to_proto(overlaps),
             num_blocks=len(hashes) // HASH_BYTES,
             block_size=key.block_size,
             lower_bound=request.early_exit or bool(incomplete),
-            incomplete_rows=[row for row, rank in enumerate(overlaps.workers) if rank in incomplete]
-            if incomplete
-            else (),
+            incomplete_rows=[row for row, rank in enumerate(overlaps.workers) if rank in incomplete],
         )
 
     async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> indexer_pb2.IndexerStatus:
@@ -122,7 +147,7 @@ def _hashes(request: indexer_pb2.FindMatchesRequest, key: PoolKey) -> bytes:
             eagle=key.eagle,
         )
     for name in ("lora_name", "cache_salt", "mm_items"):
-        if getattr(request, name):
+        if request.block_hashes and getattr(request, name):
             raise InvalidArgument("goes with token_ids only: block_hashes carry it already", field=name)
     return array("Q", request.block_hashes).tobytes()
 

@@ -57,7 +57,7 @@ class Source:
         clock: Monotonic seconds.
         ttl_seconds: How long blocks stay predicted whose history was lost.
         warnings: Where what is wrong with an engine is logged.
-        incomplete: Has this source in it while its history is incomplete.
+        incomplete: Told when the source's history becomes incomplete, and when it is complete again.
         failed: Told of a defect of ours; the process then ends.
     """
 
@@ -73,7 +73,7 @@ class Source:
         clock: Callable[[], float],
         ttl_seconds: float,
         warnings: RateLimitedLog,
-        incomplete: set[Source],
+        incomplete: Callable[[bool], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         self.spec = spec
@@ -95,7 +95,8 @@ class Source:
         self._clock = clock
         self._ttl_seconds = ttl_seconds
         self._warnings = warnings
-        self._incomplete = incomplete
+        self._tell_incomplete = incomplete
+        self._incomplete = False
         self._failed = failed
         self._replay: asyncio.Task[None] | None = None
         self._over_capacity = False
@@ -125,7 +126,7 @@ class Source:
 
     def close(self) -> asyncio.Task[None] | None:
         """Closes the sockets and ends a replay; returns its task, which closes its socket as it ends."""
-        self._incomplete.discard(self)
+        self._set_incomplete(False)
         if self._subscription is not None:
             self._subscription.close()
         if self._replay is not None:
@@ -147,6 +148,11 @@ class Source:
             self.sequence.restore(epoch=0, last_id=None)
         # Without a replay the cursor stays: live batches go on from it, and what is dropped here stays missing.
         self._carry_out(self.sequence.on_reconnect())
+
+    def _set_incomplete(self, incomplete: bool) -> None:
+        if incomplete != self._incomplete:
+            self._incomplete = incomplete
+            self._tell_incomplete(incomplete)
 
     def _reset(self) -> None:
         self.index.reset(self.rank)
@@ -212,10 +218,7 @@ class Source:
                     self._replay.cancel()
                 name = f"replay {self.rank.worker_id}/{self.rank.dp_rank}"
                 self._replay = asyncio.get_running_loop().create_task(self._run_replay(decision), name=name)
-        if self.sequence.history_incomplete:
-            self._incomplete.add(self)
-        else:
-            self._incomplete.discard(self)
+        self._set_incomplete(self.sequence.history_incomplete)
         # Only now: a recovery in the midst of decisions would have the rest of them applied twice.
         if self._over_capacity and not self.sequence.replaying and self._may_recover():
             log.warning("worker %s/%d has more blocks than it can: removals were lost, recovering", *self.rank)

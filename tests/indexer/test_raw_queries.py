@@ -1,0 +1,199 @@
+"""The raw handlers answer what the plain path answers, byte for byte, and leave to it what is unusual."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from engine_events import prompt
+from grpc_server import serving
+from indexer_client import BLOCK_SIZE, local_indexer
+
+from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
+from kvscout_common.channel import call
+from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
+from kvscout_common.hashing import native_available
+from kvscout_common.identity import AccessRole, Identity, _current
+from kvscout_common.worker import Transport, WorkerSpec
+from kvscout_indexer.events import EventBatch, Stored, Tier
+from kvscout_indexer.indexer import Indexer
+from kvscout_indexer.raw_queries import RawQueries
+from kvscout_indexer.servicer import IndexerServicer
+
+SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+RNG_TOKENS = 50
+
+
+def servicer_of(indexer: Indexer) -> IndexerServicer:
+    return IndexerServicer(indexer)  # type: ignore[abstract]  # the rest answers UNIMPLEMENTED
+
+
+@pytest.fixture
+async def indexer() -> AsyncIterator[Indexer]:
+    async with local_indexer() as (_, indexer):
+        yield indexer
+
+
+def register(indexer: Indexer, worker_id: str, *, block_size: int = 4, model: str = "m", **fields: Any) -> WorkerSpec:
+    spec = WorkerSpec(worker_id, model, block_size, transport=Transport.NONE, **fields)
+    indexer.registry.register(spec)
+    return spec
+
+
+def fill(indexer: Indexer, spec: WorkerSpec, rng: random.Random) -> None:
+    """Random chains on random tiers of every rank."""
+    for rank in spec.ranks:
+        for chain_number in range(3):
+            length = rng.randrange(1, 6)
+            tokens = tuple(rng.randrange(RNG_TOKENS) % 2 for _ in range(length * spec.block_size + spec.eagle))
+            hashes = tuple(rng.getrandbits(64) for _ in range(length))
+            for tier in rng.sample(sorted(Tier), rng.choice([1, 1, 2])):
+                event = Stored(hashes, None, tokens, spec.block_size, tier, lora_name=rng.choice(["", "", "sql"]))
+                indexer.pools.of(spec).apply(rank, EventBatch((event,)), event_id=chain_number)
+        if rng.random() < 0.3:
+            hashes_held = [rng.getrandbits(64) for _ in range(3)]
+            indexer.pools.of(spec).predict(rank, hashes_held, ttl_seconds=1000, now=0)
+
+
+def random_request(rng: random.Random) -> indexer_pb2.FindMatchesRequest:
+    request = indexer_pb2.FindMatchesRequest(
+        model=rng.choice(["m", "m", "m", "two", "gone", ""]),
+        tenant=rng.choice(["", "", "default", "t"]),
+        id=rng.choice([0, 1, 2**40]),
+        early_exit=rng.random() < 0.2,
+    )
+    if rng.random() < 0.5:
+        request.block_size = rng.choice([4, 4, 8, 16, 0])
+    if rng.random() < 0.2:
+        request.eagle = rng.random() < 0.5
+    if rng.random() < 0.7:
+        request.token_ids.extend(rng.randrange(2) for _ in range(rng.randrange(40)))
+        request.lora_name = rng.choice(["", "", "sql"])
+        request.cache_salt = rng.choice(["", "", "x"])
+        if rng.random() < 0.1:
+            request.mm_items.add(id="a", length=2)
+    if rng.random() < 0.3:
+        request.block_hashes.extend(rng.getrandbits(64) for _ in range(rng.randrange(5)))
+    return request
+
+
+@pytest.mark.skipif(not native_available(), reason="the extension is not built: there is no raw path to compare")
+async def test_random_requests_get_the_plain_path_s_bytes_or_are_left_to_it(indexer: Indexer) -> None:
+    rng = random.Random(SEED)
+    specs = [register(indexer, f"w{i}", dp_size=rng.choice([1, 1, 3])) for i in range(5)]
+    specs += [register(indexer, "a", model="two"), register(indexer, "b", model="two", block_size=8, eagle=True)]
+    specs += [register(indexer, "t", tenant="t")]
+    for spec in specs:
+        fill(indexer, spec, rng)
+    register(indexer, "gone", model="gone")
+    indexer.registry.remove("default", "gone")
+    indexer.pools.set_incomplete(specs[1].pool, specs[1].ranks[0], True)
+    servicer = servicer_of(indexer)
+    assert indexer.queries is not None
+    native = 0
+    for _ in range(2000):
+        request = random_request(rng)
+        raw = indexer.queries.answer(request.SerializeToString(), now=1.0, caller_tenant="*")
+        if raw is None:
+            continue
+        native += 1
+        plain = await servicer.FindMatches(request, None)
+        answered = indexer_pb2.FindMatchesResponse.FromString(raw)
+        assert _by_worker(answered) == _by_worker(plain), f"KVSCOUT_TEST_SEED={SEED}: {request}"
+        assert len(raw) == plain.ByteSize(), f"KVSCOUT_TEST_SEED={SEED}: {request}"
+        stream = indexer_pb2.StreamFindMatchesRequest(requests=[request, request])
+        raw_stream = indexer.queries.answer_stream(stream.SerializeToString(), now=1.0, caller_tenant="*")
+        assert raw_stream is not None
+        streamed = indexer_pb2.StreamFindMatchesResponse.FromString(raw_stream).results
+        assert [(r.id, r.code, r.response) for r in streamed] == [(request.id, 0, answered)] * 2
+    assert native > 500, f"KVSCOUT_TEST_SEED={SEED}"
+
+
+def _by_worker(response: indexer_pb2.FindMatchesResponse) -> Any:
+    """An answer without the order of its rows, which is open."""
+    columns = response.overlaps
+    rank_of = list(columns.dp_ranks) or [0] * len(columns.worker_ids)
+    names = list(zip(columns.worker_ids, rank_of, strict=True))
+    tiers = (columns.device_blocks, columns.host_blocks, columns.disk_blocks, columns.external_blocks)
+    rows = [
+        (name, [column[row] if column else None for column in (*tiers, columns.predicted_blocks)])
+        for row, name in enumerate(names)
+    ]
+    incomplete = sorted(names[row] for row in response.incomplete_rows)
+    return sorted(rows), incomplete, response.num_blocks, response.block_size, response.lower_bound
+
+
+async def raw_channel(indexer: Indexer) -> Any:
+    return serving(RawQueries(indexer.queries, servicer_of(indexer)).add_to)
+
+
+async def test_errors_are_those_of_the_plain_path(indexer: Indexer) -> None:
+    register(indexer, "w")
+    async with await raw_channel(indexer) as channel:
+        stub = indexer_pb2_grpc.IndexerStub(channel)
+        with pytest.raises(NotFound, match="unknown"):
+            await call(stub.FindMatches, indexer_pb2.FindMatchesRequest(model="unknown"))
+        with pytest.raises(InvalidArgument, match="token_ids"):
+            both = indexer_pb2.FindMatchesRequest(model="m", token_ids=[1], block_hashes=[1])
+            await call(stub.FindMatches, both)
+        garbage = channel.unary_unary("/kvscout.v1.Indexer/FindMatches")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await garbage(b"\x0a\xff")
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_failing_operation_costs_itself_and_not_its_stream(indexer: Indexer) -> None:
+    register(indexer, "w")
+    requests = [
+        indexer_pb2.FindMatchesRequest(model="m", id=1, token_ids=range(8)),
+        indexer_pb2.FindMatchesRequest(model="unknown", id=2),
+        indexer_pb2.FindMatchesRequest(model="m", id=3, block_size=0),
+    ]
+    async with await raw_channel(indexer) as channel:
+        running = indexer_pb2_grpc.IndexerStub(channel).StreamFindMatches(
+            iter([indexer_pb2.StreamFindMatchesRequest(requests=requests)] * 2)
+        )
+        for _ in range(2):
+            results = (await running.read()).results
+            codes = {result.id: result.code for result in results}
+            assert codes == {
+                1: 0,
+                2: grpc.StatusCode.NOT_FOUND.value[0],
+                3: grpc.StatusCode.INVALID_ARGUMENT.value[0],
+            }
+            assert next(r for r in results if r.id == 1).response.num_blocks == 2
+
+
+async def test_too_many_operations_in_a_message_are_refused(indexer: Indexer) -> None:
+    register(indexer, "w")
+    message = indexer_pb2.StreamFindMatchesRequest(requests=[indexer_pb2.FindMatchesRequest(model="m")] * 1025)
+    async with await raw_channel(indexer) as channel:
+        running = indexer_pb2_grpc.IndexerStub(channel).StreamFindMatches(iter([message]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await running.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "requests" in str(caught.value.details())
+
+
+async def test_a_caller_of_another_tenant_is_refused(indexer: Indexer) -> None:
+    register(indexer, "w")
+    raw = RawQueries(indexer.queries, servicer_of(indexer))
+    token = _current.set(Identity(AccessRole.CLIENT, "t"))
+    try:
+        request = indexer_pb2.FindMatchesRequest(model="m", block_hashes=[1]).SerializeToString()
+        with pytest.raises(PermissionDenied):
+            await raw.find_matches(request, None)
+    finally:
+        _current.reset(token)
+
+
+async def test_without_the_extension_the_plain_path_answers(indexer: Indexer) -> None:
+    register(indexer, "w", block_size=BLOCK_SIZE)
+    raw = RawQueries(None, servicer_of(indexer))
+    request = indexer_pb2.FindMatchesRequest(model="m", token_ids=prompt(2))
+    answer = indexer_pb2.FindMatchesResponse.FromString(await raw.find_matches(request.SerializeToString(), None))
+    assert (answer.num_blocks, answer.block_size) == (2, BLOCK_SIZE)
