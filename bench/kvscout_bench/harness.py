@@ -49,8 +49,6 @@ class Case:
     value: Callable[[Sample], float]
     """In `unit`."""
     p99: Callable[[Sample], float] | None = None
-    share_of: str = ""
-    """Another workload: the value is a share, in %, of that one's in the same round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +150,8 @@ def side_of(case: Case, side: str, samples: Samples) -> Side | None:
     taken = samples.get((side, case.workload))
     if not taken:
         return None
-    values = [case.value(sample) for sample in taken]
-    if case.share_of:
-        whole = [case.value(sample) for sample in samples[side, case.share_of]]
-        values = [100.0 * part / all_ for part, all_ in zip(values, whole, strict=True)]
-    return Side(tuple(values), tuple(case.p99(sample) for sample in taken) if case.p99 else ())
+    values = tuple(case.value(sample) for sample in taken)
+    return Side(values, tuple(case.p99(sample) for sample in taken) if case.p99 else ())
 
 
 def in_turns(drivers: Mapping[str, Measured], workloads: Sequence[str], *, rounds: int, seconds: float) -> Samples:

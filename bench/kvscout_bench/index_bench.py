@@ -99,20 +99,20 @@ class IndexBench:
             loads = {side: [self._load(driver, FIXTURES[name])] for side, driver in drivers.items()}
             samples: Samples = {(side, LOAD): answers for side, answers in loads.items()}
             for two_cores in (False, True):
-                workloads = self._workloads(cases, two_cores)
+                chosen = [case for case in cases if case.two_cores is two_cores]
+                workloads = list(dict.fromkeys(case.workload for case in chosen if case.workload != LOAD))
                 self._check(drivers, workloads)
                 for driver in drivers.values():
                     driver.pin(cores[0], cores[1] if two_cores else cores[0])
                 seconds = QUICK_SECONDS if self.quick else self.seconds
                 rounds = 1 if self.quick else self.rounds
                 group = in_turns(drivers, workloads, rounds=rounds, seconds=seconds)
-                for case in cases:
-                    if case.two_cores is two_cores:
-                        taken = samples if case.workload == LOAD else group
-                        ours = side_of(case, OURS, taken)
-                        if ours is None:
-                            raise DriverFailed(f"{case.name}: our driver does not have it")
-                        yield case, ours, side_of(case, PEER, taken)
+                for case in chosen:
+                    taken = samples if case.workload == LOAD else group
+                    ours = side_of(case, OURS, taken)
+                    if ours is None:
+                        raise DriverFailed(f"{case.name}: our driver does not have it")
+                    yield case, ours, side_of(case, PEER, taken)
 
     def _load(self, driver: Driver, fixture: Fixture) -> Sample:
         prompts = min(fixture.prompts, QUICK_PROMPTS) if self.quick else fixture.prompts
@@ -126,16 +126,6 @@ class IndexBench:
             workers=fixture.workers,
             seed=SEED,
         )
-
-    @staticmethod
-    def _workloads(cases: Sequence[IndexCase], two_cores: bool) -> list[str]:
-        chosen: dict[str, None] = {}
-        for case in cases:
-            if case.workload != LOAD and case.two_cores is two_cores:
-                if case.share_of:
-                    chosen.setdefault(case.share_of)
-                chosen.setdefault(case.workload)
-        return list(chosen)
 
     @staticmethod
     def _check(drivers: dict[str, Driver], workloads: Sequence[str]) -> None:

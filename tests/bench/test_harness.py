@@ -27,7 +27,7 @@ class Scripted:
         return {"median": next(self.values)}
 
 
-def case(goal: Goal | None = None, share_of: str = "") -> Case:
+def case(goal: Goal | None = None) -> Case:
     return Case(
         name="n/w",
         title="a title",
@@ -35,7 +35,6 @@ def case(goal: Goal | None = None, share_of: str = "") -> Case:
         goal=goal,
         workload="w",
         value=lambda sample: float(sample["median"]),
-        share_of=share_of,
     )
 
 
@@ -57,13 +56,6 @@ def test_a_side_is_the_median_of_its_rounds() -> None:
     side = Side((3.0, 1.0, 2.0), (30.0, 10.0, 20.0))
     assert (side.value, side.p99) == (2.0, 20.0)
     assert Side((1.0,)).p99 is None
-
-
-def test_a_share_is_of_the_other_workload_in_the_same_round() -> None:
-    samples = {("ours", "w"): [{"median": 1}, {"median": 3}], ("ours", "idle"): [{"median": 2}, {"median": 4}]}
-    side = side_of(case(share_of="idle"), "ours", samples)
-    assert side is not None
-    assert side.values == (50.0, 75.0)
 
 
 @pytest.mark.parametrize(

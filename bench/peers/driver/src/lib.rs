@@ -39,7 +39,7 @@ pub trait Index: Send + Sync + 'static {
     /// What a find returns.
     type Answer;
     /// An event, ready to be applied.
-    type Event: Clone + Send + 'static;
+    type Event: Clone + Send + Sync + 'static;
 
     /// An empty index that workers 0 .. `workers` may use.
     fn new(workers: u64) -> Self;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::fixture::{BLOCK_SIZE, Fixture, Stream, block_tokens};
-use crate::measure::{Clock, Times};
+use crate::measure::{Clock, Slice, Slices, Times, involuntary_switches};
 use crate::{Block, Failure, Index};
 
 const GROUP: u64 = 64;
@@ -23,6 +23,10 @@ const CONTINUED_EVENTS: u64 = 256;
 const CONTINUED_BLOCKS: u64 = 4;
 const REMOVED_PROMPTS: u64 = 1024;
 const REMOVED_BLOCKS: u64 = 1024;
+/// Long enough for thousands of finds, short enough that most are not interrupted by other processes.
+const SLICE: Duration = Duration::from_millis(4);
+/// A find that took longer may have been interrupted by another process, which is looked into.
+const SLOW_NS: f64 = 100_000.0;
 const PAGE_BYTES: u64 = 4096;
 
 type Job = Box<dyn FnOnce() -> Result<(), Failure> + Send>;
@@ -106,10 +110,7 @@ impl<I: Index> Bench<I> {
             },
             "store_4" => self.continue_prompts(length)?.0.report(workload, &[]),
             "remove_4" => self.continue_prompts(length)?.1.report(workload, &[]),
-            "find_busy" => {
-                let (times, writer_rate) = self.find_busy(length)?;
-                times.report(workload, &[("writer_rate", writer_rate)])
-            }
+            "find_busy" => self.find_busy(length)?,
             "remove_worker" => {
                 let (times, removal) = self.remove_worker()?;
                 times.report(workload, &[("removal_ns", removal.as_nanos() as f64)])
@@ -278,27 +279,55 @@ impl<I: Index> Bench<I> {
         (stores, removes)
     }
 
-    fn find_busy(&mut self, length: Duration) -> Result<(Times, f64), Failure> {
+    fn find_busy(&mut self, length: Duration) -> Result<Value, Failure> {
         let (mut cycle, removes) = self.continuations();
         cycle.extend(removes);
-        let stop = Arc::new(AtomicBool::new(false));
-        let applied = Arc::new(AtomicU64::new(0));
-        let (index, stopped, count) = (Arc::clone(&self.index), Arc::clone(&stop), Arc::clone(&applied));
+        let cycle = Arc::new(cycle);
+        let (mut idle, mut busy) = (Slices::default(), Slices::default());
+        let (mut events, mut busy_seconds) = (0, 0.0);
         let started = Instant::now();
-        self.second.start(Box::new(move || {
-            while !stopped.load(Ordering::Relaxed) {
-                cycle.iter().try_for_each(|event| index.apply(event.clone()))?;
-                index.settle()?;
-                count.fetch_add(cycle.len() as u64, Ordering::Relaxed);
+        while started.elapsed() < length || idle.is_empty() || busy.is_empty() {
+            idle.add(self.find_slice());
+            let (stop, applied) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+            let begun = Instant::now();
+            self.second.start({
+                let (index, cycle) = (Arc::clone(&self.index), Arc::clone(&cycle));
+                let (stop, applied) = (Arc::clone(&stop), Arc::clone(&applied));
+                Box::new(move || {
+                    while !stop.load(Ordering::Relaxed) {
+                        cycle.iter().try_for_each(|event| index.apply(event.clone()))?;
+                        index.settle()?;
+                        applied.fetch_add(cycle.len() as u64, Ordering::Relaxed);
+                    }
+                    Ok(())
+                })
+            });
+            while applied.load(Ordering::Relaxed) == 0 && !self.second.is_finished() {
+                thread::yield_now();
             }
-            Ok(())
-        }));
-        let times = self.find_hashes(length);
-        let writer_rate = applied.load(Ordering::Relaxed) as f64 / started.elapsed().as_secs_f64();
-        stop.store(true, Ordering::Relaxed);
-        self.second.wait()?;
+            busy.add(self.find_slice());
+            stop.store(true, Ordering::Relaxed);
+            self.second.wait()?;
+            busy_seconds += begun.elapsed().as_secs_f64();
+            events += applied.load(Ordering::Relaxed);
+        }
         self.index.tidy();
-        Ok((times, writer_rate))
+        let more = [("idle_rate", idle.rate()), ("writer_rate", events as f64 / busy_seconds)];
+        Ok(busy.report("find_busy", &more))
+    }
+
+    /// Finds for a few milliseconds.
+    fn find_slice(&mut self) -> Slice {
+        let mut request = I::Request::default();
+        let switches = involuntary_switches();
+        let mut times = Vec::new();
+        let started = Instant::now();
+        while started.elapsed() < SLICE {
+            I::fill(&mut request, self.query(self.next_query));
+            self.next_query += 1;
+            times.push(self.clock.time(|| self.index.find(&request)));
+        }
+        Slice { times, disturbed: involuntary_switches() != switches }
     }
 
     fn remove_worker(&mut self) -> Result<(Times, Duration), Failure> {
@@ -318,6 +347,7 @@ impl<I: Index> Bench<I> {
         let (index, finished) = (Arc::clone(&self.index), Arc::clone(&done));
         let mut times = Times::new(Duration::ZERO);
         let mut request = I::Request::default();
+        let mut switches = involuntary_switches();
         self.second.start(Box::new(move || {
             let started = Instant::now();
             let removed = index.remove_worker(worker);
@@ -333,8 +363,17 @@ impl<I: Index> Bench<I> {
                 &prompts[(self.fixture.word(Stream::Queries, query) % REMOVED_PROMPTS) as usize]
             };
             I::fill(&mut request, local);
-            times.add(self.clock.time(|| self.index.find(&request)), 1);
-            if done.load(Ordering::Acquire) > 0 {
+            let ns = self.clock.time(|| self.index.find(&request));
+            if ns < SLOW_NS {
+                times.add(ns, 1);
+            } else {
+                let now = involuntary_switches();
+                if now == switches {
+                    times.add(ns, 1);
+                }
+                switches = now;
+            }
+            if self.second.is_finished() {
                 break;
             }
         }
@@ -348,18 +387,32 @@ impl<I: Index> Bench<I> {
 struct SecondThread {
     jobs: Sender<Job>,
     done: Receiver<Result<(), Failure>>,
+    finished: Arc<AtomicBool>,
 }
 
 impl SecondThread {
     fn new() -> Self {
         let (jobs, queue) = channel::<Job>();
         let (answers, done) = channel();
-        thread::spawn(move || queue.into_iter().map(|job| job()).try_for_each(|result| answers.send(result)));
-        Self { jobs, done }
+        let finished = Arc::new(AtomicBool::new(true));
+        let finishes = Arc::clone(&finished);
+        thread::spawn(move || {
+            queue.into_iter().try_for_each(|job| {
+                let result = job();
+                finishes.store(true, Ordering::Release);
+                answers.send(result)
+            })
+        });
+        Self { jobs, done, finished }
     }
 
     fn start(&self, job: Job) {
+        self.finished.store(false, Ordering::Release);
         self.jobs.send(job).expect("the thread lives as long as the sender");
+    }
+
+    fn is_finished(&self) -> bool {
+        self.finished.load(Ordering::Acquire)
     }
 
     fn wait(&self) -> Result<(), Failure> {

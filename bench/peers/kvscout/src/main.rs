@@ -83,7 +83,7 @@ impl Index for Kvscout {
     fn local_hashes(tokens: &[u32]) -> Vec<u64> {
         let mut bytes = Vec::new();
         Self::fill_tokens(&mut bytes, tokens);
-        hasher().local_hashes(&bytes).collect()
+        hasher().local_hashes(&bytes)
     }
 
     fn fill(request: &mut Vec<u64>, local: &[u64]) {
