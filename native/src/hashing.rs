@@ -5,6 +5,7 @@
 
 use std::borrow::Cow;
 use std::fmt;
+use std::ops::Range;
 
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
@@ -137,37 +138,54 @@ impl<'a> BlockHasher<'a> {
         tokens.saturating_sub(usize::from(self.eagle)) / self.block_size
     }
 
-    /// Local hash of block `index`, which must be complete in `tokens`.
+    /// Appends the local hashes of a range of blocks, which must be complete in `tokens`.
     #[inline]
-    pub fn local_hash(&self, tokens: &[u8], index: usize) -> u64 {
+    pub fn hash_blocks(&self, tokens: &[u8], blocks: Range<usize>, hashes: &mut Vec<u64>) {
+        if !self.mm.is_empty() {
+            hashes.extend(blocks.map(|index| self.hash_with_items(tokens, index)));
+            return;
+        }
+        let mut rest = blocks;
+        if rest.start == 0 && rest.next().is_some() {
+            hashes.push(xxh3_64_with_seed(self.window(tokens, 0), self.first_seed));
+        }
+        if self.eagle {
+            hashes.extend(rest.map(|index| xxh3_64_with_seed(self.window(tokens, index), self.seed)));
+            return;
+        }
+        let size = self.block_size * TOKEN_BYTES;
+        let windows = tokens[rest.start * size..rest.end * size].chunks_exact(size);
+        hashes.extend(windows.map(|window| xxh3_64_with_seed(window, self.seed)));
+    }
+
+    fn window<'t>(&self, tokens: &'t [u8], index: usize) -> &'t [u8] {
+        let start = index * self.block_size;
+        let end = start + self.block_size + usize::from(self.eagle);
+        &tokens[start * TOKEN_BYTES..end * TOKEN_BYTES]
+    }
+
+    fn hash_with_items(&self, tokens: &[u8], index: usize) -> u64 {
         let start = index * self.block_size;
         let end = start + self.block_size;
-        let window = &tokens[start * TOKEN_BYTES..(end + usize::from(self.eagle)) * TOKEN_BYTES];
         let seed = if index == 0 { self.first_seed } else { self.seed };
-        if self.mm.is_empty() {
-            return xxh3_64_with_seed(window, seed);
-        }
         let mut items: Vec<u64> = self
             .mm
             .iter()
             .filter(|item| item.offset < end && item.offset.saturating_add(item.length) > start)
             .map(|item| item.hash)
             .collect();
-        if items.is_empty() {
-            return xxh3_64_with_seed(window, seed);
-        }
         items.sort_unstable();
-        let mut bytes = Vec::with_capacity(window.len() + items.len() * 8);
-        bytes.extend_from_slice(window);
-        for item in items {
-            bytes.extend_from_slice(&item.to_le_bytes());
-        }
+        let mut bytes = self.window(tokens, index).to_vec();
+        bytes.extend(items.iter().flat_map(|item| item.to_le_bytes()));
         xxh3_64_with_seed(&bytes, seed)
     }
 
     /// Local hashes of all complete blocks of `tokens`, in order.
-    pub fn local_hashes<'t>(&'t self, tokens: &'t [u8]) -> impl ExactSizeIterator<Item = u64> + 't {
-        (0..self.block_count(tokens.len() / TOKEN_BYTES)).map(|index| self.local_hash(tokens, index))
+    pub fn local_hashes(&self, tokens: &[u8]) -> Vec<u64> {
+        let blocks = self.block_count(tokens.len() / TOKEN_BYTES);
+        let mut hashes = Vec::with_capacity(blocks);
+        self.hash_blocks(tokens, 0..blocks, &mut hashes);
+        hashes
     }
 }
 
@@ -180,7 +198,7 @@ mod tests {
     }
 
     fn hashes(block_size: usize, tokens: &[u8], eagle: bool) -> Vec<u64> {
-        BlockHasher::new(block_size, "", "", &[], eagle).unwrap().local_hashes(tokens).collect()
+        BlockHasher::new(block_size, "", "", &[], eagle).unwrap().local_hashes(tokens)
     }
 
     #[test]
@@ -204,8 +222,7 @@ mod tests {
         let prompt = tokens(1..=16);
         let plain = hashes(4, &prompt, false);
         let span = [MmSpan { hash: 5, offset: 3, length: 2 }];
-        let with_item: Vec<u64> =
-            BlockHasher::new(4, "", "", &span, false).unwrap().local_hashes(&prompt).collect();
+        let with_item: Vec<u64> = BlockHasher::new(4, "", "", &span, false).unwrap().local_hashes(&prompt);
         let changed: Vec<bool> = plain.iter().zip(&with_item).map(|(a, b)| a != b).collect();
         assert_eq!(changed, [true, true, false, false]);
     }

@@ -167,7 +167,7 @@ impl Index {
             _ => &event.tokens,
         };
         BlockHasher::new(self.block_size, lora, salt, &spans, self.eagle)
-            .map_or_else(|_| Vec::new(), |hasher| hasher.local_hashes(&token_bytes(tokens)).collect())
+            .map_or_else(|_| Vec::new(), |hasher| hasher.local_hashes(&token_bytes(tokens)))
     }
 }
 

@@ -11,6 +11,7 @@ use super::nodes::{NodeEntry, Nodes, index_of, node_id, shard_of};
 use super::trie::{self, Node, Trie};
 use super::worker::{LEVELS, NO_LANE, NodeId, Presence, PresenceId, TIERS, Worker};
 use crate::slab::Slab;
+use smallvec::SmallVec;
 
 /// Where a chain goes on: below a block, or at the root.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -180,7 +181,7 @@ impl Ledger {
         self.unhang(slot, presence, self.nodes[node].parent);
         self.nodes[node].drop_presence(slot);
         self.worker_mut(slot).presences.remove(presence);
-        self.doubtful.push(node);
+        self.doubt(node);
     }
 
     /// Makes the presences below one detached children of a node.
@@ -404,7 +405,7 @@ impl Ledger {
 
     /// Brings the reach of a presence in step with what it holds, and of those below where that matters.
     pub fn refresh(&mut self, slot: u32, presence: PresenceId) {
-        let mut pending: Vec<(usize, PresenceId)> =
+        let mut pending: SmallVec<[(usize, PresenceId); LEVELS]> =
             self.worker(slot).levels().map(|level| (level, presence)).collect();
         while let Some((level, presence)) = pending.pop() {
             let Some(part) = self.worker(slot).presences.get(presence) else { continue };
@@ -479,6 +480,13 @@ impl Ledger {
         }
     }
 
+    /// Notes a node that may have a tail that nobody needs.
+    pub fn doubt(&mut self, node: NodeId) {
+        if self.doubtful.last() != Some(&node) {
+            self.doubtful.push(node);
+        }
+    }
+
     /// Counts a worker that needs a block, or no longer.
     pub fn pin(&mut self, node: NodeId, offset: u32, pinned: bool) {
         let pins = &mut self.nodes[node].refs[offset as usize].pins;
@@ -487,7 +495,7 @@ impl Ledger {
         } else {
             *pins -= 1;
             if *pins == 0 {
-                self.doubtful.push(node);
+                self.doubt(node);
             }
         }
     }
@@ -576,7 +584,7 @@ impl Ledger {
             self.predictions.remove(id);
         }
         self.worker_mut(slot).presences.remove(presence);
-        self.doubtful.push(part.node);
+        self.doubt(part.node);
         end.max(1)
     }
 

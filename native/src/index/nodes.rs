@@ -3,6 +3,7 @@
 use super::trie::{NodeIndex, SHARDS};
 use super::worker::{NodeId, PresenceId};
 use crate::slab::Slab;
+use smallvec::SmallVec;
 
 /// How many workers need a block, and how many of them hold it on any tier.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -20,7 +21,7 @@ pub struct NodeEntry {
     pub start: u32,
     pub refs: Vec<Refs>,
     /// (worker slot, presence), sorted.
-    pub presences: Vec<(u32, PresenceId)>,
+    pub presences: SmallVec<[(u32, PresenceId); 1]>,
     pub first_child: NodeId,
     pub next: NodeId,
     pub previous: NodeId,
@@ -54,7 +55,8 @@ impl NodeEntry {
     }
 
     fn bytes(&self) -> usize {
-        self.refs.capacity() * size_of::<Refs>() + self.presences.capacity() * size_of::<(u32, PresenceId)>()
+        let presences = if self.presences.spilled() { self.presences.capacity() } else { 0 };
+        self.refs.capacity() * size_of::<Refs>() + presences * size_of::<(u32, PresenceId)>()
     }
 }
 

@@ -74,7 +74,7 @@ impl Index {
                 added +=
                     u64::from(predict_block(state, slot, Cursor { node, next: offset }, now + ttl_seconds));
             }
-            state.ledger.doubtful.push(node);
+            state.ledger.doubt(node);
             done += blocks as usize;
         }
         state.ledger.cursor = ROOT;

@@ -3,7 +3,7 @@
 use crate::hashing::{BlockHasher, TOKEN_BYTES};
 
 /// Blocks hashed at once: a prompt of which nothing is cached costs no more than these.
-const PIECE: usize = 32;
+const PIECE: usize = 64;
 
 /// The local hashes of a prompt's complete blocks.
 pub trait Prompt {
@@ -59,7 +59,10 @@ impl Prompt for TokenPrompt<'_> {
             let end =
                 if self.hashes.is_empty() { count } else { count.next_multiple_of(PIECE).min(self.blocks) };
             let start = self.hashes.len();
-            self.hashes.extend((start..end).map(|index| self.hasher.local_hash(self.tokens, index)));
+            if start == 1 {
+                self.hashes.reserve_exact(self.blocks);
+            }
+            self.hasher.hash_blocks(self.tokens, start..end, &mut self.hashes);
         }
         &self.hashes
     }

@@ -1,5 +1,7 @@
 //! What events do to one worker's content: store, move, remove; orphans and ghosts.
 
+use smallvec::SmallVec;
+
 use super::ledger::{Cursor, Ledger, ROOT};
 use super::worker::{
     BATCH, Binding, Counts, GHOST_LIMIT, NO_LANE, NodeId, ORPHAN_LIMIT, Odd, Orphan, PREDICTED, PresenceId,
@@ -76,7 +78,7 @@ impl Ledger {
                     self.adopt(slot, engine_hash);
                 } else {
                     conflicts += 1;
-                    self.doubtful.push(node);
+                    self.doubt(node);
                 }
             }
             done += blocks as usize;
@@ -220,19 +222,21 @@ impl Ledger {
 
     /// Ends a binding; its copies must be gone.
     pub fn unbind(&mut self, slot: u32, engine_hash: u64) {
-        let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else { return };
-        let mut bindings = self.bindings(slot, presence, offset);
-        // The table finds the entry through the bindings, so it goes first.
-        self.worker_mut(slot).leave(engine_hash);
-        bindings.retain(|binding| binding.engine_hash != engine_hash);
-        if !bindings.is_empty() {
-            self.put_bindings(slot, presence, offset, bindings);
-            return;
+        // The table finds the entry through `own` and `odd`, so it goes first.
+        let Some((presence, offset)) = self.worker_mut(slot).leave(engine_hash) else { return };
+        if self.part(slot, presence).is_odd(offset) {
+            let mut bindings = self.bindings(slot, presence, offset);
+            bindings.retain(|binding| binding.engine_hash != engine_hash);
+            if !bindings.is_empty() {
+                self.put_bindings(slot, presence, offset, bindings);
+                return;
+            }
+            let depth = self.part(slot, presence).start + offset;
+            self.worker_mut(slot).odd.remove(&(presence, depth));
+            self.set_tiers(slot, presence, offset, [false; TIERS]);
         }
-        let depth = self.part(slot, presence).start + offset;
-        self.worker_mut(slot).odd.remove(&(presence, depth));
-        self.set_tiers(slot, presence, offset, [false; TIERS]);
         let part = self.part_mut(slot, presence);
+        debug_assert_eq!(part.level(offset), TIERS);
         part.bound.remove(offset);
         if let Some(more) = &mut part.more {
             more.odd.remove(offset);
@@ -335,7 +339,23 @@ impl Ledger {
                 unknown += u64::from(!self.remove_one(slot, engine_hash, group, tier));
             }
         }
+        self.forget_oldest(slot);
         unknown
+    }
+
+    /// Forgets the oldest ghosts above the limit.
+    fn forget_oldest(&mut self, slot: u32) {
+        let mut surplus = self.worker(slot).ghosts.len().saturating_sub(GHOST_LIMIT);
+        while surplus > 0 {
+            let worker = self.worker_mut(slot);
+            let oldest: SmallVec<[u64; BATCH]> =
+                (0..surplus.min(BATCH)).filter_map(|_| worker.ghosts.pop()).collect();
+            worker.warm(oldest.iter().copied());
+            surplus -= oldest.len();
+            for engine_hash in oldest {
+                self.unbind(slot, engine_hash);
+            }
+        }
     }
 
     fn remove_one(&mut self, slot: u32, engine_hash: u64, group: u32, tier: u8) -> bool {
@@ -381,7 +401,7 @@ impl Ledger {
         true
     }
 
-    /// Takes all copies of a bound engine hash: it becomes a ghost.
+    /// Takes all copies of a bound engine hash: it becomes a ghost, and the oldest may have to go.
     pub fn evict(&mut self, slot: u32, engine_hash: u64) {
         let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else { return };
         let copies = device_copies(&self.worker(slot).counts(engine_hash, presence, offset));
@@ -391,17 +411,12 @@ impl Ledger {
         });
         self.worker_mut(slot).device_copies -= copies;
         self.remember(slot, engine_hash);
+        self.forget_oldest(slot);
     }
 
-    /// Makes a hash without copies the youngest ghost; the oldest one above the limit is forgotten.
+    /// Makes a hash without copies the youngest ghost; `forget_oldest` keeps the limit.
     fn remember(&mut self, slot: u32, engine_hash: u64) {
-        let ghosts = &mut self.worker_mut(slot).ghosts;
-        ghosts.push(engine_hash);
-        if ghosts.len() > GHOST_LIMIT
-            && let Some(oldest) = ghosts.pop()
-        {
-            self.unbind(slot, oldest);
-        }
+        self.worker_mut(slot).ghosts.push(engine_hash);
     }
 
     fn store_orphans(

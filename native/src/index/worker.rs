@@ -450,11 +450,11 @@ impl Worker {
         entered
     }
 
-    /// Ends the binding of an engine hash in the table; `own` and `odd` are the caller's.
-    pub fn leave(&mut self, engine_hash: u64) {
-        if let Some((slot, _)) = self.find(engine_hash) {
-            self.table.remove(slot);
-        }
+    /// Ends the binding of an engine hash in the table; where it was. `own` and `odd` are the caller's.
+    pub fn leave(&mut self, engine_hash: u64) -> Option<(PresenceId, u32)> {
+        let (slot, payload) = self.find(engine_hash)?;
+        self.table.remove(slot);
+        Some(place(&self.presences, payload))
     }
 
     /// Renumbers the presence of a binding, before its content moves.
