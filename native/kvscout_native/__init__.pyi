@@ -153,3 +153,16 @@ class Queries:
 
     def answer(self, request: bytes, now: float, caller_tenant: str) -> bytes | None: ...
     def answer_stream(self, message: bytes, now: float, caller_tenant: str) -> bytes | None: ...
+
+# --- codec -----------------------------------------------------------------------------------------
+
+_Pool = tuple[str, str, int, bool]
+"""(tenant, model, block_size, eagle)"""
+
+def dump_messages(
+    index: BlockIndex, worker: _Name, pool: _Pool, history_incomplete: bool, max_chunk_bytes: int
+) -> list[bytes] | None:
+    """One consistent cut of a worker rank as serialised `KvEventBatch` messages; None if it is not known."""
+
+def load_messages(index: BlockIndex, messages: Sequence[bytes]) -> tuple[_Name, _Pool, bool]:
+    """Replaces what events said of a worker rank by a dump; returns who, of which pool, and whether it is incomplete."""

@@ -40,7 +40,12 @@ impl<'a> Reader<'a> {
         (tag >> 3 > 0).then_some(Some((tag >> 3, field)))
     }
 
-    fn varint(&mut self) -> Option<u64> {
+    pub fn is_empty(&self) -> bool {
+        self.rest.is_empty()
+    }
+
+    /// A number, at any place of a message.
+    pub fn varint(&mut self) -> Option<u64> {
         let mut value = 0u64;
         for shift in (0..64).step_by(7) {
             let (&byte, rest) = self.rest.split_first()?;
@@ -71,9 +76,42 @@ impl Writer {
     /// A number; 0 is not written, as in proto3.
     pub fn varint(&mut self, number: u32, value: u64) {
         if value != 0 {
-            self.raw_varint(u64::from(number << 3));
-            self.raw_varint(value);
+            self.present(number, value);
         }
+    }
+
+    /// A number of a field with presence; 0 is written, too.
+    pub fn present(&mut self, number: u32, value: u64) {
+        self.raw_varint(u64::from(number << 3));
+        self.raw_varint(value);
+    }
+
+    /// A number of fixed width; 0 is not written.
+    pub fn fixed64(&mut self, number: u32, value: u64) {
+        if value != 0 {
+            self.raw_varint(u64::from(number << 3 | 1));
+            self.bytes.extend_from_slice(&value.to_le_bytes());
+        }
+    }
+
+    /// Repeated numbers of fixed width, packed; none is not written.
+    pub fn packed_fixed64(&mut self, number: u32, values: &[u64]) {
+        if !values.is_empty() {
+            self.length(number, values.len() * 8);
+            self.bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        }
+    }
+
+    /// A string; an empty one is not written.
+    pub fn string(&mut self, number: u32, value: &str) {
+        if !value.is_empty() {
+            self.bytes(number, value.as_bytes());
+        }
+    }
+
+    /// Fields that are written already.
+    pub fn append(&mut self, fields: &Self) {
+        self.bytes.extend_from_slice(&fields.bytes);
     }
 
     /// Bytes, a string or a message; written even if empty.

@@ -5,12 +5,19 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyType};
 
 static INVALID_ARGUMENT: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+static FAILED_PRECONDITION: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 static NOT_FOUND: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 static MALFORMED_BATCH: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
 /// An `InvalidArgument` that names the field at fault.
 pub fn invalid_argument(py: Python<'_>, field: &str, message: impl Into<String>) -> PyErr {
     raised(py, &INVALID_ARGUMENT, ("kvscout_common.errors", "InvalidArgument"), Some(field), message.into())
+}
+
+/// A `FailedPrecondition`.
+pub fn failed_precondition(py: Python<'_>, message: impl Into<String>) -> PyErr {
+    let class = ("kvscout_common.errors", "FailedPrecondition");
+    raised(py, &FAILED_PRECONDITION, class, None, message.into())
 }
 
 /// A `NotFound`.

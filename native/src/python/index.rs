@@ -216,12 +216,8 @@ impl BlockIndex {
         let mut dump =
             WorkerDump { epoch, last_event_id, groups, blocks: blocks.collect(), orphans: orphans.collect() };
         dump.groups.sort_unstable();
-        py.detach(|| self.index.load(worker.get(), &dump)).map_err(|error| match error {
-            LoadError::UnknownWorker => {
-                errors::not_found(py, format!("worker {} rank {} is not known", worker.0, worker.1))
-            }
-            LoadError::Contradiction { field, message } => invalid_argument(py, &field, message),
-        })
+        py.detach(|| self.index.load(worker.get(), &dump))
+            .map_err(|error| load_error(py, worker.get(), error))
     }
 
     fn workers(&self) -> Vec<(String, u32)> {
@@ -293,6 +289,16 @@ impl BlockIndex {
             columns.push(if same { first.clone().into_any() } else { column(level)?.into_any() });
         }
         PyTuple::new(py, columns)
+    }
+}
+
+/// Why a dump was not loaded, as a Python exception.
+pub fn load_error(py: Python<'_>, worker: WorkerName<'_>, error: LoadError) -> PyErr {
+    match error {
+        LoadError::UnknownWorker => {
+            errors::not_found(py, format!("worker {} rank {} is not known", worker.worker_id, worker.dp_rank))
+        }
+        LoadError::Contradiction { field, message } => invalid_argument(py, &field, message),
     }
 }
 

@@ -1,5 +1,6 @@
 //! The Python module `kvscout_native._core`; `kvscout_native/__init__.pyi` documents it.
 
+mod codec;
 mod errors;
 mod hashing;
 mod index;
@@ -11,6 +12,7 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     hashing::register(module)?;
+    codec::register(module)?;
     index::register(module)?;
     queries::register(module)
 }

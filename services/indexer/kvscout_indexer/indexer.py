@@ -15,9 +15,10 @@ from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import registry_tasks
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, PoolKey, Transport, WorkerRank, WorkerSpec
+from kvscout_indexer.codec import encode_dump
 from kvscout_indexer.config import IndexerConfig
-from kvscout_indexer.index import BlockIndex, WorkerDump
-from kvscout_indexer.native_index import make_index, make_queries
+from kvscout_indexer.index import BlockIndex
+from kvscout_indexer.native_index import NativeIndex, make_index, make_queries
 from kvscout_indexer.pools import Pools
 from kvscout_indexer.source import Source
 
@@ -77,10 +78,18 @@ class Indexer:
             for rank in entry.spec.ranks:
                 yield entry.spec, rank, self._sources.get((entry.spec.tenant, rank))
 
-    def dump(self, spec: WorkerSpec, rank: WorkerRank) -> WorkerDump | None:
-        """One consistent cut of a worker rank; None if it is gone."""
+    def dump_messages(self, spec: WorkerSpec, rank: WorkerRank) -> list[bytes]:
+        """One consistent cut of a worker rank as serialised `KvEventBatch` messages; none if it is gone."""
         index = self.pools.get(spec.pool)
-        return None if index is None else index.dump(rank)
+        if index is None:
+            return []
+        incomplete = rank in self.pools.incomplete(spec.pool)
+        if isinstance(index, NativeIndex):
+            return index.dump_messages(rank, spec.pool, history_incomplete=incomplete) or []
+        dump = index.dump(rank)
+        if dump is None:
+            return []
+        return [m.SerializeToString() for m in encode_dump(spec.pool, dump, history_incomplete=incomplete)]
 
     def recover(self, tenant: str, worker_id: str, dp_rank: int | None) -> int:
         """Drops and fetches again what is known of a worker; returns the number of ranks.

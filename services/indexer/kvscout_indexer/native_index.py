@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import CopyMode, PoolKey, WorkerRank
+from kvscout_indexer.codec import MAX_CHUNK_BYTES
 from kvscout_indexer.events import EventBatch, Tier
 from kvscout_indexer.index import (
     DEFAULT_MAX_PREDICTED_BLOCKS,
@@ -128,6 +129,25 @@ class NativeIndex:
     def load(self, dump: WorkerDump) -> None:
         """See `BlockIndex.load`."""
         self._index.load(dump.worker, dump.epoch, dump.last_event_id, dump.groups, dump.blocks, dump.orphans)
+
+    def dump_messages(self, worker: WorkerRank, pool: PoolKey, *, history_incomplete: bool) -> list[bytes] | None:
+        """The serialised messages of `codec.encode_dump`, without a Python object a block; None if it is not known."""
+        identity = (pool.tenant, pool.model, pool.block_size, pool.eagle)
+        return kvscout_native.dump_messages(self._index, worker, identity, history_incomplete, MAX_CHUNK_BYTES)
+
+    def load_messages(self, messages: Sequence[bytes]) -> tuple[WorkerRank, PoolKey, bool]:
+        """Reads and loads the messages of a dump, as `codec.DumpReader` and `load` do.
+
+        Returns:
+            Whose state it is, of which pool, and whether its history is incomplete.
+
+        Raises:
+            FailedPrecondition: A version that this release cannot read.
+            NotFound: The worker is not known.
+            InvalidArgument: The messages are no dump, or contradict themselves; nothing changed.
+        """
+        worker, (tenant, model, block_size, eagle), incomplete = kvscout_native.load_messages(self._index, messages)
+        return WorkerRank(*worker), PoolKey(model, tenant, block_size, eagle), incomplete
 
     def workers(self) -> tuple[WorkerRank, ...]:
         """See `BlockIndex.workers`."""

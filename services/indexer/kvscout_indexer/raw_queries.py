@@ -1,4 +1,4 @@
-"""FindMatches and StreamFindMatches as bytes in, bytes out.
+"""The rpcs whose messages are large or many, as bytes: FindMatches and StreamFindMatches in and out, Dump out.
 
 What is usual goes through the extension without becoming Python objects. What it declines (errors, rare fields, no
 extension) is parsed and answered by the plain servicer: same answers, byte for byte, and one place that words errors.
@@ -26,7 +26,7 @@ M = TypeVar("M", bound=Message)
 
 
 class RawQueries:
-    """The two hot rpcs over raw bytes.
+    """The hot rpcs over raw bytes.
 
     Args:
         native: Answers what is usual; None = the extension is not there.
@@ -38,11 +38,14 @@ class RawQueries:
         self._servicer = servicer
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the servicer to a server, with these handlers instead of its own for the two rpcs."""
+        """Adds the servicer to a server, with these handlers instead of its own."""
         indexer_pb2_grpc.add_IndexerServicer_to_server(self._servicer, server)
-        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        handlers: dict[str, grpc.RpcMethodHandler[Any, bytes]] = {
             "FindMatches": grpc.unary_unary_rpc_method_handler(self.find_matches),
             "StreamFindMatches": grpc.stream_stream_rpc_method_handler(self.stream_find_matches),
+            "Dump": grpc.unary_stream_rpc_method_handler(
+                self._servicer.dump_messages, request_deserializer=indexer_pb2.DumpRequest.FromString
+            ),
         }
         # A method that is registered again is taken from its last registration.
         server.add_registered_method_handlers(SERVICE, handlers)

@@ -15,7 +15,6 @@ from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.service_info import service_info
 from kvscout_common.worker import DEFAULT_TENANT, PoolKey
 from kvscout_common.worker_rpcs import WorkerRpcs, required_id
-from kvscout_indexer.codec import encode_dump
 from kvscout_indexer.index import Overlaps
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.status import index_status, source_status
@@ -104,6 +103,16 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
     async def Dump(
         self, request: indexer_pb2.DumpRequest, context: Any
     ) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
+        async for message in self.dump_messages(request, context):
+            yield events_pb2.KvEventBatch.FromString(message)
+
+    async def dump_messages(self, request: indexer_pb2.DumpRequest, context: Any) -> AsyncGenerator[bytes, None]:
+        """The serialised answers of Dump, source by source.
+
+        Raises:
+            InvalidArgument: A rank without its worker.
+            NotFound: The model was never seen, or the worker is not registered.
+        """
         tenant = request.tenant or DEFAULT_TENANT
         self._indexer.pools.require_model(tenant, request.model)
         if request.worker_id:
@@ -111,18 +120,16 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         elif request.HasField("dp_rank"):
             raise InvalidArgument("needs worker_id", field="dp_rank")
         wanted = [
-            (spec, rank, source)
-            for spec, rank, source in self._indexer.sources(tenant)
+            (spec, rank)
+            for spec, rank, _ in self._indexer.sources(tenant)
             if request.model in ("", spec.model)
             and request.worker_id in ("", spec.worker_id)
             and (not request.HasField("dp_rank") or request.dp_rank == rank.dp_rank)
         ]
-        for spec, rank, source in wanted:
+        for spec, rank in wanted:
             # Each cut is taken in one step; a worker may be gone by the time the ones before it are sent.
-            dump = self._indexer.dump(spec, rank)
-            incomplete = source is not None and source.sequence.history_incomplete
-            for batch in encode_dump(spec.pool, dump, history_incomplete=incomplete) if dump else ():
-                yield batch
+            for message in self._indexer.dump_messages(spec, rank):
+                yield message
 
     async def ResetWorker(
         self, request: indexer_pb2.ResetWorkerRequest, context: Any

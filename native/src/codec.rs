@@ -1,0 +1,487 @@
+//! State as messages: `WorkerDump` ↔ `kvscout.v1.KvEventBatch` state chunks.
+//!
+//! The twin of `kvscout_indexer.codec`, with the same bytes; `events.proto` says what each field means.
+
+use smallvec::SmallVec;
+
+use crate::index::{Copies, DumpedBlock, DumpedOrphan, WorkerDump};
+use crate::protobuf::{Field, Reader, Writer};
+
+/// Version of the message that is written, and the only one that is read.
+pub const VERSION: u64 = 1;
+/// Largest message.
+pub const MAX_CHUNK_BYTES: usize = 512 * 1024;
+
+// What parts of a message take at most, as in the twin: chunks are cut at the same blocks.
+const BLOCK_BYTES: usize = 8 + 8 + 5;
+const RUN_BYTES: usize = 48;
+const ENTRY_BYTES: usize = 64;
+const HEADER_BYTES: usize = 4096;
+
+/// Kinds of a cache group, as on the wire.
+const FULL_ATTENTION: u64 = 1;
+const OTHER_ATTENTION: u64 = 2;
+
+/// The index and the worker rank that a dump is from.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Identity {
+    pub worker_id: String,
+    pub dp_rank: u32,
+    pub model: String,
+    pub tenant: String,
+    pub block_size: u32,
+    pub eagle: bool,
+}
+
+/// Why messages are no dump: the field, and what is wrong with it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DecodeError {
+    /// Another version of the message.
+    Version(u64),
+    Invalid {
+        field: &'static str,
+        message: String,
+    },
+}
+
+fn invalid(field: &'static str, message: impl Into<String>) -> DecodeError {
+    DecodeError::Invalid { field, message: message.into() }
+}
+
+/// A chunk that is being filled.
+struct Chunk {
+    runs: Writer,
+    further: Writer,
+    orphans: Writer,
+    run: Option<Run>,
+    left: usize,
+}
+
+#[derive(Default)]
+struct Run {
+    parent: Option<usize>,
+    local_hashes: Vec<u64>,
+    engine_hashes: Vec<u64>,
+    copies: Vec<u64>,
+    tier: u8,
+    group: u32,
+}
+
+impl Chunk {
+    fn new(budget: usize) -> Self {
+        let (runs, further, orphans) = Default::default();
+        Self { runs, further, orphans, run: None, left: budget }
+    }
+
+    fn end_run(&mut self) {
+        let Some(run) = self.run.take() else { return };
+        let mut message = Writer::default();
+        if let Some(parent) = run.parent {
+            message.present(1, parent as u64);
+        }
+        message.packed_fixed64(2, &run.local_hashes);
+        message.packed_fixed64(3, &run.engine_hashes);
+        message.packed(4, run.copies.iter().copied());
+        message.varint(5, tier_to_wire(run.tier));
+        message.varint(6, u64::from(run.group));
+        self.runs.bytes(4, message.as_bytes());
+    }
+
+    fn add(&mut self, position: usize, block: &DumpedBlock) {
+        let first = block.counts.first().copied().unwrap_or(Copies { group: 0, tier: 0, number: 0 });
+        let follows = position > 0 && block.parent == Some(position - 1);
+        let same_place = |run: &Run| (run.group, run.tier) == (first.group, first.tier);
+        if !(follows && self.run.as_ref().is_some_and(same_place)) {
+            self.end_run();
+            self.run =
+                Some(Run { parent: block.parent, tier: first.tier, group: first.group, ..Run::default() });
+            self.left = self.left.saturating_sub(RUN_BYTES);
+        }
+        let run = self.run.as_mut().expect("there is one now");
+        if first.number != 1 && run.copies.is_empty() {
+            run.copies.resize(run.local_hashes.len(), 1);
+        }
+        if first.number != 1 || !run.copies.is_empty() {
+            run.copies.push(u64::from(first.number));
+        }
+        run.local_hashes.push(block.local_hash);
+        run.engine_hashes.push(block.engine_hash.unwrap_or(0));
+        self.left = self.left.saturating_sub(BLOCK_BYTES);
+        for copies in block.counts.iter().skip(1) {
+            self.further.bytes(5, write_copies(copies, position).as_bytes());
+            self.left = self.left.saturating_sub(ENTRY_BYTES);
+        }
+    }
+
+    fn add_orphan(&mut self, orphan: &DumpedOrphan) {
+        let mut message = Writer::default();
+        message.fixed64(1, orphan.engine_hash);
+        message.fixed64(2, orphan.parent_engine_hash);
+        message.fixed64(3, orphan.local_hash);
+        for copies in &orphan.counts {
+            message.bytes(4, write_copies(copies, 0).as_bytes());
+        }
+        self.orphans.bytes(6, message.as_bytes());
+        self.left = self.left.saturating_sub(ENTRY_BYTES * orphan.counts.len());
+    }
+}
+
+fn write_copies(copies: &Copies, position: usize) -> Writer {
+    let mut message = Writer::default();
+    message.varint(1, position as u64);
+    message.varint(2, tier_to_wire(copies.tier));
+    message.varint(3, u64::from(copies.group));
+    message.varint(4, u64::from(copies.number));
+    message
+}
+
+/// Unset is the device, so that the common case costs no byte.
+fn tier_to_wire(tier: u8) -> u64 {
+    if tier == 0 { 0 } else { u64::from(tier) + 1 }
+}
+
+/// The messages of a dump, in order; at least one.
+pub fn encode(
+    identity: &Identity,
+    dump: &WorkerDump,
+    history_incomplete: bool,
+    max_chunk_bytes: usize,
+) -> Vec<Vec<u8>> {
+    let budget = max_chunk_bytes.saturating_sub(HEADER_BYTES);
+    let mut chunks = Vec::new();
+    let mut chunk = Chunk::new(budget);
+    for (position, block) in dump.blocks.iter().enumerate() {
+        let needed = BLOCK_BYTES + RUN_BYTES + ENTRY_BYTES * block.counts.len().saturating_sub(1);
+        if needed > chunk.left {
+            chunks.push(std::mem::replace(&mut chunk, Chunk::new(budget)));
+        }
+        chunk.add(position, block);
+    }
+    for orphan in &dump.orphans {
+        if ENTRY_BYTES * orphan.counts.len() > chunk.left {
+            chunks.push(std::mem::replace(&mut chunk, Chunk::new(budget)));
+        }
+        chunk.add_orphan(orphan);
+    }
+    chunks.push(chunk);
+    let last = chunks.len() - 1;
+    let messages = chunks.into_iter().enumerate();
+    messages
+        .map(|(index, chunk)| message(identity, dump, chunk, index, index == last, history_incomplete))
+        .collect()
+}
+
+fn message(
+    identity: &Identity,
+    dump: &WorkerDump,
+    mut chunk: Chunk,
+    index: usize,
+    last: bool,
+    history_incomplete: bool,
+) -> Vec<u8> {
+    chunk.end_run();
+    let mut state = Writer::default();
+    state.varint(1, index as u64);
+    state.varint(2, u64::from(last));
+    if index == 0 {
+        for &(group, full) in &dump.groups {
+            let mut message = Writer::default();
+            message.varint(1, u64::from(group));
+            message.varint(2, if full { FULL_ATTENTION } else { OTHER_ATTENTION });
+            state.bytes(3, message.as_bytes());
+        }
+    }
+    for part in [chunk.runs, chunk.further, chunk.orphans] {
+        state.append(&part);
+    }
+    state.varint(7, u64::from(history_incomplete));
+    let mut event = Writer::default();
+    event.bytes(5, state.as_bytes());
+    let mut batch = Writer::default();
+    batch.varint(1, VERSION);
+    batch.string(2, &identity.worker_id);
+    batch.varint(3, u64::from(identity.dp_rank));
+    batch.string(4, &identity.model);
+    batch.string(5, &identity.tenant);
+    batch.varint(6, u64::from(identity.block_size));
+    batch.varint(7, u64::from(identity.eagle));
+    batch.varint(8, dump.epoch);
+    if let Some(event_id) = dump.last_event_id {
+        batch.present(9, event_id);
+    }
+    batch.bytes(11, event.as_bytes());
+    batch.into_bytes()
+}
+
+/// A dump read from messages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Dumped {
+    pub identity: Identity,
+    pub dump: WorkerDump,
+    pub history_incomplete: bool,
+}
+
+/// Reads all messages of a dump, in order.
+pub fn decode<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> Result<Dumped, DecodeError> {
+    let mut reading = Reading::default();
+    let mut complete = false;
+    for message in messages {
+        if complete {
+            return Err(invalid("state.last", "a message after the last one"));
+        }
+        complete = reading.batch(message)?;
+    }
+    if !complete {
+        return Err(invalid("state.last", "the last message is missing"));
+    }
+    reading.finish()
+}
+
+#[derive(Default)]
+struct Reading {
+    identity: Option<(Identity, u64, Option<u64>)>,
+    next_index: u64,
+    groups: Vec<(u32, bool)>,
+    blocks: Vec<DumpedBlock>,
+    further: Vec<(u64, Copies)>,
+    orphans: Vec<DumpedOrphan>,
+    history_incomplete: bool,
+}
+
+const NO_MESSAGE: &str = "is no message";
+
+/// Calls `with` for each field of a message.
+fn fields<'a>(
+    name: &'static str,
+    message: &'a [u8],
+    mut with: impl FnMut(u32, Field<'a>) -> Result<(), DecodeError>,
+) -> Result<(), DecodeError> {
+    let mut reader = Reader::new(message);
+    while let Some((number, field)) = reader.next().ok_or_else(|| invalid(name, NO_MESSAGE))? {
+        with(number, field)?;
+    }
+    Ok(())
+}
+
+fn narrow<T: TryFrom<u64>>(name: &'static str, value: u64) -> Result<T, DecodeError> {
+    T::try_from(value).map_err(|_| invalid(name, format!("{value} is out of range")))
+}
+
+fn text(name: &'static str, bytes: &[u8]) -> Result<String, DecodeError> {
+    std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| invalid(name, "is no text"))
+}
+
+impl Reading {
+    /// Reads one message; whether it is the last one.
+    fn batch(&mut self, message: &[u8]) -> Result<bool, DecodeError> {
+        let (mut version, mut epoch, mut event_id) = (0, 0, None);
+        let mut identity = Identity::default();
+        let mut states = Vec::new();
+        fields("batch", message, |number, field| {
+            match (number, field) {
+                (1, Field::Varint(value)) => version = value,
+                (2, Field::Bytes(value)) => identity.worker_id = text("worker_id", value)?,
+                (3, Field::Varint(value)) => identity.dp_rank = narrow("dp_rank", value)?,
+                (4, Field::Bytes(value)) => identity.model = text("model", value)?,
+                (5, Field::Bytes(value)) => identity.tenant = text("tenant", value)?,
+                (6, Field::Varint(value)) => identity.block_size = narrow("block_size", value)?,
+                (7, Field::Varint(value)) => identity.eagle = value != 0,
+                (8, Field::Varint(value)) => epoch = value,
+                (9, Field::Varint(value)) => event_id = Some(value),
+                (11, Field::Bytes(value)) => states.push(value),
+                _ => {}
+            }
+            Ok(())
+        })?;
+        if version != VERSION {
+            return Err(DecodeError::Version(version));
+        }
+        let mut state = None;
+        for event in &states {
+            fields("events", event, |number, field| {
+                if let (5, Field::Bytes(value)) = (number, field) {
+                    state = Some(value);
+                }
+                Ok(())
+            })?;
+        }
+        let (Some(state), 1) = (state, states.len()) else {
+            return Err(invalid("events", "is not one state chunk"));
+        };
+        let identity = (identity, epoch, event_id);
+        match &self.identity {
+            None => self.identity = Some(identity),
+            Some(first) if *first == identity => {}
+            Some(_) => return Err(invalid("state", "chunks of two dumps")),
+        }
+        self.chunk(state)
+    }
+
+    fn chunk(&mut self, chunk: &[u8]) -> Result<bool, DecodeError> {
+        let (mut index, mut last, mut incomplete) = (0, false, false);
+        // The number comes first on the wire of any writer we know, but need not.
+        fields("state", chunk, |number, field| {
+            match (number, field) {
+                (1, Field::Varint(value)) => index = value,
+                (2, Field::Varint(value)) => last = value != 0,
+                (7, Field::Varint(value)) => incomplete = value != 0,
+                _ => {}
+            }
+            Ok(())
+        })?;
+        if index != self.next_index {
+            return Err(invalid(
+                "state.index",
+                format!("chunk {index} where {} comes next", self.next_index),
+            ));
+        }
+        self.next_index += 1;
+        self.history_incomplete |= incomplete;
+        fields("state", chunk, |number, field| match (number, field) {
+            (3, Field::Bytes(value)) if index == 0 => self.group(value),
+            (4, Field::Bytes(value)) => self.run(value),
+            (5, Field::Bytes(value)) => {
+                let copies = read_copies(value)?;
+                self.further.push(copies);
+                Ok(())
+            }
+            (6, Field::Bytes(value)) => self.orphan(value),
+            _ => Ok(()),
+        })?;
+        Ok(last)
+    }
+
+    fn group(&mut self, message: &[u8]) -> Result<(), DecodeError> {
+        let (mut group, mut kind) = (0, 0);
+        fields("state.groups", message, |number, field| {
+            match (number, field) {
+                (1, Field::Varint(value)) => group = narrow("state.groups.group", value)?,
+                (2, Field::Varint(value)) => kind = value,
+                _ => {}
+            }
+            Ok(())
+        })?;
+        self.groups.push((group, kind != OTHER_ATTENTION));
+        Ok(())
+    }
+
+    fn run(&mut self, message: &[u8]) -> Result<(), DecodeError> {
+        let mut parent = None;
+        let (mut local, mut engine, mut copies) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut tier, mut group) = (0, 0);
+        fields("state.runs", message, |number, field| {
+            match (number, field) {
+                (1, Field::Varint(value)) => {
+                    parent = Some(narrow::<usize>("state.runs.parent_position", value)?)
+                }
+                (2, Field::Bytes(value)) => read_fixed64("state.runs.local_hashes", value, &mut local)?,
+                (2, Field::Fixed64(value)) => local.push(value),
+                (3, Field::Bytes(value)) => read_fixed64("state.runs.engine_hashes", value, &mut engine)?,
+                (3, Field::Fixed64(value)) => engine.push(value),
+                (4, Field::Bytes(value)) => read_varints("state.runs.copies", value, &mut copies)?,
+                (4, Field::Varint(value)) => copies.push(value),
+                (5, Field::Varint(value)) => tier = tier_from_wire(value)?,
+                (6, Field::Varint(value)) => group = narrow("state.runs.group", value)?,
+                _ => {}
+            }
+            Ok(())
+        })?;
+        if engine.len() != local.len() || !(copies.is_empty() || copies.len() == local.len()) {
+            return Err(invalid("state.runs", "columns of different lengths"));
+        }
+        if let Some(parent) = parent.filter(|&parent| parent >= self.blocks.len()) {
+            return Err(invalid("state.runs.parent_position", format!("position {parent} comes later")));
+        }
+        for (place, (local_hash, engine_hash)) in local.into_iter().zip(engine).enumerate() {
+            let number =
+                copies.get(place).copied().map_or(Ok(1), |number| narrow("state.runs.copies", number))?;
+            let counts: SmallVec<[Copies; 2]> =
+                (number > 0).then_some(Copies { group, tier, number }).into_iter().collect();
+            self.blocks.push(DumpedBlock {
+                engine_hash: (number > 0).then_some(engine_hash),
+                parent,
+                local_hash,
+                counts,
+            });
+            parent = Some(self.blocks.len() - 1);
+        }
+        Ok(())
+    }
+
+    fn orphan(&mut self, message: &[u8]) -> Result<(), DecodeError> {
+        let mut orphan =
+            DumpedOrphan { engine_hash: 0, parent_engine_hash: 0, local_hash: 0, counts: SmallVec::new() };
+        fields("state.orphans", message, |number, field| {
+            match (number, field) {
+                (1, Field::Fixed64(value)) => orphan.engine_hash = value,
+                (2, Field::Fixed64(value)) => orphan.parent_engine_hash = value,
+                (3, Field::Fixed64(value)) => orphan.local_hash = value,
+                (4, Field::Bytes(value)) => orphan.counts.push(read_copies(value)?.1),
+                _ => {}
+            }
+            Ok(())
+        })?;
+        self.orphans.push(orphan);
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<Dumped, DecodeError> {
+        for &(position, copies) in &self.further {
+            let block = usize::try_from(position).ok().and_then(|position| self.blocks.get_mut(position));
+            let Some(block) = block.filter(|block| !block.counts.is_empty()) else {
+                return Err(invalid("state.further_copies", format!("no block at position {position}")));
+            };
+            block.counts.push(copies);
+        }
+        for &(position, _) in &self.further {
+            self.blocks[position as usize].counts.sort_unstable();
+        }
+        let (identity, epoch, last_event_id) = self.identity.unwrap_or_default();
+        let (groups, blocks, orphans) = (self.groups, self.blocks, self.orphans);
+        let dump = WorkerDump { epoch, last_event_id, groups, blocks, orphans };
+        Ok(Dumped { identity, dump, history_incomplete: self.history_incomplete })
+    }
+}
+
+fn read_copies(message: &[u8]) -> Result<(u64, Copies), DecodeError> {
+    let mut position = 0;
+    let mut copies = Copies { group: 0, tier: 0, number: 0 };
+    fields("state.copies", message, |number, field| {
+        match (number, field) {
+            (1, Field::Varint(value)) => position = value,
+            (2, Field::Varint(value)) => copies.tier = tier_from_wire(value)?,
+            (3, Field::Varint(value)) => copies.group = narrow("state.copies.group", value)?,
+            (4, Field::Varint(value)) => copies.number = narrow("state.copies.copies", value)?,
+            _ => {}
+        }
+        Ok(())
+    })?;
+    if copies.number == 0 {
+        return Err(invalid("state.copies", "must be at least 1"));
+    }
+    Ok((position, copies))
+}
+
+fn tier_from_wire(tier: u64) -> Result<u8, DecodeError> {
+    if tier > 4 {
+        return Err(invalid("tier", format!("unknown tier {tier}")));
+    }
+    Ok(tier.saturating_sub(1) as u8)
+}
+
+fn read_fixed64(name: &'static str, bytes: &[u8], into: &mut Vec<u64>) -> Result<(), DecodeError> {
+    let (words, rest) = bytes.as_chunks::<8>();
+    if !rest.is_empty() {
+        return Err(invalid(name, "the bytes are not whole u64s"));
+    }
+    into.extend(words.iter().map(|word| u64::from_le_bytes(*word)));
+    Ok(())
+}
+
+fn read_varints(name: &'static str, bytes: &[u8], into: &mut Vec<u64>) -> Result<(), DecodeError> {
+    let mut reader = Reader::new(bytes);
+    while !reader.is_empty() {
+        into.push(reader.varint().ok_or_else(|| invalid(name, NO_MESSAGE))?);
+    }
+    Ok(())
+}
