@@ -126,6 +126,23 @@ class GatewayClient:
 
         await eventually(idle, what="all loads 0")
 
+    async def until_active(self) -> None:
+        """Waits until something is booked."""
+        await eventually(self.active, what="an active request")
+
+    async def until_known(self, *worker_ids: str) -> None:
+        """Waits until the gateway lists these workers."""
+
+        async def known() -> bool:
+            return set(worker_ids) <= set(await self.known())
+
+        await eventually(known, what=f"{worker_ids} known")
+
+    async def known(self) -> dict[str, workers_pb2.WorkerEntry]:
+        """What the gateway lists, by worker id."""
+        listed = await call(self.stub.ListWorkers, workers_pb2.ListWorkersRequest(), timeout=CALL_SECONDS)
+        return {entry.worker.worker_id: entry for entry in listed.workers}
+
     async def overlap(self, token_ids: Sequence[int], **fields: Any) -> dict[str, int]:
         """Device overlap by worker id, as the indexer has it."""
         fields.setdefault("model", MODEL)

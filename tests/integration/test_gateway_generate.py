@@ -423,12 +423,7 @@ async def another_gateway(stack: Stack, *flags: str) -> AsyncIterator[tuple[Runn
     helpers = ("--indexer", stack.indexer.address, "--scheduler", stack.scheduler.address)
     async with running("kvscout_gateway.main", *helpers, *flags) as gateway:
         async with connected(gateway, stack.scheduler, stack.indexer) as client:
-
-            async def learnt() -> bool:
-                listed = await call(client.stub.ListWorkers, workers_pb2.ListWorkersRequest())
-                return {"w0", "w1", "w2"} <= {entry.worker.worker_id for entry in listed.workers}
-
-            await eventually(learnt)
+            await client.until_known("w0", "w1", "w2")
             yield gateway, client
 
 

@@ -126,6 +126,7 @@ class Failover(Generic[Stub]):
         *,
         timeout_seconds: float,
         lost: Callable[[Member[Stub]], object] | None = None,
+        uninformed: Callable[[Member[Stub], KvscoutError], bool] = lambda member, error: False,
     ) -> tuple[Answer, Member[Stub]]:
         """Calls the first member that answers, all within one deadline of which each gets an equal share.
 
@@ -135,16 +136,20 @@ class Failover(Generic[Stub]):
             timeout_seconds: The deadline.
             lost: Told of each member that may have done what was asked although its answer did not come: the call
                 was cancelled, timed out, or the connection failed.
+            uninformed: Whether an error that a member answered only shows that it does not know yet what this gateway
+                knows; the next one may.
 
         Returns:
             The answer and who gave it.
 
         Raises:
             HelperDown: If no member answered.
-            KvscoutError: Any other error that a member answered with; it is not tried on the next.
+            KvscoutError: Any other error that a member answered with; unless it is uninformed, it is not tried on the
+                next.
         """
         deadline = time.monotonic() + timeout_seconds
         problem = f"no {self.kind} is configured"
+        unknown: KvscoutError | None = None
         order = self.preferred()
         for position, member in enumerate(order):
             share = max(0.0, deadline - time.monotonic()) / (len(order) - position)
@@ -156,10 +161,15 @@ class Failover(Generic[Stub]):
                 raise
             except KvscoutError as error:
                 if not is_member_fault(error):
-                    raise
+                    if not uninformed(member, error):
+                        raise
+                    unknown = error
+                    continue
                 if lost is not None and not isinstance(error, _REFUSALS):
                     lost(member)
                 problem = f"{member.name}: {error}"
+        if unknown is not None:
+            raise unknown
         raise HelperDown(problem, retry_after_seconds=COOL_DOWN_SECONDS)
 
     async def close(self) -> None:

@@ -30,6 +30,8 @@ from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
 
 SYNC_SECONDS = 2.0
 """How often a member is asked who is registered with it."""
+SUSPECT_SECONDS = 0.2
+"""However many requests meet a member that seems not to know what it should, it is not asked more often than this."""
 FILE_LEASE_SECONDS = 300
 """Members forget workers of a gateway's file this long after the gateway is gone."""
 CALL_SECONDS = 2.0
@@ -143,9 +145,10 @@ class MemberSync:
         self.changed.set()
 
     def suspect(self) -> None:
-        """The member does not know a worker that it was told of: look now, not in a while."""
-        self._list_due = 0.0
-        self.changed.set()
+        """The member does not know a worker that it was told of: look soon, not in a while."""
+        if self._listed_at is None or self._clock() - self._listed_at > SUSPECT_SECONDS:
+            self._list_due = 0.0
+            self.changed.set()
 
     def failed(self, error: str) -> None:
         """A round failed."""

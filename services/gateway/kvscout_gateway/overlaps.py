@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvscout.v1 import indexer_pb2, types_pb2
-from kvscout_common.errors import KvscoutError, NotFound
+from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_gateway.failover import HelperDown, Member
 from kvscout_gateway.placement import Indexers
 from kvscout_gateway.prompt import Geometry
@@ -59,12 +59,18 @@ class OverlapQuery:
             model=model, tenant=tenant, block_size=pool.block_size, eagle=pool.eagle, block_hashes=hashes
         )
         try:
-            answer, _ = await self._indexers.call(lambda stub: stub.FindMatches, request, timeout_seconds=self._timeout)
+            answer, _ = await self._indexers.call(
+                lambda stub: stub.FindMatches, request, timeout_seconds=self._timeout, uninformed=self._uninformed
+            )
         except HelperDown as error:
             return str(error)
         except KvscoutError as error:
-            if isinstance(error, NotFound):
-                # It restarted, or the registration is still under way to it.
-                self._resync(self._indexers.preferred()[0])
             return f"indexer: {error}"
         return answer.overlaps
+
+    def _uninformed(self, member: Member[Any], error: KvscoutError) -> bool:
+        """It may have restarted, with the workers that this gateway knows still under way to it."""
+        if not isinstance(error, (NotFound, FailedPrecondition)):
+            return False
+        self._resync(member)
+        return True

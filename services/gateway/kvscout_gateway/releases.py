@@ -57,6 +57,7 @@ class Bookings:
         self._open: set[Booking] = set()
         self._reports: dict[Booking, asyncio.Task[None]] = {}
         """The last report of each booking, while it is under way."""
+        self._closing = asyncio.Event()
 
     def add(self, booking: Booking) -> None:
         """Takes over a booking that was just made."""
@@ -71,11 +72,11 @@ class Bookings:
         """Frees a booking; returns at once. A second call does nothing."""
         if booking in self._open:
             self._open.remove(booking)
-            self._report(booking, self._free(booking, self._clock() + self._lease_seconds))
+            self._report(booking, self._free(booking))
 
     def free_lost(self, booking: Booking) -> None:
         """Frees what may have been booked by a call whose answer did not come; returns at once."""
-        self._report(booking, self._free(booking, self._clock() + sum(RETRY_SECONDS[:LOST_RETRIES])))
+        self._report(booking, self._free_lost(booking))
 
     async def freed(self, booking: Booking) -> None:
         """Waits until the reports of a booking are delivered, at most as long as one answer may take."""
@@ -84,7 +85,9 @@ class Bookings:
             await asyncio.wait([report], timeout=self._timeout)
 
     async def settle(self) -> None:
-        """Waits until every report under way is delivered or given up."""
+        """Waits until every report under way is delivered. What fails from now on is tried once more, then left to
+        its lease: whoever stops does not wait for a scheduler that is gone."""
+        self._closing.set()
         while self._reports:
             await asyncio.wait(self._reports.values())
 
@@ -140,14 +143,39 @@ class Bookings:
             # Free implies it: until then the worker only looks busier than it is.
             log.debug("prefill of %s not reported: %s", booking.ref.request_id, error)
 
-    async def _free(self, booking: Booking, give_up_at: float) -> None:
+    async def _free(self, booking: Booking) -> None:
+        give_up_at = self._clock() + self._lease_seconds
         for pause in itertools.chain(RETRY_SECONDS, itertools.repeat(RETRY_SECONDS[-1])):
-            try:
-                await booking.scheduler.call(lambda stub: stub.Free, booking.ref, self._timeout)
+            last = self._closing.is_set()
+            error = await self._try_free(booking)
+            if error is None:
                 return
-            except KvscoutError as error:
-                if not is_member_fault(error) or self._clock() + pause > give_up_at:
-                    self._metrics.unfreed.inc()
-                    log.warning("%s is left to its lease: %s", booking.ref.request_id, error)
-                    return
-            await asyncio.sleep(pause)
+            if last or not is_member_fault(error) or self._clock() + pause > give_up_at:
+                self._metrics.unfreed.inc()
+                log.warning("%s is left to its lease: %s", booking.ref.request_id, error)
+                return
+            await self._pause(pause)
+
+    async def _free_lost(self, booking: Booking) -> None:
+        for pause in RETRY_SECONDS[:LOST_RETRIES]:
+            if await self._try_free(booking) is None:
+                return
+            await self._pause(pause)
+        error = await self._try_free(booking)
+        if error is not None:
+            log.debug("%s, if it is booked, is left to its lease: %s", booking.ref.request_id, error)
+
+    async def _try_free(self, booking: Booking) -> KvscoutError | None:
+        try:
+            await booking.scheduler.call(lambda stub: stub.Free, booking.ref, self._timeout)
+        except KvscoutError as error:
+            return error
+        return None
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleeps, but not past the time to stop."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+        except TimeoutError:
+            pass

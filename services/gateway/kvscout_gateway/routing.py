@@ -185,17 +185,20 @@ class RoutingFlow:
             )
             return Booking(ref, member)
 
-        if wish.request_id:
-            answer, member = await self._schedulers.call(
-                lambda stub: stub.SelectAndReserve,
-                request,
-                timeout_seconds=self._scheduler_timeout,
-                lost=None if lost is None else lambda member: lost(booked(member)),
-            )
-        else:
-            answer, member = await self._schedulers.call(
-                lambda stub: stub.Select, request, timeout_seconds=self._scheduler_timeout
-            )
+        def uninformed(member: SchedulerMember, error: KvscoutError) -> bool:
+            """It may have restarted, with the workers that this gateway knows still under way to it."""
+            if not isinstance(error, NotFound) or not asked.serving.specs:
+                return False
+            self._resync(member)
+            return True
+
+        answer, member = await self._schedulers.call(
+            lambda stub: stub.SelectAndReserve if wish.request_id else stub.Select,
+            request,
+            timeout_seconds=self._scheduler_timeout,
+            lost=None if lost is None else lambda member: lost(booked(member)),
+            uninformed=uninformed,
+        )
         worker = WorkerRank(answer.worker.worker_id, answer.worker.dp_rank)
         spec = asked.view.specs.get(worker.worker_id)
         geometry = Geometry(answer.block_size or request.block_size, bool(spec and spec.eagle))
@@ -230,12 +233,10 @@ class RoutingFlow:
         )
 
     def _take_turn_instead(self, asked: _Asked, wish: Wish, error: NotFound) -> Placement:
-        """For a scheduler that does not know what was asked for: it may have restarted, with its workers still under
-        way to it. Then this gateway knows them, and the request need not wait."""
+        """Where no scheduler knows what was asked for, but this gateway does: the request need not wait until they
+        are told."""
         if not asked.serving.specs:
             raise error
-        for member in self._schedulers.preferred()[:1]:
-            self._resync(member)
         try:
             return self._take_turn(asked, wish, f"scheduler: {error}")
         except KvscoutError:

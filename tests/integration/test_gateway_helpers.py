@@ -1,0 +1,265 @@
+"""A gateway whose helpers die, hang, restart and drain: no request fails because of it, and answers say so."""
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from gateway_stack import (
+    CALL_SECONDS,
+    MODEL,
+    GatewayClient,
+    Stack,
+    connected,
+    fresh_prompt,
+    running_stack,
+)
+from process_metrics import scrape
+from processes import Running, eventually, running
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
+from kvscout_common import errors
+from kvscout_common.channel import call
+
+
+@asynccontextmanager
+async def restarted(module: str, before: Running) -> AsyncIterator[Running]:
+    """A new process of a service on the port of one that was killed."""
+    async with running(module, "--port", str(before.ready["port"])) as process:
+        yield process
+
+
+async def kill(process: Running) -> None:
+    process.process.kill()
+    await process.process.wait()
+
+
+@asynccontextmanager
+async def load(client: GatewayClient) -> AsyncIterator[list[gateway_pb2.RouteResponse]]:
+    """Requests without pause while the block runs, each of which must succeed; where they went."""
+    routes: list[gateway_pb2.RouteResponse] = []
+    stop = asyncio.Event()
+
+    async def one_after_the_other() -> None:
+        while not stop.is_set():
+            got = await client.generate(fresh_prompt(64), max_tokens=4)
+            assert len(got.token_ids) == 4
+            routes.extend(got.routes)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(4):
+            group.create_task(one_after_the_other())
+        try:
+            yield routes
+        finally:
+            stop.set()
+
+
+async def test_an_indexer_that_dies_under_load_costs_knowledge_only_and_comes_back_with_all_of_it() -> None:
+    async with running_stack() as stack:
+        client = stack.client
+        prompt = fresh_prompt(160)
+        await client.generate(prompt, worker_id="w1")
+        await client.until_indexed(prompt, 10)
+        async with load(client) as routes:
+            await kill(stack.indexer)
+            await eventually(_async(lambda: any(r.degraded for r in routes)), what="degraded answers")
+            [reason] = (await client.route(prompt)).degraded_reasons
+            assert reason.startswith(f"indexer {stack.indexer.address}")
+            async with restarted("kvscout_indexer.main", stack.indexer):
+
+                async def as_before() -> bool:
+                    answer = await client.route(prompt)
+                    return (answer.worker_id, answer.overlap_blocks, answer.degraded) == ("w1", 10, False)
+
+                await eventually(as_before, what="overlaps again")
+                status = await client.status()
+                assert all(helper.healthy and not helper.pending_registrations for helper in status.helpers)
+                assert status.degraded["indexer"] > 0
+                assert status.failures == 0
+                samples = await scrape(stack.gateway)
+                assert samples['kvscout_degraded_decisions_total{helper="indexer"}'] == status.degraded["indexer"]
+
+
+async def test_an_indexer_that_hangs_is_not_waited_for_and_one_can_do_without_any() -> None:
+    async with running_stack() as stack:
+        client = stack.client
+        stack.indexer.process.send_signal(signal.SIGSTOP)
+        try:
+            answer = await client.route(fresh_prompt(64))
+            assert answer.degraded
+            assert (await client.generate(fresh_prompt(64))).route.degraded
+            helpers = {helper.kind: helper for helper in (await client.status()).helpers}
+            assert (helpers["indexer"].healthy, helpers["scheduler"].healthy) == (False, True)
+            assert helpers["indexer"].failures >= 2
+        finally:
+            stack.indexer.process.send_signal(signal.SIGCONT)
+
+        async def well() -> bool:
+            return not (await client.route(fresh_prompt(64))).degraded
+
+        await eventually(well)
+        assert (await client.route(fresh_prompt(8))).num_blocks == 0  # nothing to ask for: not degraded either
+
+        flags = ("--no-indexer", "--scheduler", stack.scheduler.address)
+        async with (
+            running("kvscout_gateway.main", *flags) as gateway,
+            connected(gateway, stack.scheduler, stack.indexer) as lonely,
+        ):
+            await lonely.until_known("w0", "w1")
+            answer = await lonely.route(fresh_prompt(64))
+            assert (answer.degraded, answer.num_blocks) == (False, 4)
+
+
+async def test_without_a_scheduler_workers_take_turns_until_it_is_back() -> None:
+    async with running_stack() as stack:
+        client = stack.client
+        async with load(client) as routes:
+            await kill(stack.scheduler)
+            await eventually(_async(lambda: sum(r.degraded for r in routes) > 8), what="degraded answers")
+            turns = [await client.route(fresh_prompt(64), request_id="unbooked") for _ in range(4)]
+            assert all(turn.degraded_reasons[0].startswith("scheduler") for turn in turns)
+            for expected, fields in (
+                (errors.InvalidArgument, {"worker_id": "w0", "allowed_worker_ids": ["w1"]}),
+                (errors.NotFound, {"worker_id": "w7"}),
+                (errors.Unavailable, {"allowed_worker_ids": ["w7"]}),
+                (errors.FailedPrecondition, {"required_labels": {"zone": "c"}}),
+                (errors.FailedPrecondition, {"lora_name": "unknown"}),
+                (errors.NotFound, {"model": "nobody"}),
+            ):
+                with pytest.raises(expected):
+                    await client.route([1], **fields)
+            with pytest.raises(errors.Unavailable):
+                await call(client.stub.Free, scheduler_pb2.RequestRef(model=MODEL, request_id="unbooked"))
+            async with restarted("kvscout_scheduler.main", stack.scheduler):
+                seen = len(routes)
+
+                async def booked_again() -> bool:
+                    return any(not route.degraded for route in routes[seen:])
+
+                await eventually(booked_again)
+                await client.route(fresh_prompt(64), request_id="booked")
+                assert "booked" in {active.request.request_id for active in await client.active()}
+                await call(client.stub.Free, scheduler_pb2.RequestRef(model=MODEL, request_id="booked"))
+                assert len(await client.loads()) == 2
+        assert {route.worker_id for route in routes if route.degraded} == {"w0", "w1"}
+        assert (await client.status()).failures == 0
+
+
+async def test_the_next_scheduler_decides_while_the_first_is_away() -> None:
+    async with (
+        running("kvscout_scheduler.main") as second,
+        running_stack("--scheduler", second.address) as stack,
+        connected(stack.gateway, second, stack.indexer) as at_second,
+    ):
+        client = stack.client
+        async with load(client) as routes:
+            await client.until_active()
+            assert not await at_second.active()
+            assert await stack.scheduler.stop() == 0  # SIGTERM: it drains
+            await at_second.until_active()
+            await client.route(fresh_prompt(64), request_id="booked at the second")
+            async with restarted("kvscout_scheduler.main", stack.scheduler):
+                await client.until_active()
+                ref = scheduler_pb2.RequestRef(model=MODEL, request_id="booked at the second")
+                assert (await call(client.stub.MarkPrefillComplete, ref, timeout=CALL_SECONDS)).changed
+                freed = await call(client.stub.Free, ref, timeout=CALL_SECONDS)
+                assert freed.outcome == scheduler_pb2.FREE_OUTCOME_FREED
+                again = await call(client.stub.Free, ref, timeout=CALL_SECONDS)
+                assert again.outcome == scheduler_pb2.FREE_OUTCOME_ALREADY_FREED
+                thresholds = types_pb2.SetBusyThresholdsRequest(model=MODEL, active_decode_blocks_threshold=0.9)
+                await call(client.stub.SetBusyThresholds, thresholds)
+                for scheduler in (client.scheduler, at_second.scheduler):
+                    got = await call(scheduler.GetBusyThresholds, types_pb2.GetBusyThresholdsRequest(model=MODEL))
+                    assert got.active_decode_blocks_threshold == 0.9
+        assert not any(route.degraded for route in routes)
+        assert (await client.status()).failures == 0
+        await at_second.until_idle()
+
+
+async def test_a_scheduler_that_ignores_caches_is_not_told_of_any() -> None:
+    async with running_stack(scheduler_flags=("--kv-overlap-score-weight", "0")) as stack:
+        client = stack.client
+        prompt = fresh_prompt(160)
+        await client.generate(prompt, worker_id="w1")
+        await client.until_indexed(prompt, 10)
+
+        async def not_asked() -> bool:
+            before = _indexer_calls(await client.status())
+            answer = await client.route(prompt, worker_id="w1")
+            return answer.overlap_blocks == 0 and _indexer_calls(await client.status()) == before
+
+        await eventually(not_asked)
+
+
+def _indexer_calls(status: gateway_pb2.GatewayStatus) -> int:
+    return sum(helper.calls for helper in status.helpers if helper.kind == "indexer")
+
+
+async def test_predicted_cached_tokens_are_the_engines_own_turn_by_turn() -> None:
+    """Conversations that grow, in caches that are too small for all of them."""
+    seed = 20_260_101
+    rng = random.Random(seed)
+    small = ("--num-gpu-blocks", "150")
+    async with running_stack(mockers=(small, small)) as stack:
+        client = stack.client
+        system = [rng.randrange(30_000) for _ in range(100)]
+        conversations = [list(system) for _ in range(6)]
+        predicted, cached, isl = [], [], 0
+        for turn in range(36):
+            prompt = conversations[turn % 6]
+            prompt += [rng.randrange(30_000) for _ in range(rng.randrange(1, 60))]
+            await until_all_indexed(stack)
+            where = f"w{turn % 2}" if turn < 6 else ""  # else all would follow the first one's system prompt
+            got = await client.generate(prompt, max_tokens=rng.randrange(1, 40), worker_id=where)
+            assert got.usage is not None
+            blocks = min(got.route.overlap_blocks, (len(prompt) - 1) // 16)
+            predicted.append(blocks * 16)
+            cached.append(got.usage.cached_tokens)
+            isl += len(prompt)
+            prompt += got.token_ids
+        assert predicted == cached, f"seed {seed}"
+        assert len(set(cached)) > 10
+        status = await client.status()
+        assert sum(w.checked for w in status.workers) == 36
+        assert sum(w.mispredicted for w in status.workers) == 0
+        assert sum(w.prompt_tokens for w in status.workers) == isl
+
+        samples = await scrape(stack.gateway)
+        everyone = '{dp_rank="0",tenant="default",worker="%s"}'
+        total = '{dp_rank="",tenant="",worker=""}'
+        assert samples["kvscout_kv_hit_rate" + total] == pytest.approx(sum(cached) / isl)
+        assert samples["kvscout_predictions_checked_total" + total] == 36
+        assert samples["kvscout_prediction_error_tokens_total" + total] == 0
+        assert {f"kvscout_kv_hit_rate{everyone % name}" for name in ("w0", "w1")} <= samples.keys()
+        for stage in ("hash", "find_matches", "select", "total"):
+            assert samples[f'kvscout_routing_latency_seconds_count{{stage="{stage}"}}'] == 36
+        assert samples['kvscout_requests_total{outcome="ok"}'] == 36
+        assert samples["kvscout_ttft_seconds_count"] == 36
+        assert samples["kvscout_requests_in_flight"] == 0
+
+        await call(client.stub.RemoveWorker, workers_pb2.RemoveWorkerRequest(worker_id="w1"))
+        samples = await scrape(stack.gateway)
+        assert f"kvscout_kv_hit_rate{everyone % 'w1'}" not in samples
+        assert samples["kvscout_predictions_checked_total" + total] == 36
+
+
+async def until_all_indexed(stack: Stack) -> None:
+    """Waits until the indexer has applied everything that the engines published."""
+    published = [len(await mocker.replay(0)) - 1 for mocker in stack.mockers]
+
+    async def applied() -> bool:
+        status = await call(stack.client.indexer.GetStatus, types_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
+        last = {s.worker.worker_id: s.last_event_id + 1 if s.HasField("last_event_id") else 0 for s in status.sources}
+        return all(last[f"w{index}"] >= count for index, count in enumerate(published))
+
+    await eventually(applied, what="all events applied")
+
+
+def _async(condition: Callable[[], object]) -> Callable[[], Awaitable[object]]:
+    async def asked() -> object:
+        return condition()
+
+    return asked
