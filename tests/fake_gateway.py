@@ -140,7 +140,12 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.DumpEventsRequest, context: Any
     ) -> AsyncIterator[events_pb2.KvEventBatch]:
         self._take("DumpEvents", request)
-        yield events_pb2.KvEventBatch()
+        run = events_pb2.StateRun(local_hashes=[1, 2, 3], engine_hashes=[4, 0, 6], copies=[1, 0, 2])
+        for index in range(2):
+            chunk = events_pb2.StateChunk(index=index, last=index == 1, runs=[run], history_incomplete=True)
+            yield events_pb2.KvEventBatch(
+                version=1, worker_id="w0", model="m", event_id=7, events=[events_pb2.KvEvent(state=chunk)]
+            )
 
     async def GetBusyThresholds(
         self, request: types_pb2.GetBusyThresholdsRequest, context: Any

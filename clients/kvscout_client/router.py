@@ -8,7 +8,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Final, TypeVar, overload
 
-from kvscout.v1 import gateway_pb2, gateway_pb2_grpc, scheduler_pb2, types_pb2, workers_pb2
+from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_client import decode
 from kvscout_client.booking import Booking
 from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions
@@ -430,6 +430,21 @@ class Router:
             elif not isinstance(value, Unchanged):
                 setattr(request, name, value)
         return decode.thresholds(await call(self._stub.SetBusyThresholds, request, timeout=self._timeout))
+
+    async def dump(self, *, model: str = "") -> AsyncGenerator[events_pb2.KvEventBatch, None]:
+        """The state of the index as state chunks, worker rank by worker rank.
+
+        Args:
+            model: "" = every model of the tenant.
+
+        Raises:
+            NotFound: The model was never seen.
+            Unavailable: No indexer answers.
+        """
+        request = gateway_pb2.DumpEventsRequest(tenant=self._tenant, model=model)
+        async with aclosing(stream(self._stub.DumpEvents, request)) as batches:
+            async for batch in batches:
+                yield batch
 
     async def status(self, *, model: str = "") -> RouterStatus:
         """The state of the gateway, of its helpers and of what it saw of the workers."""

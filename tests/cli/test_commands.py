@@ -6,12 +6,14 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from fake_gateway import FakeGateway, fake_gateway
+from google.protobuf import proto
 
-from kvscout.v1 import gateway_pb2
+from kvscout.v1 import events_pb2, gateway_pb2
 from kvscout_cli.main import main
 from kvscout_common import errors
 
@@ -135,3 +137,21 @@ def test_a_gateway_that_is_not_there_is_said_so() -> None:
 def test_every_command_has_help(command: str) -> None:
     assert command in CliRunner().invoke(main, ["--help"]).stdout
     assert CliRunner().invoke(main, [command, "--help"]).exit_code == 0
+
+
+def test_dump_prints_a_line_a_worker_or_every_chunk_and_writes_them_to_a_file(
+    gateway: FakeGateway, tmp_path: Path
+) -> None:
+    path = tmp_path / "state.bin"
+    result = kvscout(gateway, "dump", "--model", "m", "--output", str(path))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split("\n")[1].split() == ["w0", "0", "m", "4", "2", "0", "7", *result.stdout.split()[-2:]]
+    assert result.stdout.split()[-1] == "incomplete"
+    assert gateway.last.model == "m"
+    with path.open("rb") as file:
+        chunks = [proto.parse_length_prefixed(events_pb2.KvEventBatch, file) for _ in range(2)]  # type: ignore[arg-type]
+        assert not file.read()
+    assert [chunk.events[0].state.index for chunk in chunks] == [0, 1]
+    result = kvscout(gateway, "dump", "--json")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["events"][0]["state"].get("last", False) for line in lines] == [False, True]
