@@ -1,0 +1,116 @@
+"""The stream of completion chunks, in whatever pieces it arrives."""
+
+import json
+from array import array
+from typing import Any
+
+import pytest
+
+from kvscout_gateway.completion_stream import MAX_EVENT_BYTES, Chunk, CompletionStream
+
+
+def event(document: Any) -> bytes:
+    return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+
+def tokens(*ids: int, finish: str | None = None, text: str = "") -> bytes:
+    return event({"choices": [{"token_ids": list(ids), "text": text, "finish_reason": finish}]})
+
+
+USAGE = event(
+    {
+        "choices": [],
+        "usage": {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}},
+    }
+)
+WHOLE = tokens(1, text="a") + b": ping\n\n" + tokens(2, 3, finish="stop", text="b") + USAGE + b"data: [DONE]\n\n"
+
+
+def collect(stream: CompletionStream, pieces: list[bytes]) -> Chunk:
+    got = Chunk(token_ids=array("I"))
+    for piece in pieces:
+        chunk = stream.feed(piece)
+        if chunk is not None:
+            assert got.token_ids is not None
+            got.token_ids.extend(chunk.token_ids or ())
+            got.text += chunk.text
+            got.finish_reason = chunk.finish_reason or got.finish_reason
+            if chunk.prompt_tokens is not None:
+                got.prompt_tokens, got.completion_tokens = chunk.prompt_tokens, chunk.completion_tokens
+                got.cached_tokens = chunk.cached_tokens
+    return got
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 50, 10_000])
+def test_a_stream_is_the_same_in_pieces_of_any_size(size: int) -> None:
+    stream = CompletionStream()
+    got = collect(stream, [WHOLE[at : at + size] for at in range(0, len(WHOLE), size)])
+    assert got == Chunk(array("I", [1, 2, 3]), "ab", "stop", 9, 3, 4)
+    assert stream.done
+    assert stream.failure is None
+
+
+def test_what_arrives_at_once_is_one_chunk() -> None:
+    assert CompletionStream().feed(WHOLE) == Chunk(array("I", [1, 2, 3]), "ab", "stop", 9, 3, 4)
+
+
+def test_engines_that_end_lines_with_crlf_or_leave_the_space_out_are_understood() -> None:
+    stream = CompletionStream()
+    assert stream.feed(b'data:{"choices": [{"token_ids": [5]}]}\r\n\r\ndata:[DONE]\r\n\r\n') == Chunk(array("I", [5]))
+    assert stream.done
+
+
+def test_cached_tokens_that_are_not_reported_are_unknown_not_zero() -> None:
+    chunk = CompletionStream().feed(event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}}))
+    assert chunk == Chunk(prompt_tokens=3, completion_tokens=1, cached_tokens=None)
+
+
+def test_an_error_comes_after_the_output_before_it() -> None:
+    stream = CompletionStream()
+    chunk = stream.feed(tokens(1) + event({"error": {"message": "gone"}}) + tokens(2))
+    assert chunk == Chunk(array("I", [1]))
+    assert str(stream.failure) == "the engine reports: gone"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"data: {\n",
+        b"data: 7\n",
+        b"data: []\n",
+        b'data: {"choices": [7]}\n',
+        b'data: {"choices": {"a": 1}}\n',
+        b'data: {"choices": [{"token_ids": ["x"]}]}\n',
+        b'data: {"choices": [{"token_ids": [-1]}]}\n',
+        b'data: {"choices": [{"token_ids": 5}]}\n',
+        b'data: {"choices": [{"text": 5}]}\n',
+        b'data: {"usage": {"completion_tokens": 1}}\n',
+        b'data: {"usage": 5}\n',
+        b"data: " + b"[" * 100_000 + b"\n",
+        b"data: \xff\n",
+    ],
+)
+def test_nonsense_is_a_failure_of_the_engine(payload: bytes) -> None:
+    stream = CompletionStream()
+    stream.feed(payload)
+    assert "no completion chunk" in str(stream.failure)
+
+
+def test_a_stream_that_ends_early_has_failed_and_one_that_is_done_has_not() -> None:
+    stream = CompletionStream()
+    stream.feed(tokens(1))
+    stream.end()
+    assert "broke off" in str(stream.failure)
+    stream = CompletionStream()
+    stream.feed(WHOLE)
+    stream.end()
+    assert stream.failure is None
+
+
+def test_an_event_without_end_is_not_kept() -> None:
+    stream = CompletionStream()
+    piece = b"data: " + b"x" * (1 << 20)
+    for _ in range(MAX_EVENT_BYTES // len(piece) + 1):
+        stream.feed(piece)
+    assert "over 64 MiB" in str(stream.failure)
+    assert not stream._parts
