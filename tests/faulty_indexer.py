@@ -6,10 +6,10 @@ from kvscout_indexer import source
 from kvscout_indexer.main import main
 
 
-def broken(payload: bytes) -> NoReturn:
+def broken(index: object, payload: bytes) -> NoReturn:
     raise RuntimeError(f"a defect, met in {len(payload)} bytes")
 
 
 if __name__ == "__main__":
-    source.decode_batch = broken  # type: ignore[attr-defined]  # what the module imports, replaced
+    source.decode_for = broken  # type: ignore[attr-defined]  # what the module imports, replaced
     main()

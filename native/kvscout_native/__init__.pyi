@@ -133,6 +133,25 @@ def decode_batch(
 ) -> tuple[list[tuple[Any, ...]], float, int | None, list[tuple[str, str]]]:
     """What `apply_payload` reads from a payload: events, timestamp, rank, faults; for tests."""
 
+class Batch:
+    """A decoded payload that stays native until it is applied: no Python object a token or a block.
+
+    Raises MalformedBatch as `decode_batch` does. Immutable. Payloads above 16 KiB release the GIL.
+    """
+
+    def __new__(cls, payload: bytes) -> Batch: ...
+    @property
+    def dp_rank(self) -> int | None: ...
+    @property
+    def cleared(self) -> bool: ...
+    @property
+    def faults(self) -> list[tuple[str, str]]: ...
+
+def apply_batch(
+    index: BlockIndex, worker: _Name, batch: Batch, epoch: int, event_id: int | None
+) -> _Applied:
+    """`BlockIndex.apply` for a decoded payload."""
+
 # --- queries ---------------------------------------------------------------------------------------
 
 class Queries:

@@ -14,7 +14,6 @@ from recorded_engine import RecordedEngine, recorded_engine
 from kvscout.v1 import indexer_pb2
 from kvscout_indexer import subscriber
 from kvscout_indexer.config import IndexerConfig
-from kvscout_indexer.indexer import Indexer
 
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
 INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE
@@ -484,34 +483,33 @@ async def test_recovery_amidst_held_batches_applies_none_of_them_twice(
     assert (status.blocks, status.ignored["unknown_removed"]) == (0, 0)
 
 
-async def test_a_defect_while_ingesting_ends_the_indexer() -> None:
+async def test_a_defect_while_ingesting_ends_the_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ExceptionGroup) as crash:
-        async with local_indexer() as (client, indexer), recorded_engine() as engine:
+        async with local_indexer() as (client, _), recorded_engine() as engine:
             await connect(client, engine)
-            break_index(indexer)
+            break_index(monkeypatch)
             await engine.publish(batch(stored([1], prompt(1))))
             await asyncio.Event().wait()
     assert [str(error) for error in crash.value.exceptions] == ["the index is broken"]
 
 
-async def test_a_defect_while_replaying_ends_the_indexer() -> None:
+async def test_a_defect_while_replaying_ends_the_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ExceptionGroup) as crash:
-        async with local_indexer() as (client, indexer), recorded_engine() as engine:
+        async with local_indexer() as (client, _), recorded_engine() as engine:
             engine.lose(*chain(3))
             engine.answering.clear()
             await client.register(engine)
-            break_index(indexer)
+            break_index(monkeypatch)
             engine.answering.set()
             await asyncio.Event().wait()
     assert [str(error) for error in crash.value.exceptions] == ["the index is broken"]
 
 
-def break_index(indexer: Indexer) -> None:
+def break_index(monkeypatch: pytest.MonkeyPatch) -> None:
     def apply(*_: object, **__: object) -> None:
         raise RuntimeError("the index is broken")
 
-    ((_, index),) = indexer.pools.by_key()
-    index.apply = apply  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr("kvscout_indexer.source.apply_decoded", apply)
 
 
 async def test_predictions_of_lost_history_end_after_their_time(mute: RecordedEngine) -> None:

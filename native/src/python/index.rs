@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
+use super::batch::{DETACH_ABOVE_BYTES, fault_name};
 use super::errors::{self, invalid_argument};
 use super::hashing::local_hashes;
 use crate::events::{Batch, Event, FaultKind, Removed, Stored};
@@ -15,9 +16,6 @@ use crate::index::{
     WorkerOptions,
 };
 use crate::wire;
-
-/// Payloads above this many bytes take longer than about 50 µs, so they release the GIL.
-const DETACH_ABOVE_BYTES: usize = 16 * 1024;
 
 /// (worker_id, dp_rank): a `WorkerRank`.
 #[derive(FromPyObject)]
@@ -29,7 +27,7 @@ impl Name {
     }
 }
 
-fn applied(applied: Applied) -> (usize, usize, bool, String) {
+pub fn applied(applied: Applied) -> (usize, usize, bool, String) {
     (applied.events, applied.faults, applied.over_capacity, applied.incompatible)
 }
 
@@ -363,14 +361,8 @@ fn decode_batch<'py>(payload: &Bound<'py, PyBytes>) -> PyResult<Bound<'py, PyTup
             }
         }
     }
-    let faults: Vec<(&str, String)> = batch
-        .faults
-        .into_iter()
-        .map(|(kind, reason)| match kind {
-            FaultKind::UnknownTag => ("unknown_tag", reason),
-            FaultKind::BadEvent => ("bad_event", reason),
-        })
-        .collect();
+    let faults: Vec<(&str, String)> =
+        batch.faults.into_iter().map(|(kind, reason)| (fault_name(kind), reason)).collect();
     (events, batch.timestamp, batch.dp_rank, faults).into_pyobject(py)
 }
 

@@ -1,5 +1,6 @@
 //! The Python module `kvscout_native._core`; `kvscout_native/__init__.pyi` documents it.
 
+mod batch;
 mod codec;
 mod errors;
 mod hashing;
@@ -12,6 +13,7 @@ use pyo3::prelude::*;
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     hashing::register(module)?;
+    batch::register(module)?;
     codec::register(module)?;
     index::register(module)?;
     queries::register(module)

@@ -7,7 +7,7 @@ reference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
@@ -30,9 +30,14 @@ from kvscout_indexer.index import (
     WorkerStats,
 )
 from kvscout_indexer.reference_index import ReferenceIndex
+from kvscout_indexer.wire import decode_batch
 
 if TYPE_CHECKING or native_available():
     import kvscout_native
+
+
+DecodedBatch: TypeAlias = "EventBatch | kvscout_native.Batch"
+"""A decoded payload: both forms have `dp_rank`, `cleared` and `faults`."""
 
 
 class NativeIndex:
@@ -206,6 +211,25 @@ class NativeQueries:
     def answer_stream(self, message: bytes, *, now: float, caller_tenant: str) -> bytes | None:
         """Answers a `StreamFindMatchesRequest`; arguments as of `answer`."""
         return self._queries.answer_stream(message, now, caller_tenant)
+
+
+def decode_for(index: BlockIndex, payload: bytes) -> DecodedBatch:
+    """Decodes an engine's payload into the form that suits an index; `apply_decoded` takes it.
+
+    Raises:
+        MalformedBatch: As `wire.decode_batch`.
+    """
+    return kvscout_native.Batch(payload) if isinstance(index, NativeIndex) else decode_batch(payload)
+
+
+def apply_decoded(
+    index: BlockIndex, worker: WorkerRank, batch: DecodedBatch, *, epoch: int, event_id: int | None
+) -> Applied:
+    """`BlockIndex.apply` for what `decode_for` returned for the same index."""
+    if isinstance(index, NativeIndex) and not isinstance(batch, EventBatch):
+        return Applied(*kvscout_native.apply_batch(index.core, worker, batch, epoch, event_id))
+    assert isinstance(batch, EventBatch)
+    return index.apply(worker, batch, epoch=epoch, event_id=event_id)
 
 
 def make_queries() -> NativeQueries | None:

@@ -21,6 +21,7 @@ from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
 from kvscout_indexer.events import EventBatch
 from kvscout_indexer.index import BlockIndex
+from kvscout_indexer.native_index import DecodedBatch, apply_decoded, decode_for
 from kvscout_indexer.sequence import (
     Apply,
     Decision,
@@ -32,7 +33,7 @@ from kvscout_indexer.sequence import (
     digest,
 )
 from kvscout_indexer.subscriber import ReplayBroken, Subscription, replay
-from kvscout_indexer.wire import MalformedBatch, Message, decode_batch
+from kvscout_indexer.wire import MalformedBatch, Message
 
 log = logging.getLogger("kvscout.indexer")
 
@@ -80,7 +81,7 @@ class Source:
         self.rank = rank
         self.endpoint = endpoint
         self.index = index
-        self.sequence: SourceSequence[EventBatch] = SourceSequence(
+        self.sequence: SourceSequence[DecodedBatch] = SourceSequence(
             dp_rank=rank.dp_rank, can_replay=bool(endpoint.replay_endpoint)
         )
         self.malformed_frames = 0
@@ -179,10 +180,10 @@ class Source:
         self.received_at = now
         self._carry_out(self.sequence.on_batch(self._sequenced(message), now))
 
-    def _sequenced(self, message: Message) -> SequencedBatch[EventBatch]:
+    def _sequenced(self, message: Message) -> SequencedBatch[DecodedBatch]:
         payload = message.payload
         try:
-            batch = decode_batch(payload)
+            batch = decode_for(self.index, payload)
         except MalformedBatch as error:
             self._warnings.warning(
                 (self.rank, "batch"), "worker %s/%d: batch %d is malformed: %s", *self.rank, message.seq, error
@@ -190,19 +191,20 @@ class Source:
             return SequencedBatch(message.seq, digest(payload), EventBatch(()), len(payload), malformed=True)
         if batch.faults:
             self.faulty_events += len(batch.faults)
+            kind, reason = batch.faults[0]
             self._warnings.warning(
-                (self.rank, batch.faults[0].kind),
+                (self.rank, kind),
                 "worker %s/%d: batch %d has %d events that cannot be read, the first: %s",
                 *self.rank,
                 message.seq,
                 len(batch.faults),
-                batch.faults[0].reason,
+                reason,
             )
         return SequencedBatch(
             message.seq, digest(payload), batch, len(payload), dp_rank=batch.dp_rank, cleared=batch.cleared
         )
 
-    def _carry_out(self, decisions: list[Decision[EventBatch]]) -> None:
+    def _carry_out(self, decisions: list[Decision[DecodedBatch]]) -> None:
         for decision in decisions:
             if isinstance(decision, Apply):
                 self._apply(decision.batch)
@@ -224,8 +226,8 @@ class Source:
             log.warning("worker %s/%d has more blocks than it can: removals were lost, recovering", *self.rank)
             self.recover()
 
-    def _apply(self, batch: SequencedBatch[EventBatch]) -> None:
-        applied = self.index.apply(self.rank, batch.content, epoch=batch.epoch, event_id=batch.event_id)
+    def _apply(self, batch: SequencedBatch[DecodedBatch]) -> None:
+        applied = apply_decoded(self.index, self.rank, batch.content, epoch=batch.epoch, event_id=batch.event_id)
         if applied.incompatible:
             self._warnings.warning(
                 (self.rank, "incompatible"), "worker %s/%d is not indexed: %s", *self.rank, applied.incompatible

@@ -1,0 +1,77 @@
+//! A decoded batch that stays native between the sequence and the index.
+
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
+use pyo3::types::PyBytes;
+
+use super::errors;
+use super::index::{BlockIndex, applied};
+use crate::events::{self, Event, FaultKind};
+use crate::index::WorkerName;
+use crate::wire;
+
+/// Payloads above this many bytes take longer than about 50 µs, so they release the GIL.
+pub const DETACH_ABOVE_BYTES: usize = 16 * 1024;
+
+/// Decoded events of one message; see the stub.
+#[pyclass(frozen, module = "kvscout_native")]
+struct Batch {
+    batch: events::Batch,
+    bytes: usize,
+}
+
+/// The name that Python has for a kind of fault.
+pub fn fault_name(kind: FaultKind) -> &'static str {
+    match kind {
+        FaultKind::UnknownTag => "unknown_tag",
+        FaultKind::BadEvent => "bad_event",
+    }
+}
+
+#[pymethods]
+impl Batch {
+    #[new]
+    fn new(py: Python<'_>, payload: &Bound<'_, PyBytes>) -> PyResult<Self> {
+        let payload = payload.as_bytes();
+        let run = || wire::decode_batch(payload);
+        let batch = if payload.len() > DETACH_ABOVE_BYTES { py.detach(run) } else { run() };
+        let batch = batch.map_err(|error| errors::malformed(py, error.field, error.message))?;
+        Ok(Self { batch, bytes: payload.len() })
+    }
+
+    #[getter]
+    fn dp_rank(&self) -> Option<u32> {
+        self.batch.dp_rank
+    }
+
+    #[getter]
+    fn cleared(&self) -> bool {
+        self.batch.events.iter().any(|event| matches!(event, Event::Cleared))
+    }
+
+    #[getter]
+    fn faults(&self) -> Vec<(&'static str, &str)> {
+        self.batch.faults.iter().map(|(kind, reason)| (fault_name(*kind), reason.as_str())).collect()
+    }
+}
+
+/// Applies a decoded batch and moves the worker's cursor.
+#[pyfunction]
+fn apply_batch(
+    py: Python<'_>,
+    index: &Bound<'_, BlockIndex>,
+    worker: (PyBackedStr, u32),
+    batch: &Bound<'_, Batch>,
+    epoch: u64,
+    event_id: Option<u64>,
+) -> (usize, usize, bool, String) {
+    let (core, batch) = (index.get().index(), batch.get());
+    let name = WorkerName { worker_id: &worker.0, dp_rank: worker.1 };
+    let run = || core.apply(name, &batch.batch, epoch, event_id);
+    applied(if batch.bytes > DETACH_ABOVE_BYTES { py.detach(run) } else { run() })
+}
+
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Batch>()?;
+    module.add_function(wrap_pyfunction!(apply_batch, module)?)
+}
