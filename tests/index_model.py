@@ -1,14 +1,16 @@
 """A brute-force model of the block index: the definitions, without any structure that could be wrong.
 
-It knows a prefix as a tuple of local hashes and answers each query by looking at every block of every
-worker. Only for small worlds: bounds are not modelled.
+It knows a prefix as a tuple of local hashes, and what is held by looking at every block of every worker.
+Only for small worlds: what a bound drops is told to it (`evict`), the limits of ghosts and orphans are not
+modelled.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from kvscout_common.worker import CopyMode, WorkerRank
 from kvscout_indexer.events import Cleared, Event, Removed, Stored, Tier
@@ -33,6 +35,12 @@ class ModelWorker:
     demoted: dict[int, Prefix] = field(default_factory=dict)
     demoted_until: float = 0.0
     predicted: dict[Prefix, float] = field(default_factory=dict)
+    _held: dict[Prefix, Tier] | None = None
+
+    @property
+    def engine_hashes(self) -> set[int]:
+        """Of everything that has copies."""
+        return self.bound.keys() | self.orphans.keys()
 
     def known(self, engine_hash: int) -> Prefix | None:
         for place in (self.bound, self.gone, self.demoted):
@@ -40,13 +48,29 @@ class ModelWorker:
                 return place[engine_hash]
         return None
 
+    def changed(self) -> None:
+        """Must follow whatever changes `bound`, `copies` or `groups`."""
+        self._held = None
+
+    def held(self) -> dict[Prefix, Tier]:
+        """The held prefixes, and the slowest tier one must count to find each held.
+
+        One of its engine hashes must be on that tier or a faster one in every full-attention group.
+        """
+        if self._held is None:
+            self._held = {}
+            full = [group for group, is_full in self.groups.items() if is_full]
+            for h, prefix in self.bound.items():
+                counts = self.copies[h]
+                at = [min((t for (g, t), n in counts.items() if n and g == group), default=None) for group in full]
+                if None not in at:
+                    slowest = max((tier for tier in at if tier is not None), default=Tier.DEVICE)
+                    self._held[prefix] = min(slowest, self._held.get(prefix, Tier.EXTERNAL))
+        return self._held
+
     def holds(self, prefix: Prefix, tier: Tier) -> bool:
-        """Whether one of the prefix's engine hashes is there or faster, in every full-attention group."""
-        full = [group for group, is_full in self.groups.items() if is_full]
-        return any(
-            at == prefix and all(any(self.copies[h][group, t] for t in Tier if t <= tier) for group in full)
-            for h, at in self.bound.items()
-        )
+        """Whether a prefix is held on a tier or a faster one."""
+        return self.held().get(prefix, len(Tier)) <= tier
 
     def add(self, engine_hash: int, group: int, tier: Tier) -> None:
         counts = self.copies.setdefault(engine_hash, Counter())
@@ -69,10 +93,33 @@ class IndexModel:
     def __init__(self) -> None:
         self.workers: dict[WorkerRank, ModelWorker] = {}
 
+    def add(self, worker: WorkerRank, mode: CopyMode) -> None:
+        """Adds a worker, or changes the mode of a known one."""
+        self.workers.setdefault(worker, ModelWorker()).mode = mode
+
+    def reset(self, worker: WorkerRank) -> None:
+        """Forgets all that events said; an unknown worker is ignored."""
+        if worker in self.workers:
+            self.workers[worker] = ModelWorker(mode=self.workers[worker].mode)
+
+    def reload(self) -> None:
+        """What is no part of a dump is lost."""
+        for w in self.workers.values():
+            w.gone, w.demoted, w.predicted = {}, {}, {}
+
+    def evict(self, worker: WorkerRank, engine_hash: int) -> None:
+        """All copies are gone at once, as the bound drops them."""
+        w = self.workers[worker]
+        w.changed()
+        del w.copies[engine_hash]
+        if w.orphans.pop(engine_hash, None) is None:
+            w.gone[engine_hash] = w.bound.pop(engine_hash)
+
     def apply(self, worker: WorkerRank, event: Event) -> None:
         if worker not in self.workers:
             return
         w = self.workers[worker]
+        w.changed()
         if isinstance(event, Cleared):
             self.workers[worker] = ModelWorker(mode=w.mode, groups=w.groups)
         elif isinstance(event, Removed):
@@ -134,7 +181,8 @@ class IndexModel:
 
     def demote(self, worker: WorkerRank, until: float) -> None:
         w = self.workers[worker]
-        on_device = {p for p in w.bound.values() if w.holds(p, Tier.DEVICE)}
+        on_device = [prefix for prefix, tier in w.held().items() if tier is Tier.DEVICE]
+        w.changed()
         w.demoted |= w.bound
         w.bound, w.orphans, w.copies = {}, {}, {}
         w.demoted_until = max(w.demoted_until, until)
@@ -156,12 +204,13 @@ class IndexModel:
 
     def find(self, hashes: Sequence[int]) -> dict[WorkerRank, Overlap]:
         found = {}
+        prefixes = [tuple(hashes[:k]) for k in range(1, len(hashes) + 1)]
         for worker, w in self.workers.items():
-            prefixes = [tuple(hashes[:k]) for k in range(1, len(hashes) + 1)]
-            runs = []
-            for tier in Tier:
-                runs.append(_run([w.holds(p, tier) for p in prefixes]))
-            runs.append(_run([w.holds(p, Tier.DEVICE) or p in w.predicted for p in prefixes]))
+            held = w.held()
+            reach = [held.get(prefix, len(Tier)) for prefix in prefixes]
+            runs = [_run(tier <= at for tier in reach) for at in Tier]
+            on_device = zip(reach, prefixes, strict=True)
+            runs.append(_run(tier == Tier.DEVICE or prefix in w.predicted for tier, prefix in on_device))
             if any(runs):
                 found[worker] = Overlap(*runs)
         return found
@@ -186,18 +235,19 @@ class IndexModel:
         return WorkerDump(worker, groups=tuple(sorted(w.groups.items())), blocks=tuple(blocks), orphans=orphans)
 
     def memberships(self) -> int:
-        return sum(len({p for p in w.bound.values() if w.holds(p, Tier.EXTERNAL)}) for w in self.workers.values())
+        return sum(len(w.held()) for w in self.workers.values())
 
     def hidden(self) -> int:
         count = 0
         for w in self.workers.values():
-            held = {p for p in w.bound.values() if w.holds(p, Tier.EXTERNAL)}
+            held = w.held()
             count += sum(1 for p in held if any(p[:k] not in held for k in range(1, len(p))))
         return count
 
 
-def _run(held: list[bool]) -> int:
-    return held.index(False) if False in held else len(held)
+def _run(held: Iterable[bool]) -> int:
+    """Length of the leading run of True."""
+    return sum(1 for _ in takewhile(bool, held))
 
 
 def _copies(counts: Counter[tuple[int, Tier]]) -> tuple[Copies, ...]:

@@ -1,0 +1,287 @@
+"""Random operations on block indexes beside the brute-force model: all must agree after every step.
+
+A world is one sequence: a few worker ranks with their own habits (tiers, groups, colliding engine hashes, a
+bound), and steps drawn from one random generator. Without a bound all implementations go through the same
+steps side by side. What a bound drops is up to the implementation, so that a bounded world has only one; the
+model is told what went, and checks that it had to go.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import msgpack
+from index_model import IndexModel
+from index_scenarios import IndexFactory, reload, settle
+
+from kvscout_common.hashing import block_hashes
+from kvscout_common.worker import CopyMode, WorkerRank
+from kvscout_indexer.events import Cleared, Event, EventBatch, Removed, Stored, Tier
+from kvscout_indexer.index import Applied, BlockIndex, WorkerOptions
+
+BLOCK_SIZE = 4
+CONTENTS = 3
+"""Different blocks: few, so that prompts share prefixes and engine hashes collide."""
+DEPTH = 5
+TOKENS = {content: (content,) * BLOCK_SIZE for content in range(1, CONTENTS + 1)}
+LOCAL = {content: block_hashes(tokens, BLOCK_SIZE)[0] for content, tokens in TOKENS.items()}
+MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK", Tier.EXTERNAL: "EXTERNAL"}
+SLOW_CHECK_EVERY = 4
+"""Steps between two verifications of all invariants, which take longer than all else."""
+
+Contents = tuple[int, ...]
+
+
+def draw_steps(rng: random.Random, mean: int) -> int:
+    """Length of a sequence: most are short, some are five times the mean."""
+    return 4 + min(round(rng.expovariate(1 / (mean - 4))), 5 * mean)
+
+
+class World:
+    """One random sequence."""
+
+    def __init__(self, rng: random.Random, factories: Mapping[str, IndexFactory]) -> None:
+        self.rng = rng
+        self.max_blocks = rng.choice([8, 24]) if rng.random() < 0.15 else 0
+        names = rng.sample(sorted(factories), 1) if self.max_blocks else sorted(factories)
+        self.factories = {name: factories[name] for name in names}
+        self.indexes = self.fresh()
+        self.model = IndexModel()
+        self.options: dict[WorkerRank, WorkerOptions] = {}
+        self.now = 0.0
+        self.steps = 0
+        self.tiers = rng.random() < 0.5
+        self.groups = rng.choice([1, 1, 2, 3])
+        self.strange_hashes = rng.random() < 0.5
+        self.payloads = rng.random() < 0.3
+        self.ranks = [WorkerRank(f"w{n // 2}", n % 2) for n in range(rng.randint(2, 8))]
+        for worker in self.ranks:
+            self.add(worker)
+
+    def fresh(self) -> dict[str, BlockIndex]:
+        """Empty indexes."""
+        return {name: make(BLOCK_SIZE, max_blocks=self.max_blocks) for name, make in self.factories.items()}
+
+    @property
+    def any_index(self) -> BlockIndex:
+        """One of them, for what was compared already."""
+        return next(iter(self.indexes.values()))
+
+    def add(self, worker: WorkerRank) -> None:
+        mode = CopyMode.SET if self.rng.random() < 0.2 else CopyMode.COUNT
+        options = WorkerOptions(copies=mode, total_kv_blocks=self.rng.choice([0, 6]))
+        self.options[worker] = options
+        self.model.add(worker, mode)
+        for index in self.indexes.values():
+            index.add_worker(worker, options)
+
+    # Events
+
+    def prompt(self) -> Contents:
+        return tuple(self.rng.choices(range(1, CONTENTS + 1), k=self.rng.randint(1, DEPTH)))
+
+    def engine_hash(self, prefix: Contents) -> int:
+        if self.strange_hashes and self.rng.random() < 0.3:
+            return self.rng.randint(1, 12)
+        return int("".join(map(str, prefix))) + 1000
+
+    def event(self) -> Event:
+        """An event with local hashes; the model reads no other form."""
+        rng, prompt = self.rng, self.prompt()
+        tier = rng.choice(list(Tier)) if self.tiers else Tier.DEVICE
+        group = rng.randrange(self.groups)
+        kind = rng.random()
+        if kind < 0.02:
+            return Cleared()
+        start = rng.randrange(len(prompt))
+        hashes = tuple(self.engine_hash(prompt[: k + 1]) for k in range(start, len(prompt)))
+        if kind < 0.35:
+            return Removed(hashes if rng.random() < 0.3 else hashes[-1:], tier, group)
+        # Group 2 is no full attention.
+        stored = Stored(hashes, tier=tier, group=group, full_attention=group < 2)
+        if kind < 0.4:
+            return stored
+        parent = self.engine_hash(prompt[:start]) if start else None
+        return replace(stored, parent=parent, local_hashes=local_hashes(prompt[start:]))
+
+    def apply(self, worker: WorkerRank) -> None:
+        """One batch, as values or as the bytes of an engine."""
+        rng = self.rng
+        events = [self.event() for _ in range(rng.choice([1, 1, 1, 3]))]
+        events += events[:1] if rng.random() < 0.1 else []
+        batch, payload = EventBatch(tuple(events)), b""
+        if self.payloads:
+            payload = packed(events)
+        evicted = self.any_index.stats().evicted
+        answers: list[Applied] = []
+        for index in self.indexes.values():
+            if self.payloads:
+                answers.append(index.apply_payload(worker, payload, epoch=1, event_id=self.steps))
+            else:
+                answers.append(index.apply(worker, batch, epoch=1, event_id=self.steps))
+        assert all(answer == answers[0] for answer in answers), f"apply: {answers}"
+        for event in events:
+            self.model.apply(worker, event)
+        if self.max_blocks:
+            self.follow_bound(self.any_index.stats().evicted - evicted)
+
+    def follow_bound(self, evicted: int) -> None:
+        """Takes from the model what the bound dropped, after checking that it had to go."""
+        before = {worker: len(w.engine_hashes) for worker, w in self.model.workers.items()}
+        dropped = set()
+        for worker, w in self.model.workers.items():
+            dump = self.any_index.dump(worker)
+            assert dump is not None
+            kept = {block.engine_hash for block in dump.blocks} | {orphan.engine_hash for orphan in dump.orphans}
+            for engine_hash in w.engine_hashes - kept:
+                dropped.add(worker)
+                evicted -= 1
+                self.model.evict(worker, engine_hash)
+        assert evicted == 0, "what is missing was counted as evicted"
+        assert not dropped or sum(before.values()) > self.max_blocks, "nothing goes below the bound"
+        spared = [size for worker, size in before.items() if worker not in dropped]
+        assert all(before[worker] >= max(spared, default=0) for worker in dropped), "the largest loses first"
+        after = sum(len(w.engine_hashes) for w in self.model.workers.values())
+        assert after <= self.max_blocks, f"{after} blocks are above the bound"
+
+    # Steps
+
+    def step(self) -> None:
+        """One random operation on everything, and the comparison."""
+        rng, worker = self.rng, self.rng.choice(self.ranks)
+        known = worker in self.model.workers
+        kind = rng.random()
+        self.steps += 1
+        if kind < 0.86:
+            self.apply(worker)
+        elif kind < 0.88:
+            for index in self.indexes.values():
+                assert index.remove_rank(worker) == known
+            self.model.workers.pop(worker, None)
+        elif kind < 0.89:
+            ranks = [other for other in self.model.workers if other.worker_id == worker.worker_id]
+            for index in self.indexes.values():
+                assert index.remove_worker(worker.worker_id) == len(ranks)
+            for rank in ranks:
+                del self.model.workers[rank]
+        elif kind < 0.90:
+            for index in self.indexes.values():
+                index.reset(worker)
+            self.model.reset(worker)
+        elif kind < 0.93:
+            self.add(worker)
+        elif kind < 0.94:
+            self.reload()
+        elif kind < 0.96 and known:
+            for index in self.indexes.values():
+                index.demote(worker, ttl_seconds=3, now=self.now)
+            self.model.demote(worker, self.now + 3)
+        elif kind < 0.98 and known:
+            hashes = local_hashes(self.prompt())
+            for index in self.indexes.values():
+                index.predict(worker, hashes, ttl_seconds=2, now=self.now)
+            self.model.predict(worker, hashes, self.now + 2)
+        else:
+            self.now += 1
+            for index in self.indexes.values():
+                settle(index, self.now)
+            self.model.tick(self.now)
+        self.compare(worker)
+
+    def reload(self) -> None:
+        """Goes on with new indexes, each from the dumps of the next one."""
+        fresh = self.fresh()
+        sources = [*self.indexes.values()][1:] + [*self.indexes.values()][:1]
+        for source, empty in zip(sources, fresh.values(), strict=True):
+            reload(source, empty, self.options)
+        self.indexes = fresh
+        self.model.reload()
+
+    def compare(self, worker: WorkerRank) -> None:
+        """All indexes with one another and with the model: finds, the dump of one rank, stats, invariants."""
+        for number in range(3):
+            hashes = local_hashes(self.prompt())
+            expected = self.model.find(hashes)
+            for name, index in self.indexes.items():
+                found = index.find_matches(hashes, now=self.now).by_worker()
+                assert found == expected, f"find {hashes}: {name} {found}, model {expected}"
+                if number:
+                    continue
+                asked = struct.pack(f"<{len(hashes)}Q", *hashes)
+                early = index.find_matches(asked, now=self.now, early_exit=True).by_worker()
+                assert all(
+                    low <= exact for rank in early for low, exact in zip(early[rank], expected[rank], strict=True)
+                ), f"early_exit gives lower bounds: {name} {early}, model {expected}"
+        expected_dump = self.model.dump(worker) if worker in self.model.workers else None
+        first = self.any_index
+        for name, index in self.indexes.items():
+            dump = index.dump(worker)
+            shown = None if dump is None else replace(dump, epoch=0, last_event_id=None)
+            assert shown == expected_dump, f"dump of {worker}: {name} {shown}, model {expected_dump}"
+            assert index.cursor(worker) == first.cursor(worker)
+            assert index.worker_stats(worker) == first.worker_stats(worker), f"counters of {worker}: {name}"
+            stats = index.stats()
+            expected_counts = self.model.memberships(), self.model.hidden()
+            assert (stats.memberships, stats.hidden) == expected_counts, f"{name} {stats}, model {expected_counts}"
+            common = {"bytes": 0, "blocks": 0}
+            assert replace(stats, **common) == replace(first.stats(), **common), f"{name} {stats}, {first.stats()}"
+            if self.steps % SLOW_CHECK_EVERY == 0:
+                index.check_invariants()
+
+    def finish(self) -> None:
+        """Once all that was dropped is freed, the number of blocks agrees, too."""
+        prefixes = {prefix for w in self.model.workers.values() for prefix in w.held()}
+        for name, index in self.indexes.items():
+            settle(index, self.now)
+            index.check_invariants()
+            assert index.stats().blocks == len(prefixes), name
+
+
+def local_hashes(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Local hashes of a prompt's blocks."""
+    return tuple(LOCAL[content] for content in prompt)
+
+
+def packed(events: Sequence[Event]) -> bytes:
+    """A batch in an engine's bytes; content goes as tokens."""
+    contents = {local: content for content, local in LOCAL.items()}
+    kinds = {True: "full_attention", False: "mamba"}
+    raw: list[object] = []
+    for event in events:
+        if isinstance(event, Cleared):
+            raw.append(["AllBlocksCleared"])
+        elif isinstance(event, Removed):
+            raw.append(["BlockRemoved", event.engine_hashes, MEDIA[event.tier], event.group])
+        else:
+            tokens = [token for local in event.local_hashes for token in TOKENS[contents[local]]]
+            fields = [event.engine_hashes, event.parent, tokens, BLOCK_SIZE, None, MEDIA[event.tier], None, None]
+            raw.append(["BlockStored", *fields, event.group, kinds[event.full_attention]])
+    payload: bytes = msgpack.packb([0.0, raw])
+    return payload
+
+
+def run_world(seed: int, factories: Mapping[str, IndexFactory], *, mean_steps: int) -> int:
+    """Runs the sequence of a seed.
+
+    Returns:
+        How many steps it had.
+
+    Raises:
+        AssertionError: Naming the seed and the step at which something differed.
+    """
+    rng = random.Random(seed)
+    world = World(rng, factories)
+    steps = draw_steps(rng, mean_steps)
+    try:
+        for _ in range(steps):
+            world.step()
+        world.finish()
+    except Exception as error:
+        raise AssertionError(
+            f"KVSCOUT_INDEX_SEED={seed} KVSCOUT_INDEX_STEPS={mean_steps}, step {world.steps}, bound {world.max_blocks},"
+            f" {', '.join(world.indexes)}: {type(error).__name__}: {error}"
+        ) from error
+    return steps
