@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,6 +173,25 @@ class Stack:
 
 
 @asynccontextmanager
+async def together(*contexts: AbstractAsyncContextManager[Any]) -> AsyncIterator[list[Any]]:
+    """Enters and leaves contexts at the same time, as starting and stopping processes is mostly waiting."""
+    async with AsyncExitStack() as entered:
+        entering = await asyncio.gather(*(c.__aenter__() for c in contexts), return_exceptions=True)
+
+        async def leave() -> None:
+            ready = [c for c, e in zip(contexts, entering, strict=True) if not isinstance(e, BaseException)]
+            for error in await asyncio.gather(*(c.__aexit__(None, None, None) for c in ready), return_exceptions=True):
+                if isinstance(error, BaseException):
+                    raise error
+
+        entered.push_async_callback(leave)
+        for result in entering:
+            if isinstance(result, BaseException):
+                raise result
+        yield list(entering)
+
+
+@asynccontextmanager
 async def connected(gateway: Running, scheduler: Running, indexer: Running) -> AsyncIterator[GatewayClient]:
     """A client of a gateway and its helpers."""
     client = GatewayClient(gateway.address, scheduler.address, indexer.address)
@@ -199,17 +218,17 @@ async def running_stack(
     """
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        indexer, scheduler = await asyncio.gather(
-            enter(running("kvscout_indexer.main")), enter(running("kvscout_scheduler.main", *scheduler_flags))
-        )
-        started = await asyncio.gather(*(enter(running_mocker(*flags)) for flags in mockers))
+        processes = (running("kvscout_indexer.main"), running("kvscout_scheduler.main", *scheduler_flags))
+        indexer, scheduler, *started = await enter(together(*processes, *(running_mocker(*flags) for flags in mockers)))
         between = await enter(relaying(scheduler.address)) if relay else None
         helpers = ("--indexer", indexer.address, "--scheduler", between.address if between else scheduler.address)
-        gateway = await enter(running("kvscout_gateway.main", *helpers, *gateway_flags))
+        # A machine that is busy with other tests must not look like an indexer that is slow.
+        patience = ("--indexer-timeout-ms", "2000")
+        gateway = await enter(running("kvscout_gateway.main", *helpers, *patience, *gateway_flags))
         client = await enter(connected(gateway, scheduler, indexer))
         for index, mocker in enumerate(started):
             await client.register(mocker_worker(f"w{index}", mocker))
-        yield Stack(indexer, scheduler, gateway, list(started), client, between)
+        yield Stack(indexer, scheduler, gateway, started, client, between)
 
 
 def mocker_worker(worker_id: str, mocker: MockerProcess, **fields: Any) -> workers_pb2.Worker:

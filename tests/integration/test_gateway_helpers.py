@@ -4,9 +4,11 @@ import asyncio
 import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
+import pytest_asyncio
 from gateway_stack import (
     CALL_SECONDS,
     MODEL,
@@ -23,12 +25,32 @@ from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common import errors
 from kvscout_common.channel import call
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@asynccontextmanager
-async def restarted(module: str, before: Running) -> AsyncIterator[Running]:
-    """A new process of a service on the port of one that was killed."""
-    async with running(module, "--port", str(before.ready["port"])) as process:
-        yield process
+
+@dataclass
+class Lasting:
+    """A stack that survives what tests do to its helpers."""
+
+    stack: Stack
+    processes: AsyncExitStack
+
+    async def restart_indexer(self) -> None:
+        """A new process on the port of the one that was killed."""
+        self.stack.indexer = await self._restart("kvscout_indexer.main", self.stack.indexer)
+
+    async def restart_scheduler(self) -> None:
+        """A new process on the port of the one that was killed."""
+        self.stack.scheduler = await self._restart("kvscout_scheduler.main", self.stack.scheduler)
+
+    async def _restart(self, module: str, before: Running) -> Running:
+        return await self.processes.enter_async_context(running(module, "--port", str(before.ready["port"])))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lasting() -> AsyncIterator[Lasting]:
+    async with running_stack("--indexer-timeout-ms", "250") as stack, AsyncExitStack() as processes:
+        yield Lasting(stack, processes)
 
 
 async def kill(process: Running) -> None:
@@ -57,95 +79,101 @@ async def load(client: GatewayClient) -> AsyncIterator[list[gateway_pb2.RouteRes
             stop.set()
 
 
-async def test_an_indexer_that_dies_under_load_costs_knowledge_only_and_comes_back_with_all_of_it() -> None:
-    async with running_stack() as stack:
-        client = stack.client
-        prompt = fresh_prompt(160)
-        await client.generate(prompt, worker_id="w1")
-        await client.until_indexed(prompt, 10)
-        async with load(client) as routes:
-            await kill(stack.indexer)
-            await eventually(_async(lambda: any(r.degraded for r in routes)), what="degraded answers")
-            [reason] = (await client.route(prompt)).degraded_reasons
-            assert reason.startswith(f"indexer {stack.indexer.address}")
-            async with restarted("kvscout_indexer.main", stack.indexer):
+async def test_an_indexer_that_dies_under_load_costs_knowledge_only_and_comes_back_with_all_of_it(
+    lasting: Lasting,
+) -> None:
+    stack = lasting.stack
+    client = stack.client
+    prompt = fresh_prompt(160)
+    await client.generate(prompt, worker_id="w1")
+    await client.until_indexed(prompt, 10)
+    async with load(client) as routes:
+        await kill(stack.indexer)
+        await eventually(_async(lambda: any(r.degraded for r in routes)), what="degraded answers")
+        [reason] = (await client.route(prompt)).degraded_reasons
+        assert reason.startswith(f"indexer {stack.indexer.address}")
+        await lasting.restart_indexer()
 
-                async def as_before() -> bool:
-                    answer = await client.route(prompt)
-                    return (answer.worker_id, answer.overlap_blocks, answer.degraded) == ("w1", 10, False)
+        async def as_before() -> bool:
+            answer = await client.route(prompt)
+            return (answer.worker_id, answer.overlap_blocks, answer.degraded) == ("w1", 10, False)
 
-                await eventually(as_before, what="overlaps again")
-                status = await client.status()
-                assert all(helper.healthy and not helper.pending_registrations for helper in status.helpers)
-                assert status.degraded["indexer"] > 0
-                assert status.failures == 0
-                samples = await scrape(stack.gateway)
-                assert samples['kvscout_degraded_decisions_total{helper="indexer"}'] == status.degraded["indexer"]
+        await eventually(as_before, what="overlaps again")
+        status = await client.status()
+        assert all(helper.healthy and not helper.pending_registrations for helper in status.helpers)
+        assert status.degraded["indexer"] > 0
+        assert status.failures == 0
+        samples = await scrape(stack.gateway)
+        assert samples['kvscout_degraded_decisions_total{helper="indexer"}'] == status.degraded["indexer"]
 
 
-async def test_an_indexer_that_hangs_is_not_waited_for_and_one_can_do_without_any() -> None:
-    async with running_stack() as stack:
-        client = stack.client
-        stack.indexer.process.send_signal(signal.SIGSTOP)
-        try:
-            answer = await client.route(fresh_prompt(64))
-            assert answer.degraded
-            assert (await client.generate(fresh_prompt(64))).route.degraded
-            helpers = {helper.kind: helper for helper in (await client.status()).helpers}
-            assert (helpers["indexer"].healthy, helpers["scheduler"].healthy) == (False, True)
-            assert helpers["indexer"].failures >= 2
-        finally:
-            stack.indexer.process.send_signal(signal.SIGCONT)
+async def test_an_indexer_that_hangs_is_not_waited_for_and_one_can_do_without_any(lasting: Lasting) -> None:
+    stack = lasting.stack
+    client = stack.client
+    stack.indexer.process.send_signal(signal.SIGSTOP)
+    try:
+        answer = await client.route(fresh_prompt(64))
+        assert answer.degraded
+        assert (await client.generate(fresh_prompt(64))).route.degraded
+        helpers = {helper.kind: helper for helper in (await client.status()).helpers}
+        assert (helpers["indexer"].healthy, helpers["scheduler"].healthy) == (False, True)
+        assert helpers["indexer"].failures >= 2
+    finally:
+        stack.indexer.process.send_signal(signal.SIGCONT)
 
-        async def well() -> bool:
-            return not (await client.route(fresh_prompt(64))).degraded
+    async def well() -> bool:
+        return not (await client.route(fresh_prompt(64))).degraded
 
-        await eventually(well)
-        assert (await client.route(fresh_prompt(8))).num_blocks == 0  # nothing to ask for: not degraded either
+    await eventually(well)
+    assert (await client.route(fresh_prompt(8))).num_blocks == 0  # nothing to ask for: not degraded either
 
-        flags = ("--no-indexer", "--scheduler", stack.scheduler.address)
-        async with (
-            running("kvscout_gateway.main", *flags) as gateway,
-            connected(gateway, stack.scheduler, stack.indexer) as lonely,
+    flags = ("--no-indexer", "--scheduler", stack.scheduler.address)
+    async with (
+        running("kvscout_gateway.main", *flags) as gateway,
+        connected(gateway, stack.scheduler, stack.indexer) as lonely,
+    ):
+        await lonely.until_known("w0", "w1")
+        answer = await lonely.route(fresh_prompt(64))
+        assert (answer.degraded, answer.num_blocks) == (False, 4)
+
+
+async def test_without_a_scheduler_workers_take_turns_until_it_is_back(lasting: Lasting) -> None:
+    stack = lasting.stack
+    client = stack.client
+    async with load(client) as routes:
+        await kill(stack.scheduler)
+        await eventually(_async(lambda: sum(r.degraded for r in routes) > 8), what="degraded answers")
+        turns = [await client.route(fresh_prompt(64), request_id="unbooked") for _ in range(4)]
+        assert all(turn.degraded_reasons[0].startswith("scheduler") for turn in turns)
+        for expected, fields in (
+            (errors.InvalidArgument, {"worker_id": "w0", "allowed_worker_ids": ["w1"]}),
+            (errors.NotFound, {"worker_id": "w7"}),
+            (errors.Unavailable, {"allowed_worker_ids": ["w7"]}),
+            (errors.FailedPrecondition, {"required_labels": {"zone": "c"}}),
+            (errors.FailedPrecondition, {"lora_name": "unknown"}),
+            (errors.NotFound, {"model": "nobody"}),
         ):
-            await lonely.until_known("w0", "w1")
-            answer = await lonely.route(fresh_prompt(64))
-            assert (answer.degraded, answer.num_blocks) == (False, 4)
+            with pytest.raises(expected):
+                await client.route([1], **fields)
+        with pytest.raises(errors.Unavailable):
+            await call(client.stub.Free, scheduler_pb2.RequestRef(model=MODEL, request_id="unbooked"))
+        await lasting.restart_scheduler()
+        seen = len(routes)
 
+        async def booked_again() -> bool:
+            return any(not route.degraded for route in routes[seen:])
 
-async def test_without_a_scheduler_workers_take_turns_until_it_is_back() -> None:
-    async with running_stack() as stack:
-        client = stack.client
-        async with load(client) as routes:
-            await kill(stack.scheduler)
-            await eventually(_async(lambda: sum(r.degraded for r in routes) > 8), what="degraded answers")
-            turns = [await client.route(fresh_prompt(64), request_id="unbooked") for _ in range(4)]
-            assert all(turn.degraded_reasons[0].startswith("scheduler") for turn in turns)
-            for expected, fields in (
-                (errors.InvalidArgument, {"worker_id": "w0", "allowed_worker_ids": ["w1"]}),
-                (errors.NotFound, {"worker_id": "w7"}),
-                (errors.Unavailable, {"allowed_worker_ids": ["w7"]}),
-                (errors.FailedPrecondition, {"required_labels": {"zone": "c"}}),
-                (errors.FailedPrecondition, {"lora_name": "unknown"}),
-                (errors.NotFound, {"model": "nobody"}),
-            ):
-                with pytest.raises(expected):
-                    await client.route([1], **fields)
-            with pytest.raises(errors.Unavailable):
-                await call(client.stub.Free, scheduler_pb2.RequestRef(model=MODEL, request_id="unbooked"))
-            async with restarted("kvscout_scheduler.main", stack.scheduler):
-                seen = len(routes)
+        await eventually(booked_again)
+        await client.route(fresh_prompt(64), request_id="booked")
+        assert "booked" in {active.request.request_id for active in await client.active()}
+        await call(client.stub.Free, scheduler_pb2.RequestRef(model=MODEL, request_id="booked"))
 
-                async def booked_again() -> bool:
-                    return any(not route.degraded for route in routes[seen:])
+        async def all_known() -> bool:
+            return len(await client.loads()) == 2
 
-                await eventually(booked_again)
-                await client.route(fresh_prompt(64), request_id="booked")
-                assert "booked" in {active.request.request_id for active in await client.active()}
-                await call(client.stub.Free, scheduler_pb2.RequestRef(model=MODEL, request_id="booked"))
-                assert len(await client.loads()) == 2
-        assert {route.worker_id for route in routes if route.degraded} == {"w0", "w1"}
-        assert (await client.status()).failures == 0
+        await eventually(all_known)
+    assert {route.worker_id for route in routes if route.degraded} == {"w0", "w1"}
+    assert (await client.status()).failures == 0
 
 
 async def test_the_next_scheduler_decides_while_the_first_is_away() -> None:
@@ -161,7 +189,7 @@ async def test_the_next_scheduler_decides_while_the_first_is_away() -> None:
             assert await stack.scheduler.stop() == 0  # SIGTERM: it drains
             await at_second.until_active()
             await client.route(fresh_prompt(64), request_id="booked at the second")
-            async with restarted("kvscout_scheduler.main", stack.scheduler):
+            async with running("kvscout_scheduler.main", "--port", str(stack.scheduler.ready["port"])):
                 await client.until_active()
                 ref = scheduler_pb2.RequestRef(model=MODEL, request_id="booked at the second")
                 assert (await call(client.stub.MarkPrefillComplete, ref, timeout=CALL_SECONDS)).changed
@@ -174,7 +202,7 @@ async def test_the_next_scheduler_decides_while_the_first_is_away() -> None:
                 for scheduler in (client.scheduler, at_second.scheduler):
                     got = await call(scheduler.GetBusyThresholds, types_pb2.GetBusyThresholdsRequest(model=MODEL))
                     assert got.active_decode_blocks_threshold == 0.9
-        assert not any(route.degraded for route in routes)
+        assert not [reason for route in routes for reason in route.degraded_reasons]
         assert (await client.status()).failures == 0
         await at_second.until_idle()
 

@@ -1,6 +1,7 @@
 """Route and what follows it, over real indexer, scheduler, gateway and mockers."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -221,15 +222,21 @@ async def test_potential_loads_know_what_a_prompt_would_add(client: GatewayClien
     ]
 
 
-async def test_a_route_whose_caller_is_gone_books_nothing(stack: Stack) -> None:
+@pytest.mark.parametrize("attempt_id", [0, 1])
+async def test_a_route_whose_caller_is_gone_books_nothing(stack: Stack, attempt_id: int) -> None:
     client = stack.client
-    stack.scheduler.process.send_signal(19)  # SIGSTOP
+    stack.scheduler.process.send_signal(signal.SIGSTOP)
     try:
-        with pytest.raises(errors.DeadlineExceeded):
-            request = gateway_pb2.RouteRequest(model=MODEL, token_ids=[1] * 64, request_id="gone", attempt_id=1)
-            await call(stack.client.stub.Route, request, timeout=0.3)
+        requests = [
+            gateway_pb2.RouteRequest(model=MODEL, token_ids=[1] * 64, request_id=f"gone {n}", attempt_id=attempt_id)
+            for n in range(20)
+        ]
+        asked = await asyncio.gather(
+            *(call(client.stub.Route, request, timeout=0.3) for request in requests), return_exceptions=True
+        )
+        assert {type(error) for error in asked} == {errors.DeadlineExceeded}
     finally:
-        stack.scheduler.process.send_signal(18)  # SIGCONT
+        stack.scheduler.process.send_signal(signal.SIGCONT)
     await client.until_idle()
 
 
