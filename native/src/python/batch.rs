@@ -5,27 +5,17 @@ use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyBytes;
 
 use super::errors;
-use super::index::{BlockIndex, applied};
-use crate::events::{self, Event, FaultKind};
+use super::index::BlockIndex;
+use super::{DETACH_ABOVE_BYTES, applied, fault_name};
+use crate::events::{self, Event};
 use crate::index::WorkerName;
 use crate::wire;
-
-/// Payloads above this many bytes take longer than about 50 µs, so they release the GIL.
-pub const DETACH_ABOVE_BYTES: usize = 16 * 1024;
 
 /// Decoded events of one message; see the stub.
 #[pyclass(frozen, module = "kvscout_native")]
 struct Batch {
     batch: events::Batch,
     bytes: usize,
-}
-
-/// The name that Python has for a kind of fault.
-pub fn fault_name(kind: FaultKind) -> &'static str {
-    match kind {
-        FaultKind::UnknownTag => "unknown_tag",
-        FaultKind::BadEvent => "bad_event",
-    }
 }
 
 #[pymethods]

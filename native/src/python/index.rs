@@ -6,13 +6,13 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
-use super::batch::{DETACH_ABOVE_BYTES, fault_name};
 use super::errors::{self, invalid_argument};
 use super::hashing::local_hashes;
+use super::{DETACH_ABOVE_BYTES, applied, fault_name};
 use crate::events::{Batch, Event, FaultKind, Removed, Stored};
 use crate::hashing::hashes_from_bytes;
 use crate::index::{
-    self, Applied, Bounds, Copies, DumpedBlock, DumpedOrphan, LEVELS, LoadError, Row, WorkerDump, WorkerName,
+    self, Bounds, Copies, DumpedBlock, DumpedOrphan, LEVELS, LoadError, Row, WorkerDump, WorkerName,
     WorkerOptions,
 };
 use crate::wire;
@@ -25,10 +25,6 @@ impl Name {
     fn get(&self) -> WorkerName<'_> {
         WorkerName { worker_id: &self.0, dp_rank: self.1 }
     }
-}
-
-pub fn applied(applied: Applied) -> (usize, usize, bool, String) {
-    (applied.events, applied.faults, applied.over_capacity, applied.incompatible)
 }
 
 /// (group, tier, number) of one engine hash.
