@@ -191,7 +191,7 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
             }
         }
         self.len -= 1;
-        if self.len * WIDTH < self.buckets.len() * MAX_LOAD && self.buckets.len() > WIDTH {
+        if self.len * 4 < self.buckets.len() * MAX_LOAD && self.buckets.len() > WIDTH {
             self.rebuild(self.len * 2 / MAX_LOAD);
         }
     }

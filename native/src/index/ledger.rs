@@ -7,9 +7,10 @@
 
 use std::sync::Arc;
 
-use super::nodes::{NodeEntry, Nodes, index_of, node_id, shard_of};
+use super::nodes::{NodeEntry, Nodes, Refs, index_of, node_id, shard_of};
+use super::run::Run;
 use super::trie::{self, Node, Trie};
-use super::worker::{LEVELS, NO_LANE, NodeId, Presence, PresenceId, TIERS, Worker};
+use super::worker::{LEVELS, MAX_PRESENCES, NO_LANE, NodeId, Presence, PresenceId, TIERS, Worker};
 use crate::slab::Slab;
 use smallvec::SmallVec;
 
@@ -26,6 +27,9 @@ pub const ROOT: Cursor = Cursor { node: 0, next: 0 };
 
 /// Runs shorter than this grow, whatever has to be copied for it.
 const GROWING: u32 = 256;
+
+/// Longest run.
+const MAX: usize = trie::MAX_RUN as usize;
 
 /// One prediction.
 #[derive(Debug, Clone, Copy)]
@@ -107,6 +111,7 @@ impl Ledger {
         let part = Presence { node, start: entry.start, ..Presence::default() };
         let worker = self.worker_mut(slot);
         let presence = worker.presences.insert(part);
+        assert!(presence <= MAX_PRESENCES, "a worker has blocks in more than {MAX_PRESENCES} runs");
         if let Some(children) = worker.detached.remove(&node) {
             for child in children {
                 self.hang(slot, child, presence);
@@ -241,28 +246,26 @@ impl Ledger {
             len = entry.len();
             // Only where nobody else has a part of it: else the others' reach would end within the run. And only
             // where few blocks have to be copied: a long run that is full goes on in a node below it.
-            let spare =
-                if len < GROWING { trie::MAX_RUN as usize } else { entry.refs.capacity() } - len as usize;
+            let spare = if len < GROWING { MAX } else { entry.refs.capacity().min(MAX) } - len as usize;
             let alone = matches!(entry.presences[..], [(only, _)] if only == slot);
             if entry.first_child == 0 && alone && spare > 0 {
                 let blocks = local.len().min(spare);
-                trie::grow(&mut entry.refs, blocks);
-                entry.refs.resize(len as usize + blocks, Default::default());
+                entry.refs.resize(len as usize + blocks);
                 self.trie.shard(shard).write().nodes[parent].extend(&local[..blocks]);
                 return (above, len, blocks as u32);
             }
             start = entry.start;
         }
         let start = start + len;
-        let blocks = local.len().min(trie::MAX_RUN as usize);
+        let blocks = local.len().min(MAX);
         let entry = NodeEntry {
             parent: above,
             start,
-            refs: vec![Default::default(); blocks],
+            refs: Run::of(Refs::default(), blocks),
             ..NodeEntry::default()
         };
         let node = self.nodes.insert(shard, entry);
-        let run = Node::new(parent, start, local[..blocks].to_vec());
+        let run = Node::new(parent, start, Run::from(&local[..blocks]));
         self.trie.shard(shard).write().attach(index_of(node), run);
         (node, 0, blocks as u32)
     }
@@ -285,7 +288,6 @@ impl Ledger {
         let (head, tail);
         if new_tail {
             let refs = std::mem::replace(&mut entry.refs, head_refs);
-            entry.refs.shrink_to_fit();
             head = node;
             tail = self
                 .nodes
@@ -302,7 +304,6 @@ impl Ledger {
             head = self
                 .nodes
                 .insert(shard, NodeEntry { parent, start, refs: head_refs, ..NodeEntry::default() });
-            self.nodes[head].refs.shrink_to_fit();
             self.nodes.reparent(node, head);
             self.trie.shard(shard).write().split_head(index_of(node), at, index_of(head));
         }
@@ -365,7 +366,7 @@ impl Ledger {
             part.node = tail;
             // Its reach was 0, or the first block would be in the head.
             part.start = start + at;
-            part.own.drain(..(at as usize).min(part.own.len()));
+            part.own = part.own.split_off(at as usize);
             part.bound = part.bound.split_off(at);
             part.device = part.device.split_off(at);
             if let Some(more) = &mut part.more {
@@ -377,8 +378,13 @@ impl Ledger {
         }
         let other = self.worker_mut(slot).split_presence(presence, at, new_tail);
         let moved = &self.worker(slot).presences[other];
-        let ids: Vec<u32> =
-            moved.more.iter().flat_map(|more| &more.prediction).copied().filter(|&id| id != 0).collect();
+        let ids: Vec<u32> = moved
+            .more
+            .iter()
+            .flat_map(|more| more.prediction.iter())
+            .copied()
+            .filter(|&id| id != 0)
+            .collect();
         for id in ids {
             self.predictions[id].presence = other;
         }
@@ -460,14 +466,11 @@ impl Ledger {
             if live > 0 {
                 let entry = &mut self.nodes[node];
                 entry.refs.truncate(live as usize);
-                trie::shrink(&mut entry.refs);
                 for (slot, presence) in entry.presences.clone() {
                     let part = self.part_mut(slot, presence);
                     part.own.truncate(live as usize);
-                    trie::shrink(&mut part.own);
                     if let Some(more) = &mut part.more {
                         more.prediction.truncate(live as usize);
-                        trie::shrink(&mut more.prediction);
                     }
                 }
                 self.trie.shard(shard_of(node)).write().nodes[index_of(node)].truncate(live);
@@ -572,7 +575,7 @@ impl Ledger {
         }
         let entry = &mut self.nodes[part.node];
         let end = entry.refs.len();
-        for (offset, refs) in (0..).zip(&mut entry.refs) {
+        for (offset, refs) in (0..).zip(entry.refs.iter_mut()) {
             refs.pins -= u16::from(part.pins(offset));
             if part.level(offset) < TIERS {
                 refs.held -= 1;
@@ -580,7 +583,7 @@ impl Ledger {
             }
         }
         entry.drop_presence(slot);
-        for id in part.more.iter().flat_map(|more| &more.prediction).copied().filter(|&id| id != 0) {
+        for id in part.more.iter().flat_map(|more| more.prediction.iter()).copied().filter(|&id| id != 0) {
             self.predictions.remove(id);
         }
         self.worker_mut(slot).presences.remove(presence);

@@ -20,6 +20,7 @@ mod ledger;
 mod nodes;
 mod predict;
 mod prompt;
+mod run;
 mod stats;
 mod store;
 mod trie;
@@ -43,7 +44,7 @@ pub use prompt::{Prompt, TokenPrompt};
 pub use stats::{IndexStats, WorkerStats};
 use trie::{Match, Trie};
 pub use worker::{Copies, GHOST_LIMIT, LEVELS, MAX_COPIES, ORPHAN_LIMIT, TIERS};
-use worker::{NO_LANE, Worker};
+use worker::{MAX_SLOTS, NO_LANE, Worker};
 
 use crate::slab::Slab;
 
@@ -261,6 +262,7 @@ impl Index {
                 slot
             }
             None => {
+                assert!(workers.len() < MAX_SLOTS, "an index has more than {MAX_SLOTS} worker ranks");
                 workers.push(Some(worker));
                 workers.len() as u32 - 1
             }

@@ -1,5 +1,6 @@
 //! The writer's side of the trie's nodes: which workers need which blocks, and the links between nodes.
 
+use super::run::Run;
 use super::trie::{NodeIndex, SHARDS};
 use super::worker::{NodeId, PresenceId};
 use crate::slab::Slab;
@@ -19,7 +20,7 @@ pub struct NodeEntry {
     pub parent: NodeId,
     /// Depth of the first block.
     pub start: u32,
-    pub refs: Vec<Refs>,
+    pub refs: Run<Refs>,
     /// (worker slot, presence), sorted.
     pub presences: SmallVec<[(u32, PresenceId); 1]>,
     pub first_child: NodeId,
@@ -56,7 +57,7 @@ impl NodeEntry {
 
     fn bytes(&self) -> usize {
         let presences = if self.presences.spilled() { self.presences.capacity() } else { 0 };
-        self.refs.capacity() * size_of::<Refs>() + presences * size_of::<(u32, PresenceId)>()
+        self.refs.bytes() + presences * size_of::<(u32, PresenceId)>()
     }
 }
 

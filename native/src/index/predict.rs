@@ -176,7 +176,7 @@ fn predict_block(state: &mut State, slot: u32, block: Cursor, expiry: f64) -> bo
     let more = ledger.part_mut(slot, presence).more_mut();
     more.predicted.insert(offset);
     if more.prediction.len() <= offset as usize {
-        more.prediction.resize(offset as usize + 1, 0);
+        more.prediction.resize(offset as usize + 1);
     }
     more.prediction[offset as usize] = id;
     if !pinned {

@@ -6,6 +6,7 @@ use hashbrown::HashMap;
 
 use super::apply::IGNORED;
 use super::nodes::{Refs, index_of, shard_of};
+use super::trie::MAX_RUN;
 use super::worker::{NO_LANE, NodeId, PREDICTED, TIERS, Worker, device_copies, level_of};
 use super::{GHOST_LIMIT, Index, ORPHAN_LIMIT, State, WorkerName};
 
@@ -108,8 +109,9 @@ impl Index {
             let counted = refs.remove(&node).unwrap_or_default();
             let mut expected = counted;
             expected.resize(entry.refs.len(), Refs::default());
-            ensure(entry.refs == expected, || format!("the references of node {node} are counted"))?;
+            ensure(entry.refs[..] == expected[..], || format!("the references of node {node} are counted"))?;
             held += entry.refs.iter().filter(|refs| refs.held > 0).count() as u64;
+            ensure(entry.len() <= MAX_RUN, || format!("node {node} is no longer than a run may be"))?;
             let last = entry.refs.last().is_some_and(|refs| refs.pins > 0);
             ensure(last || entry.first_child != 0, || format!("node {node} is needed to its end"))?;
             let shard = self.trie.shard(shard_of(node)).read();

@@ -96,12 +96,9 @@ impl Ledger {
         if part.bound.end() > offset {
             return 0;
         }
-        let end = offset as usize + engine.len();
         part.own.truncate(offset as usize);
-        let missing = end - part.own.len();
-        super::trie::grow(&mut part.own, missing);
-        part.own.resize(offset as usize, 0);
-        part.own.extend_from_slice(engine);
+        part.own.resize(offset as usize);
+        part.own.extend(engine);
         let bound = worker.enter(engine, presence, offset);
         let range = offset..offset + bound;
         let part = &mut worker.presences[presence];
@@ -207,9 +204,7 @@ impl Ledger {
         let pinned = part.pins(offset);
         let part = self.part_mut(slot, presence);
         if part.own.len() <= offset as usize {
-            let missing = offset as usize + 1 - part.own.len();
-            super::trie::grow(&mut part.own, missing);
-            part.own.resize(offset as usize + 1, 0);
+            part.own.resize(offset as usize + 1);
         }
         part.own[offset as usize] = engine_hash;
         part.bound.insert(offset);

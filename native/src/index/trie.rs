@@ -23,6 +23,7 @@ use parking_lot::RwLock;
 
 use super::lane_set::LaneSet;
 use super::prompt::Prompt;
+use super::run::Run;
 use crate::slab::Slab;
 use crate::table::{Table, mix};
 
@@ -45,7 +46,7 @@ pub struct Node {
     pub parent: NodeIndex,
     /// Depth of the first block.
     pub start: u32,
-    pub local: Vec<u64>,
+    pub local: Run<u64>,
     any: LaneSet,
     full: LaneSet,
     partial: Vec<(u32, u32)>,
@@ -54,7 +55,7 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn new(parent: NodeIndex, start: u32, local: Vec<u64>) -> Self {
+    pub fn new(parent: NodeIndex, start: u32, local: Run<u64>) -> Self {
         Self {
             parent,
             start,
@@ -111,14 +112,12 @@ impl Node {
         for lane in std::mem::take(&mut self.full).iter() {
             self.partial.push((lane, len));
         }
-        grow(&mut self.local, local.len());
-        self.local.extend_from_slice(local);
+        self.local.extend(local);
     }
 
     /// Drops the blocks from `len` on, which no lane has.
     pub fn truncate(&mut self, len: u32) {
         self.local.truncate(len as usize);
-        shrink(&mut self.local);
         let full = &mut self.full;
         self.partial.retain(|&(lane, reach)| {
             if reach == len {
@@ -130,9 +129,7 @@ impl Node {
 
     /// Cuts the run in two at `at`; this node becomes the first part, the second one is returned.
     fn split_tail(&mut self, at: u32, own: NodeIndex) -> Self {
-        let local = self.local[at as usize..].to_vec();
-        self.local.truncate(at as usize);
-        self.local.shrink_to_fit();
+        let local = self.local.split_off(at as usize);
         let mut tail = Self::new(own, self.start + at, local);
         tail.touched = AtomicBool::new(self.is_touched());
         tail.full = std::mem::replace(&mut self.full, self.any.clone());
@@ -161,24 +158,10 @@ impl Node {
     }
 
     fn bytes(&self) -> usize {
-        self.local.capacity() * size_of::<u64>()
+        self.local.bytes()
             + self.partial.capacity() * size_of::<(u32, u32)>()
             + self.any.bytes()
             + self.full.bytes()
-    }
-}
-
-/// Reserves room for `more` values, a quarter more than there are at least: runs grow in small steps.
-pub fn grow<T>(values: &mut Vec<T>, more: usize) {
-    if values.capacity() - values.len() < more {
-        values.reserve_exact(more.max(values.len() / 4 + 4));
-    }
-}
-
-/// Gives memory back that a run no longer needs.
-pub fn shrink<T>(values: &mut Vec<T>) {
-    if values.capacity() > 2 * values.len() + 8 {
-        values.shrink_to(values.len() + values.len() / 4);
     }
 }
 

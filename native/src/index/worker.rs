@@ -18,6 +18,7 @@ use hashbrown::{HashMap, HashSet};
 use smallvec::SmallVec;
 
 use super::extent::Extent;
+use super::run::Run;
 use super::trie::MAX_RUN;
 use crate::slab::Slab;
 use crate::table::{Slot, Table, mix};
@@ -54,7 +55,14 @@ pub const BATCH: usize = 16;
 
 /// Bits of a table's payload: the depth modulo `MAX_RUN` and the presence.
 const DEPTH_BITS: u32 = MAX_RUN.ilog2();
-const PAYLOAD_BITS: u32 = DEPTH_BITS + 26;
+const PRESENCE_BITS: u32 = 26;
+const PAYLOAD_BITS: u32 = DEPTH_BITS + PRESENCE_BITS;
+
+/// Presences of one worker: above 10 GB of them.
+pub const MAX_PRESENCES: PresenceId = (1 << PRESENCE_BITS) - 1;
+
+/// Slots, since a block counts in 16 bits how many need it.
+pub const MAX_SLOTS: usize = u16::MAX as usize;
 
 /// Physical copies in one group on one tier; the number is at least 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -138,7 +146,7 @@ pub struct More {
     /// Predicted offsets.
     pub predicted: Extent,
     /// Number of the prediction at each offset, 0 for none; empty if there never was one.
-    pub prediction: Vec<u32>,
+    pub prediction: Run<u32>,
     /// Reach on the levels above the device.
     pub reach: [u32; LEVELS - 1],
 }
@@ -152,9 +160,7 @@ impl More {
             predicted: self.predicted.split_off(at),
             ..Self::default()
         };
-        if self.prediction.len() > at as usize {
-            tail.prediction = self.prediction.split_off(at as usize);
-        }
+        tail.prediction = self.prediction.split_off(at as usize);
         for level in 0..LEVELS - 1 {
             tail.reach[level] = self.reach[level].saturating_sub(at);
             self.reach[level] = self.reach[level].min(at);
@@ -177,7 +183,7 @@ pub struct Presence {
     /// Blocks from the first one that are rooted on the device.
     pub reach: u32,
     /// Engine hash at each offset; meaningful where `bound`.
-    pub own: Vec<u64>,
+    pub own: Run<u64>,
     pub bound: Extent,
     pub device: Extent,
     pub more: Option<Box<More>>,
@@ -265,13 +271,9 @@ impl Presence {
         let extents = self.bound.bytes() + self.device.bytes();
         let more = self.more.as_ref().map_or(0, |more| {
             let lower: usize = more.lower.iter().map(Extent::bytes).sum();
-            size_of::<More>()
-                + lower
-                + more.odd.bytes()
-                + more.predicted.bytes()
-                + more.prediction.capacity() * size_of::<u32>()
+            size_of::<More>() + lower + more.odd.bytes() + more.predicted.bytes() + more.prediction.bytes()
         });
-        self.own.capacity() * size_of::<u64>() + extents + more
+        self.own.bytes() + extents + more
     }
 }
 
@@ -496,7 +498,7 @@ impl Worker {
             }
         }
         let part = &mut self.presences[presence];
-        let own = part.own.split_off((at as usize).min(part.own.len()));
+        let own = part.own.split_off(at as usize);
         let mut tail = Presence {
             start: depth,
             own,
@@ -507,7 +509,6 @@ impl Worker {
             ..Presence::default()
         };
         part.reach = part.reach.min(at);
-        part.own.shrink_to_fit();
         if !new_tail {
             std::mem::swap(&mut tail.own, &mut part.own);
             std::mem::swap(&mut tail.bound, &mut part.bound);
