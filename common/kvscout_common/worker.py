@@ -159,7 +159,7 @@ class WorkerSpec:
         checks: tuple[tuple[str, bool, str], ...] = (
             ("worker_id", bool(self.worker_id), "must not be empty"),
             ("model", bool(self.model), "must not be empty"),
-            ("tenant", self.tenant not in ("", "*"), "must not be empty, and \"*\" means all tenants"),
+            ("tenant", self.tenant not in ("", "*"), 'must not be empty, and "*" means all tenants'),
             ("block_size", self.block_size > 0, "must be at least 1 token"),
             ("dp_size", 1 <= self.dp_size <= 1024, "must be between 1 and 1024"),
             ("dp_start_rank", self.dp_start_rank >= 0, "must not be negative"),

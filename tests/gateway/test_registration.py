@@ -14,7 +14,7 @@ from kvscout.v1 import scheduler_pb2_grpc
 from kvscout_common.errors import FailedPrecondition, Unavailable
 from kvscout_common.registry import Registry, Source
 from kvscout_common.worker import DEFAULT_TENANT, WorkerSpec
-from kvscout_gateway import member_sync
+from kvscout_gateway import member_sync, registration
 from kvscout_gateway.registration import Registration, problem
 
 A = WorkerSpec("a", "m", 16)
@@ -65,6 +65,7 @@ async def _expire(registry: Registry) -> None:
 @pytest.fixture
 async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     monkeypatch.setattr(member_sync, "SYNC_SECONDS", 0.05)
+    monkeypatch.setattr(registration, "RETRY_SECONDS", 0.05)
     async with AsyncExitStack() as stack:
         pairs = [await stack.enter_async_context(worker_service()) for _ in range(2)]
         yield Fleet([service for service, _ in pairs], [stub for _, stub in pairs], stack)

@@ -25,7 +25,7 @@ async def mocker() -> AsyncIterator[MockerProcess]:
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(DEADLINE_SECONDS):
-        while not await condition():  # noqa: ASYNC110 - it changes in another process
+        while not await condition():
             await asyncio.sleep(0.01)
 
 

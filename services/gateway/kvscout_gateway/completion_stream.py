@@ -100,7 +100,7 @@ class CompletionStream:
 def _add(chunk: Chunk | None, payload: bytes) -> Chunk:
     """A chunk with one more event in it."""
     try:
-        document = json.loads(payload)
+        document = json.loads(str(payload, "utf-8"))
         if "error" in document:
             raise EngineFailed(f"the engine reports: {_reported(document['error'])}")
         chunk = chunk or Chunk()
