@@ -1,0 +1,79 @@
+"""`kvscout bench` as typed; what it measures is tested with the benchmarks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+from click.testing import CliRunner
+
+from kvscout_bench.harness import Row
+from kvscout_bench.index_bench import IndexBench
+from kvscout_bench.machine import Machine
+from kvscout_cli.main import main
+
+ROW = Row(
+    workload="native/hot/find_hashes",
+    title="a find",
+    value=0.5,
+    unit="µs",
+    goal=0.8,
+    met=True,
+    peer=1.0,
+    ratio=2.0,
+    p99=0.7,
+    peer_p99=None,
+    spread=(0.4, 0.6),
+    peer_spread=None,
+    rounds=3,
+    machine=Machine("a cpu", 2, 4.0, "6.1", "3.11", "rustc 1"),
+)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[IndexBench]:
+    """The benchmarks that were run; each gives one row."""
+    benches: list[IndexBench] = []
+
+    def run(bench: IndexBench, say: Callable[[str], None]) -> Iterator[Row]:
+        benches.append(bench)
+        say("native/hot")
+        yield ROW
+
+    monkeypatch.setattr(IndexBench, "run", run)
+    return benches
+
+
+def test_without_a_subcommand_everything_is_measured_once(asked: list[IndexBench]) -> None:
+    result = CliRunner().invoke(main, ["bench"])
+    assert result.exit_code == 0, result.output
+    assert asked == [IndexBench()]
+
+
+def test_options_reach_the_benchmark(asked: list[IndexBench]) -> None:
+    arguments = ["--peer", "dynamo", "--rounds", "2", "--only", "hot/", "--only", "large/", "--quick"]
+    result = CliRunner().invoke(main, ["bench", "index", *arguments])
+    assert result.exit_code == 0, result.output
+    assert asked == [IndexBench(peer="dynamo", rounds=2, only=("hot/", "large/"), quick=True)]
+
+
+def test_json_is_one_object_a_line_and_nothing_else(asked: list[IndexBench]) -> None:
+    result = CliRunner().invoke(main, ["bench", "index", "--json"])
+    lines = result.stdout.splitlines()
+    assert [json.loads(line)["workload"] for line in lines] == ["native/hot/find_hashes"]
+    assert len(asked) == 1
+
+
+def test_the_table_names_the_workload_its_goal_and_the_machine(asked: list[IndexBench]) -> None:
+    result = CliRunner().invoke(main, ["bench", "index"])
+    assert "a find" in result.stdout
+    assert "2.00×" in result.stdout
+    assert "a cpu, 2 cores" in result.stdout
+    assert len(asked) == 1
+
+
+def test_a_workload_that_is_not_there_is_wrong_usage() -> None:
+    result = CliRunner().invoke(main, ["bench", "index", "--only", "no such thing"])
+    assert result.exit_code == 2
+    assert "only" in result.output
