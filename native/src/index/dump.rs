@@ -101,11 +101,13 @@ impl Index {
         let slot = rank.slot;
         state.ledger.worker_mut(slot).groups.clone_from(&dump.groups);
         state.ledger.refresh_groups(slot);
-        let tiers = dump
+        // Those of orphans too: they are bound when their parent comes, on any tier.
+        let counts = dump
             .blocks
             .iter()
-            .flat_map(|block| &block.counts)
-            .fold(0_u8, |all, copies| all | 1 << copies.tier);
+            .map(|block| &block.counts)
+            .chain(dump.orphans.iter().map(|orphan| &orphan.counts));
+        let tiers = counts.flatten().fold(0_u8, |all, copies| all | 1 << copies.tier);
         for tier in (1..super::TIERS).filter(|tier| tiers >> tier & 1 == 1) {
             self.open_level(state, worker, tier);
         }
