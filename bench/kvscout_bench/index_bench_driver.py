@@ -1,18 +1,22 @@
-"""Our index as its Python users call it, as a driver of the index benchmark."""
+"""Our index as the FindMatches rpc calls it from Python, bytes in and bytes out, as a driver of the index benchmark."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
 
+from kvscout.v1 import indexer_pb2
 from kvscout_bench.index_bench_serve import main
-from kvscout_common.hashing import block_hashes, block_hashes_packed
-from kvscout_common.worker import WorkerRank
+from kvscout_common.hashing import block_hashes
+from kvscout_common.worker import PoolKey, WorkerRank
 from kvscout_indexer.events import EventBatch, Stored
-from kvscout_indexer.index import Overlaps, WorkerOptions
-from kvscout_indexer.native_index import make_index
+from kvscout_indexer.index import WorkerOptions
+from kvscout_indexer.native_index import make_index, make_queries
 
 BLOCK_SIZE = 16
+POOL = PoolKey("model", "default", BLOCK_SIZE, False)
+_HEADER = indexer_pb2.FindMatchesRequest(model=POOL.model, block_size=BLOCK_SIZE).SerializeToString()
+_FIELDS = indexer_pb2.FindMatchesRequest.DESCRIPTOR.fields_by_name
 
 
 class Kvscout:
@@ -22,9 +26,13 @@ class Kvscout:
     version = "kvscout"
 
     def __init__(self, workers: int) -> None:
+        queries = make_queries()
+        if queries is None:
+            raise SystemExit("the rows from Python need the extension kvscout_native")
+        self._queries = queries
         self._index = make_index(BLOCK_SIZE)
+        self._queries.set_pool(POOL, self._index)
         self._ranks = [WorkerRank(f"worker-{number}", 0) for number in range(workers)]
-        self._numbers = {rank: number for number, rank in enumerate(self._ranks)}
         for rank in self._ranks:
             self._index.add_worker(rank, WorkerOptions())
 
@@ -42,24 +50,37 @@ class Kvscout:
         self._index.apply(self._ranks[worker], event)
 
     def request(self, local: array[int]) -> bytes:
-        """See `BenchedIndex`."""
-        return local.tobytes()
+        """See `BenchedIndex`; a serialised FindMatchesRequest."""
+        return _request("block_hashes", local.tobytes())
 
     def token_request(self, tokens: bytes) -> bytes:
-        """See `BenchedIndex`."""
-        return bytes(memoryview(tokens))
+        """See `BenchedIndex`; a serialised FindMatchesRequest."""
+        return _request("token_ids", tokens)
 
-    def find(self, request: bytes) -> Overlaps:
-        """See `BenchedIndex`."""
-        return self._index.find_matches(request, now=0.0)
+    def find(self, request: bytes) -> bytes | None:
+        """See `BenchedIndex`; a serialised FindMatchesResponse."""
+        return self._queries.answer(request, now=0.0, caller_tenant="*")
 
-    def find_tokens(self, request: bytes) -> Overlaps:
-        """See `BenchedIndex`."""
-        return self._index.find_matches(block_hashes_packed(request, BLOCK_SIZE), now=0.0)
+    find_tokens = find
 
-    def overlaps(self, answer: Overlaps) -> Iterable[tuple[int, int]]:
+    def overlaps(self, answer: bytes | None) -> Iterable[tuple[int, int]]:
         """See `BenchedIndex`."""
-        return ((self._numbers[rank], blocks) for rank, blocks in zip(answer.workers, answer.device, strict=True))
+        if answer is None:
+            raise SystemExit("a request was left to the plain path, which is not what is measured")
+        overlaps = indexer_pb2.FindMatchesResponse.FromString(answer).overlaps
+        numbers = (int(worker_id.rpartition("-")[2]) for worker_id in overlaps.worker_ids)
+        return zip(numbers, overlaps.device_blocks, strict=True)
+
+
+def _request(field: str, packed: bytes) -> bytes:
+    """A request with one packed field, written by hand: protobuf would make a Python integer of each element."""
+    head = bytearray([_FIELDS[field].number << 3 | 2])
+    length = len(packed)
+    while length >= 0x80:
+        head.append(length & 0x7F | 0x80)
+        length >>= 7
+    head.append(length)
+    return _HEADER + bytes(head) + packed
 
 
 if __name__ == "__main__":
