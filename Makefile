@@ -30,6 +30,12 @@ ifneq ($(CARGO),)
 endif
 	$(PY) -m pytest
 
+fuzz: ## Fuzz the index and every decoder, for an hour or FUZZ_SECONDS; libFuzzer targets where cargo-fuzz is.
+	PYTHONPATH=tests $(PY) tests/fuzz.py
+
+soak: ## Five million events at the bound of an index: flat counts, flat memory; or SOAK_EVENTS.
+	PYTHONPATH=tests $(PY) tests/soak.py
+
 check: protos-check ## Lint, format check and types: exactly what CI runs besides the tests.
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
@@ -54,4 +60,4 @@ native: ## Build the Rust extension in place; fails without cargo.
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test check protos protos-check native bench
+.PHONY: help setup demo up down test fuzz soak check protos protos-check native bench

@@ -26,13 +26,13 @@ impl<'a> Reader<'a> {
         if self.rest.is_empty() {
             return Some(None);
         }
-        let tag = u32::try_from(self.varint()?).ok()?;
+        let tag = self.short_varint()?;
         let field = match tag & 7 {
             0 => Field::Varint(self.varint()?),
             1 => Field::Fixed64(u64::from_le_bytes(self.take(8)?.try_into().ok()?)),
             2 => {
-                let length = usize::try_from(self.varint()?).ok()?;
-                Field::Bytes(self.take(length)?)
+                let length = self.short_varint()?;
+                Field::Bytes(self.take(length as usize)?)
             }
             5 => Field::Fixed32(u32::from_le_bytes(self.take(4)?.try_into().ok()?)),
             _ => return None,
@@ -57,6 +57,13 @@ impl<'a> Reader<'a> {
             }
         }
         None
+    }
+
+    /// A tag or a length: other readers, too, refuse one that is longer than 32 bits need, even by zeros.
+    fn short_varint(&mut self) -> Option<u32> {
+        let before = self.rest.len();
+        let value = self.varint()?;
+        (before - self.rest.len() <= 5).then_some(u32::try_from(value).ok()?)
     }
 
     fn take(&mut self, length: usize) -> Option<&'a [u8]> {
@@ -201,6 +208,7 @@ mod tests {
             &[0x00, 1],                                              // field 0
             &[0x08, 255, 255, 255, 255, 255, 255, 255, 255, 255, 2], // 65 bits
             &[0x80],
+            &[0x88, 0x80, 0x80, 0x80, 0x80, 0x00, 1], // a tag of six bytes
             &[0x0a, 255, 255, 255, 255, 255, 255, 255, 255, 255, 1],
         ] {
             assert_eq!(read(bytes), None, "{bytes:?}");

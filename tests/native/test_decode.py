@@ -5,80 +5,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
+from decoder_fuzz import by_native, by_reference
+from fuzz_seeds import golden_payloads
 
 from kvscout_common.hashing import native_available
-from kvscout_indexer.events import Cleared, EventBatch, Removed, Stored
-from kvscout_indexer.wire import MalformedBatch, decode_batch
 
 if not native_available():
     pytest.skip("the extension is not built", allow_module_level=True)
 
-import kvscout_native
-
 CASES = int(os.environ.get("KVSCOUT_DECODE_CASES", "3000"))
-GOLDEN = Path(__file__).parents[1] / "data" / "golden_payloads.json"
-
-Plain = tuple[list[Any], str, int | None, list[str]] | str
-
-
-def plain(batch: EventBatch) -> Plain:
-    events: list[Any] = []
-    for event in batch.events:
-        if isinstance(event, Cleared):
-            events.append(("cleared",))
-        elif isinstance(event, Removed):
-            events.append(("removed", list(event.engine_hashes), int(event.tier), event.group))
-        else:
-            assert isinstance(event, Stored)
-            fields = asdict(event)
-            assert not fields.pop("local_hashes")
-            fields["mm_items"] = [list(items) for items in event.mm_items]
-            for name in ("engine_hashes", "tokens"):
-                fields[name] = list(fields[name])
-            events.append(("stored", fields | {"tier": int(event.tier)}))
-    return events, repr(batch.timestamp), batch.dp_rank, [fault.kind.value for fault in batch.faults]
-
-
-def by_reference(payload: bytes) -> Plain:
-    try:
-        return plain(decode_batch(payload))
-    except MalformedBatch:
-        return "malformed"
-
-
-def by_native(payload: bytes) -> Plain:
-    try:
-        events, timestamp, rank, faults = kvscout_native.decode_batch(payload)
-    except MalformedBatch:
-        return "malformed"
-    return events, repr(timestamp), rank, [kind for kind, _ in faults]
 
 
 def test_golden_payloads_of_all_engine_releases_decode_to_the_same_events() -> None:
-    payloads = [bytes.fromhex(text) for text in hex_strings(json.loads(GOLDEN.read_text()))]
+    payloads = golden_payloads()
     assert len(payloads) >= 45
-    for payload in payloads:
+    for payload in payloads.values():
         expected = by_reference(payload)
         assert expected != "malformed"
         assert by_native(payload) == expected
-
-
-def hex_strings(value: object) -> list[str]:
-    if isinstance(value, str):
-        is_hex = len(value) > 40 and len(value) % 2 == 0 and all(c in "0123456789abcdef" for c in value)
-        return [value] if is_hex else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [text for item in value for text in hex_strings(item)] if isinstance(value, list) else []
 
 
 class Payloads:

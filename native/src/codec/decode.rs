@@ -107,8 +107,14 @@ impl Reading {
         let mut state = None;
         for event in &states {
             fields("events", event, |number, field| {
-                if let (5, Field::Bytes(value)) = (number, field) {
-                    state = Some(value);
+                match (number, field) {
+                    (5, Field::Bytes(_)) if state.is_some() => {
+                        return Err(invalid("events", "is a state chunk in pieces"));
+                    }
+                    (5, Field::Bytes(value)) => state = Some(value),
+                    // An event is one of several; the last one counts.
+                    (1..=4, Field::Bytes(_)) => state = None,
+                    _ => {}
                 }
                 Ok(())
             })?;

@@ -9,6 +9,13 @@ thread_local! {
     static PEAK: Cell<isize> = const { Cell::new(0) };
 }
 
+/// What decoders may hold for each byte that they read: an event of one byte is a fault with its reason, 32
+/// bytes and an allocation of its own, in a vector that moves as it grows.
+pub const MOST_BYTES_A_BYTE: usize = 96;
+
+/// And besides, for what does not depend on the input.
+pub const MOST_BYTES_AT_ALL: usize = 64 * 1024;
+
 /// The system's allocator, counting by thread.
 pub struct Counting;
 

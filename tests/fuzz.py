@@ -1,0 +1,115 @@
+"""`make fuzz`: random index operations and damaged bytes for every decoder, for as long as wanted.
+
+Two lanes run side by side. In this process: worlds of the index (`index_world`, longer than in the tests) and
+the decoders of both languages (`decoder_fuzz`), in turns, from fresh seeds. In the other: the libFuzzer
+targets of `native/fuzz`, one after another, where cargo-fuzz is installed (`cargo install cargo-fuzz`).
+
+The first finding ends the run with a non-zero status: its seed, or the file with libFuzzer's input.
+`FUZZ_SECONDS` is how long each lane runs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from decoder_fuzz import decoders, fuzz
+from fuzz_seeds import write_corpus
+from index_scenarios import IndexFactory
+from index_world import run_world
+
+from kvscout_common.hashing import native_available
+from kvscout_indexer.native_index import NativeIndex
+from kvscout_indexer.reference_index import ReferenceIndex
+
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "3600"))
+SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(2**32)))
+FUZZ_FOLDER = Path(__file__).parents[1] / "native" / "fuzz"
+TARGETS = ("operations", "events", "state", "requests", "hashing")
+
+MEAN_STEPS = 120
+"""Four times those of the test run: some states need many steps."""
+WORLDS_A_ROUND = 40
+CASES_A_ROUND = 5_000
+ADDRESS_SPACE_BYTES = 8 << 30
+"""Of this process: what takes memory without bound fails instead of taking the machine."""
+LIMITS = ["-rss_limit_mb=2048", "-malloc_limit_mb=256", "-timeout=20"]
+REPORT_SECONDS = 60.0
+
+
+def start_native_lane() -> subprocess.Popen[bytes] | None:
+    """Starts all libFuzzer targets, one after another; None where that cannot be."""
+    cargo = shutil.which("cargo")
+    if cargo is None or shutil.which("cargo-fuzz") is None:
+        missing = "cargo" if cargo is None else "cargo-fuzz (`cargo install cargo-fuzz`)"
+        print(f"libFuzzer targets are left out: there is no {missing}", flush=True)
+        return None
+    write_corpus(FUZZ_FOLDER / "corpus")
+    seconds = max(1, round(SECONDS / len(TARGETS)))
+    # libFuzzer needs compiler switches that the stable compiler has, but does not offer.
+    environment = {**os.environ, "RUSTC_BOOTSTRAP": "1"}
+    runs = [f"{cargo} fuzz run {target} -- -max_total_time={seconds} {' '.join(LIMITS)}" for target in TARGETS]
+    with (FUZZ_FOLDER / "fuzz.log").open("wb") as log:
+        return subprocess.Popen(
+            ["sh", "-c", " && ".join(runs)],
+            cwd=FUZZ_FOLDER.parent,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def run_python_lane(deadline: float) -> str:
+    """Fuzzes in this process until the deadline; returns what it did."""
+    factories: dict[str, IndexFactory] = {"reference": ReferenceIndex}
+    if native_available():
+        factories["native"] = NativeIndex
+    targets = decoders()
+    rounds = worlds = steps = cases = 0
+    reported = time.monotonic()
+    while time.monotonic() < deadline:
+        for _ in range(WORLDS_A_ROUND):
+            steps += run_world(SEED + worlds, factories, mean_steps=MEAN_STEPS)
+            worlds += 1
+        for name, decoder in targets.items():
+            seed = f"{SEED}/{rounds}/{name}"
+            try:
+                fuzz(decoder, random.Random(seed), CASES_A_ROUND)
+            except AssertionError as error:
+                raise AssertionError(f"decoder {name}, random.Random({seed!r}): {error}") from error
+            cases += CASES_A_ROUND
+        rounds += 1
+        if time.monotonic() - reported > REPORT_SECONDS:
+            reported = time.monotonic()
+            print(f"{worlds} worlds, {steps} steps, {cases} damaged inputs: no finding", flush=True)
+    return f"{worlds} worlds, {steps} steps ({', '.join(factories)}), {cases} damaged inputs ({', '.join(targets)})"
+
+
+def main() -> int:
+    """Runs both lanes; 0 if neither found anything."""
+    native = start_native_lane()
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
+    print(f"FUZZ_SEED={SEED} FUZZ_SECONDS={SECONDS:g}", flush=True)
+    try:
+        print("python:", run_python_lane(time.monotonic() + SECONDS), flush=True)
+        status = native.wait() if native is not None else 0
+    finally:
+        if native is not None and native.poll() is None:
+            # With all that it started, which has its process group.
+            os.killpg(native.pid, signal.SIGTERM)
+            native.wait()
+    if native is not None:
+        print(f"libFuzzer: {', '.join(TARGETS)}: {'no finding' if status == 0 else 'see native/fuzz/fuzz.log'}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
