@@ -132,7 +132,7 @@ def _parse(line: str, where: str) -> TraceRequest:
             int(fields["output_length"]),
             tuple(map(int, fields["hash_ids"])),
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{where}: not a trace request: {error!r}", field="trace") from error
     if request.input_length < 1:
         raise ConfigError(f"{where}: input_length must be at least 1", field="trace")

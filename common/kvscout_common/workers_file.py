@@ -52,8 +52,9 @@ def load_workers(path: Path) -> list[WorkerSpec]:
         ConfigError: If it cannot be read or an entry is wrong; names the entry and the key.
     """
     try:
-        document = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        # ValueError: no UTF-8, or a date that does not exist.
         raise ConfigError(f"cannot read {path}: {error}", field="workers_file") from error
     if document is None:
         return []
@@ -77,7 +78,9 @@ def _worker(entry: Any, where: str) -> WorkerSpec:
         if key in values:
             values[key] = prefix + str(values[key]).upper().replace("-", "_")
     if "labels" in values:
-        values["labels"] = {str(k): str(v) for k, v in dict(values["labels"]).items()}
+        if not isinstance(values["labels"], dict):
+            raise ConfigError("is not a mapping", field=f"{where}.labels")
+        values["labels"] = {str(k): str(v) for k, v in values["labels"].items()}
     try:
         return spec_from_proto(json_format.ParseDict(values, workers_pb2.Worker()))
     except json_format.ParseError as error:

@@ -69,6 +69,8 @@ def test_sessions_are_made_lazily(trace: Path) -> None:
         '{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}',
         '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}',
         '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": 7}',
+        '{"timestamp": 0, "input_length": 1e400, "output_length": 1, "hash_ids": []}',
+        "[" * 100_000,
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:

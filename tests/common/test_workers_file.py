@@ -60,14 +60,24 @@ def test_a_registration_survives_its_way_through_protobuf(tmp_path: Path) -> Non
         ("workers: [{worker_id: a, model: m, block_size: 16, role: king}]", "workers.0: .*ROLE_KING"),
         ("workers: [{worker_id: a, model: m, block_size: 16, colour: red}]", 'workers.0: .*"colour"'),
         ("workers: [{worker_id: a, model: m, block_size: 16}, {worker_id: a, model: m, block_size: 16}]", "twice"),
+        ("workers: [{worker_id: a, model: m, block_size: 16, labels: [a]}]", "workers.0.labels: is not a mapping"),
         ("workers: [3]", "workers.0: is not a mapping"),
         ("workers: {}", "no list 'workers'"),
         ("workers: [", "cannot read"),
+        ("workers: 2026-02-31", "cannot read"),
+        ("[" * 10_000, "cannot read"),
     ],
 )
 def test_a_wrong_file_names_the_entry_and_the_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_workers(write(tmp_path / "w.yaml", text))
+
+
+def test_a_file_of_no_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.yaml"
+    path.write_bytes(b"workers: [\xff]")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_workers(path)
 
 
 async def test_changes_are_followed_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
