@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 CARGO := $(shell command -v cargo 2>/dev/null)
 NATIVE := native/Cargo.toml
-PEERS := bench/peers/driver bench/peers/kvscout bench/peers/dynamo
+CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo
 SOURCES := common services clients bench protos/generate.py tests
 .DEFAULT_GOAL := help
 
@@ -42,8 +42,7 @@ check: protos-check ## Lint, format check and types: exactly what CI runs beside
 	$(PY) -m ruff format --check $(SOURCES)
 	$(PY) -m mypy
 ifneq ($(CARGO),)
-	cargo fmt --check --manifest-path $(NATIVE)
-	for crate in $(PEERS); do cargo fmt --check --manifest-path $$crate/Cargo.toml || exit 1; done
+	for crate in $(CRATES); do cargo fmt --check --manifest-path $$crate/Cargo.toml || exit 1; done
 	cargo clippy --quiet --manifest-path $(NATIVE) --all-targets --no-default-features -- -D warnings
 	cargo clippy --quiet --manifest-path $(NATIVE) -- -D warnings
 endif
