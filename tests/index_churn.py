@@ -1,0 +1,180 @@
+"""Engines that live for ever, for tests of what an index is like after millions of events.
+
+An engine here is a prefix cache of vLLM's kind: multi-turn sessions on shared system prompts, blocks evicted
+least recently used first, leaves before their parents, one BlockStored for a run of new blocks and one
+BlockRemoved for each evicted block. Its batches are an engine's bytes.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+import msgpack
+
+from kvscout_common.hashing import block_hashes_packed
+from kvscout_common.worker import WorkerRank
+from kvscout_indexer.index import BlockIndex, IndexStats, WorkerOptions
+
+BLOCK_SIZE = 16
+SYSTEM_PROMPTS = 20
+SYSTEM_BLOCKS = 8
+TURN_BLOCKS = 8
+"""Mean length of what a turn adds."""
+SESSION_BLOCKS = 64
+"""Longer sessions end."""
+LIVE_SESSIONS = 64
+"""Sessions of one engine that go on at the same time."""
+REQUESTS_A_QUERY = 8
+
+Block = tuple[int, int]
+"""Engine hash, content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the engines do."""
+
+    engines: int
+    capacity: int
+    """Blocks that one engine holds."""
+    max_blocks: int
+    """The index's bound, below what all engines hold together."""
+    population: int = 0
+    """Sessions that there are, each started again and again; 0: every session is a new one."""
+    requests_a_clear: int = 0
+    """One of so many empties an engine's cache, ghosts included; 0: none does."""
+
+
+class Sample(NamedTuple):
+    """The index at one time."""
+
+    events: int
+    stats: IndexStats
+    measured: int
+    """What the caller measures beside it: memory, objects."""
+
+
+class Engine:
+    """One engine and its cache."""
+
+    def __init__(self, rng: random.Random, load: Load) -> None:
+        self._rng = rng
+        self._load = load
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        # Engines share no session, as behind a router that keeps sessions where they are.
+        self._serial = count(rng.getrandbits(26))
+        self._sessions: list[list[Block]] = [self._new_session() for _ in range(LIVE_SESSIONS)]
+
+    def _new_session(self) -> list[Block]:
+        """The system prompt of a session, and the number of the session as its first content."""
+        number = self._rng.randrange(self._load.population) if self._load.population else next(self._serial)
+        system = number % SYSTEM_PROMPTS
+        prompt: list[Block] = []
+        for position in range(SYSTEM_BLOCKS):
+            self._extend(prompt, system * SYSTEM_BLOCKS + position)
+        # A population repeats itself to the end of its sessions; new sessions differ by their number.
+        self._extend(prompt, 1_000_000 + number)
+        return prompt
+
+    @staticmethod
+    def _extend(prompt: list[Block], content: int) -> None:
+        above = prompt[-1][0] if prompt else 0
+        prompt.append((hash((above, content)) & (2**64 - 1), content))
+
+    def request(self) -> tuple[list[Block], bytes, int]:
+        """Serves one request.
+
+        Returns:
+            Its prompt, the payload that the engine publishes, and how many events are in it.
+        """
+        rng = self._rng
+        at = rng.randrange(LIVE_SESSIONS)
+        prompt = self._sessions[at]
+        for _ in range(rng.randrange(1, 2 * TURN_BLOCKS)):
+            self._extend(prompt, prompt[-1][1] + 1)
+        if len(prompt) > SESSION_BLOCKS:
+            self._sessions[at] = self._new_session()
+        events: list[list[object]] = []
+        if self._load.requests_a_clear and rng.randrange(self._load.requests_a_clear) == 0:
+            self._cached.clear()
+            events.append(["AllBlocksCleared"])
+        events.extend(self._store(prompt))
+        while len(self._cached) > self._load.capacity:
+            evicted, _ = self._cached.popitem(last=False)
+            events.append(["BlockRemoved", [evicted], "GPU"])
+        return prompt, msgpack.packb([0.0, events, 0]), len(events)
+
+    def _store(self, prompt: list[Block]) -> Iterator[list[object]]:
+        """One event for each run of blocks that are not cached; all are then the latest used, leaves first to go."""
+        run: list[Block] = []
+        parent: int | None = None
+        for block in [*prompt, None]:
+            if block is not None and block[0] not in self._cached:
+                run.append(block)
+                continue
+            if run:
+                tokens = [token for _, content in run for token in tokens_of(content)]
+                hashes = [engine_hash for engine_hash, _ in run]
+                yield ["BlockStored", hashes, parent, tokens, BLOCK_SIZE, None, "GPU"]
+            run = []
+            if block is not None:
+                parent = block[0]
+        for engine_hash, _ in reversed(prompt):
+            self._cached[engine_hash] = None
+            self._cached.move_to_end(engine_hash)
+
+
+def tokens_of(content: int) -> list[int]:
+    """The tokens of a block."""
+    return [content * BLOCK_SIZE + position & 0xFFFF_FFFF for position in range(BLOCK_SIZE)]
+
+
+class Churn:
+    """Engines publishing to one index."""
+
+    def __init__(self, index: BlockIndex, load: Load, seed: int) -> None:
+        rng = random.Random(seed)
+        self._index = index
+        self._engines = [
+            (WorkerRank(f"w{n}", 0), Engine(random.Random(rng.getrandbits(64)), load)) for n in range(load.engines)
+        ]
+        self._rng = rng
+        self.apply_seconds = 0.0
+        for worker, _ in self._engines:
+            index.add_worker(worker, WorkerOptions(total_kv_blocks=load.capacity))
+
+    def run(self, events: int, samples: int, measure: Callable[[], int]) -> Iterator[Sample]:
+        """Applies about so many events, with a sample after each equal share of them."""
+        applied = 0
+        for number in range(1, samples + 1):
+            while applied < events * number // samples:
+                applied += self._step()
+            # What was dropped by a Cleared is on its way out, and none of the index's content.
+            while self._index.maintain(now=0.0):
+                pass
+            yield Sample(applied, self._index.stats(), measure())
+
+    def _step(self) -> int:
+        worker, engine = self._rng.choice(self._engines)
+        prompt, payload, events = engine.request()
+        start = time.perf_counter()
+        result = self._index.apply_payload(worker, payload, event_id=0)
+        self.apply_seconds += time.perf_counter() - start
+        assert (result.events, result.faults) == (events, 0)
+        assert not result.over_capacity, "no engine has more copies than blocks"
+        if self._rng.randrange(REQUESTS_A_QUERY) == 0:
+            tokens = [token for _, content in prompt for token in tokens_of(content)]
+            self._index.find_matches(block_hashes_packed(tokens, BLOCK_SIZE), now=0.0)
+        return events
+
+
+def spread(values: list[int]) -> float:
+    """Largest value above the smallest one, as a share of it; 0 = flat."""
+    low, high = min(values), max(values)
+    return high / low - 1 if low else float(high > 0)
