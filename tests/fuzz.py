@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from decoder_fuzz import decoders, fuzz
@@ -67,15 +68,15 @@ def start_native_lane() -> subprocess.Popen[bytes] | None:
         )
 
 
-def run_python_lane(deadline: float) -> str:
-    """Fuzzes in this process until the deadline; returns what it did."""
+def run_python_lane(goes_on: Callable[[], bool]) -> str:
+    """Fuzzes in this process for as long as it goes on; returns what it did."""
     factories: dict[str, IndexFactory] = {"reference": ReferenceIndex}
     if native_available():
         factories["native"] = NativeIndex
     targets = decoders()
     rounds = worlds = steps = cases = 0
     reported = time.monotonic()
-    while time.monotonic() < deadline:
+    while goes_on():
         for _ in range(WORLDS_A_ROUND):
             steps += run_world(SEED + worlds, factories, mean_steps=MEAN_STEPS)
             worlds += 1
@@ -98,8 +99,10 @@ def main() -> int:
     native = start_native_lane()
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     print(f"FUZZ_SEED={SEED} FUZZ_SECONDS={SECONDS:g}", flush=True)
+    deadline = time.monotonic() + SECONDS
     try:
-        print("python:", run_python_lane(time.monotonic() + SECONDS), flush=True)
+        done = run_python_lane(lambda: time.monotonic() < deadline and (native is None or not native.poll()))
+        print("python:", done, flush=True)
         status = native.wait() if native is not None else 0
     finally:
         if native is not None and native.poll() is None:
