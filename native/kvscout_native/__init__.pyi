@@ -185,3 +185,6 @@ def dump_messages(
 
 def load_messages(index: BlockIndex, messages: Sequence[bytes]) -> tuple[_Name, _Pool, bool]:
     """Replaces what events said of a worker rank by a dump; returns who, of which pool, and whether it is incomplete."""
+
+def decode_events(message: bytes) -> tuple[_Name, _Pool, int, int | None, bool, Batch]:
+    """A serialised `KvEventBatch` of events: who, of which pool, epoch, event id, whether it resets, the events."""

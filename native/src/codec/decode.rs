@@ -1,5 +1,7 @@
 //! Messages → the dump they carry.
 
+use std::fmt;
+
 use smallvec::SmallVec;
 
 use super::{Identity, OTHER_ATTENTION, VERSION};
@@ -17,7 +19,18 @@ pub enum DecodeError {
     },
 }
 
-fn invalid(field: &'static str, message: impl Into<String>) -> DecodeError {
+impl fmt::Display for DecodeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Version(version) => {
+                write!(f, "version {version} of KvEventBatch, this release reads {VERSION}")
+            }
+            Self::Invalid { field, message } => write!(f, "{field}: {message}"),
+        }
+    }
+}
+
+pub(super) fn invalid(field: &'static str, message: impl Into<String>) -> DecodeError {
     DecodeError::Invalid { field, message: message.into() }
 }
 
@@ -59,7 +72,7 @@ struct Reading {
 const NO_MESSAGE: &str = "is no message";
 
 /// Calls `with` for each field of a message.
-fn fields<'a>(
+pub(super) fn fields<'a>(
     name: &'static str,
     message: &'a [u8],
     mut with: impl FnMut(u32, Field<'a>) -> Result<(), DecodeError>,
@@ -71,11 +84,11 @@ fn fields<'a>(
     Ok(())
 }
 
-fn narrow<T: TryFrom<u64>>(name: &'static str, value: u64) -> Result<T, DecodeError> {
+pub(super) fn narrow<T: TryFrom<u64>>(name: &'static str, value: u64) -> Result<T, DecodeError> {
     T::try_from(value).map_err(|_| invalid(name, format!("{value} is out of range")))
 }
 
-fn text(name: &'static str, bytes: &[u8]) -> Result<String, DecodeError> {
+pub(super) fn text(name: &'static str, bytes: &[u8]) -> Result<String, DecodeError> {
     std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| invalid(name, "is no text"))
 }
 
@@ -276,14 +289,14 @@ fn read_copies(message: &[u8]) -> Result<(u64, Copies), DecodeError> {
     Ok((position, copies))
 }
 
-fn tier_from_wire(tier: u64) -> Result<u8, DecodeError> {
+pub(super) fn tier_from_wire(tier: u64) -> Result<u8, DecodeError> {
     if tier > 4 {
         return Err(invalid("tier", format!("unknown tier {tier}")));
     }
     Ok(tier.saturating_sub(1) as u8)
 }
 
-fn read_fixed64(name: &'static str, bytes: &[u8], into: &mut Vec<u64>) -> Result<(), DecodeError> {
+pub(super) fn read_fixed64(name: &'static str, bytes: &[u8], into: &mut Vec<u64>) -> Result<(), DecodeError> {
     let (words, rest) = bytes.as_chunks::<8>();
     if !rest.is_empty() {
         return Err(invalid(name, "the bytes are not whole u64s"));

@@ -1,12 +1,14 @@
-//! State as messages: `WorkerDump` ↔ `kvscout.v1.KvEventBatch` state chunks.
+//! State and events as messages: `WorkerDump` ↔ `kvscout.v1.KvEventBatch` state chunks, and events out of it.
 //!
 //! The twin of `kvscout_indexer.codec`, with the same bytes; `events.proto` says what each field means.
 
 mod decode;
 mod encode;
+mod events;
 
 pub use decode::{DecodeError, Dumped, decode};
 pub use encode::encode;
+pub use events::{Published, decode_events};
 
 /// Version of the message that is written, and the only one that is read.
 pub const VERSION: u64 = 1;

@@ -13,9 +13,16 @@ use crate::wire;
 
 /// Decoded events of one message; see the stub.
 #[pyclass(frozen, module = "kvscout_native")]
-struct Batch {
+pub struct Batch {
     batch: events::Batch,
     bytes: usize,
+}
+
+impl Batch {
+    /// A batch that was decoded from so many bytes.
+    pub fn of(batch: events::Batch, bytes: usize) -> Self {
+        Self { batch, bytes }
+    }
 }
 
 #[pymethods]

@@ -4,8 +4,9 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyList};
 
-use super::errors;
+use super::batch::Batch;
 use super::index::{BlockIndex, load_error};
+use super::{DETACH_ABOVE_BYTES, errors};
 use crate::codec::{self, DecodeError, Identity};
 use crate::index::WorkerName;
 
@@ -43,20 +44,38 @@ fn load_messages(
 ) -> PyResult<((String, u32), Pool, bool)> {
     let bytes: Vec<&[u8]> = messages.iter().map(|message| message.as_bytes()).collect();
     let core = index.get().index();
-    let dumped = py.detach(|| codec::decode(bytes)).map_err(|error| match error {
-        DecodeError::Version(version) => errors::failed_precondition(
-            py,
-            format!("version {version} of KvEventBatch, this release reads {}", codec::VERSION),
-        ),
-        DecodeError::Invalid { field, message } => errors::invalid_argument(py, field, message),
-    })?;
+    let dumped = py.detach(|| codec::decode(bytes)).map_err(|error| decode_error(py, error))?;
     let Identity { worker_id, dp_rank, model, tenant, block_size, eagle } = dumped.identity;
     let name = WorkerName { worker_id: &worker_id, dp_rank };
     py.detach(|| core.load(name, &dumped.dump)).map_err(|error| load_error(py, name, error))?;
     Ok(((worker_id, dp_rank), (tenant, model, block_size, eagle), dumped.history_incomplete))
 }
 
+/// Worker, pool, epoch, event id, whether the source starts anew, events.
+type Published = ((String, u32), Pool, u64, Option<u64>, bool, Batch);
+
+#[pyfunction]
+fn decode_events(message: &Bound<'_, PyBytes>) -> PyResult<Published> {
+    let py = message.py();
+    let bytes = message.as_bytes();
+    let run = || codec::decode_events(bytes);
+    let published = if bytes.len() > DETACH_ABOVE_BYTES { py.detach(run) } else { run() };
+    let published = published.map_err(|error| decode_error(py, error))?;
+    let Identity { worker_id, dp_rank, model, tenant, block_size, eagle } = published.identity;
+    let pool = (tenant, model, block_size, eagle);
+    let batch = Batch::of(published.batch, bytes.len());
+    Ok(((worker_id, dp_rank), pool, published.epoch, published.event_id, published.reset, batch))
+}
+
+fn decode_error(py: Python<'_>, error: DecodeError) -> PyErr {
+    match error {
+        DecodeError::Version(_) => errors::failed_precondition(py, error.to_string()),
+        DecodeError::Invalid { field, message } => errors::invalid_argument(py, field, message),
+    }
+}
+
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(decode_events, module)?)?;
     module.add_function(wrap_pyfunction!(dump_messages, module)?)?;
     module.add_function(wrap_pyfunction!(load_messages, module)?)
 }

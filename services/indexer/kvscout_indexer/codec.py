@@ -1,4 +1,4 @@
-"""The one form in which index state leaves a process: `WorkerDump` ↔ `kvscout.v1.KvEventBatch` state chunks.
+"""The one form in which index state and events leave a process: `kvscout.v1.KvEventBatch`.
 
 Used by dumps, snapshots, peers and recovery. A dump becomes a sequence of messages of at most `MAX_CHUNK_BYTES`; equal
 dumps become equal bytes. `events.proto` says what each field means.
@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from google.protobuf.message import DecodeError
+
 from kvscout.v1 import events_pb2, types_pb2
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import DEFAULT_TENANT, PoolKey, WorkerRank
-from kvscout_indexer.events import Tier
+from kvscout_indexer.events import Cleared, DecodedBatch, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
 from kvscout_indexer.index import Copies, DumpedBlock, DumpedOrphan, WorkerDump
 
 VERSION = 1
@@ -153,6 +155,88 @@ def check_version(batch: events_pb2.KvEventBatch) -> None:
     """
     if not max(1, VERSION - 1) <= batch.version <= VERSION:
         raise FailedPrecondition(f"version {batch.version} of KvEventBatch, this release reads {VERSION}")
+
+
+class Published(NamedTuple):
+    """Events of one source, as a publisher sent them."""
+
+    worker: WorkerRank
+    pool: PoolKey
+    epoch: int
+    event_id: int | None
+    reset: bool
+    """The source starts anew: what was known of it goes first."""
+    batch: DecodedBatch
+
+
+def parse_batch(message: bytes) -> events_pb2.KvEventBatch:
+    """A serialised message.
+
+    Raises:
+        InvalidArgument: The bytes are none.
+    """
+    try:
+        return events_pb2.KvEventBatch.FromString(message)
+    except DecodeError as error:
+        raise InvalidArgument("is no message", field="batch") from error
+
+
+def decode_events(message: events_pb2.KvEventBatch) -> Published:
+    """Reads a message of events; one that cannot be read costs itself, as in the engines' own batches.
+
+    Raises:
+        FailedPrecondition: If its version cannot be read.
+        InvalidArgument: If it has a state chunk, or a reset that does not come first.
+    """
+    check_version(message)
+    events: list[Event] = []
+    faults: list[Fault] = []
+    reset = False
+    for place, event in enumerate(message.events):
+        kind = event.WhichOneof("kind")
+        try:
+            if kind == "stored":
+                events.append(_stored_from_proto(event.stored, message.block_size))
+            elif kind == "removed":
+                hashes = tuple(event.removed.engine_hashes)
+                events.append(Removed(hashes, _tier_from_proto(event.removed.tier), event.removed.group))
+            elif kind == "cleared":
+                events.append(Cleared())
+            elif kind is None:
+                faults.append(Fault(FaultKind.UNKNOWN_TAG, "no kind that is known"))
+        except InvalidArgument as error:
+            faults.append(Fault(FaultKind.BAD_EVENT, str(error)))
+        if kind == "state":
+            raise InvalidArgument("state chunks come by themselves", field="events")
+        if kind == "reset":
+            if place:
+                raise InvalidArgument("a reset comes first", field="events")
+            reset = True
+    return Published(
+        WorkerRank(message.worker_id, message.dp_rank),
+        PoolKey(message.model, message.tenant or DEFAULT_TENANT, message.block_size, message.eagle),
+        message.epoch,
+        message.event_id if message.HasField("event_id") else None,
+        reset,
+        EventBatch(tuple(events), message.timestamp, message.dp_rank, tuple(faults)),
+    )
+
+
+def _stored_from_proto(message: events_pb2.BlocksStored, block_size: int) -> Stored:
+    if message.local_hashes and len(message.local_hashes) != len(message.engine_hashes):
+        raise InvalidArgument("not one a block", field="local_hashes")
+    full = message.attention_kind == events_pb2.ATTENTION_KIND_FULL
+    if message.attention_kind not in (events_pb2.ATTENTION_KIND_FULL, events_pb2.ATTENTION_KIND_OTHER):
+        full = message.group == 0
+    return Stored(
+        engine_hashes=tuple(message.engine_hashes),
+        parent=message.parent_engine_hash if message.HasField("parent_engine_hash") else None,
+        block_size=block_size,
+        tier=_tier_from_proto(message.tier),
+        group=message.group,
+        full_attention=full,
+        local_hashes=tuple(message.local_hashes),
+    )
 
 
 @dataclass(slots=True)

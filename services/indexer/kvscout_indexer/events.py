@@ -11,9 +11,10 @@ that only link events to blocks; the content of a block is its tokens, or the lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class Tier(IntEnum):
@@ -107,3 +108,19 @@ class EventBatch:
     def cleared(self) -> bool:
         """Whether it contains a Cleared, which makes all batches before it irrelevant."""
         return any(isinstance(event, Cleared) for event in self.events)
+
+
+class DecodedBatch(Protocol):
+    """A decoded message, as `EventBatch` or in a form that only a native index reads."""
+
+    @property
+    def dp_rank(self) -> int | None:
+        """As of `EventBatch`."""
+
+    @property
+    def cleared(self) -> bool:
+        """As of `EventBatch`."""
+
+    @property
+    def faults(self) -> Sequence[tuple[str, str]]:
+        """(kind, reason) of each event that could not be read."""

@@ -7,13 +7,13 @@ reference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
-from kvscout_common.worker import CopyMode, PoolKey, WorkerRank
-from kvscout_indexer.codec import MAX_CHUNK_BYTES
-from kvscout_indexer.events import EventBatch, Tier
+from kvscout_common.worker import DEFAULT_TENANT, CopyMode, PoolKey, WorkerRank
+from kvscout_indexer.codec import MAX_CHUNK_BYTES, Published, decode_events, parse_batch
+from kvscout_indexer.events import DecodedBatch, EventBatch, Tier
 from kvscout_indexer.index import (
     DEFAULT_MAX_PREDICTED_BLOCKS,
     DEFAULT_PRUNE_RATIO,
@@ -34,10 +34,6 @@ from kvscout_indexer.wire import decode_batch
 
 if TYPE_CHECKING or native_available():
     import kvscout_native
-
-
-DecodedBatch: TypeAlias = "EventBatch | kvscout_native.Batch"
-"""A decoded payload: both forms have `dp_rank`, `cleared` and `faults`."""
 
 
 class NativeIndex:
@@ -222,11 +218,25 @@ def decode_for(index: BlockIndex, payload: bytes) -> DecodedBatch:
     return kvscout_native.Batch(payload) if isinstance(index, NativeIndex) else decode_batch(payload)
 
 
+def decode_message(index: BlockIndex, message: bytes) -> Published:
+    """Reads a serialised `KvEventBatch` of events into the form that suits an index; `apply_decoded` takes its batch.
+
+    Raises:
+        FailedPrecondition: If its version cannot be read.
+        InvalidArgument: If it is no such message; see `codec.decode_events`.
+    """
+    if not isinstance(index, NativeIndex):
+        return decode_events(parse_batch(message))
+    worker, (tenant, model, block_size, eagle), epoch, event_id, reset, batch = kvscout_native.decode_events(message)
+    pool = PoolKey(model, tenant or DEFAULT_TENANT, block_size, eagle)
+    return Published(WorkerRank(*worker), pool, epoch, event_id, reset, batch)
+
+
 def apply_decoded(
     index: BlockIndex, worker: WorkerRank, batch: DecodedBatch, *, epoch: int, event_id: int | None
 ) -> Applied:
     """`BlockIndex.apply` for what `decode_for` returned for the same index."""
-    if isinstance(index, NativeIndex) and not isinstance(batch, EventBatch):
+    if isinstance(index, NativeIndex) and isinstance(batch, kvscout_native.Batch):
         return Applied(*kvscout_native.apply_batch(index.core, worker, batch, epoch, event_id))
     assert isinstance(batch, EventBatch)
     return index.apply(worker, batch, epoch=epoch, event_id=event_id)

@@ -19,9 +19,9 @@ import zmq
 
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
-from kvscout_indexer.events import EventBatch
+from kvscout_indexer.events import DecodedBatch, EventBatch
 from kvscout_indexer.index import BlockIndex
-from kvscout_indexer.native_index import DecodedBatch, apply_decoded, decode_for
+from kvscout_indexer.native_index import apply_decoded, decode_for
 from kvscout_indexer.sequence import (
     Apply,
     Decision,

@@ -1,0 +1,119 @@
+//! Events as messages: `kvscout.v1.KvEventBatch` → the batch that an index applies.
+
+use super::decode::{DecodeError, fields, invalid, narrow, read_fixed64, text, tier_from_wire};
+use super::{FULL_ATTENTION, Identity, OTHER_ATTENTION, VERSION};
+use crate::events::{Batch, Event, FaultKind, Removed, Stored};
+use crate::protobuf::Field;
+
+/// Events of one source, as a publisher sent them.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Published {
+    pub identity: Identity,
+    pub epoch: u64,
+    pub event_id: Option<u64>,
+    /// The source starts anew: what was known of it goes first.
+    pub reset: bool,
+    pub batch: Batch,
+}
+
+/// Reads one message of events; an event that cannot be read costs itself, as in the engines' own batches.
+pub fn decode_events(message: &[u8]) -> Result<Published, DecodeError> {
+    let mut published = Published::default();
+    let (mut version, mut events) = (0, Vec::new());
+    fields("batch", message, |number, field| {
+        let identity = &mut published.identity;
+        match (number, field) {
+            (1, Field::Varint(value)) => version = value,
+            (2, Field::Bytes(value)) => identity.worker_id = text("worker_id", value)?,
+            (3, Field::Varint(value)) => identity.dp_rank = narrow("dp_rank", value)?,
+            (4, Field::Bytes(value)) => identity.model = text("model", value)?,
+            (5, Field::Bytes(value)) => identity.tenant = text("tenant", value)?,
+            (6, Field::Varint(value)) => identity.block_size = narrow("block_size", value)?,
+            (7, Field::Varint(value)) => identity.eagle = value != 0,
+            (8, Field::Varint(value)) => published.epoch = value,
+            (9, Field::Varint(value)) => published.event_id = Some(value),
+            (10, Field::Fixed64(value)) => published.batch.timestamp = f64::from_bits(value),
+            (11, Field::Bytes(value)) => events.push(value),
+            _ => {}
+        }
+        Ok(())
+    })?;
+    if version != VERSION {
+        return Err(DecodeError::Version(version));
+    }
+    published.batch.dp_rank = Some(published.identity.dp_rank);
+    for (place, bytes) in events.into_iter().enumerate() {
+        let mut kind = None;
+        fields("events", bytes, |number, field| {
+            if let (1..=5, Field::Bytes(value)) = (number, field) {
+                kind = Some((number, value));
+            }
+            Ok(())
+        })?;
+        let read = match kind {
+            Some((1, bytes)) => {
+                stored(bytes, published.identity.block_size).map(|event| Event::Stored(Box::new(event)))
+            }
+            Some((2, bytes)) => removed(bytes).map(Event::Removed),
+            Some((3, _)) => Ok(Event::Cleared),
+            Some((4, _)) if place == 0 => {
+                published.reset = true;
+                continue;
+            }
+            Some((4, _)) => return Err(invalid("events", "a reset comes first")),
+            Some(_) => return Err(invalid("events", "state chunks come by themselves")),
+            None => {
+                published.batch.faults.push((FaultKind::UnknownTag, "no kind that is known".to_owned()));
+                continue;
+            }
+        };
+        match read {
+            Ok(event) => published.batch.events.push(event),
+            Err(error) => published.batch.faults.push((FaultKind::BadEvent, error.to_string())),
+        }
+    }
+    Ok(published)
+}
+
+fn stored(message: &[u8], block_size: u32) -> Result<Stored, DecodeError> {
+    let mut event = Stored { block_size, ..Stored::default() };
+    let mut kind = 0;
+    fields("stored", message, |number, field| {
+        match (number, field) {
+            (1, Field::Bytes(value)) => read_fixed64("engine_hashes", value, &mut event.engine_hashes)?,
+            (1, Field::Fixed64(value)) => event.engine_hashes.push(value),
+            (2, Field::Fixed64(value)) => event.parent = Some(value),
+            (3, Field::Bytes(value)) => read_fixed64("local_hashes", value, &mut event.local_hashes)?,
+            (3, Field::Fixed64(value)) => event.local_hashes.push(value),
+            (4, Field::Varint(value)) => event.tier = tier_from_wire(value)?,
+            (5, Field::Varint(value)) => event.group = narrow("group", value)?,
+            (6, Field::Varint(value)) => kind = value,
+            _ => {}
+        }
+        Ok(())
+    })?;
+    if !event.local_hashes.is_empty() && event.local_hashes.len() != event.engine_hashes.len() {
+        return Err(invalid("local_hashes", "not one a block"));
+    }
+    event.full_attention = match kind {
+        FULL_ATTENTION => true,
+        OTHER_ATTENTION => false,
+        _ => event.group == 0,
+    };
+    Ok(event)
+}
+
+fn removed(message: &[u8]) -> Result<Removed, DecodeError> {
+    let mut event = Removed { engine_hashes: Vec::new(), tier: 0, group: 0 };
+    fields("removed", message, |number, field| {
+        match (number, field) {
+            (1, Field::Bytes(value)) => read_fixed64("engine_hashes", value, &mut event.engine_hashes)?,
+            (1, Field::Fixed64(value)) => event.engine_hashes.push(value),
+            (2, Field::Varint(value)) => event.tier = tier_from_wire(value)?,
+            (3, Field::Varint(value)) => event.group = narrow("group", value)?,
+            _ => {}
+        }
+        Ok(())
+    })?;
+    Ok(event)
+}
