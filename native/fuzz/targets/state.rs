@@ -1,8 +1,8 @@
-//! The messages of a dump → an index → the same messages.
+//! The messages of a dump → an index → the same messages; and messages of events into an index.
 
 #![no_main]
 
-use kvscout_native::codec::{MAX_CHUNK_BYTES, decode, encode};
+use kvscout_native::codec::{MAX_CHUNK_BYTES, decode, decode_events, encode};
 use kvscout_native::index::WorkerOptions;
 use kvscout_native_fuzz::{bounded, check, found, index, name, prompts};
 use libfuzzer_sys::fuzz_target;
@@ -12,6 +12,12 @@ fuzz_target!(|bytes: &[u8]| {
     let cut = bytes.first().map_or(0, |&first| usize::from(first) * bytes.len() / 256);
     let (one, two) = bytes.get(1..).unwrap_or_default().split_at(cut.min(bytes.len().saturating_sub(1)));
     let both = if cut == 0 { vec![two] } else { vec![one, two] };
+    if let Ok(published) = bounded(bytes, |_| decode_events(two)) {
+        let index = index(0);
+        index.add_worker(name("w"), WorkerOptions::default());
+        index.apply(name("w"), &published.batch, published.epoch, published.event_id);
+        check(&index);
+    }
     let Ok(dumped) = bounded(bytes, |_| decode(both.iter().copied())) else { return };
     let index = index(0);
     index.add_worker(name("w"), WorkerOptions::default());
