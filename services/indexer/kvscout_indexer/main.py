@@ -26,7 +26,7 @@ from kvscout_indexer.config import IndexerConfig
     default=0,
     type=click.IntRange(min=0),
     section=PERFORMANCE,
-    help="Bound of each block index, in held blocks; 0 = none.",
+    help="Bound of each block index, in held blocks; 0 = none. A guard: keep it above what the engines hold together.",
 )
 @flag(
     "--router-max-tree-size",
