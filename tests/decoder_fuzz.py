@@ -20,16 +20,16 @@ from google.protobuf.message import DecodeError
 
 from kvscout.v1 import events_pb2, indexer_pb2
 from kvscout_bench.trace import read_trace
+from kvscout_blocks.codec import Dumped, DumpReader
+from kvscout_blocks.events import Cleared, EventBatch, Removed, Stored
+from kvscout_blocks.index import BlockIndex, WorkerDump, WorkerOptions
+from kvscout_blocks.native_index import NativeIndex, NativeQueries
+from kvscout_blocks.reference_index import ReferenceIndex
+from kvscout_blocks.wire import MalformedBatch, decode_batch, parse_message, parse_replay_reply
 from kvscout_common import hashing_reference
 from kvscout_common.errors import ConfigError, FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.hashing import native_available
 from kvscout_common.workers_file import load_workers
-from kvscout_indexer.codec import Dumped, DumpReader
-from kvscout_indexer.events import Cleared, EventBatch, Removed, Stored
-from kvscout_indexer.index import BlockIndex, WorkerDump, WorkerOptions
-from kvscout_indexer.native_index import NativeIndex, NativeQueries
-from kvscout_indexer.reference_index import ReferenceIndex
-from kvscout_indexer.wire import MalformedBatch, decode_batch, parse_message, parse_replay_reply
 
 if native_available():
     import kvscout_native

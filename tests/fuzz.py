@@ -26,9 +26,9 @@ from fuzz_seeds import write_corpus
 from index_scenarios import IndexFactory
 from index_world import run_world
 
+from kvscout_blocks.native_index import NativeIndex
+from kvscout_blocks.reference_index import ReferenceIndex
 from kvscout_common.hashing import native_available
-from kvscout_indexer.native_index import NativeIndex
-from kvscout_indexer.reference_index import ReferenceIndex
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "3600"))
 SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(2**32)))

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgpack
 
 from kvscout.v1 import indexer_pb2
+from kvscout_blocks.codec import encode_dump
+from kvscout_blocks.index import BlockIndex, WorkerOptions
+from kvscout_blocks.reference_index import ReferenceIndex
 from kvscout_common.worker import PoolKey, WorkerRank
-from kvscout_indexer.codec import encode_dump
-from kvscout_indexer.index import BlockIndex, WorkerOptions
-from kvscout_indexer.reference_index import ReferenceIndex
 
 DATA = Path(__file__).parent / "data"
 POOL = PoolKey("m", "default", 4, False)

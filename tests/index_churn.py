@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import msgpack
 
+from kvscout_blocks.index import BlockIndex, IndexStats, WorkerOptions
 from kvscout_common.hashing import block_hashes_packed
 from kvscout_common.worker import WorkerRank
-from kvscout_indexer.index import BlockIndex, IndexStats, WorkerOptions
 
 BLOCK_SIZE = 16
 SYSTEM_PROMPTS = 20

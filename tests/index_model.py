@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from kvscout_blocks.events import Cleared, Event, Removed, Stored, Tier
+from kvscout_blocks.index import Copies, DumpedBlock, DumpedOrphan, Overlap, WorkerDump
 from kvscout_common.worker import CopyMode, WorkerRank
-from kvscout_indexer.events import Cleared, Event, Removed, Stored, Tier
-from kvscout_indexer.index import Copies, DumpedBlock, DumpedOrphan, Overlap, WorkerDump
 
 Prefix = tuple[int, ...]
 

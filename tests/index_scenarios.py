@@ -32,11 +32,11 @@ from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
+from kvscout_blocks.events import Cleared, Event, EventBatch, Removed, Stored, Tier
+from kvscout_blocks.index import BlockIndex, Ignored, Overlap, WorkerOptions
+from kvscout_blocks.wire import is_full_attention
 from kvscout_common.hashing import MmItem, block_hashes
 from kvscout_common.worker import CopyMode, WorkerRank
-from kvscout_indexer.events import Cleared, Event, EventBatch, Removed, Stored, Tier
-from kvscout_indexer.index import BlockIndex, Ignored, Overlap, WorkerOptions
-from kvscout_indexer.wire import is_full_attention
 
 
 class IndexFactory(Protocol):

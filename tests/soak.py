@@ -15,9 +15,9 @@ from collections.abc import Callable
 import psutil
 from index_churn import Churn, Load, Sample, spread
 
+from kvscout_blocks.index import IndexStats
+from kvscout_blocks.native_index import make_index
 from kvscout_common.hashing import backend_name
-from kvscout_indexer.index import IndexStats
-from kvscout_indexer.native_index import make_index
 
 EVENTS = int(os.environ.get("SOAK_EVENTS", "5000000"))
 SEED = int(os.environ.get("SOAK_SEED", random.SystemRandom().randrange(2**32)))

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from kvscout.v1 import indexer_pb2
 from kvscout_bench.index_bench_serve import main
+from kvscout_blocks.events import EventBatch, Stored
+from kvscout_blocks.index import WorkerOptions
+from kvscout_blocks.native_index import make_index, make_queries
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import PoolKey, WorkerRank
-from kvscout_indexer.events import EventBatch, Stored
-from kvscout_indexer.index import WorkerOptions
-from kvscout_indexer.native_index import make_index, make_queries
 
 BLOCK_SIZE = 16
 POOL = PoolKey("model", "default", BLOCK_SIZE, False)

@@ -3,7 +3,7 @@
 Nothing but the module that pairs with a section below imports it:
 
 * hashing: `kvscout_common.hashing`, which documents the functions; the twin is `hashing_reference`.
-* index: `kvscout_indexer.native_index`; `kvscout_indexer.index` documents what the methods do, the twin is
+* index: `kvscout_blocks.native_index`; `kvscout_blocks.index` documents what the methods do, the twin is
   `reference_index`.
 """
 
@@ -70,7 +70,7 @@ class BlockIndex:
 
     Any number of queries run during a write, one write at a time; a query during a write may see a mixture
     of before and after, but of no worker more than it held at one of these times. Calls of more than about
-    50 µs release the GIL. Complexity is that of `kvscout_indexer.index.BlockIndex`.
+    50 µs release the GIL. Complexity is that of `kvscout_blocks.index.BlockIndex`.
     """
 
     def __new__(
@@ -83,7 +83,7 @@ class BlockIndex:
     def reset(self, worker: _Name) -> None: ...
     def demote(self, worker: _Name, ttl_seconds: float, now: float) -> int: ...
     def apply(self, worker: _Name, events: Iterable[Any], faults: int, epoch: int, event_id: int | None) -> _Applied:
-        """Events as those of `kvscout_indexer.events`; `faults` is their number."""
+        """Events as those of `kvscout_blocks.events`; `faults` is their number."""
 
     def apply_payload(self, worker: _Name, payload: bytes, epoch: int, event_id: int | None) -> _Applied:
         """From an engine's bytes, without a Python object a token."""

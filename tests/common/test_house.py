@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROTOS = sorted((ROOT / "protos/kvscout/v1").glob("*.proto"))
 SERVICES = sorted(path.name for path in (ROOT / "services").glob("*/kvscout_*") if (path / "__init__.py").exists())
+LIBRARIES = ("kvscout_common", "kvscout_blocks")
 SOURCES = sorted(
     path
     for folder in ("common", "services", "clients", "bench")
@@ -36,9 +37,11 @@ def package_of(path: Path) -> str:
 def test_services_import_no_other_service_and_common_imports_none(path: Path) -> None:
     package = package_of(path)
     forbidden = set(SERVICES) - {package}
-    if package == "kvscout_common":
+    if package in LIBRARIES:
         forbidden |= {"kvscout_client", "kvscout_cli", "kvscout_bench"}
-    if package not in (*SERVICES, "kvscout_common"):
+    if package == "kvscout_common":
+        forbidden.add("kvscout_blocks")
+    if package not in (*SERVICES, *LIBRARIES):
         forbidden = set()
     assert not imports_of(path) & forbidden
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvscout_blocks.reference_index import ReferenceIndex
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.worker import Adapter, CopyMode, PoolKey, WorkerRank, WorkerSpec
 from kvscout_indexer.pools import Pools, worker_options
-from kvscout_indexer.reference_index import ReferenceIndex
 
 
 @pytest.fixture

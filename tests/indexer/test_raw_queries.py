@@ -14,12 +14,12 @@ from grpc_server import serving
 from indexer_client import BLOCK_SIZE, local_indexer
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
+from kvscout_blocks.events import EventBatch, Stored, Tier
 from kvscout_common.channel import call
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
 from kvscout_common.hashing import native_available
 from kvscout_common.identity import AccessRole, Identity, _current
 from kvscout_common.worker import Transport, WorkerSpec
-from kvscout_indexer.events import EventBatch, Stored, Tier
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.raw_queries import RawQueries
 from kvscout_indexer.servicer import IndexerServicer

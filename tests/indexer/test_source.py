@@ -12,7 +12,7 @@ from indexer_client import IndexerClient, local_indexer
 from recorded_engine import RecordedEngine, recorded_engine
 
 from kvscout.v1 import indexer_pb2
-from kvscout_indexer import subscriber
+from kvscout_blocks import subscriber
 from kvscout_indexer.config import IndexerConfig
 
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
@@ -262,8 +262,8 @@ async def test_a_replay_socket_that_stays_silent_is_given_up_after_retries(
     client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 0.01})
-    monkeypatch.setattr("kvscout_indexer.sequence.FIRST_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("kvscout_indexer.sequence.MAX_ATTEMPTS", 3)
+    monkeypatch.setattr("kvscout_blocks.sequence.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvscout_blocks.sequence.MAX_ATTEMPTS", 3)
     engine.answering.clear()
     await client.register(engine)
     await engine.subscribed()

@@ -11,7 +11,7 @@ const GROUP_LIMIT: usize = 64;
 /// Blocks of dropped content that each batch frees: drains faster than events can fill.
 const DRAINED_BY_APPLY: usize = 512;
 
-/// Why something an engine said was not indexed; as in `kvscout_indexer.index.Ignored`.
+/// Why something an engine said was not indexed; as in `kvscout_blocks.index.Ignored`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ignored {
     Incompatible,

@@ -10,15 +10,15 @@ from typing import Any
 
 import zmq
 
+from kvscout_blocks.codec import encode_dump
+from kvscout_blocks.index import BlockIndex
+from kvscout_blocks.native_index import NativeIndex, make_index, make_queries
 from kvscout_common.errors import NotFound
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import registry_tasks
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, PoolKey, Transport, WorkerRank, WorkerSpec
-from kvscout_indexer.codec import encode_dump
 from kvscout_indexer.config import IndexerConfig
-from kvscout_indexer.index import BlockIndex
-from kvscout_indexer.native_index import NativeIndex, make_index, make_queries
 from kvscout_indexer.pools import Pools
 from kvscout_indexer.source import Source
 

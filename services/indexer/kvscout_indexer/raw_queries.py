@@ -14,9 +14,9 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
+from kvscout_blocks.native_index import NativeQueries
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity import current_identity, tenants_of
-from kvscout_indexer.native_index import NativeQueries
 from kvscout_indexer.servicer import IndexerServicer
 
 SERVICE = indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name

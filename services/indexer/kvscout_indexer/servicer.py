@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc, types_pb2
+from kvscout_blocks.index import Overlaps
 from kvscout_common.errors import InvalidArgument, KvscoutError, status_code
 from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.identity import current_identity
@@ -15,7 +16,6 @@ from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.service_info import service_info
 from kvscout_common.worker import DEFAULT_TENANT, PoolKey
 from kvscout_common.worker_rpcs import WorkerRpcs, required_id
-from kvscout_indexer.index import Overlaps
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.status import index_status, source_status
 

@@ -17,12 +17,10 @@ from contextlib import aclosing
 
 import zmq
 
-from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
-from kvscout_indexer.events import DecodedBatch, EventBatch
-from kvscout_indexer.index import BlockIndex
-from kvscout_indexer.native_index import apply_decoded, decode_for
-from kvscout_indexer.sequence import (
+from kvscout_blocks.events import DecodedBatch, EventBatch
+from kvscout_blocks.index import BlockIndex
+from kvscout_blocks.native_index import apply_decoded, decode_for
+from kvscout_blocks.sequence import (
     Apply,
     Decision,
     Demote,
@@ -32,8 +30,10 @@ from kvscout_indexer.sequence import (
     SourceSequence,
     digest,
 )
-from kvscout_indexer.subscriber import ReplayBroken, Subscription, replay
-from kvscout_indexer.wire import MalformedBatch, Message
+from kvscout_blocks.subscriber import ReplayBroken, Subscription, replay
+from kvscout_blocks.wire import MalformedBatch, Message
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
 
 log = logging.getLogger("kvscout.indexer")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvscout.v1 import indexer_pb2, workers_pb2
+from kvscout_blocks.index import BlockIndex, WorkerStats
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
-from kvscout_indexer.index import BlockIndex, WorkerStats
 from kvscout_indexer.source import Source
 
 

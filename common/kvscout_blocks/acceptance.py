@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvscout_blocks.events import Stored
+from kvscout_blocks.index import Ignored
 from kvscout_common.hashing import MmItem, block_hashes
-from kvscout_indexer.events import Stored
-from kvscout_indexer.index import Ignored
 
 
 def judge_content(event: Stored, block_size: int, eagle: bool, adapters: Mapping[int, str]) -> Ignored | None:

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
+from kvscout_blocks.events import Tier
+from kvscout_blocks.index import GHOST_LIMIT, MAX_COPIES, ORPHAN_LIMIT, Copies
+from kvscout_blocks.prefix_tree import NOT_HELD, Node, PrefixTree
 from kvscout_common.worker import CopyMode
-from kvscout_indexer.events import Tier
-from kvscout_indexer.index import GHOST_LIMIT, MAX_COPIES, ORPHAN_LIMIT, Copies
-from kvscout_indexer.prefix_tree import NOT_HELD, Node, PrefixTree
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -8,14 +8,14 @@ import random
 import pytest
 
 from kvscout.v1 import events_pb2, types_pb2
+from kvscout_blocks.codec import decode_events
+from kvscout_blocks.events import EventBatch, FaultKind, Removed, Stored, Tier
+from kvscout_blocks.index import WorkerOptions
+from kvscout_blocks.native_index import NativeIndex, apply_decoded, decode_message
+from kvscout_blocks.reference_index import ReferenceIndex
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank
-from kvscout_indexer.codec import decode_events
-from kvscout_indexer.events import EventBatch, FaultKind, Removed, Stored, Tier
-from kvscout_indexer.index import WorkerOptions
-from kvscout_indexer.native_index import NativeIndex, apply_decoded, decode_message
-from kvscout_indexer.reference_index import ReferenceIndex
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
 WORKER = WorkerRank("w", 1)

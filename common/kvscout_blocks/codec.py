@@ -13,10 +13,10 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from kvscout.v1 import events_pb2, types_pb2
+from kvscout_blocks.events import Cleared, DecodedBatch, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
+from kvscout_blocks.index import Copies, DumpedBlock, DumpedOrphan, WorkerDump
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import DEFAULT_TENANT, PoolKey, WorkerRank
-from kvscout_indexer.events import Cleared, DecodedBatch, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
-from kvscout_indexer.index import Copies, DumpedBlock, DumpedOrphan, WorkerDump
 
 VERSION = 1
 """Of the message; readers take this one and the one before."""

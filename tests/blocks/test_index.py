@@ -9,11 +9,8 @@ import msgpack
 import pytest
 from index_scenarios import IndexFactory, settle
 
-from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_common.hashing import block_hashes
-from kvscout_common.worker import WorkerRank
-from kvscout_indexer.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
-from kvscout_indexer.index import (
+from kvscout_blocks.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
+from kvscout_blocks.index import (
     GHOST_LIMIT,
     GROUP_LIMIT,
     ORPHAN_LIMIT,
@@ -26,7 +23,10 @@ from kvscout_indexer.index import (
     WorkerDump,
     WorkerOptions,
 )
-from kvscout_indexer.wire import MalformedBatch
+from kvscout_blocks.wire import MalformedBatch
+from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_common.hashing import block_hashes
+from kvscout_common.worker import WorkerRank
 
 W0 = WorkerRank("w0", 0)
 W1 = WorkerRank("w1", 0)

@@ -46,8 +46,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+from kvscout_blocks.events import EventBatch, Tier
 from kvscout_common.worker import CopyMode, WorkerRank
-from kvscout_indexer.events import EventBatch, Tier
 
 GHOST_LIMIT = 65_536
 """Removed blocks remembered for each worker rank; the oldest is forgotten first."""

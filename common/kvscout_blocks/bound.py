@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import nsmallest
 
-from kvscout_indexer.holdings import Holdings
+from kvscout_blocks.holdings import Holdings
 
 _SLACK = 64
 """1/64 of the bound goes at once beside the surplus, so that the search for victims is paid rarely."""

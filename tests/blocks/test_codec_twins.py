@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 
 from kvscout.v1 import events_pb2
+from kvscout_blocks.codec import DumpReader, encode_dump
+from kvscout_blocks.events import EventBatch, Removed, Stored, Tier
+from kvscout_blocks.index import WorkerOptions
+from kvscout_blocks.native_index import NativeIndex
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank
-from kvscout_indexer.codec import DumpReader, encode_dump
-from kvscout_indexer.events import EventBatch, Removed, Stored, Tier
-from kvscout_indexer.index import WorkerOptions
-from kvscout_indexer.native_index import NativeIndex
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: there is no twin")
 

@@ -15,10 +15,10 @@ import zmq
 import zmq.asyncio
 import zmq.utils.monitor
 
+from kvscout_blocks.wire import MalformedBatch, Message, parse_message, parse_replay_reply, replay_request
 from kvscout_common.worker import EventEndpoint
-from kvscout_indexer.wire import MalformedBatch, Message, parse_message, parse_replay_reply, replay_request
 
-log = logging.getLogger("kvscout.indexer")
+log = logging.getLogger("kvscout.events")
 
 RECEIVE_LIMIT = 100_000
 """Batches that wait in a socket."""

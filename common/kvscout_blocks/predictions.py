@@ -16,8 +16,8 @@ import heapq
 from collections.abc import Iterable
 from itertools import count
 
-from kvscout_indexer.holdings import Holdings, Prediction
-from kvscout_indexer.prefix_tree import Node, PrefixTree
+from kvscout_blocks.holdings import Holdings, Prediction
+from kvscout_blocks.prefix_tree import Node, PrefixTree
 
 _Entry = tuple[float, int, int, Holdings, Node]
 

@@ -6,11 +6,11 @@ import random
 import pytest
 
 from kvscout.v1 import events_pb2
+from kvscout_blocks.codec import DumpReader, encode_dump
+from kvscout_blocks.events import Tier
+from kvscout_blocks.index import Copies, DumpedBlock, DumpedOrphan, WorkerDump
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import PoolKey, WorkerRank
-from kvscout_indexer.codec import DumpReader, encode_dump
-from kvscout_indexer.events import Tier
-from kvscout_indexer.index import Copies, DumpedBlock, DumpedOrphan, WorkerDump
 
 POOL = PoolKey("m", "t", 16, False)
 WORKER = WorkerRank("w", 3)

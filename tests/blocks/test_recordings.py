@@ -13,12 +13,12 @@ from typing import Any
 import msgpack
 import pytest
 
+from kvscout_blocks.index import WorkerOptions
+from kvscout_blocks.reference_index import ReferenceIndex
+from kvscout_blocks.sequence import Apply, SequencedBatch, SourceSequence, digest
+from kvscout_blocks.wire import Message, decode_batch, parse_message, parse_replay_reply
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import WorkerRank
-from kvscout_indexer.index import WorkerOptions
-from kvscout_indexer.reference_index import ReferenceIndex
-from kvscout_indexer.sequence import Apply, SequencedBatch, SourceSequence, digest
-from kvscout_indexer.wire import Message, decode_batch, parse_message, parse_replay_reply
 
 CAPTURES = sorted((Path(__file__).parents[1] / "data" / "captures").iterdir())
 

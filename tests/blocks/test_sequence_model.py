@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvscout_indexer.sequence import (
+from kvscout_blocks.sequence import (
     Apply,
     Decision,
     Demote,

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvscout_common.errors import InvalidArgument
-from kvscout_common.hashing import native_available
-from kvscout_common.worker import DEFAULT_TENANT, CopyMode, PoolKey, WorkerRank
-from kvscout_indexer.codec import MAX_CHUNK_BYTES, Published, decode_events, parse_batch
-from kvscout_indexer.events import DecodedBatch, EventBatch, Tier
-from kvscout_indexer.index import (
+from kvscout_blocks.codec import MAX_CHUNK_BYTES, Published, decode_events, parse_batch
+from kvscout_blocks.events import DecodedBatch, EventBatch, Tier
+from kvscout_blocks.index import (
     DEFAULT_MAX_PREDICTED_BLOCKS,
     DEFAULT_PRUNE_RATIO,
     Applied,
@@ -29,8 +26,11 @@ from kvscout_indexer.index import (
     WorkerOptions,
     WorkerStats,
 )
-from kvscout_indexer.reference_index import ReferenceIndex
-from kvscout_indexer.wire import decode_batch
+from kvscout_blocks.reference_index import ReferenceIndex
+from kvscout_blocks.wire import decode_batch
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.hashing import native_available
+from kvscout_common.worker import DEFAULT_TENANT, CopyMode, PoolKey, WorkerRank
 
 if TYPE_CHECKING or native_available():
     import kvscout_native

@@ -10,9 +10,9 @@ import zmq
 import zmq.asyncio
 from recorded_engine import RecordedEngine, recorded_engine
 
+from kvscout_blocks.subscriber import BURST, ReplayBroken, Subscription, replay
+from kvscout_blocks.wire import Message
 from kvscout_common.worker import EventEndpoint
-from kvscout_indexer.subscriber import BURST, ReplayBroken, Subscription, replay
-from kvscout_indexer.wire import Message
 
 DEADLINE_MS = 10_000
 

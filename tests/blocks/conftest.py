@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from index_scenarios import IndexFactory
 
+from kvscout_blocks.native_index import NativeIndex
+from kvscout_blocks.reference_index import ReferenceIndex
 from kvscout_common.hashing import native_available
-from kvscout_indexer.native_index import NativeIndex
-from kvscout_indexer.reference_index import ReferenceIndex
 
 IMPLEMENTATIONS: dict[str, IndexFactory] = {"reference": ReferenceIndex}
 if native_available():

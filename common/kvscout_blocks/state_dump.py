@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvscout_common.errors import InvalidArgument
-from kvscout_indexer.events import Tier
-from kvscout_indexer.holdings import Counts, Holdings, Orphan, copies_of, level_of, twins
-from kvscout_indexer.index import (
+from kvscout_blocks.events import Tier
+from kvscout_blocks.holdings import Counts, Holdings, Orphan, copies_of, level_of, twins
+from kvscout_blocks.index import (
     GHOST_LIMIT,
     MAX_COPIES,
     ORPHAN_LIMIT,
@@ -19,7 +18,8 @@ from kvscout_indexer.index import (
     DumpedOrphan,
     WorkerDump,
 )
-from kvscout_indexer.prefix_tree import NOT_HELD, Node, PrefixTree
+from kvscout_blocks.prefix_tree import NOT_HELD, Node, PrefixTree
+from kvscout_common.errors import InvalidArgument
 
 
 def dump_holdings(holdings: Holdings) -> tuple[tuple[DumpedBlock, ...], tuple[DumpedOrphan, ...]]:

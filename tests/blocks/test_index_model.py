@@ -13,9 +13,9 @@ import pytest
 from index_scenarios import IndexFactory
 from index_world import run_world
 
+from kvscout_blocks.native_index import NativeIndex
+from kvscout_blocks.reference_index import ReferenceIndex
 from kvscout_common.hashing import native_available
-from kvscout_indexer.native_index import NativeIndex
-from kvscout_indexer.reference_index import ReferenceIndex
 
 SEQUENCES = int(os.environ.get("KVSCOUT_INDEX_SEQUENCES", "2000"))
 MEAN_STEPS = int(os.environ.get("KVSCOUT_INDEX_STEPS", "30"))

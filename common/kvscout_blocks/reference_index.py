@@ -17,13 +17,11 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_common.worker import WorkerRank
-from kvscout_indexer import bound, state_dump
-from kvscout_indexer.acceptance import judge_content, local_hashes_of
-from kvscout_indexer.events import Cleared, EventBatch, Removed, Stored
-from kvscout_indexer.holdings import Holdings
-from kvscout_indexer.index import (
+from kvscout_blocks import bound, state_dump
+from kvscout_blocks.acceptance import judge_content, local_hashes_of
+from kvscout_blocks.events import Cleared, EventBatch, Removed, Stored
+from kvscout_blocks.holdings import Holdings
+from kvscout_blocks.index import (
     DEFAULT_MAX_PREDICTED_BLOCKS,
     DEFAULT_PRUNE_RATIO,
     GROUP_LIMIT,
@@ -35,9 +33,11 @@ from kvscout_indexer.index import (
     WorkerOptions,
     WorkerStats,
 )
-from kvscout_indexer.predictions import Predictions
-from kvscout_indexer.prefix_tree import PrefixTree, match, touch
-from kvscout_indexer.wire import MalformedBatch, decode_batch
+from kvscout_blocks.predictions import Predictions
+from kvscout_blocks.prefix_tree import PrefixTree, match, touch
+from kvscout_blocks.wire import MalformedBatch, decode_batch
+from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_common.worker import WorkerRank
 
 _DRAINED_BY_APPLY = 512
 """Blocks of dropped content that each `apply` frees beside as many as its batch has: so the memory of

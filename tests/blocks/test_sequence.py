@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvscout_indexer.sequence import (
+from kvscout_blocks.sequence import (
     DIGESTS_KEPT,
     FIRST_RETRY_SECONDS,
     HELD_BATCHES,

@@ -20,9 +20,9 @@ from typing import Any, Final, NamedTuple
 
 import msgpack
 
+from kvscout_blocks.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import engine_hash
-from kvscout_indexer.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
 
 MAX_PAYLOAD_BYTES: Final = 64 * 1024 * 1024
 """Larger payloads are refused before they are read."""
