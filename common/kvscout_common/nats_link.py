@@ -1,0 +1,213 @@
+"""The connection to NATS: made in the background, made again for ever, and never waited for at start.
+
+A service that is told of NATS starts without it and says so (`problem`), so that a restart of NATS and of a service may
+come in any order. What must be set up on the server (subscriptions are restored by the client, consumers and buckets
+are not) is done in a hook that runs after each connection, the first one included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import nats.aio.client
+import nats.errors
+
+from kvscout_common.errors import ConfigError, Unavailable
+from kvscout_common.flags import BEHAVIOUR, flag
+from kvscout_common.nats_names import NatsNames
+from kvscout_common.telemetry import RateLimitedLog
+
+log = logging.getLogger("kvscout.nats")
+
+F = TypeVar("F", bound=Callable[..., Any])
+Hook = Callable[[], Awaitable[None]]
+
+DEFAULT_SERVER = "nats://localhost:4222"
+DEFAULT_NAMESPACE = "default"
+CONNECT_SECONDS = 2
+RECONNECT_SECONDS = 0.5
+PING_SECONDS = 5
+"""A server that does not answer two pings in a row counts as gone."""
+PENDING_BYTES = 8 * 1024 * 1024
+"""Outbound bytes that the client holds, while it reconnects too; more are refused with `OutboundBufferLimitError`."""
+HOOK_RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NatsConfig:
+    """Which NATS, and whose part of it."""
+
+    servers: tuple[str, ...] = (DEFAULT_SERVER,)
+    namespace: str = DEFAULT_NAMESPACE
+    credentials: Path | None = None
+    """User credentials file (JWT and seed)."""
+    ca: Path | None = None
+    """CA of the servers' certificates; turns TLS on."""
+
+    @property
+    def names(self) -> NatsNames:
+        """Its names."""
+        return NatsNames(self.namespace)
+
+    @classmethod
+    def from_flags(cls, values: Mapping[str, Any]) -> NatsConfig | None:
+        """Takes the values of `nats_flags`; None = no NATS was named.
+
+        Raises:
+            ConfigError: A server is no nats:// or tls:// URL, or the namespace is empty.
+        """
+        servers = tuple(url for given in values["nats_server"] for url in given.split(",") if url)
+        for url in servers:
+            if not url.startswith(("nats://", "tls://")):
+                raise ConfigError(f"{url!r} is no nats:// or tls:// URL", field="nats_server")
+        if not values["namespace"]:
+            raise ConfigError("must not be empty", field="namespace")
+        if not servers:
+            return None
+        return cls(servers, values["namespace"], values["nats_credentials"], values["nats_ca"])
+
+
+def nats_flags(*, default: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """The flags of everything that can use NATS; `NatsConfig.from_flags` reads them back.
+
+    Args:
+        default: Servers where none is given; () = run without NATS.
+    """
+    path = click.Path(exists=True, dir_okay=False, path_type=Path)
+    declared = [
+        flag(
+            "--nats-server",
+            multiple=True,
+            default=default,
+            envvar=["NATS_SERVER"],
+            section=BEHAVIOUR,
+            help=f"NATS server, such as {DEFAULT_SERVER}; repeat for the servers of a cluster.",
+        ),
+        flag(
+            "--namespace",
+            default=DEFAULT_NAMESPACE,
+            section=BEHAVIOUR,
+            help="Keeps everything in NATS apart from other namespaces; a new one is a fresh start.",
+        ),
+        flag("--nats-credentials", type=path, section=BEHAVIOUR, help="NATS user credentials file."),
+        flag("--nats-ca", type=path, section=BEHAVIOUR, help="CA of the NATS servers, PEM; turns TLS on."),
+    ]
+
+    def decorate(function: F) -> F:
+        for declare in reversed(declared):
+            function = declare(function)
+        return function
+
+    return decorate
+
+
+class NatsLink:
+    """One connection to NATS for a whole process.
+
+    Args:
+        config: Where to.
+        name: Shown in NATS' own monitoring.
+    """
+
+    def __init__(self, config: NatsConfig, name: str) -> None:
+        self.config = config
+        self.names = config.names
+        self.client = nats.aio.client.Client()
+        self.problem = "not connected to NATS yet"
+        """Why it is not usable now; "" = it is."""
+        self._name = name
+        self._hooks: list[Hook] = []
+        self._connections = asyncio.Event()
+        self._warnings = RateLimitedLog(log)
+        self._closed = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server is there now."""
+        return self.client.is_connected
+
+    def require(self) -> nats.aio.client.Client:
+        """The client, connected.
+
+        Raises:
+            Unavailable: It is not.
+        """
+        if not self.client.is_connected:
+            raise Unavailable(self.problem or "not connected to NATS")
+        return self.client
+
+    def on_connected(self, hook: Hook) -> None:
+        """Has a hook run after each connection, in the order in which they were added.
+
+        A hook that fails is logged and run again after a second, and those after it wait: hooks must be repeatable.
+        """
+        self._hooks.append(hook)
+
+    async def run(self) -> None:
+        """Connects, and stays connected until cancelled; a task of the process."""
+        tls = ssl.create_default_context(cafile=str(self.config.ca)) if self.config.ca else None
+        await self.client.connect(
+            servers=list(self.config.servers),
+            name=self._name,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_connected,
+            connect_timeout=CONNECT_SECONDS,
+            reconnect_time_wait=RECONNECT_SECONDS,  # type: ignore[arg-type]  # documented in seconds, used in sleep()
+            max_reconnect_attempts=-1,
+            ping_interval=PING_SECONDS,
+            pending_size=PENDING_BYTES,
+            user_credentials=str(self.config.credentials) if self.config.credentials else None,
+            tls=tls,
+        )
+        await self._on_connected()
+        while True:
+            await self._connections.wait()
+            self._connections.clear()
+            await self._run_hooks()
+
+    async def close(self) -> None:
+        """Sends what is waiting and closes the connection."""
+        self._closed = True
+        if self.client.is_connected:
+            try:
+                await self.client.flush(timeout=1)
+            except nats.errors.Error as error:
+                log.warning("what was waiting for NATS is lost: %s", error)
+        await self.client.close()
+
+    async def _run_hooks(self) -> None:
+        for hook in self._hooks:
+            while not self._connections.is_set():
+                try:
+                    await hook()
+                    break
+                except (nats.errors.Error, TimeoutError, OSError) as error:
+                    self.problem = f"setting up NATS failed: {error!r}"
+                    self._warnings.warning(hook, "%s; trying again", self.problem)
+                    await asyncio.sleep(HOOK_RETRY_SECONDS)
+            else:
+                return
+        if self.client.is_connected:
+            self.problem = ""
+
+    async def _on_connected(self) -> None:
+        log.info("connected to NATS at %s", self.client.connected_url and self.client.connected_url.netloc)
+        self._connections.set()
+
+    async def _on_disconnected(self) -> None:
+        if not self._closed:
+            self.problem = "connection to NATS lost"
+            log.warning("connection to NATS lost")
+
+    async def _on_error(self, error: Exception) -> None:
+        if not self.client.is_connected:
+            self.problem = f"not connected to NATS: {error}"
+        self._warnings.warning(type(error).__name__, "NATS: %r", error)

@@ -1,0 +1,85 @@
+"""A real NATS server with JetStream for tests: on a free port, with a store of its own, which can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+DEADLINE_SECONDS = 20.0
+
+
+def server_binary() -> str:
+    """The nats-server of the environment that runs the tests, else the one on the PATH."""
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    assert found, "nats-server is missing: the extra [embedded] brings it"
+    return found
+
+
+class NatsServer:
+    """A nats-server process; the port and the store outlive a `kill`, so that `start` is a restart."""
+
+    def __init__(self, store: Path, *, extra_flags: tuple[str, ...] = ()) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.store = store
+        self._extra_flags = extra_flags
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients connect to."""
+        return f"nats://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Starts it and waits until it accepts clients."""
+        self._process = await asyncio.create_subprocess_exec(
+            server_binary(), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self.store), *self._extra_flags,
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while True:
+                assert self._process.returncode is None, f"nats-server exited with {self._process.returncode}"
+                try:
+                    _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                except OSError:
+                    await asyncio.sleep(0.02)
+                    continue
+                writer.close()
+                return
+
+    async def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Ends it, without a word by default."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+            await self._process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+
+@asynccontextmanager
+async def nats_server(*, extra_flags: tuple[str, ...] = ()) -> AsyncIterator[NatsServer]:
+    """A running server for the length of a block."""
+    with tempfile.TemporaryDirectory(prefix="kvscout-nats-") as folder:
+        server = NatsServer(Path(folder), extra_flags=extra_flags)
+        await server.start()
+        try:
+            yield server
+        finally:
+            await server.kill()
