@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from kvscout_indexer import source
+from kvscout_blocks import zmq_feed
 from kvscout_indexer.main import main
 
 
@@ -11,5 +11,5 @@ def broken(index: object, payload: bytes) -> NoReturn:
 
 
 if __name__ == "__main__":
-    source.decode_for = broken  # type: ignore[attr-defined]  # what the module imports, replaced
+    zmq_feed.decode_for = broken  # type: ignore[attr-defined]  # what the module imports, replaced
     main()

@@ -181,6 +181,14 @@ def parse_batch(message: bytes) -> events_pb2.KvEventBatch:
         raise InvalidArgument("is no message", field="batch") from error
 
 
+def source_of(message: events_pb2.KvEventBatch) -> tuple[WorkerRank, PoolKey]:
+    """Whose events or state a message carries, and of which index."""
+    return (
+        WorkerRank(message.worker_id, message.dp_rank),
+        PoolKey(message.model, message.tenant or DEFAULT_TENANT, message.block_size, message.eagle),
+    )
+
+
 def decode_events(message: events_pb2.KvEventBatch) -> Published:
     """Reads a message of events; one that cannot be read costs itself, as in the engines' own batches.
 
@@ -213,8 +221,7 @@ def decode_events(message: events_pb2.KvEventBatch) -> Published:
                 raise InvalidArgument("a reset comes first", field="events")
             reset = True
     return Published(
-        WorkerRank(message.worker_id, message.dp_rank),
-        PoolKey(message.model, message.tenant or DEFAULT_TENANT, message.block_size, message.eagle),
+        *source_of(message),
         message.epoch,
         message.event_id if message.HasField("event_id") else None,
         reset,
@@ -310,8 +317,7 @@ class DumpReader:
             blocks=tuple(self._blocks),
             orphans=tuple(self._orphans),
         )
-        pool = PoolKey(header.model, header.tenant or DEFAULT_TENANT, header.block_size, header.eagle)
-        return Dumped(pool, dump, history_incomplete)
+        return Dumped(source_of(header)[1], dump, history_incomplete)
 
 
 def _identity(batch: events_pb2.KvEventBatch) -> tuple[object, ...]:

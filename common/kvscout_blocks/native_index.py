@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvscout_blocks.codec import MAX_CHUNK_BYTES, Published, decode_events, parse_batch
+from kvscout_blocks.codec import (
+    MAX_CHUNK_BYTES,
+    DumpReader,
+    Published,
+    decode_events,
+    parse_batch,
+    source_of,
+)
 from kvscout_blocks.events import DecodedBatch, EventBatch, Tier
 from kvscout_blocks.index import (
     DEFAULT_MAX_PREDICTED_BLOCKS,
@@ -240,6 +247,29 @@ def apply_decoded(
         return Applied(*kvscout_native.apply_batch(index.core, worker, batch, epoch, event_id))
     assert isinstance(batch, EventBatch)
     return index.apply(worker, batch, epoch=epoch, event_id=event_id)
+
+
+def load_state(index: BlockIndex, worker: WorkerRank, pool: PoolKey, messages: Sequence[bytes]) -> None:
+    """Replaces what events said of a worker rank by a dump, from its serialised messages.
+
+    Raises:
+        FailedPrecondition: A version that this release cannot read.
+        InvalidArgument: They are another rank's or pool's, no dump, or contradict themselves; nothing changed.
+        NotFound: The worker is not known.
+    """
+    first = parse_batch(messages[0]) if messages else None
+    if first is None or source_of(first) != (worker, pool):
+        raise InvalidArgument(f"is no state of worker {worker.worker_id}/{worker.dp_rank}", field="events")
+    if isinstance(index, NativeIndex):
+        index.load_messages(messages)
+        return
+    reader = DumpReader()
+    dumped = None
+    for message in messages:
+        dumped = reader.feed(parse_batch(message))
+    if dumped is None:
+        raise InvalidArgument("the last chunk is missing", field="state")
+    index.load(dumped.dump)
 
 
 def make_queries() -> NativeQueries | None:

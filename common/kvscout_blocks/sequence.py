@@ -66,6 +66,8 @@ class SequencedBatch(Generic[T]):
     """Rank that the batch names; None: none."""
     cleared: bool = False
     """It empties the cache, so that nothing before it matters."""
+    reset: bool = False
+    """Its publisher says that the source starts anew with it; such a batch is `cleared` as well."""
     malformed: bool = False
     """It could not be decoded. It keeps its place in the sequence and changes nothing."""
 
@@ -173,6 +175,49 @@ class SourceSequence(Generic[T]):
         self._held_bytes, self._highest_held = 0, -1
         self._complete()
 
+    def wants_state(self, attempt: int | None, *, epoch: int, last_id: int | None) -> bool:
+        """Whether a state is newer than what was applied; then load it and call `on_state`.
+
+        Args:
+            attempt: Number of the replay request that it answers; None: it came over the live channel.
+            epoch: Its incarnation.
+            last_id: Last batch contained; None: it has no cursor.
+        """
+        if attempt is not None and (not self.replaying or attempt != self.attempt):
+            return False
+        if epoch != self.epoch or self.last_id is None or last_id is None:
+            return epoch >= self.epoch
+        return last_id >= self.last_id
+
+    def on_state(
+        self, attempt: int | None, *, epoch: int, last_id: int | None, history_incomplete: bool = False
+    ) -> list[Decision[T]]:
+        """A state that `wants_state` wanted was loaded; arguments as there.
+
+        What is held and newer is applied: at once after a live state, at the end of the replay after a replayed one.
+        """
+        out: list[Decision[T]] = []
+        self.counters["states"] += 1
+        if epoch > self.epoch:
+            self._drop_held(out)
+        elif last_id is not None:
+            self._drop_held(out, below=last_id + 1)
+        self.epoch, self.last_id = epoch, last_id
+        self._digests.clear()
+        self._verified = self._progress = True
+        self.history_incomplete = history_incomplete
+        self.missing = "what came before the state that was loaded" if history_incomplete else ""
+        if attempt is None:
+            if self.replaying:
+                self._end_replay()
+                self.attempt += 1
+            self._apply_held(out, until_gap=True)
+            if self._held and self._can_replay:
+                self._request(out)
+            elif self._held:
+                self._give_up("there is no replay", out)
+        return out
+
     def on_batch(self, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:
         """A batch came over the live channel."""
         out: list[Decision[T]] = []
@@ -215,8 +260,9 @@ class SourceSequence(Generic[T]):
         if batch.epoch > self.epoch and self.last_id is not None:
             self._restart(out, epoch=batch.epoch)
             return out
-        waiting = self._held.get(batch.event_id)
-        known = self._digests.get(batch.event_id)
+        # Within one epoch an id is one batch, however often it is encoded; without epochs its bytes decide.
+        waiting = None if batch.epoch else self._held.get(batch.event_id)
+        known = None if batch.epoch else self._digests.get(batch.event_id)
         if waiting is not None and waiting.digest != batch.digest:
             self._restart(out, epoch=batch.epoch)
         elif batch.event_id == self.last_id:
@@ -349,7 +395,8 @@ class SourceSequence(Generic[T]):
         self.retry_at = None
         self._failures = 0
         self._progress = False
-        self._verified = self.last_id is None
+        # With epochs a restart tells itself: a source that has nothing newer than `last_id` has lost nothing.
+        self._verified = self.last_id is None or self.epoch > 0
         out.append(RequestReplay(self.last_id if self.last_id is not None else 0, self.attempt))
 
     def _end_replay(self) -> None:

@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 import zmq.utils.monitor
 
+from kvscout_blocks.feed import HistoryBroken
 from kvscout_blocks.wire import MalformedBatch, Message, parse_message, parse_replay_reply, replay_request
 from kvscout_common.worker import EventEndpoint
 
@@ -129,10 +130,6 @@ class Subscription:
             self._on_connected()
 
 
-class ReplayBroken(Exception):
-    """A replay ended before its end marker."""
-
-
 async def replay(
     context: zmq.Context[zmq.Socket[bytes]],
     endpoint: str,
@@ -143,7 +140,7 @@ async def replay(
     """Asks an engine's replay socket for every batch from `start` on; ends with the engine's end marker.
 
     Raises:
-        ReplayBroken: If the engine falls silent, or sends something else.
+        HistoryBroken: If the engine falls silent, or sends something else.
     """
     socket = zmq.asyncio.Context.shadow(context).socket(zmq.DEALER)
     try:
@@ -163,8 +160,8 @@ async def replay(
                     return
                 yield message
         except TimeoutError as error:
-            raise ReplayBroken(f"{endpoint} was silent for {idle_seconds:g} s") from error
+            raise HistoryBroken(f"{endpoint} was silent for {idle_seconds:g} s") from error
         except (MalformedBatch, zmq.ZMQError) as error:
-            raise ReplayBroken(f"{endpoint}: {error}") from error
+            raise HistoryBroken(f"{endpoint}: {error}") from error
     finally:
         socket.close()

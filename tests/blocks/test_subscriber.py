@@ -10,7 +10,8 @@ import zmq
 import zmq.asyncio
 from recorded_engine import RecordedEngine, recorded_engine
 
-from kvscout_blocks.subscriber import BURST, ReplayBroken, Subscription, replay
+from kvscout_blocks.feed import HistoryBroken
+from kvscout_blocks.subscriber import BURST, Subscription, replay
 from kvscout_blocks.wire import Message
 from kvscout_common.worker import EventEndpoint
 
@@ -193,7 +194,7 @@ async def test_a_replay_brings_what_the_engine_has_from_there_on(
 async def test_a_replay_of_an_engine_that_is_away_breaks(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with recorded_engine() as engine:
         endpoint = engine.replay_endpoint
-    with pytest.raises(ReplayBroken, match=r"silent for 0\.2 s"):
+    with pytest.raises(HistoryBroken, match=r"silent for 0\.2 s"):
         await read(context, endpoint, 0)
 
 
@@ -221,7 +222,7 @@ async def test_a_replay_that_makes_no_sense_breaks(
 
     answering = asyncio.create_task(answer())
     try:
-        with pytest.raises(ReplayBroken, match=reason):
+        with pytest.raises(HistoryBroken, match=reason):
             await read(context, router.get_string(zmq.LAST_ENDPOINT), 0)
     finally:
         await answering

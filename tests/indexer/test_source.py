@@ -380,7 +380,7 @@ async def test_an_engine_may_connect_to_us(client: IndexerClient) -> None:
 async def test_an_address_that_is_in_use_is_shown_and_tried_again(
     client: IndexerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvscout_indexer.source.REOPEN_SECONDS", 0.05)
+    monkeypatch.setattr("kvscout_blocks.zmq_feed.REOPEN_SECONDS", 0.05)
     occupant = socket.create_server(("127.0.0.1", 0))
     async with recorded_engine(connect_to=f"tcp://127.0.0.1:{occupant.getsockname()[1]}") as connecting:
         with occupant:
@@ -509,7 +509,7 @@ def break_index(monkeypatch: pytest.MonkeyPatch) -> None:
     def apply(*_: object, **__: object) -> None:
         raise RuntimeError("the index is broken")
 
-    monkeypatch.setattr("kvscout_indexer.source.apply_decoded", apply)
+    monkeypatch.setattr("kvscout_blocks.source.apply_decoded", apply)
 
 
 async def test_predictions_of_lost_history_end_after_their_time(mute: RecordedEngine) -> None:

@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-import zmq
-
 from kvscout_blocks.codec import encode_dump
+from kvscout_blocks.feed import Feed
 from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.native_index import NativeIndex, make_index, make_queries
+from kvscout_blocks.source import Source
 from kvscout_common.errors import NotFound
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import registry_tasks
 from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.worker import EventEndpoint, PoolKey, Transport, WorkerRank, WorkerSpec
+from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.pools import Pools
-from kvscout_indexer.source import Source
+from kvscout_indexer.transports import EventTransport, ZmqDirect
 
 log = logging.getLogger("kvscout.indexer")
 
@@ -41,14 +41,15 @@ class Indexer:
         self.queries = make_queries()
         self.pools = Pools(self._make_index, self.queries)
         self._config = config
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 65_535)
         self._sources: dict[tuple[str, WorkerRank], Source] = {}
         self._closing: set[asyncio.Task[None]] = set()
         """Replays of closed sources that have not ended yet."""
         self._recoveries = asyncio.Semaphore(MAX_RECOVERIES)
         self._warnings = RateLimitedLog(log)
         self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._transports: dict[Transport, EventTransport] = {
+            Transport.ZMQ: ZmqDirect(warnings=self._warnings, failed=self._fail)
+        }
         self._registry_tasks, self.warnings = registry_tasks(self.registry, config.server.workers_file)
         self.registry.listen(self)
 
@@ -63,14 +64,18 @@ class Indexer:
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         """What runs beside the server, by name."""
-        return {**self._registry_tasks, "ingest": self._watch_ingest, "ticks": self._tick, "maintain": self._maintain}
+        tasks = {**self._registry_tasks, "ingest": self._watch_ingest, "ticks": self._tick, "maintain": self._maintain}
+        for transport in self._transports.values():
+            tasks.update(transport.tasks())
+        return tasks
 
     async def close(self) -> None:
-        """Closes every socket."""
+        """Ends every source and transport."""
         for source in self._sources.values():
             self._let_end(source)
         await asyncio.gather(*self._closing, return_exceptions=True)
-        self._context.destroy(linger=0)
+        for transport in self._transports.values():
+            await transport.close()
 
     def sources(self, tenant: str) -> Iterator[tuple[WorkerSpec, WorkerRank, Source | None]]:
         """Every registered rank of a tenant ("*" = all) in order, and its source; None = it publishes no events."""
@@ -113,9 +118,7 @@ class Indexer:
         """Indexes a worker and reads its events."""
         index = self.pools.add(spec)
         for rank in spec.ranks:
-            endpoint = spec.event_endpoint(rank.dp_rank)
-            if spec.transport is Transport.ZMQ and endpoint is not None:
-                self._open(spec, rank, endpoint, index)
+            self._open(spec, rank, self._feed(spec, rank, index), index)
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
         """Takes over what changed; a rank whose events come from elsewhere now starts anew."""
@@ -129,15 +132,14 @@ class Indexer:
                 self._close(old, rank)
                 self.pools.drop_rank(old, rank)
         for rank in new.ranks:
-            endpoint = new.event_endpoint(rank.dp_rank) if new.transport is Transport.ZMQ else None
+            feed = self._feed(new, rank, index)
             source = self._sources.get((new.tenant, rank))
-            if source is not None and source.endpoint == endpoint:
+            if source is not None and feed is not None and source.feed.address == feed.address:
                 source.spec = new
                 continue
             self._close(new, rank)
             index.reset(rank)
-            if endpoint is not None:
-                self._open(new, rank, endpoint, index)
+            self._open(new, rank, feed, index)
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
         """Forgets a worker."""
@@ -145,13 +147,18 @@ class Indexer:
             self._close(spec, rank)
         self.pools.remove(spec)
 
-    def _open(self, spec: WorkerSpec, rank: WorkerRank, endpoint: EventEndpoint, index: BlockIndex) -> None:
+    def _feed(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> Feed | None:
+        transport = self._transports.get(spec.transport)
+        return transport.feed(spec, rank, index) if transport is not None else None
+
+    def _open(self, spec: WorkerSpec, rank: WorkerRank, feed: Feed | None, index: BlockIndex) -> None:
+        if feed is None:
+            return
         source = Source(
             spec,
             rank,
-            endpoint,
+            feed,
             index,
-            context=self._context,
             recoveries=self._recoveries,
             clock=time.monotonic,
             ttl_seconds=self._config.router_ttl_seconds,

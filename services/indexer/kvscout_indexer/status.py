@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from kvscout.v1 import indexer_pb2, workers_pb2
 from kvscout_blocks.index import BlockIndex, WorkerStats
+from kvscout_blocks.source import Source
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
-from kvscout_indexer.source import Source
 
 
 def index_status(key: PoolKey, index: BlockIndex) -> indexer_pb2.IndexStatus:
@@ -43,7 +43,7 @@ def source_state(
     sequence = source.sequence
     # The order is that of what an operator has to fix first.
     table: tuple[tuple[bool, indexer_pb2.SourceState.ValueType, Callable[[], str]], ...] = (
-        (bool(source.broken), indexer_pb2.SOURCE_STATE_MISCONFIGURED, lambda: source.broken),
+        (bool(source.feed.broken), indexer_pb2.SOURCE_STATE_MISCONFIGURED, lambda: source.feed.broken),
         (bool(sequence.misconfigured), indexer_pb2.SOURCE_STATE_MISCONFIGURED, lambda: sequence.misconfigured),
         (bool(stats.incompatible), indexer_pb2.SOURCE_STATE_INCOMPATIBLE, lambda: stats.incompatible),
         (

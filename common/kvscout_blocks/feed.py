@@ -1,0 +1,88 @@
+"""What a source needs of whatever brings its batches: live delivery, and the past where it can be asked for.
+
+::
+
+    ZmqFeed · NATS core · JetStream · gRPC push ──batches, states──▶ Source ──▶ index
+                    ▲                                                  │
+                    └───────────── history(first id) ──────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvscout_blocks.events import DecodedBatch
+from kvscout_blocks.sequence import SequencedBatch
+
+
+class HistoryBroken(Exception):
+    """History ended before its end: the one asked fell silent, or said something that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """One consistent cut of a source's state, as the messages that carry it."""
+
+    epoch: int
+    last_event_id: int | None
+    """Last event contained; None: the cut has no cursor."""
+    messages: Sequence[bytes]
+    """Serialised `KvEventBatch`es of state chunks, complete and in order."""
+    history_incomplete: bool = False
+    """Events before the cut may be missing."""
+
+
+class SourceInput(Protocol):
+    """What a feed tells its source; every call is on the event loop."""
+
+    def on_batch(self, batch: SequencedBatch[DecodedBatch]) -> None:
+        """A batch came live."""
+
+    def on_state(self, state: SourceState) -> None:
+        """A state came live: the publisher says that it replaces what was known."""
+
+    def on_reconnect(self) -> None:
+        """The live channel was (re)connected: batches may have been lost."""
+
+    def on_malformed(self, reason: str) -> None:
+        """Something came that has no place in the sequence."""
+
+
+class Feed(Protocol):
+    """What brings the batches of one worker rank.
+
+    A feed is opened once and closed once, and calls its source between the two only.
+    """
+
+    @property
+    def address(self) -> Hashable:
+        """What it reads from; a registration that changes it makes a new source."""
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether `history` can be asked."""
+
+    @property
+    def broken(self) -> str:
+        """Why nothing can be read, in one sentence; "" = it can."""
+
+    def open(self, source: SourceInput) -> None:
+        """Begins to deliver; what cannot be opened is shown in `broken` and tried again in `tick`, not raised."""
+
+    def close(self) -> None:
+        """Ends delivery."""
+
+    def tick(self, now: float) -> None:
+        """Time passed: does what is due."""
+
+    def history(self, first_id: int) -> AsyncGenerator[SequencedBatch[DecodedBatch] | SourceState, None]:
+        """Everything from `first_id` on, in order, as far as it is still there; ends with the newest.
+
+        A state stands for everything up to its last event.
+
+        Raises:
+            HistoryBroken: It cannot be had now; asking again may help.
+        """
+        ...

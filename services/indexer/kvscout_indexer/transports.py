@@ -1,0 +1,67 @@
+"""The event transports: which feed brings the batches of a worker rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+import zmq
+
+from kvscout_blocks.feed import Feed
+from kvscout_blocks.index import BlockIndex
+from kvscout_blocks.zmq_feed import ZmqFeed
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.worker import WorkerRank, WorkerSpec
+
+
+class EventTransport(Protocol):
+    """One way in which events reach the indexer."""
+
+    def feed(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> Feed | None:
+        """What brings a rank's batches; None = the registration lacks what it takes."""
+
+    def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """What runs beside the server, by name."""
+        ...
+
+    async def close(self) -> None:
+        """Closes what it holds; every feed is closed."""
+
+
+class ZmqDirect:
+    """The engines' own sockets.
+
+    Args:
+        warnings: Where what is wrong with an engine is logged.
+        failed: Told of a defect of ours.
+    """
+
+    def __init__(self, *, warnings: RateLimitedLog, failed: Callable[[BaseException], None]) -> None:
+        self._warnings = warnings
+        self._failed = failed
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 65_535)
+
+    def feed(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> Feed | None:
+        """See `EventTransport.feed`."""
+        endpoint = spec.event_endpoint(rank.dp_rank)
+        if endpoint is None:
+            return None
+        return ZmqFeed(
+            rank,
+            endpoint,
+            index,
+            context=self._context,
+            clock=time.monotonic,
+            warnings=self._warnings,
+            failed=self._failed,
+        )
+
+    def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """None."""
+        return {}
+
+    async def close(self) -> None:
+        """Closes every socket."""
+        self._context.destroy(linger=0)
