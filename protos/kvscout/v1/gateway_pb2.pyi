@@ -207,12 +207,13 @@ class RouteResponse(_message.Message):
     DEGRADED_FIELD_NUMBER: _builtins.int
     DEGRADED_REASONS_FIELD_NUMBER: _builtins.int
     EXPLANATION_FIELD_NUMBER: _builtins.int
+    CONFIRMED_OVERLAP_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     dp_rank: _builtins.int
     """Data-parallel rank."""
     overlap_blocks: _builtins.int
-    """Leading blocks of the prompt on its device, in blocks."""
+    """Leading blocks of the prompt on its device, confirmed or predicted, whichever reaches further; in blocks."""
     effective_overlap_blocks: _builtins.float
     """Overlap as the cost counted it, slower tiers weighted, in blocks."""
     endpoint: _builtins.str
@@ -225,6 +226,8 @@ class RouteResponse(_message.Message):
     """Cost, in blocks (policy kv) or the policy's own unit."""
     degraded: _builtins.bool
     """True = a helper was out of reach: the choice was made with less knowledge than usual."""
+    confirmed_overlap_blocks: _builtins.int
+    """Of overlap_blocks, those that the worker's events confirm; the rest is predicted."""
     @_builtins.property
     def degraded_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Why degraded, one entry a helper."""
@@ -247,10 +250,11 @@ class RouteResponse(_message.Message):
         degraded: _builtins.bool = ...,
         degraded_reasons: _abc.Iterable[_builtins.str] | None = ...,
         explanation: _scheduler_pb2.Explanation | None = ...,
+        confirmed_overlap_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cost", b"cost", "degraded", b"degraded", "degraded_reasons", b"degraded_reasons", "dp_rank", b"dp_rank", "effective_overlap_blocks", b"effective_overlap_blocks", "endpoint", b"endpoint", "explanation", b"explanation", "num_blocks", b"num_blocks", "overlap_blocks", b"overlap_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "confirmed_overlap_blocks", b"confirmed_overlap_blocks", "cost", b"cost", "degraded", b"degraded", "degraded_reasons", b"degraded_reasons", "dp_rank", b"dp_rank", "effective_overlap_blocks", b"effective_overlap_blocks", "endpoint", b"endpoint", "explanation", b"explanation", "num_blocks", b"num_blocks", "overlap_blocks", b"overlap_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -717,6 +721,11 @@ class HelperStatus(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     PENDING_REGISTRATIONS_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    DECISIONS_DELIVERED_FIELD_NUMBER: _builtins.int
+    DECISIONS_LOST_FIELD_NUMBER: _builtins.int
+    DECISIONS_WAITING_FIELD_NUMBER: _builtins.int
+    DECISIONS_PROBLEM_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"indexer" or "scheduler"."""
     address: _builtins.str
@@ -731,6 +740,16 @@ class HelperStatus(_message.Message):
     """Calls that failed or were too slow."""
     pending_registrations: _builtins.int
     """Registrations it has not been told yet."""
+    shard: _builtins.str
+    """An indexer's shard and the number of shards, such as "0/2"; empty = it has every worker."""
+    decisions_delivered: _builtins.int
+    """Routing decisions that this indexer was told of."""
+    decisions_lost: _builtins.int
+    """Routing decisions that it missed: it was too slow or out of reach, or did not know the worker."""
+    decisions_waiting: _builtins.int
+    """Routing decisions that wait to be told."""
+    decisions_problem: _builtins.str
+    """Why it is not told of routing decisions, such as that it predicts nothing; empty = it is."""
     def __init__(
         self,
         *,
@@ -741,10 +760,15 @@ class HelperStatus(_message.Message):
         calls: _builtins.int = ...,
         failures: _builtins.int = ...,
         pending_registrations: _builtins.int = ...,
+        shard: _builtins.str = ...,
+        decisions_delivered: _builtins.int = ...,
+        decisions_lost: _builtins.int = ...,
+        decisions_waiting: _builtins.int = ...,
+        decisions_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "calls", b"calls", "failures", b"failures", "healthy", b"healthy", "kind", b"kind", "last_error", b"last_error", "pending_registrations", b"pending_registrations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "calls", b"calls", "decisions_delivered", b"decisions_delivered", "decisions_lost", b"decisions_lost", "decisions_problem", b"decisions_problem", "decisions_waiting", b"decisions_waiting", "failures", b"failures", "healthy", b"healthy", "kind", b"kind", "last_error", b"last_error", "pending_registrations", b"pending_registrations", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -855,7 +879,7 @@ class GatewayStatus(_message.Message):
 
     @_builtins.property
     def degraded(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Decisions made with less knowledge than usual, by reason."""
+        """Decisions made without a helper: "scheduler", "indexer", or each shard that was missed, such as "indexer 0/2"."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class _SourceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SourceSta
     SOURCE_STATE_QUARANTINED: _SourceState.ValueType  # 7
     """Not read for a while: too many malformed batches in a row."""
     SOURCE_STATE_NONE: _SourceState.ValueType  # 8
-    """The worker publishes no events."""
+    """No events are read: the worker publishes none, the indexer runs without events, or another shard indexes it."""
 
 class SourceState(_SourceState, metaclass=_SourceStateEnumTypeWrapper):
     """What state a source of events is in."""
@@ -66,7 +66,7 @@ SOURCE_STATE_MISCONFIGURED: SourceState.ValueType  # 6
 SOURCE_STATE_QUARANTINED: SourceState.ValueType  # 7
 """Not read for a while: too many malformed batches in a row."""
 SOURCE_STATE_NONE: SourceState.ValueType  # 8
-"""The worker publishes no events."""
+"""No events are read: the worker publishes none, the indexer runs without events, or another shard indexes it."""
 Global___SourceState: _TypeAlias = SourceState  # noqa: Y015
 
 @_typing.final
@@ -318,25 +318,40 @@ class RoutedPrompt(_message.Message):
 
     WORKER_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    EAGLE_FIELD_NUMBER: _builtins.int
+    block_size: _builtins.int
+    """Tokens a block of block_hashes, >= 1. Unset = not compared with the worker's."""
+    eagle: _builtins.bool
+    """Whether block_hashes are those of EAGLE windows. Unset = not compared with the worker's."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """Where it was sent; required."""
 
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Local hashes of its complete blocks."""
+        """Local hashes of its complete blocks; a prompt without any predicts nothing."""
 
     def __init__(
         self,
         *,
         worker: _types_pb2.WorkerRank | None = ...,
         block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        block_size: _builtins.int | None = ...,
+        eagle: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_size", b"block_size", "eagle", b"eagle", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_hashes", b"block_hashes", "block_size", b"block_size", "eagle", b"eagle", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__block_size: _TypeAlias = _typing.Literal["block_size"]  # noqa: Y015
+    _WhichOneofArgType__block_size: _TypeAlias = _typing.Literal["_block_size", b"_block_size"]  # noqa: Y015
+    _WhichOneofReturnType__eagle: _TypeAlias = _typing.Literal["eagle"]  # noqa: Y015
+    _WhichOneofArgType__eagle: _TypeAlias = _typing.Literal["_eagle", b"_eagle"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__block_size) -> _WhichOneofReturnType__block_size | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eagle) -> _WhichOneofReturnType__eagle | None: ...
 
 Global___RoutedPrompt: _TypeAlias = RoutedPrompt  # noqa: Y015
 
@@ -347,16 +362,22 @@ class RecordRoutingResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PREDICTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NOT_RECORDED_FIELD_NUMBER: _builtins.int
     predicted_blocks: _builtins.int
     """Blocks that are now predicted and were not before."""
+    @_builtins.property
+    def not_recorded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Prompts (indices) that were not recorded: their worker is unknown or of another shard, or has other blocks."""
+
     def __init__(
         self,
         *,
         predicted_blocks: _builtins.int = ...,
+        not_recorded: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["predicted_blocks", b"predicted_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["not_recorded", b"not_recorded", "predicted_blocks", b"predicted_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -660,6 +681,12 @@ class IndexerStatus(_message.Message):
     SERVICE_FIELD_NUMBER: _builtins.int
     INDEXES_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    SHARD_INDEX_FIELD_NUMBER: _builtins.int
+    SHARD_COUNT_FIELD_NUMBER: _builtins.int
+    shard_index: _builtins.int
+    """Shard of the workers that it indexes, 0 .. shard_count - 1; others are registered with it and not indexed."""
+    shard_count: _builtins.int
+    """Number of shards; 1 = it indexes every worker."""
     @_builtins.property
     def service(self) -> _types_pb2.ServiceInfo:
         """The service."""
@@ -678,10 +705,12 @@ class IndexerStatus(_message.Message):
         service: _types_pb2.ServiceInfo | None = ...,
         indexes: _abc.Iterable[Global___IndexStatus] | None = ...,
         sources: _abc.Iterable[Global___SourceStatus] | None = ...,
+        shard_index: _builtins.int = ...,
+        shard_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["indexes", b"indexes", "service", b"service", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["indexes", b"indexes", "service", b"service", "shard_count", b"shard_count", "shard_index", b"shard_index", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -176,9 +176,10 @@ class IndexerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RecordRouting(self, request, context):
-        """Tells that prompts were routed, so that their blocks can be predicted on the chosen workers.
-        INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown worker.
-        FAILED_PRECONDITION: predictions are off, or the block size differs.
+        """Tells that prompts were routed, so that their blocks can be predicted on the chosen workers. Of several prompts
+        those that can be recorded are; the answer names the others. If none can be, the first one's error is the answer.
+        INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
+        FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

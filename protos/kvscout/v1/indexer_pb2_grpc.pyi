@@ -70,9 +70,10 @@ class IndexerStub:
     An operation that fails has its status in its answer; the stream goes on.
     """
     RecordRouting: _grpc.UnaryUnaryMultiCallable[_indexer_pb2.RecordRoutingRequest, _indexer_pb2.RecordRoutingResponse]
-    """Tells that prompts were routed, so that their blocks can be predicted on the chosen workers.
-    INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown worker.
-    FAILED_PRECONDITION: predictions are off, or the block size differs.
+    """Tells that prompts were routed, so that their blocks can be predicted on the chosen workers. Of several prompts
+    those that can be recorded are; the answer names the others. If none can be, the first one's error is the answer.
+    INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
+    FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard.
     """
     PublishEvents: _grpc.StreamStreamMultiCallable[_events_pb2.KvEventBatch, _indexer_pb2.PublishEventsResponse]
     """Publishes events into the indexer directly. The first message decides the source; each message must name the
@@ -132,9 +133,10 @@ class IndexerAsyncStub(IndexerStub):
     An operation that fails has its status in its answer; the stream goes on.
     """
     RecordRouting: _aio.UnaryUnaryMultiCallable[_indexer_pb2.RecordRoutingRequest, _indexer_pb2.RecordRoutingResponse]  # type: ignore[assignment]
-    """Tells that prompts were routed, so that their blocks can be predicted on the chosen workers.
-    INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown worker.
-    FAILED_PRECONDITION: predictions are off, or the block size differs.
+    """Tells that prompts were routed, so that their blocks can be predicted on the chosen workers. Of several prompts
+    those that can be recorded are; the answer names the others. If none can be, the first one's error is the answer.
+    INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
+    FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard.
     """
     PublishEvents: _aio.StreamStreamMultiCallable[_events_pb2.KvEventBatch, _indexer_pb2.PublishEventsResponse]  # type: ignore[assignment]
     """Publishes events into the indexer directly. The first message decides the source; each message must name the
@@ -245,9 +247,10 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         request: _indexer_pb2.RecordRoutingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_indexer_pb2.RecordRoutingResponse, _abc.Awaitable[_indexer_pb2.RecordRoutingResponse]]:
-        """Tells that prompts were routed, so that their blocks can be predicted on the chosen workers.
-        INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown worker.
-        FAILED_PRECONDITION: predictions are off, or the block size differs.
+        """Tells that prompts were routed, so that their blocks can be predicted on the chosen workers. Of several prompts
+        those that can be recorded are; the answer names the others. If none can be, the first one's error is the answer.
+        INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
+        FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard.
         """
 
     @_abc_1.abstractmethod
