@@ -6,7 +6,7 @@ shard of a worker = XXH3_64(utf8(tenant) ‖ 0x00 ‖ utf8(worker_id), seed 0) m
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
@@ -23,7 +23,8 @@ def shard_of(tenant: str, worker_id: str, count: int) -> int:
     return xxh3_64_intdigest(b"\0".join((tenant.encode(), worker_id.encode()))) % count
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Shard:
     """One of N shares of the workers."""
 
     index: int

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
+from kvscout_common.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,8 @@ class GatewayConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     security: ClientSecurity = PLAINTEXT
     """How it calls indexers and schedulers."""
-    indexers: tuple[str, ...] = ("127.0.0.1:50051",)
-    """Addresses in order of preference; empty = routing on load alone."""
+    indexers: tuple[tuple[str, ...], ...] = (("127.0.0.1:50051",),)
+    """Addresses of each shard's replicas in order of preference, mostly one shard; empty = routing on load alone."""
     schedulers: tuple[str, ...] = ("127.0.0.1:50052",)
     """Addresses in order of preference; the first healthy one decides."""
     indexer_timeout_seconds: float = 0.02
@@ -48,3 +49,26 @@ def addresses(flag: str, given: Sequence[str]) -> tuple[str, ...]:
     if len(set(given)) < len(given):
         raise ConfigError("names an address twice", field=flag)
     return tuple(given)
+
+
+def indexer_shards(flag: str, given: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Addresses of each shard's replicas, in order, from `host:port` or `I/N=host:port` each.
+
+    Raises:
+        ConfigError: If one is neither, the numbers of shards differ, or a shard has no address; names the flag.
+    """
+    pairs = [one.rpartition("=") for one in given]
+    checked = addresses(flag, [address for _, _, address in pairs])
+    if not any(prefix or equals for prefix, equals, _ in pairs):
+        return (checked,) if checked else ()
+    shards = [Shard.parse(prefix, flag=flag) for prefix, _, _ in pairs]
+    counts = {shard.count for shard in shards}
+    if len(counts) > 1:
+        raise ConfigError(f"names shards of {' and of '.join(map(str, sorted(counts)))}", field=flag)
+    replicas: list[tuple[str, ...]] = [() for _ in range(counts.pop())]
+    for shard, address in zip(shards, checked, strict=True):
+        replicas[shard.index] += (address,)
+    missing = ", ".join(f"{index}/{len(replicas)}" for index, of in enumerate(replicas) if not of)
+    if missing:
+        raise ConfigError(f"names no address of shard {missing}", field=flag)
+    return tuple(replicas)

@@ -55,11 +55,13 @@ class Member(Generic[Stub]):
     failures: int = 0
     last_error: str = ""
     avoid_until: float = 0.0
+    shard: str = ""
+    """The share of the workers that it has, such as "0/2"; "" = all of them."""
 
     @property
     def name(self) -> str:
-        """Kind and address."""
-        return f"{self.kind} {self.address}"
+        """Kind, shard and address."""
+        return " ".join(filter(None, (self.kind, self.shard, self.address)))
 
     async def call(
         self, method: Callable[[Stub], Callable[..., Awaitable[Answer]]], request: object, timeout_seconds: float
@@ -105,12 +107,16 @@ class Failover(Generic[Stub]):
         addresses: Sequence[str],
         make_stub: Callable[[grpc.aio.Channel], Stub],
         security: ClientSecurity,
+        *,
+        shard: str = "",
     ) -> None:
         self.kind = kind
+        self.name = f"{kind} {shard}" if shard else kind
+        """For people: what the members are, and their share of the workers if they do not have all."""
         self.members: list[Member[Stub]] = []
         for address in addresses:
             channel = open_channel(address, security)
-            self.members.append(Member(kind, address, channel, make_stub(channel)))
+            self.members.append(Member(kind, address, channel, make_stub(channel), shard=shard))
 
     def preferred(self) -> list[Member[Stub]]:
         """Members in the order to try: the list's, those that just failed last."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import TypeVar
 
 from kvscout.v1 import events_pb2, indexer_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.channel import stream
 from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_gateway.failover import HelperDown, is_member_fault
-from kvscout_gateway.placement import Indexers, Schedulers
+from kvscout_gateway.indexers import Indexers, Replicas
+from kvscout_gateway.placement import Schedulers
 
 Answer = TypeVar("Answer")
 
@@ -22,7 +24,7 @@ class Fanout:
         """Calls these.
 
         Args:
-            indexers: In order of preference.
+            indexers: By shard, each in order of preference.
             schedulers: In order of preference.
             timeout_seconds: Longest wait for each scheduler.
         """
@@ -75,14 +77,25 @@ class Fanout:
         return changed
 
     async def dump(self, request: indexer_pb2.DumpRequest) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
-        """The state of the first indexer that answers.
+        """The state of every shard, each from its first indexer that answers.
 
         Raises:
-            HelperDown: None does.
+            HelperDown: None of a shard does.
             NotFound: Unknown model.
         """
-        problem = "no indexer is configured"
-        for member in self._indexers.preferred():
+        if not self._indexers.shards:
+            raise HelperDown("no indexer is configured")
+        for shard in self._indexers.shards:
+            async with aclosing(self._dump_shard(shard, request)) as batches:
+                async for batch in batches:
+                    yield batch
+
+    @staticmethod
+    async def _dump_shard(
+        shard: Replicas, request: indexer_pb2.DumpRequest
+    ) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
+        problem = ""
+        for member in shard.preferred():
             begun = False
             try:
                 async for batch in stream(member.stub.Dump, request):

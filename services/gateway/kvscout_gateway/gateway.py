@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
-from kvscout.v1 import gateway_pb2, indexer_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from kvscout.v1 import gateway_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import registry_tasks
@@ -26,12 +26,14 @@ from kvscout_gateway.engine import VllmEngine
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.fanout import Fanout
 from kvscout_gateway.generate import GenerateFlow
-from kvscout_gateway.metrics import GatewayMetrics, ObservationCollector
+from kvscout_gateway.indexers import Indexers
+from kvscout_gateway.metrics import GatewayMetrics, ObservationCollector, ReportCollector
 from kvscout_gateway.observation import Observations
 from kvscout_gateway.overlaps import OverlapQuery
-from kvscout_gateway.placement import Indexers, Placement, Schedulers
+from kvscout_gateway.placement import Placement, Schedulers
 from kvscout_gateway.registration import Registration, problem
 from kvscout_gateway.releases import Bookings
+from kvscout_gateway.reporter import Reporter
 from kvscout_gateway.routing import RoutingFlow
 
 log = logging.getLogger("kvscout.gateway")
@@ -42,10 +44,6 @@ CLOSE_SECONDS = 2.0
 """Longest wait at the end for what was cancelled to be freed."""
 MAX_REPORTS = 256
 """Failure reports under way; more are dropped, their workers are reported again soon enough."""
-
-
-def _indexer_stub(channel: grpc.aio.Channel) -> indexer_pb2_grpc.IndexerAsyncStub:
-    return indexer_pb2_grpc.IndexerStub(channel)
 
 
 def _scheduler_stub(channel: grpc.aio.Channel) -> scheduler_pb2_grpc.SchedulerAsyncStub:
@@ -62,13 +60,15 @@ class Gateway:
         self.registry = Registry(time.monotonic)
         self._registry_tasks, self._registry_warnings = registry_tasks(self.registry, config.server.workers_file)
         self.catalog = Catalog(self.registry)
-        self.indexers: Indexers = Failover("indexer", config.indexers, _indexer_stub, config.security)
+        self.indexers = Indexers(config.indexers, config.security)
         self.schedulers: Schedulers = Failover("scheduler", config.schedulers, _scheduler_stub, config.security)
         self.members: tuple[Member[Any], ...] = (*self.indexers.members, *self.schedulers.members)
         self.registration = Registration(self.registry, [(m.name, m.stub) for m in self.members])
+        self.reporter = Reporter(self.indexers, resync=self._resync)
         self.routing = RoutingFlow(
             self.catalog,
             OverlapQuery(self.indexers, timeout_seconds=config.indexer_timeout_seconds, resync=self._resync),
+            self.reporter,
             self.schedulers,
             self.metrics,
             scheduler_timeout_seconds=config.scheduler_timeout_seconds,
@@ -93,6 +93,7 @@ class Gateway:
             max_in_flight=config.max_in_flight,
         )
         metrics.register(ObservationCollector(self.observations, lambda: self.generate.in_flight))
+        metrics.register(ReportCollector(self.reporter))
         self.registry.listen(self)
 
     def worker_added(self, spec: WorkerSpec) -> None:
@@ -111,6 +112,7 @@ class Gateway:
         return {
             **self._registry_tasks,
             **syncs,
+            **self.reporter.tasks(),
             "renew": self.bookings.renew,
             "scheduler-settings": self._follow_settings,
         }
@@ -146,7 +148,7 @@ class Gateway:
 
     def helper_statuses(self) -> list[gateway_pb2.HelperStatus]:
         """The state of every indexer and scheduler."""
-        return [
+        statuses = [
             gateway_pb2.HelperStatus(
                 kind=member.kind,
                 address=member.address,
@@ -158,6 +160,14 @@ class Gateway:
             )
             for member, sync in zip(self.members, self.registration.members, strict=True)
         ]
+        # The indexers come first.
+        for status, told in zip(statuses, self.reporter.replicas, strict=False):
+            status.shard = told.member.shard
+            status.decisions_delivered = told.delivered
+            status.decisions_lost = told.lost
+            status.decisions_waiting = len(told.queue)
+            status.decisions_problem = told.problem
+        return statuses
 
     def _resync(self, member: Member[Any]) -> None:
         for known, sync in zip(self.members, self.registration.members, strict=True):

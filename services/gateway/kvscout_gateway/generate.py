@@ -166,6 +166,7 @@ class GenerateFlow:
                 self._report_failure(wish.tenant, placement, error)
                 if run.has_output:
                     raise InternalError(f"failed after its first token: {error.message}") from error
+                self._routing.failed(placement)
                 if wish.pinned:
                     break
             excluded = (*excluded, placement.worker.worker_id)
@@ -195,6 +196,7 @@ class GenerateFlow:
                 dp_rank=placement.rank_header,
                 parameters=parameters,
             )
+            self._routing.dispatched(placement)
             async with aclosing(self._engine.generate(dispatch)) as chunks:
                 async for chunk in chunks:
                     run.received(chunk)
@@ -253,7 +255,8 @@ class _Run:
                 self.seen,
                 isl_tokens=isl_tokens,
                 cached=chunk.cached_tokens,
-                predicted=predicted_cached_tokens(placement.overlap_blocks, isl_tokens, placement.block_size)
-                if placement.overlap_known
+                # Only what events confirm is checked: a prediction is allowed to fail.
+                predicted=predicted_cached_tokens(placement.confirmed_blocks, isl_tokens, placement.block_size)
+                if placement.confirmed_blocks is not None
                 else None,
             )

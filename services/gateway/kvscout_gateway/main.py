@@ -11,12 +11,15 @@ from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, client_flags, flag, server_flags
 from kvscout_common.serving import App, run
-from kvscout_gateway.config import GatewayConfig, addresses
+from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards
 
 
 @click.command(cls=SectionedCommand)
 @flag(
-    "--indexer", multiple=True, default=("127.0.0.1:50051",), help="Indexer host:port; repeat in order of preference."
+    "--indexer",
+    multiple=True,
+    default=("127.0.0.1:50051",),
+    help="Indexer host:port, or I/N=host:port of shard I of N; repeat in order of preference.",
 )
 @flag("--no-indexer", is_flag=True, help="Run without an indexer: route on load alone.")
 @flag(
@@ -83,7 +86,7 @@ def main(**values: Any) -> None:
             security=ClientSecurity.from_flags(
                 values["tls_ca"], values["tls_client_cert"], values["tls_client_key"], values["token_file"]
             ),
-            indexers=() if values["no_indexer"] else addresses("indexer", values["indexer"]),
+            indexers=() if values["no_indexer"] else indexer_shards("indexer", values["indexer"]),
             schedulers=addresses("scheduler", values["scheduler"]),
             indexer_timeout_seconds=values["indexer_timeout_ms"] / 1000,
             scheduler_timeout_seconds=values["scheduler_timeout_ms"] / 1000,

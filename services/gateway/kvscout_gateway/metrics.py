@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvscout_gateway.observation import Observations
+from kvscout_gateway.reporter import Reporter
 
 _ROUTING_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -31,7 +32,7 @@ class GatewayMetrics:
         self._select = routing.labels("select")
         self._total = routing.labels("total")
         self._degraded = Counter(
-            "kvscout_degraded_decisions", "Decisions made without a helper", ["helper"], registry=registry
+            "kvscout_degraded_decisions", "Decisions made without a helper or shard", ["helper"], registry=registry
         )
         self.degraded_counts: dict[str, int] = {}
         self.requests = Counter("kvscout_requests", "Generate requests, by outcome", ["outcome"], registry=registry)
@@ -92,3 +93,27 @@ class ObservationCollector(Collector):
         yield GaugeMetricFamily(
             "kvscout_requests_in_flight", "Generate requests running", value=float(self._in_flight())
         )
+
+
+class ReportCollector(Collector):
+    """Samples of what the indexers were told, read when they are scraped."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+
+    def collect(self) -> Iterator[Metric]:
+        """Samples of now."""
+        decisions = CounterMetricFamily(
+            "kvscout_reported_decisions",
+            "Routing decisions, by whether the indexer was told of them",
+            labels=["indexer", "outcome"],
+        )
+        waiting = GaugeMetricFamily(
+            "kvscout_reported_decisions_waiting", "Routing decisions that wait to be told", labels=["indexer"]
+        )
+        for replica in self._reporter.replicas:
+            address = replica.member.address
+            decisions.add_metric([address, "delivered"], replica.delivered)
+            decisions.add_metric([address, "lost"], replica.lost)
+            waiting.add_metric([address], len(replica.queue))
+        yield from (decisions, waiting)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvscout.v1 import indexer_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.prompt import Prompt
+from kvscout_gateway.reporter import Decision
 
-Indexers: TypeAlias = "Failover[indexer_pb2_grpc.IndexerAsyncStub]"
 Schedulers: TypeAlias = "Failover[scheduler_pb2_grpc.SchedulerAsyncStub]"
 SchedulerMember: TypeAlias = "Member[scheduler_pb2_grpc.SchedulerAsyncStub]"
 
@@ -61,14 +61,17 @@ class Placement:
     num_blocks: int
     block_size: int
     overlap_blocks: int = 0
-    overlap_known: bool = False
-    """Whether an indexer was asked and answered: without one an overlap of 0 predicts nothing."""
+    """Confirmed or predicted, whichever reaches further."""
+    confirmed_blocks: int | None = None
+    """What of it the worker's events confirm; None = no indexer told, or what it knows of the worker is incomplete."""
     effective_overlap_blocks: float = 0.0
     cost: float = 0.0
     degraded: tuple[str, ...] = ()
     explanation: scheduler_pb2.Explanation | None = None
     booking: Booking | None = None
     """None where nothing was booked: query only, or no scheduler."""
+    decision: Decision | None = None
+    """What the indexers are to be told once the prompt goes to its engine; None = prefix caches are ignored."""
 
     @property
     def rank_header(self) -> int | None:

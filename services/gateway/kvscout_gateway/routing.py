@@ -23,6 +23,7 @@ from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.overlaps import NOTHING_FOUND, Found, OverlapQuery
 from kvscout_gateway.placement import Booking, Placement, SchedulerMember, Schedulers, Wish
 from kvscout_gateway.prompt import Geometry, hash_prompt
+from kvscout_gateway.reporter import Decision, Reporter
 from kvscout_gateway.turns import Turns
 
 log = logging.getLogger("kvscout.gateway")
@@ -46,6 +47,7 @@ class RoutingFlow:
         self,
         catalog: Catalog,
         overlaps: OverlapQuery,
+        reporter: Reporter,
         schedulers: Schedulers,
         metrics: GatewayMetrics,
         *,
@@ -58,6 +60,7 @@ class RoutingFlow:
         Args:
             catalog: The registered workers.
             overlaps: How indexers are asked.
+            reporter: How indexers are told.
             schedulers: In order of preference.
             metrics: Where latencies and degraded decisions are counted.
             scheduler_timeout_seconds: Longest wait for all schedulers together.
@@ -66,6 +69,7 @@ class RoutingFlow:
         """
         self._catalog = catalog
         self._overlaps = overlaps
+        self._reporter = reporter
         self._schedulers = schedulers
         self._metrics = metrics
         self._scheduler_timeout = scheduler_timeout_seconds
@@ -74,7 +78,7 @@ class RoutingFlow:
         self._turns = Turns()
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
         self.overlap_score_weight = 1.0
-        """The scheduler's; 0 = prefix caches are ignored, the indexer is not asked."""
+        """The scheduler's; 0 = prefix caches are ignored, the indexer is neither asked nor told."""
 
     async def place(self, wish: Wish, lost: Callable[[Booking], object] | None = None) -> Placement:
         """Picks a worker, and books the request on it if it has an id.
@@ -93,8 +97,7 @@ class RoutingFlow:
         if self._wants_overlaps(wish):
             found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
             asked = replace(asked, found=found)
-            if found.problem:
-                self._metrics.degraded("indexer")
+            self._count_missed(found)
         matched = self._clock()
         request = _select_request(asked, wish)
         try:
@@ -111,6 +114,27 @@ class RoutingFlow:
             total_seconds=finished - started,
         )
         return placement
+
+    async def place_elsewhere(self, wish: Wish, lost: Callable[[Booking], object] | None = None) -> Placement:
+        """As `place`, for a caller who takes the prompt to its engine: what is booked counts as sent, a query does not.
+
+        Raises:
+            KvscoutError: As `place`.
+        """
+        placement = await self.place(wish, lost)
+        if wish.request_id:
+            self.dispatched(placement)
+        return placement
+
+    def dispatched(self, placement: Placement) -> None:
+        """The prompt goes to its engine now: the indexers may predict its blocks there. Returns at once."""
+        if placement.decision is not None:
+            self._reporter.report(placement.decision)
+
+    def failed(self, placement: Placement) -> None:
+        """The engine failed before its first token: what no indexer was told of yet, none needs to know."""
+        if placement.decision is not None:
+            placement.decision.withdrawn = True
 
     async def potential_loads(self, wish: Wish) -> scheduler_pb2.PotentialLoadsResponse:
         """The load of each worker, now and with a prompt added; one without tokens adds nothing.
@@ -132,8 +156,7 @@ class RoutingFlow:
             found = await self._overlaps.find(asked.target.model, wish.tenant, {first: asked.hashes[first]})
             if first in found.overlaps:
                 request.overlaps.CopyFrom(found.overlaps[first])
-            if found.problem:
-                self._metrics.degraded("indexer")
+            self._count_missed(found)
         answer, _ = await self._schedulers.call(
             lambda stub: stub.GetPotentialLoads, request, timeout_seconds=self._scheduler_timeout
         )
@@ -167,6 +190,18 @@ class RoutingFlow:
         if override is not None and override.HasField("overlap_score_weight"):
             return override.overlap_score_weight != 0
         return self.overlap_score_weight != 0
+
+    def _count_missed(self, found: Found) -> None:
+        for helper in found.problems:
+            self._metrics.degraded(helper)
+
+    def _decision(self, asked: _Asked, wish: Wish, rank: WorkerRank, pool: Geometry) -> Decision | None:
+        """What to tell the indexers. Not where the scheduler ignores caches, unless this request asks for them: one
+        that asks not to see them fills them all the same."""
+        hashes = asked.hashes.get(pool)
+        if not hashes or not (self.overlap_score_weight or self._wants_overlaps(wish)):
+            return None
+        return Decision(wish.tenant, asked.target.model, rank, pool, hashes)
 
     async def _select(
         self,
@@ -210,16 +245,18 @@ class RoutingFlow:
             num_blocks=len(asked.hashes.get(geometry, ())),
             block_size=geometry.block_size,
             overlap_blocks=answer.overlap_blocks,
-            overlap_known=geometry in asked.found.overlaps,
+            confirmed_blocks=asked.found.confirmed(geometry, wish.tenant, worker, answer.overlap_blocks),
             effective_overlap_blocks=answer.effective_overlap_blocks,
             cost=answer.cost,
-            degraded=(asked.found.problem,) if asked.found.problem else (),
+            degraded=tuple(asked.found.problems.values()),
             explanation=answer.explanation if answer.HasField("explanation") else None,
             booking=booked(member) if wish.request_id else None,
+            decision=self._decision(asked, wish, worker, geometry),
         )
 
     def _take_turn(self, asked: _Asked, wish: Wish, problem: str) -> Placement:
         spec, rank = self._turns.take(wish, asked.target, asked.serving)
+        pool = Geometry(spec.block_size, spec.eagle)
         self._metrics.degraded("scheduler")
         self._warnings.warning("turns", "workers take turns, nothing is booked: %s", problem)
         return Placement(
@@ -227,9 +264,10 @@ class RoutingFlow:
             endpoint=spec.http_endpoint,
             spec=spec,
             engine_model=asked.target.lora_name or asked.target.model,
-            num_blocks=len(asked.hashes.get(Geometry(spec.block_size, spec.eagle), ())),
+            num_blocks=len(asked.hashes.get(pool, ())),
             block_size=spec.block_size,
-            degraded=tuple(filter(None, (asked.found.problem, problem))),
+            degraded=(*asked.found.problems.values(), problem),
+            decision=self._decision(asked, wish, rank, pool),
         )
 
     def _take_turn_instead(self, asked: _Asked, wish: Wish, error: NotFound) -> Placement:

@@ -72,7 +72,8 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self._gateway.registration.take_over(tenant or DEFAULT_TENANT, worker_id)
 
     async def Route(self, request: gateway_pb2.RouteRequest, context: Any) -> gateway_pb2.RouteResponse:
-        placement = await self._gateway.routing.place(translate.route_wish(request), self._gateway.bookings.free_lost)
+        wish = translate.route_wish(request)
+        placement = await self._gateway.routing.place_elsewhere(wish, self._gateway.bookings.free_lost)
         return translate.route_response(placement)
 
     async def Generate(  # type: ignore[override]  # writes to the context instead of yielding

@@ -212,6 +212,7 @@ def route_response(placement: Placement) -> gateway_pb2.RouteResponse:
         worker_id=worker.worker_id,
         dp_rank=worker.dp_rank,
         overlap_blocks=placement.overlap_blocks,
+        confirmed_overlap_blocks=placement.confirmed_blocks or 0,
         effective_overlap_blocks=placement.effective_overlap_blocks,
         endpoint=placement.endpoint,
         num_blocks=placement.num_blocks,
