@@ -153,6 +153,11 @@ class BlockManager:
         events, self._events = self._events, []
         return events
 
+    @property
+    def pending_events(self) -> int:
+        """Events that were not taken yet."""
+        return len(self._events)
+
     def cached_copies(self) -> dict[int, int]:
         """Physical copies by hash."""
         return {block_hash: len(blocks) for block_hash, blocks in self._copies.items()}

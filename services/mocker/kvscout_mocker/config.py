@@ -11,6 +11,7 @@ import click
 
 from kvscout_common.errors import ConfigError
 from kvscout_mocker.events import BlockHashFormat, EventFormat
+from kvscout_mocker.faults import MAX_STALL_SECONDS, FaultConfig
 from kvscout_mocker.tokenizer import RESERVED_TOKENS
 
 DEFAULT_MAX_MODEL_LEN = 32_768
@@ -84,6 +85,7 @@ class MockerConfig:
     hash_seed: int | None
     """Makes block hashes repeatable; None: random a rank and process, as vLLM's are."""
     engine: EngineConfig
+    faults: FaultConfig
 
     def rank_hash_seed(self) -> int:
         """The hash seed of one more rank."""
@@ -116,6 +118,13 @@ def config_from_flags(
     prefill_us_per_token: float,
     decode_us_per_request: float,
     speedup: float,
+    drop_events: float,
+    duplicate_events: float,
+    fault_seed: int | None,
+    crash_after: int,
+    stall_after: int,
+    stall_seconds: float,
+    no_replay: bool,
 ) -> MockerConfig:
     """The configuration that the flags ask for.
 
@@ -178,12 +187,23 @@ def config_from_flags(
                 decode_seconds_per_request=decode_us_per_request / 1e6 / speedup,
             ),
         ),
+        faults=FaultConfig(
+            seed=secrets.randbits(32) if fault_seed is None else fault_seed,
+            drop_events=drop_events,
+            duplicate_events=duplicate_events,
+            crash_after=crash_after,
+            stall_after=stall_after,
+            stall_seconds=stall_seconds,
+            no_replay=no_replay,
+        ),
     )
 
 
 _PORT = click.IntRange(0, 65_535)
 _COUNT = click.IntRange(min=1)
 _U64 = click.IntRange(0, 2**64 - 1)
+_SHARE = click.FloatRange(0, 1)
+_BATCHES = click.IntRange(min=0)
 _DURATION = click.FloatRange(min=0.0)
 
 _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
@@ -278,6 +298,19 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         show_default=True,
         help="Divides all durations.",
     ),
+    click.option("--drop-events", type=_SHARE, default=0.0, help="Fault: share of batches not sent live."),
+    click.option("--duplicate-events", type=_SHARE, default=0.0, help="Fault: share of batches sent twice."),
+    click.option("--fault-seed", type=_U64, help="Makes the draws of faults repeatable.  [default: random]"),
+    click.option("--crash-after", type=_BATCHES, default=0, help="Fault: die after so many batches; 0: never."),
+    click.option("--stall-after", type=_BATCHES, default=0, help="Fault: hang after so many batches; 0: never."),
+    click.option(
+        "--stall-seconds",
+        type=click.FloatRange(0, MAX_STALL_SECONDS),
+        default=5.0,
+        show_default=True,
+        help="How long it hangs.",
+    ),
+    click.option("--no-replay", is_flag=True, help="Fault: there is no replay socket."),
 )
 
 

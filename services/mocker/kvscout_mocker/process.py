@@ -15,6 +15,8 @@ from aiohttp import web
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.engine import Engine
 from kvscout_mocker.events import EventEncoder
+from kvscout_mocker.fault_routes import FaultRoutes
+from kvscout_mocker.faults import BoundPorts, Faults, restart
 from kvscout_mocker.publisher import EventPublisher
 from kvscout_mocker.rank import Rank
 from kvscout_mocker.server import Api
@@ -36,21 +38,25 @@ async def run(config: MockerConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     context = zmq.asyncio.Context()
+    bound = BoundPorts.from_environment()
+    faults = Faults(config.faults)
     ranks: list[Rank] = []
     runner: web.AppRunner | None = None
     try:
-        ranks.extend(_rank(config, dp_rank, context) for dp_rank in range(config.dp_size))
+        ranks.extend(_rank(config, dp_rank, context, faults, bound) for dp_rank in range(config.dp_size))
         # Without cancellation a disconnected client would hold its blocks until its request is done.
+        app = Api(config, ranks).application()
+        FaultRoutes(ranks, faults, lambda replay: _restart(runner, ranks, replay)).add_to(app)
         runner = web.AppRunner(
-            Api(config, ranks).application(),
+            app,
             access_log=None,
             handler_cancellation=True,
             shutdown_timeout=SHUTDOWN_SECONDS,
         )
         await runner.setup()
-        site = web.TCPSite(runner, config.host, config.port)
+        site = web.TCPSite(runner, config.host, bound.port if bound is not None else config.port)
         await site.start()
-        _announce(runner, ranks)
+        _announce(runner, ranks, faults)
         await _step_until(stop, ranks)
         await site.stop()
     except (OSError, zmq.ZMQError) as error:
@@ -70,24 +76,43 @@ async def run(config: MockerConfig) -> int:
     return 0
 
 
-def _rank(config: MockerConfig, dp_rank: int, context: zmq.asyncio.Context) -> Rank:
+def _rank(
+    config: MockerConfig, dp_rank: int, context: zmq.asyncio.Context, faults: Faults, bound: BoundPorts | None
+) -> Rank:
     publisher = EventPublisher(
         context,
         EventEncoder(config.event_format, config.block_hash_format, dp_rank),
         host=config.host,
-        events_port=config.events_port and config.events_port + dp_rank,
-        replay_port=config.replay_port and config.replay_port + dp_rank,
+        events_port=bound.events[dp_rank] if bound else config.events_port and config.events_port + dp_rank,
+        replay_port=bound.replay[dp_rank] if bound else config.replay_port and config.replay_port + dp_rank,
         topic=config.topic,
         event_format=config.event_format,
         buffer_steps=config.buffer_steps,
+        faults=faults,
+        first_rank=dp_rank == 0,
     )
     return Rank(dp_rank, Engine(config.engine), publisher, hash_seed=config.rank_hash_seed())
 
 
-def _announce(runner: web.AppRunner, ranks: Sequence[Rank]) -> None:
+def _restart(runner: web.AppRunner | None, ranks: Sequence[Rank], replay: bool) -> None:
+    assert runner is not None
+    ports = BoundPorts(
+        runner.addresses[0][1],
+        tuple(_port(rank.publisher.endpoint) for rank in ranks),
+        tuple(_port(rank.publisher.replay_endpoint) for rank in ranks),
+    )
+    restart(ports, () if replay else ("--no-replay",))
+
+
+def _port(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2] or 0)
+
+
+def _announce(runner: web.AppRunner, ranks: Sequence[Rank], faults: Faults) -> None:
     ready = {
         "ready": True,
         "http_port": runner.addresses[0][1],
+        "fault_seed": faults.config.seed,
         "ranks": [
             {
                 "dp_rank": rank.dp_rank,

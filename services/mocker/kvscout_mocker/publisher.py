@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 
 from kvscout_mocker.events import Event, EventEncoder, EventFormat
+from kvscout_mocker.faults import Faults
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class EventPublisher:
         topic: str,
         event_format: EventFormat,
         buffer_steps: int,
+        faults: Faults,
+        first_rank: bool,
     ) -> None:
         """Bind both sockets.
 
@@ -56,6 +59,8 @@ class EventPublisher:
             topic: First frame of each message.
             event_format: `array` engines answer replays without the topic frame.
             buffer_steps: Batches kept for replay; the oldest make room.
+            faults: What becomes of each batch.
+            first_rank: Whether this rank's batches are counted for faults that come after so many.
 
         Raises:
             zmq.ZMQError: A port is taken.
@@ -69,14 +74,20 @@ class EventPublisher:
         self._replay_end = [b""] * len(self._replay_prefix)
         self._pub: zmq.Socket[bytes] = zmq.Context(context).socket(zmq.PUB)
         self._pub.set(zmq.SNDHWM, SEND_HWM)
-        self._replay = context.socket(zmq.ROUTER)
-        # A full replay and its end must fit, or a ROUTER silently drops what is above the mark.
-        self._replay.set(zmq.SNDHWM, buffer_steps + 1)
-        self._replay.set(zmq.ROUTER_MANDATORY, 1)
-        for socket in (self._pub, self._replay):
-            socket.set(zmq.LINGER, 0)
+        self._pub.set(zmq.LINGER, 0)
+        self._faults = faults
+        self._first_rank = first_rank
         self.endpoint = _bind(self._pub, host, events_port)
-        self.replay_endpoint = _bind(self._replay, host, replay_port)
+        self.replay_endpoint = ""
+        """"" = there is no replay socket."""
+        self._replay: zmq.asyncio.Socket | None = None
+        if not faults.config.no_replay:
+            self._replay = context.socket(zmq.ROUTER)
+            # A full replay and its end must fit, or a ROUTER silently drops what is above the mark.
+            self._replay.set(zmq.SNDHWM, buffer_steps + 1)
+            self._replay.set(zmq.ROUTER_MANDATORY, 1)
+            self._replay.set(zmq.LINGER, 0)
+            self.replay_endpoint = _bind(self._replay, host, replay_port)
 
     @property
     def last_seq(self) -> int:
@@ -90,31 +101,36 @@ class EventPublisher:
         batch = _Batch(self._next_seq, self._encoder.encode(events, time.time()))
         self._next_seq += 1
         self._recent.append(batch)
-        self._pub.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), batch.payload))
+        for _ in range(self._faults.deliveries()):
+            self._pub.send_multipart((self._topic, batch.seq.to_bytes(8, "big"), batch.payload))
+        if self._first_rank:
+            self._faults.published(self._next_seq)
 
     async def serve_replay(self) -> None:
-        """Answer replay requests until cancelled."""
-        while True:
-            frames: list[bytes] = await self._replay.recv_multipart()
+        """Answer replay requests until cancelled; returns at once if there is no replay socket."""
+        replay = self._replay
+        while replay is not None:
+            frames: list[bytes] = await replay.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
                 _log.warning("ignored a malformed replay request of %d frames", len(frames))
                 continue
             try:
-                await self._answer(frames[0], int.from_bytes(frames[2], "big"))
+                await self._answer(replay, frames[0], int.from_bytes(frames[2], "big"))
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 _log.info("the client of a replay went away")
 
-    async def _answer(self, client: bytes, start: int) -> None:
+    async def _answer(self, replay: zmq.asyncio.Socket, client: bytes, start: int) -> None:
         for seq, payload in [batch for batch in self._recent if batch.seq >= start]:
-            await self._replay.send_multipart([client, *self._replay_prefix, seq.to_bytes(8, "big"), payload])
-        await self._replay.send_multipart([client, *self._replay_end, END_OF_REPLAY, b""])
+            await replay.send_multipart([client, *self._replay_prefix, seq.to_bytes(8, "big"), payload])
+        await replay.send_multipart([client, *self._replay_end, END_OF_REPLAY, b""])
 
     def close(self) -> None:
         """Close both sockets; what a subscriber has not received yet is dropped."""
         self._pub.close()
-        self._replay.close()
+        if self._replay is not None:
+            self._replay.close()
 
 
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, host: str, port: int) -> str:

@@ -76,7 +76,7 @@ class Api:
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """Generate, streamed or not; a client that goes away frees its request's blocks."""
-        asked = parse_completion(await _json(http), self._config, self._tokenizer)
+        asked = parse_completion(await json_body(http), self._config, self._tokenizer)
         rank = self._rank(http.headers.get("X-data-parallel-rank"))
         request = Request(
             f"cmpl-{http.headers.get('X-Request-Id') or uuid.uuid4().hex}",
@@ -107,7 +107,7 @@ class Api:
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         """The token ids of a prompt or of a conversation."""
-        tokens = parse_tokenize(await _json(http), self._config, self._tokenizer).tolist()
+        tokens = parse_tokenize(await json_body(http), self._config, self._tokenizer).tolist()
         length = self._config.engine.max_model_len
         return web.json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
@@ -127,7 +127,7 @@ class Api:
                     "enable_kv_cache_events": True,
                     "publisher": "zmq",
                     "endpoint": rank.publisher.endpoint,
-                    "replay_endpoint": rank.publisher.replay_endpoint,
+                    "replay_endpoint": rank.publisher.replay_endpoint or None,
                     "buffer_steps": self._config.buffer_steps,
                     "hwm": SEND_HWM,
                     "topic": rank.publisher.topic,
@@ -223,7 +223,12 @@ def _sse(chunk: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def _json(http: web.Request) -> object:
+async def json_body(http: web.Request) -> object:
+    """The body of a request.
+
+    Raises:
+        InvalidArgument: It is not JSON.
+    """
     try:
         body: object = json.loads(await http.read())
     except (ValueError, RecursionError) as error:

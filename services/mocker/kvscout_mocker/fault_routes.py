@@ -1,0 +1,85 @@
+"""Routes that no engine has: faults on demand, and what the caches really hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_mocker.faults import Faults, crash, stall
+from kvscout_mocker.rank import Rank
+from kvscout_mocker.server import json_body
+
+ANSWER_SECONDS = 0.05
+"""Between the answer to a request for a fault and the fault: long enough for the answer to go out."""
+
+
+class FaultRoutes:
+    """`/mock/…`.
+
+    Args:
+        ranks: In order of their number.
+        faults: Of the process.
+        restart: Replaces the process; told whether it has a replay socket afterwards.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], faults: Faults, restart: Callable[[bool], None]) -> None:
+        self._ranks = ranks
+        self._faults = faults
+        self._restart = restart
+
+    def add_to(self, app: web.Application) -> None:
+        """Adds the routes to an application."""
+        app.add_routes([web.get("/mock/kv_blocks", self.kv_blocks), web.post("/mock/faults", self.faults)])
+
+    async def kv_blocks(self, _: web.Request) -> web.StreamResponse:
+        """Physical copies of each cached block by its hash, of each rank, and the number of its last batch."""
+        return web.json_response(
+            {
+                str(rank.dp_rank): {
+                    "last_seq": rank.publisher.last_seq,
+                    "unpublished": rank.engine.blocks.pending_events,
+                    "blocks": {str(block): copies for block, copies in rank.engine.blocks.cached_copies().items()},
+                }
+                for rank in self._ranks
+            }
+        )
+
+    async def faults(self, http: web.Request) -> web.StreamResponse:
+        """Does what the body asks for, after the answer: `drop_events`, `duplicate_events` (shares), `stall_seconds`,
+        `crash`, `restart` and with it `replay` (false: without a replay socket)."""
+        asked = _asked(await json_body(http))
+        self._faults.set_shares(drop_events=asked.get("drop_events"), duplicate_events=asked.get("duplicate_events"))
+        loop = asyncio.get_running_loop()
+        if asked.get("crash"):
+            loop.call_later(ANSWER_SECONDS, crash)
+        elif asked.get("restart"):
+            loop.call_later(ANSWER_SECONDS, self._restart, asked.get("replay", True))
+        elif asked.get("stall_seconds"):
+            loop.call_later(ANSWER_SECONDS, stall, asked["stall_seconds"])
+        return web.json_response({"dropped": self._faults.dropped, "duplicated": self._faults.duplicated})
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "drop_events": (int, float),
+    "duplicate_events": (int, float),
+    "stall_seconds": (int, float),
+    "crash": bool,
+    "restart": bool,
+    "replay": bool,
+}
+
+
+def _asked(body: object) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise InvalidArgument("is not an object", field="body")
+    for name, value in body.items():
+        kind = _KINDS.get(name)
+        if kind is None:
+            raise InvalidArgument(f"unknown, known are {', '.join(_KINDS)}", field=str(name))
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            raise InvalidArgument(f"{value!r} is no value for it", field=name)
+    return body
