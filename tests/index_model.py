@@ -72,6 +72,16 @@ class ModelWorker:
         """Whether a prefix is held on a tier or a faster one."""
         return self.held().get(prefix, len(Tier)) <= tier
 
+    def rooted(self) -> set[Prefix]:
+        """The held prefixes whose ancestors are held too: what a query can match."""
+        held = self.held()
+        return {p for p in held if all(p[:k] in held for k in range(1, len(p)))}
+
+    def unmatchable(self) -> int:
+        """Engine hashes that no query can match: orphans, and those of prefixes that are not rooted."""
+        rooted = self.rooted()
+        return len(self.orphans) + sum(1 for prefix in self.bound.values() if prefix not in rooted)
+
     def add(self, engine_hash: int, group: int, tier: Tier) -> None:
         counts = self.copies.setdefault(engine_hash, Counter())
         if self.mode is CopyMode.COUNT or not counts[group, tier]:
@@ -238,11 +248,7 @@ class IndexModel:
         return sum(len(w.held()) for w in self.workers.values())
 
     def hidden(self) -> int:
-        count = 0
-        for w in self.workers.values():
-            held = w.held()
-            count += sum(1 for p in held if any(p[:k] not in held for k in range(1, len(p))))
-        return count
+        return sum(len(w.held()) - len(w.rooted()) for w in self.workers.values())
 
 
 def _run(held: Iterable[bool]) -> int:

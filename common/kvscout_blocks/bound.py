@@ -2,46 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import nsmallest
 
-from kvscout_blocks.holdings import Holdings
+from kvscout_blocks.holdings import Holdings, twins
+from kvscout_blocks.prefix_tree import Node
 
 _SLACK = 64
 """1/64 of the bound goes at once beside the surplus, so that the search for victims is paid rarely."""
 
 
 def enforce(everyone: Sequence[Holdings], max_blocks: int) -> int:
-    """Drops entries of the largest worker until the bound is kept.
+    """Drops the surplus and a 64th of the bound, if there are more entries than that.
 
-    Orphans go first, since no query sees them; then the blocks that were not used since the clock last went
-    round, the deepest before their parents, so that what stays are whole prefixes. Dropped blocks become
-    ghosts.
+    First what no query can match, of the largest worker first: orphans, then what is below a hole or lacks a
+    group. So a block that an engine stores under an evicted one takes the place of its like, never that of a
+    rooted block. Then rooted blocks of the largest worker, those that were used longest ago, the deepest
+    before their parents, so that what stays are whole prefixes. Dropped blocks become ghosts.
 
     Args:
         everyone: The content of all workers.
         max_blocks: Entries that may stay.
 
     Returns:
-        Entries dropped.
+        Entries dropped; a block goes with all its engine hashes, which may be more than were to go.
     """
-    entries = total = sum(holdings.entries for holdings in everyone)
-    while entries > max_blocks:
-        surplus = entries - max_blocks + max_blocks // _SLACK
-        largest = max(everyone, key=lambda holdings: holdings.entries)
-        orphans = list(largest.orphans)[:surplus]
-        for engine_hash in orphans:
-            largest.evict_orphan(engine_hash)
-        victims = nsmallest(
-            surplus - len(orphans),
-            largest.blocks.values(),
-            key=lambda block: (block.node.touched, -block.node.depth),
-        )
-        went_round = any(block.node.touched for block in victims)
-        for block in victims:
-            largest.unbind(block)
-        if went_round:
-            for node in largest.nodes:
-                node.touched = False
-        entries -= len(orphans) + len(victims)
-    return total - entries
+    entries = sum(holdings.entries for holdings in everyone)
+    if entries <= max_blocks:
+        return 0
+    surplus = left = entries - max_blocks + max_blocks // _SLACK
+    for holdings in sorted(everyone, key=_entries, reverse=True):
+        if left > 0:
+            left -= _drop_unmatchable(holdings, left)
+    while left > 0:
+        largest = max(everyone, key=_entries)
+        left -= _drop_idle(largest, largest.nodes, left)
+    return surplus - left
+
+
+def _entries(holdings: Holdings) -> int:
+    return holdings.entries
+
+
+def _drop_unmatchable(holdings: Holdings, surplus: int) -> int:
+    """Drops orphans, then bound blocks that are not rooted; how many entries that were."""
+    orphans = list(holdings.orphans)[:surplus]
+    for engine_hash in orphans:
+        holdings.evict_orphan(engine_hash)
+    left = surplus - len(orphans)
+    if not left or (holdings.held == len(holdings.blocks) and not holdings.hidden()):
+        return len(orphans)
+    rooted = holdings.rooted()
+    return len(orphans) + _drop_idle(holdings, (node for node in holdings.nodes if node not in rooted), left)
+
+
+def _drop_idle(holdings: Holdings, nodes: Iterable[Node], surplus: int) -> int:
+    """Drops the blocks of the nodes used longest ago, of these the deepest; how many entries that were.
+
+    An ancestor was never used longer ago than a block below it, so it goes later.
+    """
+    left = surplus
+    for node in nsmallest(surplus, nodes, key=lambda node: (node.used, -node.depth)):
+        if left <= 0:
+            break
+        for block in list(twins(holdings.nodes[node])):
+            holdings.unbind(block)
+            left -= 1
+    return surplus - left

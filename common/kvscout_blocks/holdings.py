@@ -252,19 +252,23 @@ class Holdings:
         """Blocks held below a hole. O(1) if there cannot be any, else O(blocks)."""
         if not self.may_have_hidden:
             return 0
-        rooted: dict[Node, bool] = {self.tree.root: True}
+        hidden = self.held - len(self.rooted())
+        self.may_have_hidden = hidden > 0
+        return hidden
+
+    def rooted(self) -> set[Node]:
+        """Nodes held with all their ancestors, which is what a query can match. O(blocks)."""
+        is_rooted: dict[Node, bool] = {self.tree.root: True}
         for node in self.nodes:
             trail = []
             step: Node | None = node
-            while step is not None and step not in rooted:
+            while step is not None and step not in is_rooted:
                 trail.append(step)
                 step = step.parent
             for member in reversed(trail):
                 parent = member.parent
-                rooted[member] = parent is not None and rooted[parent] and member.held_by(self.bit)
-        hidden = sum(1 for node in self.nodes if node.held_by(self.bit) and not rooted[node])
-        self.may_have_hidden = hidden > 0
-        return hidden
+                is_rooted[member] = parent is not None and is_rooted[parent] and member.held_by(self.bit)
+        return {node for node in self.nodes if is_rooted[node]}
 
     def drain(self, budget: int) -> int:
         """Takes content that is no longer visible out of the tree, at most `budget` entries; how many."""
@@ -353,6 +357,7 @@ class Holdings:
                 orphan = self.orphans.pop(child)
                 node = self.tree.child(self.blocks[parent].node, orphan.local)
                 self._relevel(self._bind(child, node, orphan.counts))
+                self.tree.touch(node)
                 arrived.append(child)
 
     def _forget(self, engine_hash: int) -> None:

@@ -28,7 +28,7 @@ _NOBODY: Final[Masks] = (0, 0, 0, 0, 0)
 class Node:
     """One prefix: the block with local hash `local` below `parent`."""
 
-    __slots__ = ("children", "depth", "local", "masks", "parent", "refs", "touched")
+    __slots__ = ("children", "depth", "local", "masks", "parent", "refs", "used")
 
     def __init__(self, parent: Node | None, local: int) -> None:
         self.parent = parent
@@ -39,8 +39,8 @@ class Node:
         self.masks: Masks = _NOBODY
         self.refs = 0
         """Bound engine hashes, ghosts, demoted hashes and predictions, of all workers."""
-        self.touched = True
-        """The clock bit of the `max_blocks` bound: used since the last eviction passed."""
+        self.used = 0
+        """The tree's round in which it was used last; never later than its parent's."""
 
     def held_by(self, bit: int) -> bool:
         """Whether a slot holds the block on any tier; the root is held by all."""
@@ -76,6 +76,8 @@ class PrefixTree:
         """Nodes besides the root."""
         self.held = 0
         """Nodes that any slot holds on any tier."""
+        self.round = 0
+        """The clock of the `max_blocks` bound: how often it dropped blocks."""
 
     def child(self, parent: Node, local: int) -> Node:
         """The node of a block below `parent`, made if need be; `acquire` or `prune` it afterwards."""
@@ -121,6 +123,12 @@ class PrefixTree:
         d, h, k, e, p = node.masks
         node.masks = (d, h, k, e, p | bit if predicted else p & ~bit)
 
+    def touch(self, node: Node | None) -> None:
+        """Marks a block and its ancestors as used in this round; stops where they are marked already."""
+        while node is not None and node.used < self.round:
+            node.used = self.round
+            node = node.parent
+
     def walk(self) -> Iterator[Node]:
         """Every node but the root, parents first."""
         stack = [self.root]
@@ -130,13 +138,6 @@ class PrefixTree:
                 yield node
             if node.children:
                 stack.extend(node.children.values())
-
-
-def touch(node: Node | None) -> None:
-    """Marks a block and its ancestors as used; stops where they are marked already."""
-    while node is not None and not node.touched:
-        node.touched = True
-        node = node.parent
 
 
 Matches = tuple[dict[int, int], ...]

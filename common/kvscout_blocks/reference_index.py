@@ -34,14 +34,14 @@ from kvscout_blocks.index import (
     WorkerStats,
 )
 from kvscout_blocks.predictions import Predictions
-from kvscout_blocks.prefix_tree import PrefixTree, match, touch
+from kvscout_blocks.prefix_tree import PrefixTree, match
 from kvscout_blocks.wire import MalformedBatch, decode_batch
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.worker import WorkerRank
 
 _DRAINED_BY_APPLY = 512
-"""Blocks of dropped content that each `apply` frees beside as many as its batch has: so the memory of
-dropped content shrinks, whatever the events are."""
+"""Blocks of dropped content that each `apply` frees beside as many as its batch has. Whatever else fills the
+index frees as much as it fills, too: so the memory of dropped content shrinks, whatever the calls are."""
 
 _NODE_BYTES = 420
 _BINDING_BYTES = 360
@@ -170,7 +170,9 @@ class ReferenceIndex:
             return 0
         holdings = known.holdings
         on_device = holdings.demote(now + ttl_seconds)
-        return self._predictions.add(holdings, on_device, now + ttl_seconds)
+        added = self._predictions.add(holdings, on_device, now + ttl_seconds)
+        self._drain(added)
+        return added
 
     def workers(self) -> tuple[WorkerRank, ...]:
         """See `BlockIndex.workers`."""
@@ -249,8 +251,7 @@ class ReferenceIndex:
                 self._predictions.cancel(holdings, above)
             else:
                 known.ignored[Ignored.HASH_CONFLICT] += 1
-        if self._max_blocks:
-            touch(above)
+        self._tree.touch(above)
         self._tree.prune(above)
 
     def _store_orphans(self, known: _Worker, event: Stored, local_hashes: Sequence[int]) -> None:
@@ -305,8 +306,7 @@ class ReferenceIndex:
         self._queries += 1
         self._predictions.expire(now)
         columns, deepest = match(self._tree, _integers(block_hashes), self._live, early_exit)
-        if self._max_blocks:
-            touch(deepest)
+        self._tree.touch(deepest)
         device, host, disk, external, predicted = columns
         # A slot with a block in any column has one in `external` or in `predicted`.
         slots = sorted(external.keys() | predicted.keys())
@@ -335,6 +335,7 @@ class ReferenceIndex:
             path.append(node)
         added = self._predictions.add(holdings, [n for n in path if not n.masks[0] & holdings.bit], now + ttl_seconds)
         self._tree.prune(node)
+        self._drain(added)
         return added
 
     # State
@@ -361,6 +362,7 @@ class ReferenceIndex:
         known.holdings.set_full_groups(known.full_groups)
         state_dump.load_holdings(known.holdings, dump)
         self._enforce_bound()
+        self._drain(len(dump.blocks))
 
     def worker_stats(self, worker: WorkerRank) -> WorkerStats | None:
         """See `BlockIndex.worker_stats`."""
@@ -460,7 +462,9 @@ class ReferenceIndex:
     def _enforce_bound(self) -> None:
         if self._max_blocks:
             everyone = [known.holdings for known in self._workers.values()]
-            self._evicted += bound.enforce(everyone, self._max_blocks)
+            dropped = bound.enforce(everyone, self._max_blocks)
+            self._evicted += dropped
+            self._tree.round += dropped > 0
 
 
 def _integers(block_hashes: Sequence[int] | bytes) -> Iterator[int]:

@@ -102,6 +102,7 @@ def load_holdings(holdings: Holdings, dump: WorkerDump) -> None:
         nodes.append(node)
         if block.engine_hash is not None:
             holdings.restore(block.engine_hash, node, _counts(block.copies))
+            holdings.tree.touch(node)
     for node in reversed(nodes):
         holdings.tree.prune(node)
     for orphan in dump.orphans:
@@ -137,6 +138,8 @@ def check_holdings(tree: PrefixTree, visible: Sequence[Holdings], dropped: Seque
     for node in attached:
         assert node.refs == refs.get(node, 0), "references are counted"
         assert node.refs or node.children, "no node outlives its use"
+        assert node.parent is not None
+        assert node.used <= node.parent.used, "whoever uses a block uses its prefix"
     for holdings in visible:
         _check_worker(holdings, attached)
 

@@ -8,7 +8,8 @@ use crate::hashing::{BlockHasher, MmSpan, mm_hash, token_bytes};
 /// Cache groups known for each worker rank.
 const GROUP_LIMIT: usize = 64;
 
-/// Blocks of dropped content that each batch frees: drains faster than events can fill.
+/// Blocks of dropped content that each batch frees, beside as many as its events have: drains faster than events
+/// can fill.
 const DRAINED_BY_APPLY: usize = 512;
 
 /// Why something an engine said was not indexed; as in `kvscout_blocks.index.Ignored`.
@@ -49,7 +50,13 @@ impl Index {
             state.unknown_worker += 1;
             return applied;
         };
+        let mut filled = 0;
         for event in &batch.events {
+            let blocks = match event {
+                Event::Cleared => 0,
+                Event::Stored(stored) => stored.engine_hashes.len(),
+                Event::Removed(removed) => removed.engine_hashes.len(),
+            };
             match event {
                 Event::Cleared => self.renew(state, worker),
                 _ if !state.ranks[worker].incompatible.is_empty() => {
@@ -59,8 +66,11 @@ impl Index {
                 Event::Removed(removed) => removed_event(state, worker, removed),
             }
             state.ledger.finish();
+            // Event by event, since each Cleared takes a slot.
+            self.drain(state, blocks + 1);
+            filled += blocks;
         }
-        self.enforce_bound(state);
+        self.enforce_bound(state, filled);
         self.drain(state, DRAINED_BY_APPLY);
         let rank = &mut state.ranks[worker];
         if event_id.is_some() {

@@ -1,106 +1,173 @@
-//! The `max_blocks` bound: the deepest least recently used blocks of the largest worker go first.
+//! The `max_blocks` bound: what no query can match goes first, then what was used longest ago, deepest first.
+//!
+//! ```text
+//! worker   [a b c] ─ [d e]        used in round 7, 5      e d c b a: the order in which rooted blocks go
+//!              └ hole [x y]       used in round 7         y x go before them, and orphans before those
+//! ```
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::ops::Range;
 
 use super::ledger::Ledger;
 use super::nodes::{index_of, shard_of};
-use super::worker::{NodeId, PresenceId};
+use super::worker::{NodeId, Presence, PresenceId, Worker};
 use super::{Index, State};
 
-/// Above the bound, this share of it goes at once, so that the search for the deepest is paid rarely.
+/// Above the bound, this share of it goes at once, so that the search for victims is paid rarely.
 const SLACK: usize = 64;
 
+/// Which blocks of a worker may go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Victims {
+    Unmatchable,
+    Rooted,
+}
+
 impl Index {
-    /// Drops blocks while there are more than `max_blocks`.
-    pub(super) fn enforce_bound(&self, state: &mut State) {
+    /// Drops blocks if there are more than `max_blocks`, after so many may have been added.
+    pub(super) fn enforce_bound(&self, state: &mut State, added: usize) {
         let max = self.bounds.max_blocks;
         if max == 0 {
             return;
         }
-        loop {
-            let slots = state.ranks.iter().map(|(_, rank)| rank.slot);
-            let sizes: Vec<(usize, u32)> =
-                slots.map(|slot| (state.ledger.worker(slot).entries(), slot)).collect();
-            let all: usize = sizes.iter().map(|(entries, _)| entries).sum();
-            let Some(&(largest, slot)) = sizes.iter().max() else { return };
-            if all <= max {
-                return;
-            }
-            state.ledger.evict_most_idle(slot, all - max + max / SLACK);
-            state.ledger.finish();
-            let dropped = largest - state.ledger.worker(slot).entries();
-            state.evicted += dropped as u64;
-            if dropped == 0 {
-                return;
-            }
+        state.room = state.room.saturating_sub(added);
+        if state.room > 0 {
+            return;
         }
+        let mut sizes = sizes(state);
+        let all: usize = sizes.iter().map(|(entries, _)| entries).sum();
+        if all > max {
+            sizes.sort_unstable_by_key(|&size| Reverse(size));
+            evict(state, &sizes, all - max + max / SLACK);
+            self.trie.next_round();
+        }
+        let left: usize = sizes.iter().map(|&(_, slot)| state.ledger.worker(slot).entries()).sum();
+        state.evicted += (all - left) as u64;
+        state.room = max - left;
     }
 }
 
-impl Ledger {
-    /// Drops orphans, then blocks: nodes that no query used first, from their ends.
-    fn evict_most_idle(&mut self, slot: u32, mut surplus: usize) {
-        let orphans: Vec<u64> = self.worker(slot).orphans.keys().copied().take(surplus).collect();
-        surplus -= orphans.len();
-        for orphan in orphans {
-            self.drop_orphan(slot, orphan);
+/// Drops a surplus: what no query can match, then rooted blocks of the largest worker.
+fn evict(state: &mut State, largest_first: &[(usize, u32)], mut surplus: usize) {
+    for &(_, slot) in largest_first {
+        if surplus == 0 {
+            return;
         }
-        let mut idle: BinaryHeap<(Reverse<bool>, u32, Reverse<PresenceId>)> = self
-            .worker(slot)
+        surplus -= state.ledger.evict(slot, surplus, Victims::Unmatchable).min(surplus);
+    }
+    while surplus > 0
+        && let Some((_, slot)) = sizes(state).into_iter().max()
+    {
+        let dropped = state.ledger.evict(slot, surplus, Victims::Rooted);
+        assert!(dropped > 0, "the largest worker has rooted blocks");
+        surplus -= dropped.min(surplus);
+    }
+}
+
+/// Entries of each worker, and its slot.
+fn sizes(state: &State) -> Vec<(usize, u32)> {
+    let slots = state.ranks.iter().map(|(_, rank)| rank.slot);
+    slots.map(|slot| (state.ledger.worker(slot).entries(), slot)).collect()
+}
+
+impl Ledger {
+    /// Drops entries of a worker, about as many as are asked for; how many there were.
+    fn evict(&mut self, slot: u32, surplus: usize, victims: Victims) -> usize {
+        let mut dropped = 0;
+        if victims == Victims::Unmatchable {
+            let orphans: Vec<u64> = self.worker(slot).orphans.keys().copied().take(surplus).collect();
+            dropped = orphans.len();
+            for orphan in orphans {
+                self.drop_orphan(slot, orphan);
+            }
+            if !self.worker(slot).may_have_unmatchable() {
+                return dropped;
+            }
+        }
+        // The last block of each run that may go.
+        let worker = self.worker(slot);
+        let last: Vec<(PresenceId, u32)> = worker
             .presences
             .iter()
             .filter_map(|(presence, part)| {
-                let shard = self.trie.shard(shard_of(part.node)).read();
-                let touched = shard.nodes[index_of(part.node)].is_touched();
-                let last = self.last_with_copies(slot, presence, part.bound.end())?;
-                Some((Reverse(touched), part.start + last, Reverse(presence)))
+                let last = worker.last_victim(presence, worker.range_of(part, victims))?;
+                Some((presence, part.start + last))
             })
             .collect();
-        let mut went_round = false;
-        while surplus > 0
-            && let Some((touched, depth, Reverse(presence))) = idle.pop()
+        let used = self.used(slot, &last);
+        let mut idle: BinaryHeap<(Reverse<u32>, u32, Reverse<PresenceId>)> = last
+            .into_iter()
+            .map(|(presence, depth)| (Reverse(used[presence as usize]), depth, Reverse(presence)))
+            .collect();
+        while dropped < surplus
+            && let Some((round, depth, Reverse(presence))) = idle.pop()
         {
-            went_round |= touched.0;
-            let offset = depth - self.part(slot, presence).start;
+            let part = self.part(slot, presence);
+            let offset = depth - part.start;
+            let above = self.worker(slot).range_of(part, victims).start..offset;
             for binding in self.bindings(slot, presence, offset) {
                 if !binding.counts.is_empty() {
-                    self.evict(slot, binding.engine_hash);
-                    surplus = surplus.saturating_sub(1);
+                    self.take_copies(slot, binding.engine_hash);
+                    dropped += 1;
                 }
             }
             // The presence may be gone with the block, if a ghost had to go for this one.
             if self.worker(slot).presences.get(presence).is_some()
-                && let Some(last) = self.last_with_copies(slot, presence, offset)
+                && let Some(last) = self.worker(slot).last_victim(presence, above)
             {
-                idle.push((touched, self.part(slot, presence).start + last, Reverse(presence)));
+                idle.push((round, self.part(slot, presence).start + last, Reverse(presence)));
             }
         }
-        if !went_round {
-            return;
-        }
-        for (_, part) in self.worker(slot).presences.iter() {
-            self.trie.shard(shard_of(part.node)).read().nodes[index_of(part.node)].set_touched(false);
-        }
+        self.finish();
+        dropped
     }
 
-    /// Marks a node and those above it as used; stops where they are marked already.
-    pub fn touch(&self, mut node: NodeId) {
-        while node != 0 {
-            let shard = self.trie.shard(shard_of(node)).read();
-            let run = &shard.nodes[index_of(node)];
-            if run.is_touched() {
-                return;
+    /// When some presences of a worker were used last, by number: none before one of them that is below it.
+    fn used(&self, slot: u32, some: &[(PresenceId, u32)]) -> Vec<u32> {
+        let presences = &self.worker(slot).presences;
+        let mut used = vec![0; presences.highest() as usize + 1];
+        for &(presence, _) in some {
+            let node = presences[presence].node;
+            let round = self.trie.shard(shard_of(node)).read().nodes[index_of(node)].used();
+            // Queries mark one node after the other, so that one above may have been read before its mark.
+            let mut above = presence;
+            while above != 0 && used[above as usize] < round {
+                used[above as usize] = round;
+                above = presences[above].parent;
             }
-            run.set_touched(true);
+        }
+        used
+    }
+
+    /// Marks a node and those above it as used in this round; stops where they are marked already.
+    pub fn touch(&self, mut node: NodeId) {
+        let round = self.trie.round();
+        while round > 0
+            && node != 0
+            && self.trie.shard(shard_of(node)).read().nodes[index_of(node)].touch(round)
+        {
             node = self.nodes[node].parent;
         }
     }
+}
 
-    fn last_with_copies(&self, slot: u32, presence: PresenceId, below: u32) -> Option<u32> {
-        let worker = self.worker(slot);
-        (0..below).rev().find(|&offset| {
-            worker.presences[presence].bound.contains(offset) && worker.has_copies(presence, offset)
-        })
+impl Worker {
+    /// False proves that queries can match every entry.
+    fn may_have_unmatchable(&self) -> bool {
+        self.entries() as u64 != self.rooted[self.slowest_level()]
+    }
+
+    fn range_of(&self, part: &Presence, victims: Victims) -> Range<u32> {
+        let rooted = part.reach_on(self.slowest_level());
+        match victims {
+            Victims::Unmatchable => rooted..part.end_of_copies(),
+            Victims::Rooted => 0..rooted,
+        }
+    }
+
+    fn last_victim(&self, presence: PresenceId, mut range: Range<u32>) -> Option<u32> {
+        let bound = &self.presences[presence].bound;
+        range.rfind(|&offset| bound.contains(offset) && self.has_copies(presence, offset))
     }
 }

@@ -115,7 +115,9 @@ impl Index {
         for orphan in &dump.orphans {
             state.ledger.load_orphan(slot, orphan);
         }
-        self.enforce_bound(state);
+        let filled = dump.blocks.len() + dump.orphans.len();
+        self.enforce_bound(state, filled);
+        self.drain(state, filled + 1);
         Ok(())
     }
 }
@@ -250,6 +252,7 @@ impl Ledger {
             place = (node, offset + blocks - 1);
         }
         self.cursor = ROOT;
+        self.touch(place.0);
         self.worker_mut(slot).device_copies += device_copies(&block.counts);
         self.bind(slot, place.0, place.1, engine_hash, block.counts.clone());
     }

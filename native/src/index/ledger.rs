@@ -45,8 +45,6 @@ pub struct Prediction {
 #[derive(Debug)]
 pub struct Ledger {
     pub trie: Arc<Trie>,
-    /// There is a bound, so it matters which blocks are used.
-    pub bounded: bool,
     pub nodes: Nodes,
     /// By slot; a slot is one content of a worker rank, from its birth to when it was drained.
     pub workers: Vec<Option<Box<Worker>>>,
@@ -66,10 +64,9 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    pub fn new(trie: Arc<Trie>, bounded: bool) -> Self {
+    pub fn new(trie: Arc<Trie>) -> Self {
         Self {
             trie,
-            bounded,
             nodes: Nodes::default(),
             workers: Vec::new(),
             blocks: 0,
@@ -430,6 +427,8 @@ impl Ledger {
             let len = entry.len();
             let lane = self.worker(slot).lanes[level];
             self.part_mut(slot, presence).set_reach_on(level, reach);
+            let rooted = &mut self.worker_mut(slot).rooted[level];
+            *rooted = *rooted + u64::from(reach) - u64::from(before);
             self.trie.shard(shard_of(node)).write().nodes[index_of(node)].set_reach(lane, reach);
             if (reach == len) != (before == len) {
                 pending.extend(self.children_of(slot, presence).into_iter().map(|child| (level, child)));
@@ -574,9 +573,13 @@ impl Ledger {
             }
         }
         let entry = &mut self.nodes[part.node];
-        let end = entry.refs.len();
-        for (offset, refs) in (0..).zip(entry.refs.iter_mut()) {
-            refs.pins -= u16::from(part.pins(offset));
+        let mut taken = 0;
+        let end = part.bound.end().max(part.more.as_ref().map_or(0, |more| more.predicted.end()));
+        for (offset, refs) in (0..end).zip(entry.refs.iter_mut()) {
+            if part.pins(offset) {
+                refs.pins -= 1;
+                taken += 1;
+            }
             if part.level(offset) < TIERS {
                 refs.held -= 1;
                 self.blocks -= u64::from(refs.held == 0);
@@ -588,7 +591,7 @@ impl Ledger {
         }
         self.worker_mut(slot).presences.remove(presence);
         self.doubt(part.node);
-        end.max(1)
+        taken
     }
 
     /// Gives a worker's level a lane and computes it.

@@ -48,6 +48,9 @@ use worker::{MAX_SLOTS, NO_LANE, Worker};
 
 use crate::slab::Slab;
 
+/// Slots that wait to be drained; with more the oldest is drained at once, whatever it holds.
+const MAX_DROPPED: usize = 4096;
+
 /// What the index must know of a worker rank besides its events.
 #[derive(Debug, Clone, Default)]
 pub struct WorkerOptions {
@@ -100,6 +103,8 @@ struct State {
     expiries: Expiries,
     unknown_worker: u64,
     evicted: u64,
+    /// So many entries may come before the bound has to be looked at.
+    room: usize,
 }
 
 impl State {
@@ -128,7 +133,7 @@ impl Index {
         let secret = RandomState::new().hash_one(block_size);
         let trie = Arc::new(Trie::new(secret));
         let state = State {
-            ledger: Ledger::new(Arc::clone(&trie), bounds.max_blocks > 0),
+            ledger: Ledger::new(Arc::clone(&trie)),
             handles: HashMap::new(),
             ranks: Slab::default(),
             free_slots: Vec::new(),
@@ -136,6 +141,7 @@ impl Index {
             expiries: Expiries::default(),
             unknown_worker: 0,
             evicted: 0,
+            room: bounds.max_blocks,
         };
         Self {
             block_size,
@@ -276,6 +282,11 @@ impl Index {
         self.directory.write().hide(&worker.lanes);
         state.ledger.live_predictions -= state.ledger.worker(slot).predictions;
         state.dropped.push_back(slot);
+        if state.dropped.len() > MAX_DROPPED {
+            let oldest = state.ledger.worker(state.dropped[0]);
+            let all = oldest.bindings() + oldest.predictions as usize;
+            self.drain(state, all + 1);
+        }
     }
 
     /// Takes dropped content out of the trie, about `budget` blocks of it; returns what is left of the budget.

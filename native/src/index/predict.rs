@@ -80,6 +80,7 @@ impl Index {
         state.ledger.cursor = ROOT;
         state.ledger.finish();
         self.prune_predictions(state);
+        self.drain(state, added as usize);
         added
     }
 
@@ -118,6 +119,7 @@ impl Index {
         let added = on_device.into_iter().filter(|&block| predict_block(state, slot, block, until)).count();
         state.ledger.finish();
         self.prune_predictions(state);
+        self.drain(state, added);
         added as u64
     }
 

@@ -7,7 +7,7 @@ use hashbrown::HashMap;
 use super::apply::IGNORED;
 use super::nodes::{Refs, index_of, shard_of};
 use super::trie::MAX_RUN;
-use super::worker::{NO_LANE, NodeId, PREDICTED, TIERS, Worker, device_copies, level_of};
+use super::worker::{LEVELS, NO_LANE, NodeId, PREDICTED, TIERS, Worker, device_copies, level_of};
 use super::{GHOST_LIMIT, Index, ORPHAN_LIMIT, State, WorkerName};
 
 /// State of one worker rank; as in `kvscout_blocks.index.WorkerStats`.
@@ -38,15 +38,6 @@ pub struct IndexStats {
     pub evicted: u64,
     pub queries: u64,
     pub unknown_worker: u64,
-}
-
-impl Worker {
-    /// Blocks held on any tier below a hole. O(presences).
-    fn hidden(&self) -> u64 {
-        let top = self.levels().filter(|&level| level < PREDICTED).last().unwrap_or(0);
-        let rooted: u64 = self.presences.iter().map(|(_, part)| u64::from(part.reach_on(top))).sum();
-        self.held - rooted
-    }
 }
 
 impl Index {
@@ -139,6 +130,7 @@ fn check_worker(
 ) -> Result<(), String> {
     let ledger = &state.ledger;
     let (mut held, mut bindings, mut copyless, mut predictions, mut copies) = (0, 0, 0, 0, 0);
+    let mut rooted = [0; LEVELS];
     for (presence, part) in worker.presences.iter() {
         let entry = ledger.nodes.get(part.node).ok_or("a presence is in a node")?;
         let at = || format!("slot {slot}, node {}", part.node);
@@ -175,7 +167,7 @@ fn check_worker(
             }
         }
         for level in worker.levels() {
-            let rooted = entry.parent == 0
+            let is_rooted = entry.parent == 0
                 || part.parent != 0 && {
                     let above = &worker.presences[part.parent];
                     above.reach_on(level) == ledger.nodes[above.node].len()
@@ -185,11 +177,12 @@ fn check_worker(
                 _ => part.level(offset) <= level,
             };
             let reach =
-                if rooted { (0..entry.len()).take_while(|&offset| has(offset)).count() as u32 } else { 0 };
+                if is_rooted { (0..entry.len()).take_while(|&offset| has(offset)).count() as u32 } else { 0 };
             if worker.dropped {
                 continue;
             }
             ensure(part.reach_on(level) == reach, || format!("{}: reach on level {level}", at()))?;
+            rooted[level] += u64::from(reach);
             let shard = ledger.trie.shard(shard_of(part.node)).read();
             let seen = shard.nodes[index_of(part.node)].reach(worker.lanes[level]);
             ensure(seen == reach, || format!("{}: queries see {seen} of {reach} on level {level}", at()))?;
@@ -201,6 +194,7 @@ fn check_worker(
     }
     let orphans: u64 = worker.orphans.values().map(|orphan| device_copies(&orphan.counts)).sum();
     ensure(worker.dropped || held == worker.held, || "held blocks of a worker are counted".into())?;
+    ensure(worker.dropped || rooted == worker.rooted, || "rooted blocks of a worker are counted".into())?;
     ensure(worker.dropped || copies + orphans == worker.device_copies, || {
         "device copies are counted".into()
     })?;

@@ -48,9 +48,7 @@ impl Ledger {
             (above, _) => {
                 self.cursor = above.unwrap_or(ROOT);
                 refused.conflicts = self.store_chain(slot, engine, local, to);
-                if self.bounded {
-                    self.touch(self.cursor.node);
-                }
+                self.touch(self.cursor.node);
                 self.cursor = ROOT;
             }
         }
@@ -397,7 +395,7 @@ impl Ledger {
     }
 
     /// Takes all copies of a bound engine hash: it becomes a ghost, and the oldest may have to go.
-    pub fn evict(&mut self, slot: u32, engine_hash: u64) {
+    pub fn take_copies(&mut self, slot: u32, engine_hash: u64) {
         let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else { return };
         let copies = device_copies(&self.worker(slot).counts(engine_hash, presence, offset));
         self.change_counts(slot, presence, offset, engine_hash, |counts| {
@@ -499,6 +497,7 @@ impl Ledger {
                 let below = Cursor { node: self.part(slot, presence).node, next: offset + 1 };
                 let (node, offset) = self.place_below(slot, below, orphan.local);
                 self.bind(slot, node, offset, child, orphan.counts);
+                self.touch(node);
                 arrived.push(child);
             }
         }

@@ -17,7 +17,7 @@
 //!
 //! A writer holds the lock of one shard for one node's change at a time, so readers wait for no more than that.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::RwLock;
 
@@ -50,8 +50,8 @@ pub struct Node {
     any: LaneSet,
     full: LaneSet,
     partial: Vec<(u32, u32)>,
-    /// Used by a query since the bound last passed.
-    touched: AtomicBool,
+    /// The round in which it was used last; never before one below it.
+    used: AtomicU32,
 }
 
 impl Node {
@@ -63,7 +63,7 @@ impl Node {
             any: LaneSet::default(),
             full: LaneSet::default(),
             partial: Vec::new(),
-            touched: AtomicBool::new(true),
+            used: AtomicU32::new(0),
         }
     }
 
@@ -131,7 +131,7 @@ impl Node {
     fn split_tail(&mut self, at: u32, own: NodeIndex) -> Self {
         let local = self.local.split_off(at as usize);
         let mut tail = Self::new(own, self.start + at, local);
-        tail.touched = AtomicBool::new(self.is_touched());
+        tail.used = AtomicU32::new(self.used());
         tail.full = std::mem::replace(&mut self.full, self.any.clone());
         tail.any = tail.full.clone();
         for (lane, reach) in std::mem::take(&mut self.partial) {
@@ -146,15 +146,16 @@ impl Node {
         tail
     }
 
-    pub fn is_touched(&self) -> bool {
-        self.touched.load(Ordering::Relaxed)
+    /// The round in which it was used last.
+    pub fn used(&self) -> u32 {
+        self.used.load(Ordering::Relaxed)
     }
 
-    pub fn set_touched(&self, touched: bool) {
+    /// Marks it as used in a round; false if it was marked for that one or a later one before.
+    #[inline]
+    pub fn touch(&self, round: u32) -> bool {
         // A store by every query would take the cache line from the other readers.
-        if self.is_touched() != touched {
-            self.touched.store(touched, Ordering::Relaxed);
-        }
+        self.used() < round && self.used.fetch_max(round, Ordering::Relaxed) < round
     }
 
     fn bytes(&self) -> usize {
@@ -268,13 +269,25 @@ pub fn common_prefix(a: &[u64], b: &[u64]) -> usize {
 #[derive(Debug)]
 pub struct Trie {
     shards: Vec<RwLock<Shard>>,
+    /// The clock of the `max_blocks` bound: how often it dropped blocks.
+    round: AtomicU32,
 }
 
 impl Trie {
     /// An empty trie; `secret` scatters its tables.
     pub fn new(secret: u64) -> Self {
         let shard = || RwLock::new(Shard { secret, ..Shard::default() });
-        Self { shards: (0..SHARDS).map(|_| shard()).collect() }
+        Self { shards: (0..SHARDS).map(|_| shard()).collect(), round: AtomicU32::new(0) }
+    }
+
+    #[inline]
+    pub fn round(&self) -> u32 {
+        self.round.load(Ordering::Relaxed)
+    }
+
+    /// Begins a round: whatever is used from now on was used after what was not. One caller at a time.
+    pub fn next_round(&self) {
+        self.round.store(self.round().saturating_add(1), Ordering::Relaxed);
     }
 
     /// Number of the shard of prompts that begin with a block.
@@ -297,6 +310,7 @@ impl Trie {
         if blocks == 0 {
             return;
         }
+        let round = self.round();
         let first = prompt.hashes(1)[0];
         let shard = self.shard(Self::shard_of(first)).read();
         let mut index = shard.child(0, first);
@@ -305,7 +319,7 @@ impl Trie {
         }
         loop {
             let node = &shard.nodes[index];
-            node.set_touched(true);
+            node.touch(round);
             let start = node.start as usize;
             let limit = node.local.len().min(blocks - start);
             let stop = early_exit && node.any.len() <= 1;

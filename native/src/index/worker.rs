@@ -218,6 +218,12 @@ impl Presence {
         (0..tiers).find(|&tier| self.on_tier(tier, offset)).unwrap_or(TIERS)
     }
 
+    /// One more than the last offset that may have copies.
+    pub fn end_of_copies(&self) -> u32 {
+        let more = self.more.iter().flat_map(|more| more.lower.iter().chain([&more.odd]));
+        more.map(Extent::end).fold(self.device.end(), u32::max)
+    }
+
     pub fn is_odd(&self, offset: u32) -> bool {
         self.more.as_ref().is_some_and(|more| more.odd.contains(offset))
     }
@@ -364,6 +370,8 @@ pub struct Worker {
     pub waiting: HashMap<u64, Vec<u64>>,
     /// Prefixes held on any tier.
     pub held: u64,
+    /// Prefixes that queries see on each level: Σ reach of the presences.
+    pub rooted: [u64; LEVELS],
     /// Σ device copies, orphans included.
     pub device_copies: u64,
     pub predictions: u64,
@@ -569,6 +577,16 @@ impl Worker {
         }
         let all = self.full_groups.len();
         tiers.iter().all(|&groups| groups == 0 || groups == all).then(|| tiers.map(|groups| groups > 0))
+    }
+
+    /// The slowest level of a tier that has a lane: what is rooted there is rooted on any tier.
+    pub fn slowest_level(&self) -> usize {
+        self.levels().filter(|&level| level < PREDICTED).last().unwrap_or(0)
+    }
+
+    /// Blocks held on any tier below a hole.
+    pub fn hidden(&self) -> u64 {
+        self.held - self.rooted[self.slowest_level()]
     }
 
     /// Levels that have a lane.
