@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvscout_common.config import ServerConfig
+from kvscout_common.shards import WHOLE, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +16,19 @@ class IndexerConfig:
     max_blocks: int = 0
     """Bound of each block index, in held blocks; 0 = none."""
     router_ttl_seconds: float = 120.0
-    """How long blocks whose history was lost stay predicted."""
+    """How long blocks stay predicted whose history was lost, and without events those of routed prompts."""
     max_predicted_blocks: int = 1_048_576
     """Predictions kept in each index."""
     prune_target_ratio: float = 0.8
     """Share of `max_predicted_blocks` that is left after pruning."""
+    kv_events: bool = True
+    """False = no events are read: what is known of the workers is predicted from routing decisions."""
+    router_predicted_ttl_seconds: float | None = None
+    """How long, beside events, blocks of routed prompts stay predicted; None = they are not."""
+    shard: Shard = WHOLE
+    """The workers that are indexed; others are registered only."""
+
+    @property
+    def routed_ttl_seconds(self) -> float | None:
+        """How long blocks of routed prompts stay predicted; None = they are not."""
+        return self.router_predicted_ttl_seconds if self.kv_events else self.router_ttl_seconds

@@ -10,6 +10,7 @@ from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
 from kvscout_common.serving import App, run
+from kvscout_common.shards import Shard
 from kvscout_common.telemetry import registry_of
 from kvscout_indexer.config import IndexerConfig
 
@@ -19,8 +20,20 @@ from kvscout_indexer.config import IndexerConfig
     "--router-ttl",
     default=120.0,
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds that blocks whose history was lost stay predicted.",
+    help="Seconds that blocks stay predicted whose history was lost; with --no-kv-events, those of routed prompts.",
 )
+@flag(
+    "--no-kv-events",
+    is_flag=True,
+    help="Read no events: assume for --router-ttl that workers hold the prompts that were routed to them.",
+)
+@flag(
+    "--router-predicted-ttl",
+    default=None,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Assume the same beside events, for so many seconds; unset = off.",
+)
+@flag("--shard", default="0/1", help="I/N: index only the workers of shard I (from 0) of N.")
 @flag(
     "--max-blocks",
     default=0,
@@ -52,6 +65,9 @@ def main(**values: Any) -> None:
             router_ttl_seconds=values["router_ttl"],
             max_predicted_blocks=values["router_max_tree_size"],
             prune_target_ratio=values["router_prune_target_ratio"],
+            kv_events=not values["no_kv_events"],
+            router_predicted_ttl_seconds=values["router_predicted_ttl"],
+            shard=Shard.parse(values["shard"], flag="shard"),
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from error

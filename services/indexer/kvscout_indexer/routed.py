@@ -1,0 +1,122 @@
+"""What is predicted from routing decisions: that a worker will soon hold the blocks of a prompt it was sent.
+
+Without events (`--no-kv-events`) this is all that is known of the workers; beside events (`--router-predicted-ttl`) it
+bridges the time until the first Stored, so that prompts which belong together go together. An event that names a
+predicted block ends its prediction; without one it ends with its time, which each further decision begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
+from kvscout_common.registry import Registry
+from kvscout_common.shards import WHOLE, Shard
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_indexer.pools import Pools
+
+HASH_BYTES = 8
+BLOCKS_A_TURN = 8192
+"""Predicted between two turns of the event loop: about a millisecond, so that queries go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    """A prompt that was sent to a worker rank."""
+
+    worker: WorkerRank
+    block_hashes: bytes
+    """Local hashes of its complete blocks, little-endian u64s."""
+    block_size: int | None = None
+    """None = whatever the worker's is."""
+    eagle: bool | None = None
+    """None = whatever the worker's are."""
+
+
+class Recorded(NamedTuple):
+    """What became of a message of decisions."""
+
+    blocks: int
+    """Predicted now and not before."""
+    refused: tuple[int, ...]
+    """Positions of the prompts that could not be recorded."""
+
+
+class RoutedPrompts:
+    """Predictions from decisions, in the indexes of all pools."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        pools: Pools,
+        *,
+        ttl_seconds: float | None,
+        shard: Shard = WHOLE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Predicts nothing yet.
+
+        Args:
+            registry: The workers.
+            pools: Their indexes.
+            ttl_seconds: How long a prediction lasts; None = decisions are refused.
+            shard: The workers that are indexed here.
+            clock: That of the indexes, in seconds.
+        """
+        self._registry = registry
+        self._pools = pools
+        self._ttl_seconds = ttl_seconds
+        self._shard = shard
+        self._clock = clock
+        self.recorded = 0
+        """Prompts since start."""
+        self.refused = 0
+
+    async def record(self, tenant: str, model: str, prompts: Sequence[RoutedPrompt]) -> Recorded:
+        """Predicts the prompts' blocks on their workers, as far as that can be done.
+
+        Raises:
+            FailedPrecondition: Predictions are off; or none could be recorded, the first one because of its blocks or
+                its worker's shard.
+            NotFound: None could be recorded, the first one because the model has no such worker rank.
+        """
+        if self._ttl_seconds is None:
+            raise FailedPrecondition("predictions are off: --no-kv-events or --router-predicted-ttl turns them on")
+        added = blocks = 0
+        refused: dict[int, KvscoutError] = {}
+        for position, prompt in enumerate(prompts):
+            try:
+                spec = self._worker(tenant, model, prompt)
+            except (NotFound, FailedPrecondition) as error:
+                refused[position] = error
+                continue
+            added += self._pools.of(spec).predict(
+                prompt.worker, prompt.block_hashes, ttl_seconds=self._ttl_seconds, now=self._clock()
+            )
+            blocks += len(prompt.block_hashes) // HASH_BYTES
+            if blocks >= BLOCKS_A_TURN:
+                blocks = 0
+                await asyncio.sleep(0)
+        self.recorded += len(prompts) - len(refused)
+        self.refused += len(refused)
+        if refused and len(refused) == len(prompts):
+            raise refused[0]
+        return Recorded(added, tuple(refused))
+
+    def _worker(self, tenant: str, model: str, prompt: RoutedPrompt) -> WorkerSpec:
+        worker_id, dp_rank = prompt.worker
+        spec = self._registry.get(tenant, worker_id).spec
+        if spec.model != model or prompt.worker not in spec.ranks:
+            raise NotFound(f"model {model!r} has no worker {worker_id!r} with rank {dp_rank}")
+        if not self._shard.has(tenant, worker_id):
+            raise FailedPrecondition(f"worker {worker_id!r} is not of shard {self._shard}, which is indexed here")
+        if prompt.block_size not in (None, spec.block_size) or prompt.eagle not in (None, spec.eagle):
+            raise FailedPrecondition(
+                f"the blocks of worker {worker_id!r} have {spec.block_size} tokens{' (eagle)' if spec.eagle else ''}, "
+                f"those of the prompt {prompt.block_size or spec.block_size}{' (eagle)' if prompt.eagle else ''}"
+            )
+        return spec
