@@ -10,7 +10,8 @@ nothing, and a new one is the safe way to a fresh start.
     kvscout.<ns>.stream.<tenant>.<model>.<worker>.<rank>   events, JetStream: stream KVSCOUT-<ns>-<tenant>-<model>
     kvscout.<ns>.recover.<tenant>.<worker>.<rank>          request → what a publisher still has
     kvscout.<ns>.scheduler.<...>                           replicas of the scheduler
-    buckets kvscout-<ns>-workers, kvscout-<ns>-locks, object store kvscout-<ns>-snapshots-<tenant>-<model>
+    buckets kvscout-<ns>-workers, kvscout-<ns>-locks, kvscout-<ns>-bridges
+    object store kvscout-<ns>-snapshots-<tenant>-<model>
 """
 
 from __future__ import annotations
@@ -124,10 +125,31 @@ class NatsNames:
         """Key of a registration in `workers_bucket`."""
         return f"{encode_name(tenant)}.{encode_name(worker_id)}"
 
+    @staticmethod
+    def parse_worker_key(key: str) -> tuple[str, str]:
+        """Tenant and worker id of a key in `workers_bucket`.
+
+        Raises:
+            InvalidArgument: It is no such key.
+        """
+        parts = key.split(".")
+        if len(parts) != 2:
+            raise InvalidArgument(f"{key!r} is no key of a worker", field="key")
+        return decode_name(parts[0]), decode_name(parts[1])
+
     @property
     def locks_bucket(self) -> str:
         """Key-value bucket of locks."""
         return f"{self._bucket_root}-locks"
+
+    @property
+    def bridges_bucket(self) -> str:
+        """Key-value bucket in which bridges keep where they were."""
+        return f"{self._bucket_root}-bridges"
+
+    def bridge_key(self, tenant: str, worker: WorkerRank) -> str:
+        """Key of a rank in `bridges_bucket`."""
+        return f"{self.worker_key(tenant, worker.worker_id)}.{worker.dp_rank}"
 
     def snapshots_bucket(self, tenant: str, model: str) -> str:
         """Object store of the snapshots of a model's indexes."""

@@ -57,7 +57,12 @@ Global___RecoverOutcome: _TypeAlias = RecoverOutcome  # noqa: Y015
 
 @_typing.final
 class RecoverRequest(_message.Message):
-    """Asks for a range of events."""
+    """Asks for a range of events.
+
+    Over NATS, a serialised request goes to the rank's recovery subject with a reply subject; the answer comes there as
+    serialised RecoverResponses, each with a reply subject of its own, to which an empty message is sent once it is
+    read: the publisher keeps at most 16 unread ones under way.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -107,10 +112,21 @@ class RecoverResponse(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     outcome: Global___RecoverOutcome.ValueType
     """The same in every part."""
     last_event_id: _builtins.int
     """Last event id the bridge has; unset = none."""
+    part: _builtins.int
+    """Number of this part, from 0."""
+    last: _builtins.bool
+    """True on the last part. An answer without events is one part without a batch."""
+    error: _builtins.str
+    """Why the request was refused; unset = it was not. Over NATS only, where there is no status: `outcome` is then
+    unspecified.
+    """
     @_builtins.property
     def batch(self) -> _events_pb2.KvEventBatch:
         """Events or a state chunk."""
@@ -121,10 +137,13 @@ class RecoverResponse(_message.Message):
         outcome: Global___RecoverOutcome.ValueType = ...,
         batch: _events_pb2.KvEventBatch | None = ...,
         last_event_id: _builtins.int | None = ...,
+        part: _builtins.int = ...,
+        last: _builtins.bool = ...,
+        error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id", "batch", b"batch", "last_event_id", b"last_event_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id", "batch", b"batch", "last_event_id", b"last_event_id", "outcome", b"outcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id", "batch", b"batch", "error", b"error", "last", b"last", "last_event_id", b"last_event_id", "outcome", b"outcome", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_event_id: _TypeAlias = _typing.Literal["last_event_id"]  # noqa: Y015
     _WhichOneofArgType__last_event_id: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id"]  # noqa: Y015

@@ -179,6 +179,7 @@ class BlocksStored(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     ATTENTION_KIND_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     parent_engine_hash: _builtins.int
     """The engine's hash of the block before the run; unset = the run starts at the beginning of a prompt."""
     tier: _types_pb2.Tier.ValueType
@@ -187,6 +188,10 @@ class BlocksStored(_message.Message):
     """KV cache group; unset = 0."""
     attention_kind: Global___AttentionKind.ValueType
     """Kind of the group; unset = not told."""
+    block_size: _builtins.int
+    """Tokens a block, if the engine's full blocks have another size than the registration says: then no hashes follow,
+    and readers find the worker incompatible. At most 1,048,576; unset = the message's `block_size`.
+    """
     @_builtins.property
     def engine_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The engine's own hashes of the blocks, opaque identifiers. Length n."""
@@ -204,10 +209,11 @@ class BlocksStored(_message.Message):
         tier: _types_pb2.Tier.ValueType = ...,
         group: _builtins.int = ...,
         attention_kind: Global___AttentionKind.ValueType = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_engine_hash", b"_parent_engine_hash", "parent_engine_hash", b"parent_engine_hash"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_engine_hash", b"_parent_engine_hash", "attention_kind", b"attention_kind", "engine_hashes", b"engine_hashes", "group", b"group", "local_hashes", b"local_hashes", "parent_engine_hash", b"parent_engine_hash", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_engine_hash", b"_parent_engine_hash", "attention_kind", b"attention_kind", "block_size", b"block_size", "engine_hashes", b"engine_hashes", "group", b"group", "local_hashes", b"local_hashes", "parent_engine_hash", b"parent_engine_hash", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent_engine_hash: _TypeAlias = _typing.Literal["parent_engine_hash"]  # noqa: Y015
     _WhichOneofArgType__parent_engine_hash: _TypeAlias = _typing.Literal["_parent_engine_hash", b"_parent_engine_hash"]  # noqa: Y015
