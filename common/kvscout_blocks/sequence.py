@@ -8,7 +8,7 @@
                                                           │ history gone, no answer, overflow
                                                           └──▶ demote, then LIVE with history_incomplete
 
-One machine a source (one worker rank behind one socket). It is pure: it owns no socket and no clock, takes
+One machine a source (one worker rank behind one publisher). It is pure: it owns no socket and no clock, takes
 what happened and returns decisions, which the caller carries out in order. Batches are opaque to it but
 for their number, their digest and whether they clear the cache.
 
@@ -16,6 +16,13 @@ Engines without epochs start again at 0 after a restart. A batch is therefore kn
 id with a digest never seen is a new life of the engine. Every replay begins at the last applied batch, to
 compare its digest: an engine that restarted and has overtaken `last` meanwhile is found out by it. The
 caller reads what a socket still holds before it reports that socket's reconnect.
+
+With epochs a restart tells itself, an id is one batch however often it is encoded, and what is of a lower epoch than
+what was seen is old, whoever sends it.
+
+A *state* (one consistent cut, such as a publisher's or a peer's dump) stands for everything up to its cursor. It comes
+live or as a part of a replay, is never older than what was applied, and ends an incomplete history unless it says that
+its own is.
 """
 
 from __future__ import annotations
@@ -145,7 +152,7 @@ class SourceSequence(Generic[T]):
         self.attempt = 0
         """Number of the replay request that is answered now."""
         self.counters: Counter[str] = Counter()
-        """applied, malformed, gaps, replays, restarts, demotions, and one for each `DropReason`."""
+        """applied, malformed, gaps, replays, restarts, demotions, states, and one for each `DropReason`."""
         self._digests: dict[int, int] = {}
         self._highest_live = -1
         self._held: dict[int, SequencedBatch[T]] = {}
@@ -157,6 +164,8 @@ class SourceSequence(Generic[T]):
         self._progress = False
         """Whether the replay brought anything."""
         self._malformed_in_row = 0
+        self._healing = False
+        """Whether the replay is asked for because history is incomplete, not because anything new is missing."""
 
     @property
     def held(self) -> int:
@@ -185,16 +194,31 @@ class SourceSequence(Generic[T]):
         """
         if attempt is not None and (not self.replaying or attempt != self.attempt):
             return False
-        if epoch != self.epoch or self.last_id is None or last_id is None:
+        if epoch != self.epoch or self.last_id is None:
             return epoch >= self.epoch
-        return last_id >= self.last_id
+        # Without a cursor it is newer only if it comes by itself: who is asked for what came after `last_id`, and does
+        # not know where he is, knows less than we do.
+        return attempt is None if last_id is None else last_id >= self.last_id
 
     def on_state(
-        self, attempt: int | None, *, epoch: int, last_id: int | None, history_incomplete: bool = False
+        self,
+        attempt: int | None,
+        *,
+        epoch: int,
+        last_id: int | None,
+        history_incomplete: bool = False,
+        second_hand: bool = False,
+        last_digest: int | None = None,
     ) -> list[Decision[T]]:
-        """A state that `wants_state` wanted was loaded; arguments as there.
+        """A state that `wants_state` wanted was loaded; `attempt`, `epoch` and `last_id` as there.
 
         What is held and newer is applied: at once after a live state, at the end of the replay after a replayed one.
+
+        Args:
+            history_incomplete: Events before it may be missing.
+            second_hand: It is not from the source itself, which may have restarted since: the rest of the replay must
+                show batch `last_id`, if the source has a replay and no epochs.
+            last_digest: Of batch `last_id`; None = not known.
         """
         out: list[Decision[T]] = []
         self.counters["states"] += 1
@@ -204,7 +228,11 @@ class SourceSequence(Generic[T]):
             self._drop_held(out, below=last_id + 1)
         self.epoch, self.last_id = epoch, last_id
         self._digests.clear()
-        self._verified = self._progress = True
+        if last_id is not None and last_digest is not None:
+            self._digests[last_id] = last_digest
+        self._highest_live = -1
+        self._verified = not second_hand or epoch > 0 or last_id is None or not self._can_replay
+        self._progress = True
         self.history_incomplete = history_incomplete
         self.missing = "what came before the state that was loaded" if history_incomplete else ""
         if attempt is None:
@@ -212,10 +240,27 @@ class SourceSequence(Generic[T]):
                 self._end_replay()
                 self.attempt += 1
             self._apply_held(out, until_gap=True)
-            if self._held and self._can_replay:
-                self._request(out)
-            elif self._held:
-                self._give_up("there is no replay", out)
+            self._fill_gap(out)
+        return out
+
+    def expect_state(self) -> list[Decision[T]]:
+        """A state of the source is looked for elsewhere, before anything is asked of it.
+
+        What comes live waits as in a replay, and the answer is that of a replay, even if the source itself has none.
+        """
+        out: list[Decision[T]] = []
+        self._request(out)
+        return out
+
+    def on_heal(self) -> list[Decision[T]]:
+        """Asks for everything once more: history is incomplete, and the source may have a whole state by now.
+
+        A replay that fails changes nothing then.
+        """
+        out: list[Decision[T]] = []
+        if self.history_incomplete and self._can_replay and not self.replaying:
+            self._request(out, everything=True)
+            self._healing = True
         return out
 
     def on_batch(self, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:
@@ -227,7 +272,7 @@ class SourceSequence(Generic[T]):
             self._drop(batch, DropReason.STALE, out)
         elif batch.epoch > self.epoch and (self.last_id is not None or self._held):
             self._restart(out, epoch=batch.epoch, cause=batch)
-        elif self._seen(batch) or (batch.epoch and self.last_id is not None and batch.event_id <= self.last_id):
+        elif self._seen(batch) or (batch.epoch and self._has(batch.event_id)):
             self._drop(batch, DropReason.DUPLICATE, out)
         elif not batch.epoch and batch.event_id <= self._highest():
             self._restart(out, epoch=0, cause=batch)
@@ -257,7 +302,10 @@ class SourceSequence(Generic[T]):
         out: list[Decision[T]] = []
         if not self.replaying or attempt != self.attempt:
             return out
-        if batch.epoch > self.epoch and self.last_id is not None:
+        if batch.epoch < self.epoch:
+            self._drop(batch, DropReason.STALE, out)
+            return out
+        if batch.epoch > self.epoch and (self.last_id is not None or self._held):
             self._restart(out, epoch=batch.epoch)
             return out
         # Within one epoch an id is one batch, however often it is encoded; without epochs its bytes decide.
@@ -302,8 +350,8 @@ class SourceSequence(Generic[T]):
         self._apply_held(out, until_gap=True)
         if not self._held:
             self._end_replay()
-        elif self._progress:
-            self._request(out)
+        elif self._progress or self._healing:
+            self._fill_gap(out)
         else:
             self._give_up("the replay ended early", out)
         return out
@@ -315,11 +363,33 @@ class SourceSequence(Generic[T]):
             return out
         self._failures += 1
         self.attempt += 1
-        if self._failures >= MAX_ATTEMPTS:
+        if self._healing:
+            self._leave_as_it_is(out)
+        elif self._failures >= MAX_ATTEMPTS:
             self._give_up(f"{self._failures} replays failed", out)
         else:
             self.retry_at = now + FIRST_RETRY_SECONDS * 2 ** (self._failures - 1)
         return out
+
+    def on_no_history(self, attempt: int, reason: str) -> list[Decision[T]]:
+        """The replay's answer is that there is none, and asking again is of no use; `reason` is for people."""
+        out: list[Decision[T]] = []
+        if not self.replaying or attempt != self.attempt:
+            return out
+        self.attempt += 1
+        if self._healing:
+            self._leave_as_it_is(out)
+        elif self.last_id is None and not self._held:
+            # Nothing is known that could be wrong; whether anything is missing the first batch's id will tell.
+            self._end_replay()
+        else:
+            self._give_up(reason, out)
+        return out
+
+    def on_malformed(self, now: float) -> None:
+        """Something came that could not be read and has no place in the sequence."""
+        if self.quarantined_until is None or now >= self.quarantined_until:
+            self._count_malformed(now, malformed=True)
 
     def on_tick(self, now: float) -> list[Decision[T]]:
         """Time passed; asks for the replay again when it is due."""
@@ -341,11 +411,14 @@ class SourceSequence(Generic[T]):
             self._drop(batch, DropReason.QUARANTINED, out)
             return False
         self.quarantined_until = None
-        self._malformed_in_row = self._malformed_in_row + 1 if batch.malformed else 0
+        self._count_malformed(now, malformed=batch.malformed)
+        return True
+
+    def _count_malformed(self, now: float, *, malformed: bool) -> None:
+        self._malformed_in_row = self._malformed_in_row + 1 if malformed else 0
         if self._malformed_in_row >= QUARANTINE_AFTER:
             self._malformed_in_row = 0
             self.quarantined_until = now + QUARANTINE_SECONDS
-        return True
 
     def _accept(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> None:
         """A batch that is new and of this incarnation."""
@@ -355,8 +428,7 @@ class SourceSequence(Generic[T]):
             self._end_replay()
             self._apply(batch, out)
             self._apply_held(out, until_gap=True)
-            if self._held:
-                self._request(out)
+            self._fill_gap(out)
         elif self.replaying:
             self._hold(batch, out)
         elif batch.event_id == expected:
@@ -364,10 +436,14 @@ class SourceSequence(Generic[T]):
         else:
             self.counters["gaps"] += 1
             self._hold(batch, out)
-            if self._can_replay:
-                self._request(out)
-            else:
-                self._give_up("there is no replay", out)
+            self._fill_gap(out)
+
+    def _fill_gap(self, out: list[Decision[T]]) -> None:
+        """Asks for what is missing before the first held batch, if any is held."""
+        if self._held and self._can_replay:
+            self._request(out)
+        elif self._held:
+            self._give_up("there is no replay", out)
 
     def _restart(self, out: list[Decision[T]], *, epoch: int, cause: SequencedBatch[T] | None = None) -> None:
         """The engine restarted: forget everything, and learn its new life from the beginning.
@@ -387,28 +463,35 @@ class SourceSequence(Generic[T]):
         elif self._can_replay:
             self._request(out)
 
-    def _request(self, out: list[Decision[T]]) -> None:
+    def _request(self, out: list[Decision[T]], *, everything: bool = False) -> None:
         """Begins a replay, or begins the running one again."""
         self.replaying = True
         self.attempt += 1
         self.counters["replays"] += 1
         self.retry_at = None
         self._failures = 0
-        self._progress = False
+        self._progress = self._healing = False
         # With epochs a restart tells itself: a source that has nothing newer than `last_id` has lost nothing.
         self._verified = self.last_id is None or self.epoch > 0
-        out.append(RequestReplay(self.last_id if self.last_id is not None else 0, self.attempt))
+        out.append(RequestReplay(0 if everything or self.last_id is None else self.last_id, self.attempt))
 
     def _end_replay(self) -> None:
-        self.replaying = False
+        self.replaying = self._healing = False
         self.retry_at = None
         self._failures = 0
+
+    def _leave_as_it_is(self, out: list[Decision[T]]) -> None:
+        """A replay that was asked for without need is given up: what is known stays, what waits goes on from it."""
+        self._end_replay()
+        self._apply_held(out, until_gap=True)
+        self._fill_gap(out)
 
     def _give_up(self, reason: str, out: list[Decision[T]]) -> None:
         """The replay cannot be verified: go on from what came live."""
         self._end_replay()
         if not self._held:
-            self._lose(f"whatever came after {self.last_id}: {reason}", out)
+            after = f"whatever came after {self.last_id}" if self.last_id is not None else "everything until now"
+            self._lose(f"{after}: {reason}", out)
         self._apply_held(out)
 
     def _apply_held(self, out: list[Decision[T]], *, until_gap: bool = False, below: int | None = None) -> None:
@@ -474,6 +557,10 @@ class SourceSequence(Generic[T]):
     def _drop(self, batch: SequencedBatch[T], reason: DropReason, out: list[Decision[T]]) -> None:
         self.counters[reason] += 1
         out.append(Drop(batch.event_id, reason))
+
+    def _has(self, event_id: int) -> bool:
+        """Whether the batch of this id, in this epoch, was applied or waits."""
+        return event_id in self._held or (self.last_id is not None and event_id <= self.last_id)
 
     def _seen(self, batch: SequencedBatch[T]) -> bool:
         held = self._held.get(batch.event_id)
