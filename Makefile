@@ -37,6 +37,9 @@ fuzz: ## Fuzz the index and every decoder, for an hour or FUZZ_SECONDS; libFuzze
 soak: ## Five million events at the bound of an index: flat counts, flat memory; or SOAK_EVENTS.
 	PYTHONPATH=tests $(PY) tests/soak.py
 
+chaos-events: ## Kill, stop and restart engines, bridges, NATS and indexers at random; the index must equal the truth.
+	PYTHONPATH=tests $(PY) -m chaos.events
+
 check: protos-check ## Lint, format check and types: exactly what CI runs besides the tests.
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
@@ -61,4 +64,4 @@ native: ## Build the Rust extension in place; fails without cargo.
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test fuzz soak check protos protos-check native bench
+.PHONY: help setup demo up down test fuzz soak chaos-events check protos protos-check native bench

@@ -1,0 +1,92 @@
+"""The processes of a chaos run: each can be killed, stopped, continued and started again on its ports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+DEADLINE_SECONDS = 30.0
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports that nobody has now; all different."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+class Member:
+    """One process.
+
+    Args:
+        name: For the log.
+        module: Such as "kvscout_indexer.main".
+        flags: Its command line, ports included: a restart must find its place again.
+    """
+
+    def __init__(self, name: str, module: str, *flags: str) -> None:
+        self.name = name
+        self._command = (sys.executable, "-m", module, *flags)
+        self._process: asyncio.subprocess.Process | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self.ready: dict[str, Any] = {}
+
+    async def start(self) -> None:
+        """Starts it and waits for its ready line."""
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("KVSCOUT_MOCKER")}
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, env=environment
+        )
+        assert self._process.stdout is not None
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            line = await self._process.stdout.readline()
+        if not line:
+            raise AssertionError(f"{self.name} ended with {await self._process.wait()} before it was ready")
+        self.ready = json.loads(line)
+        self._draining = asyncio.create_task(_drain(self._process.stdout))
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    async def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGKILL)
+            await self._process.wait()
+
+    async def pause(self, seconds: float) -> None:
+        """SIGSTOP for a while."""
+        process = self._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGCONT)
+
+    def require_alive(self) -> None:
+        """Fails if it ended by itself."""
+        assert self._process is not None
+        assert self._process.returncode is None, f"{self.name} ended by itself with {self._process.returncode}"
+
+
+async def _drain(stream: asyncio.StreamReader) -> None:
+    while await stream.readline():
+        pass
+
+
+async def kill_all(members: Sequence[Member]) -> None:
+    """SIGKILL to everyone."""
+    await asyncio.gather(*(member.kill() for member in members))
