@@ -3,6 +3,8 @@
 A service that is told of NATS starts without it and says so (`problem`), so that a restart of NATS and of a service may
 come in any order. What must be set up on the server (subscriptions are restored by the client, consumers and buckets
 are not) is done in a hook that runs after each connection, the first one included.
+
+The library nats-py is an extra: it is imported where a link is made, and missed where one is asked for.
 """
 
 from __future__ import annotations
@@ -12,17 +14,19 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import nats.aio.client
-import nats.errors
 
 from kvscout_common.errors import ConfigError, Unavailable
 from kvscout_common.flags import BEHAVIOUR, flag
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.telemetry import RateLimitedLog
+
+if TYPE_CHECKING:
+    import nats.aio.client
 
 log = logging.getLogger("kvscout.nats")
 
@@ -50,6 +54,8 @@ class NatsConfig:
     """User credentials file (JWT and seed)."""
     ca: Path | None = None
     """CA of the servers' certificates; turns TLS on."""
+    replicas: int = 1
+    """Copies that a cluster keeps of each stream and bucket made here."""
 
     @property
     def names(self) -> NatsNames:
@@ -61,7 +67,7 @@ class NatsConfig:
         """Takes the values of `nats_flags`; None = no NATS was named.
 
         Raises:
-            ConfigError: A server is no nats:// or tls:// URL, or the namespace is empty.
+            ConfigError: A server is no nats:// or tls:// URL, the namespace is empty, or the library is missing.
         """
         servers = tuple(url for given in values["nats_server"] for url in given.split(",") if url)
         for url in servers:
@@ -71,7 +77,9 @@ class NatsConfig:
             raise ConfigError("must not be empty", field="namespace")
         if not servers:
             return None
-        return cls(servers, values["namespace"], values["nats_credentials"], values["nats_ca"])
+        if find_spec("nats") is None:
+            raise ConfigError("needs the library nats-py: install kvscout[nats]", field="nats_server")
+        return cls(servers, values["namespace"], values["nats_credentials"], values["nats_ca"], values["nats_replicas"])
 
 
 def nats_flags(*, default: tuple[str, ...] = ()) -> Callable[[F], F]:
@@ -98,6 +106,13 @@ def nats_flags(*, default: tuple[str, ...] = ()) -> Callable[[F], F]:
         ),
         flag("--nats-credentials", type=path, section=BEHAVIOUR, help="NATS user credentials file."),
         flag("--nats-ca", type=path, section=BEHAVIOUR, help="CA of the NATS servers, PEM; turns TLS on."),
+        flag(
+            "--nats-replicas",
+            default=1,
+            type=click.IntRange(1, 5),
+            section=BEHAVIOUR,
+            help="Copies that a NATS cluster keeps of each stream and bucket; 3 survive the loss of a server.",
+        ),
     ]
 
     def decorate(function: F) -> F:
@@ -117,6 +132,8 @@ class NatsLink:
     """
 
     def __init__(self, config: NatsConfig, name: str) -> None:
+        import nats.aio.client
+
         self.config = config
         self.names = config.names
         self.client = nats.aio.client.Client()
@@ -151,7 +168,12 @@ class NatsLink:
         self._hooks.append(hook)
 
     async def run(self) -> None:
-        """Connects, and stays connected until cancelled; a task of the process."""
+        """Connects, and stays connected until cancelled; a task of the process.
+
+        Raises:
+            Unavailable: The client gave the connection up, as it does where the server refuses what it sent; what was
+                subscribed to is lost with it.
+        """
         tls = ssl.create_default_context(cafile=str(self.config.ca)) if self.config.ca else None
         await self.client.connect(
             servers=list(self.config.servers),
@@ -159,6 +181,7 @@ class NatsLink:
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_connected,
+            closed_cb=self._on_closed,
             connect_timeout=CONNECT_SECONDS,
             reconnect_time_wait=RECONNECT_SECONDS,  # type: ignore[arg-type]  # documented in seconds, used in sleep()
             max_reconnect_attempts=-1,
@@ -171,10 +194,14 @@ class NatsLink:
         while True:
             await self._connections.wait()
             self._connections.clear()
+            if self.client.is_closed:
+                raise Unavailable(f"NATS closed the connection for good: {self.client.last_error!r}")
             await self._run_hooks()
 
     async def close(self) -> None:
         """Sends what is waiting and closes the connection."""
+        import nats.errors
+
         self._closed = True
         if self.client.is_connected:
             try:
@@ -184,6 +211,8 @@ class NatsLink:
         await self.client.close()
 
     async def _run_hooks(self) -> None:
+        import nats.errors
+
         for hook in self._hooks:
             while not self._connections.is_set():
                 try:
@@ -206,6 +235,9 @@ class NatsLink:
         if not self._closed:
             self.problem = "connection to NATS lost"
             log.warning("connection to NATS lost")
+
+    async def _on_closed(self) -> None:
+        self._connections.set()
 
     async def _on_error(self, error: Exception) -> None:
         if not self.client.is_connected:
