@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
+from kvscout_common.nats_link import NatsConfig
 from kvscout_common.shards import Shard
 
 
@@ -16,6 +17,8 @@ class GatewayConfig:
     """Configuration of one gateway process."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
+    nats: NatsConfig | None = None
+    """None = runs without NATS."""
     security: ClientSecurity = PLAINTEXT
     """How it calls indexers and schedulers."""
     indexers: tuple[tuple[str, ...], ...] = (("127.0.0.1:50051",),)

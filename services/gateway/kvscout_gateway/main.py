@@ -10,6 +10,7 @@ from kvscout_common.channel import ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, client_flags, flag, server_flags
+from kvscout_common.nats_link import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards
 
@@ -77,12 +78,14 @@ from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards
     help="Lease of the gateway's own bookings.",
 )
 @client_flags()
+@nats_flags()
 @server_flags("gateway", port=50050, metrics_port=9093)
 def main(**values: Any) -> None:
     """Place LLM requests on the workers that have their prompts cached, and run them there."""
     try:
         config = GatewayConfig(
             server=ServerConfig.from_flags(values),
+            nats=NatsConfig.from_flags(values),
             security=ClientSecurity.from_flags(
                 values["tls_ca"], values["tls_client_cert"], values["tls_client_key"], values["token_file"]
             ),

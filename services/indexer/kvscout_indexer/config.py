@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvscout_common.config import ServerConfig
+from kvscout_common.nats_link import NatsConfig
 from kvscout_common.shards import WHOLE, Shard
 
 
@@ -13,6 +14,8 @@ class IndexerConfig:
     """Configuration of one indexer process."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
+    nats: NatsConfig | None = None
+    """None = runs without NATS."""
     max_blocks: int = 0
     """Bound of each block index, in held blocks; 0 = none."""
     router_ttl_seconds: float = 120.0

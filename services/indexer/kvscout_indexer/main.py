@@ -9,6 +9,7 @@ import click
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
+from kvscout_common.nats_link import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_common.shards import Shard
 from kvscout_common.telemetry import registry_of
@@ -39,7 +40,8 @@ from kvscout_indexer.config import IndexerConfig
     default=0,
     type=click.IntRange(min=0),
     section=PERFORMANCE,
-    help="Bound of each block index, in held blocks; 0 = none. A guard: keep it above what the engines hold together.",
+    help="Bound of each block index, in held blocks; 0 = none. Above it the prefixes used longest ago are forgotten, and"
+    " until an engine stores them again their overlaps are too short.",
 )
 @flag(
     "--router-max-tree-size",
@@ -55,12 +57,14 @@ from kvscout_indexer.config import IndexerConfig
     section=PERFORMANCE,
     help="Share of --router-max-tree-size that is left after pruning.",
 )
+@nats_flags()
 @server_flags("indexer", port=50051, metrics_port=9091)
 def main(**values: Any) -> None:
     """Ingest the KV events of engines and tell which worker holds which leading blocks of a prompt."""
     try:
         config = IndexerConfig(
             server=ServerConfig.from_flags(values),
+            nats=NatsConfig.from_flags(values),
             max_blocks=values["max_blocks"],
             router_ttl_seconds=values["router_ttl"],
             max_predicted_blocks=values["router_max_tree_size"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvscout_common.config import ServerConfig
+from kvscout_common.nats_link import NatsConfig
 from kvscout_scheduler.settings import SchedulerSettings
 
 
@@ -13,6 +14,8 @@ class SchedulerConfig:
     """Configuration of one scheduler process."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
+    nats: NatsConfig | None = None
+    """None = runs without NATS."""
     settings: SchedulerSettings = field(default_factory=SchedulerSettings)
     seed: int | None = None
     """Of the random draws; None = from the system."""

@@ -12,6 +12,7 @@ import click
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
+from kvscout_common.nats_link import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_common.telemetry import registry_of
 from kvscout_scheduler.config import SchedulerConfig
@@ -52,12 +53,14 @@ EXPIRY_SECONDS = 0.5
     section=PERFORMANCE,
     help="Bookings held at once; more are refused.",
 )
+@nats_flags()
 @server_flags("scheduler", port=50052, metrics_port=9092)
 def main(**values: Any) -> None:
     """Pick the worker that takes a request, and keep account of what is active on each."""
     try:
         config = SchedulerConfig(
             server=ServerConfig.from_flags(values),
+            nats=NatsConfig.from_flags(values),
             settings=SchedulerSettings(
                 policy=values["router_mode"],
                 overlap_score_weight=values["kv_overlap_score_weight"],
