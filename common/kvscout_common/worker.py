@@ -125,6 +125,8 @@ class WorkerSpec:
     eagle: bool = False
     copies: CopyMode = CopyMode.COUNT
     can_fallback: bool = False
+    bridge_endpoint: str = ""
+    """gRPC address of its bridge, for events that NATS lost."""
 
     @property
     def pool(self) -> PoolKey:

@@ -112,6 +112,7 @@ def spec_from_proto(worker: workers_pb2.Worker, tenant: str = "") -> WorkerSpec:
         eagle=worker.eagle,
         copies=enum_from_proto(CopyMode, workers_pb2.CopyMode, "COPY_MODE_", worker.copies, CopyMode.COUNT),
         can_fallback=worker.can_fallback,
+        bridge_endpoint=worker.bridge_endpoint,
     ).validate()
 
 
@@ -152,4 +153,5 @@ def spec_to_proto(spec: WorkerSpec) -> workers_pb2.Worker:
         eagle=spec.eagle,
         copies=workers_pb2.CopyMode.Value(f"COPY_MODE_{spec.copies.name}"),
         can_fallback=spec.can_fallback,
+        bridge_endpoint=spec.bridge_endpoint,
     )

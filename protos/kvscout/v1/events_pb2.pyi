@@ -66,6 +66,7 @@ class KvEventBatch(_message.Message):
     EVENT_ID_FIELD_NUMBER: _builtins.int
     TIMESTAMP_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    LAST_DIGEST_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version of this message; now 1. 0 is refused."""
     worker_id: _builtins.str
@@ -88,6 +89,10 @@ class KvEventBatch(_message.Message):
     """
     timestamp: _builtins.float
     """When the engine made the batch, seconds since the Unix epoch; 0 = unknown."""
+    last_digest: _builtins.int
+    """In state chunks that are not the source's own (dumps of an indexer) of a source without epochs: XXH3_64 of batch
+    `event_id` as the source sent it, by which a reader finds out that the source restarted since. Unset = not known.
+    """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
         """Events in order."""
@@ -106,14 +111,20 @@ class KvEventBatch(_message.Message):
         event_id: _builtins.int | None = ...,
         timestamp: _builtins.float = ...,
         events: _abc.Iterable[Global___KvEvent] | None = ...,
+        last_digest: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_event_id", b"_event_id", "event_id", b"event_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_event_id", b"_event_id", "_last_digest", b"_last_digest", "event_id", b"event_id", "last_digest", b"last_digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_event_id", b"_event_id", "block_size", b"block_size", "dp_rank", b"dp_rank", "eagle", b"eagle", "epoch", b"epoch", "event_id", b"event_id", "events", b"events", "model", b"model", "tenant", b"tenant", "timestamp", b"timestamp", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_event_id", b"_event_id", "_last_digest", b"_last_digest", "block_size", b"block_size", "dp_rank", b"dp_rank", "eagle", b"eagle", "epoch", b"epoch", "event_id", b"event_id", "events", b"events", "last_digest", b"last_digest", "model", b"model", "tenant", b"tenant", "timestamp", b"timestamp", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__event_id: _TypeAlias = _typing.Literal["event_id"]  # noqa: Y015
     _WhichOneofArgType__event_id: _TypeAlias = _typing.Literal["_event_id", b"_event_id"]  # noqa: Y015
+    _WhichOneofReturnType__last_digest: _TypeAlias = _typing.Literal["last_digest"]  # noqa: Y015
+    _WhichOneofArgType__last_digest: _TypeAlias = _typing.Literal["_last_digest", b"_last_digest"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__event_id) -> _WhichOneofReturnType__event_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_digest) -> _WhichOneofReturnType__last_digest | None: ...
 
 Global___KvEventBatch: _TypeAlias = KvEventBatch  # noqa: Y015
 

@@ -394,7 +394,7 @@ class PublishEventsResponse(_message.Message):
     RESEND_FROM_FIELD_NUMBER: _builtins.int
     MALFORMED_FIELD_NUMBER: _builtins.int
     last_event_id: _builtins.int
-    """Last event id that was applied or known to be a duplicate."""
+    """Last event id that was applied or known to be a duplicate; unset = none."""
     epoch: _builtins.int
     """Epoch it belongs to."""
     resend_from: _builtins.int
@@ -404,17 +404,22 @@ class PublishEventsResponse(_message.Message):
     def __init__(
         self,
         *,
-        last_event_id: _builtins.int = ...,
+        last_event_id: _builtins.int | None = ...,
         epoch: _builtins.int = ...,
         resend_from: _builtins.int | None = ...,
         malformed: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_resend_from", b"_resend_from", "resend_from", b"resend_from"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id", "_resend_from", b"_resend_from", "last_event_id", b"last_event_id", "resend_from", b"resend_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resend_from", b"_resend_from", "epoch", b"epoch", "last_event_id", b"last_event_id", "malformed", b"malformed", "resend_from", b"resend_from"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id", "_resend_from", b"_resend_from", "epoch", b"epoch", "last_event_id", b"last_event_id", "malformed", b"malformed", "resend_from", b"resend_from"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__last_event_id: _TypeAlias = _typing.Literal["last_event_id"]  # noqa: Y015
+    _WhichOneofArgType__last_event_id: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id"]  # noqa: Y015
     _WhichOneofReturnType__resend_from: _TypeAlias = _typing.Literal["resend_from"]  # noqa: Y015
     _WhichOneofArgType__resend_from: _TypeAlias = _typing.Literal["_resend_from", b"_resend_from"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_event_id) -> _WhichOneofReturnType__last_event_id | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resend_from) -> _WhichOneofReturnType__resend_from | None: ...
 
 Global___PublishEventsResponse: _TypeAlias = PublishEventsResponse  # noqa: Y015
@@ -578,6 +583,7 @@ class SourceStatus(_message.Message):
     GHOSTS_FIELD_NUMBER: _builtins.int
     IGNORED_FIELD_NUMBER: _builtins.int
     OVER_CAPACITY_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model."""
     tenant: _builtins.str
@@ -620,6 +626,8 @@ class SourceStatus(_message.Message):
     """Ghosts now."""
     over_capacity: _builtins.bool
     """Total device copies exceed total_kv_blocks: removals were lost."""
+    states: _builtins.int
+    """States loaded: of the publisher, of a peer, of a snapshot."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -656,10 +664,11 @@ class SourceStatus(_message.Message):
         ghosts: _builtins.int = ...,
         ignored: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         over_capacity: _builtins.bool = ...,
+        states: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "applied", b"applied", "blocks", b"blocks", "demotions", b"demotions", "dropped", b"dropped", "epoch", b"epoch", "gaps", b"gaps", "ghosts", b"ghosts", "hidden", b"hidden", "ignored", b"ignored", "lag_batches", b"lag_batches", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "malformed", b"malformed", "model", b"model", "orphans", b"orphans", "over_capacity", b"over_capacity", "reason", b"reason", "replays", b"replays", "resets", b"resets", "state", b"state", "tenant", b"tenant", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "applied", b"applied", "blocks", b"blocks", "demotions", b"demotions", "dropped", b"dropped", "epoch", b"epoch", "gaps", b"gaps", "ghosts", b"ghosts", "hidden", b"hidden", "ignored", b"ignored", "lag_batches", b"lag_batches", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "malformed", b"malformed", "model", b"model", "orphans", b"orphans", "over_capacity", b"over_capacity", "reason", b"reason", "replays", b"replays", "resets", b"resets", "state", b"state", "states", b"states", "tenant", b"tenant", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_event_age_seconds: _TypeAlias = _typing.Literal["last_event_age_seconds"]  # noqa: Y015
     _WhichOneofArgType__last_event_age_seconds: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds"]  # noqa: Y015

@@ -77,9 +77,16 @@ class IndexerStub:
     """
     PublishEvents: _grpc.StreamStreamMultiCallable[_events_pb2.KvEventBatch, _indexer_pb2.PublishEventsResponse]
     """Publishes events into the indexer directly. The first message decides the source; each message must name the
-    same one. Answers carry the last event applied; a gap is answered with `resend_from`.
-    INVALID_ARGUMENT: no worker, version 0. NOT_FOUND: unknown worker.
-    FAILED_PRECONDITION: unsupported version, block-size mismatch, transport is not grpc.
+    same one. It is answered at once, so that a publisher that comes back learns where to go on; later answers come at
+    least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to be told
+    how far the indexer is before anything else.
+    A gap is answered with `resend_from`, once: go back to that event, or, if it is no longer there, send the state, or
+    go on from the oldest there is. Batches after the gap wait until then. A greeting amid the stream says that there
+    is nothing more to send again.
+    A stream of a source that has one already takes over; the older ends.
+    INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
+    worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
+    transport is not grpc. ABORTED: another stream took over, or the worker was removed.
     """
     Dump: _grpc.UnaryStreamMultiCallable[_indexer_pb2.DumpRequest, _events_pb2.KvEventBatch]
     """Streams the state of the index as state chunks, source by source, each one consistent cut.
@@ -140,9 +147,16 @@ class IndexerAsyncStub(IndexerStub):
     """
     PublishEvents: _aio.StreamStreamMultiCallable[_events_pb2.KvEventBatch, _indexer_pb2.PublishEventsResponse]  # type: ignore[assignment]
     """Publishes events into the indexer directly. The first message decides the source; each message must name the
-    same one. Answers carry the last event applied; a gap is answered with `resend_from`.
-    INVALID_ARGUMENT: no worker, version 0. NOT_FOUND: unknown worker.
-    FAILED_PRECONDITION: unsupported version, block-size mismatch, transport is not grpc.
+    same one. It is answered at once, so that a publisher that comes back learns where to go on; later answers come at
+    least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to be told
+    how far the indexer is before anything else.
+    A gap is answered with `resend_from`, once: go back to that event, or, if it is no longer there, send the state, or
+    go on from the oldest there is. Batches after the gap wait until then. A greeting amid the stream says that there
+    is nothing more to send again.
+    A stream of a source that has one already takes over; the older ends.
+    INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
+    worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
+    transport is not grpc. ABORTED: another stream took over, or the worker was removed.
     """
     Dump: _aio.UnaryStreamMultiCallable[_indexer_pb2.DumpRequest, _events_pb2.KvEventBatch]  # type: ignore[assignment]
     """Streams the state of the index as state chunks, source by source, each one consistent cut.
@@ -260,9 +274,16 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_indexer_pb2.PublishEventsResponse], _abc.AsyncIterator[_indexer_pb2.PublishEventsResponse]]:
         """Publishes events into the indexer directly. The first message decides the source; each message must name the
-        same one. Answers carry the last event applied; a gap is answered with `resend_from`.
-        INVALID_ARGUMENT: no worker, version 0. NOT_FOUND: unknown worker.
-        FAILED_PRECONDITION: unsupported version, block-size mismatch, transport is not grpc.
+        same one. It is answered at once, so that a publisher that comes back learns where to go on; later answers come at
+        least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to be told
+        how far the indexer is before anything else.
+        A gap is answered with `resend_from`, once: go back to that event, or, if it is no longer there, send the state, or
+        go on from the oldest there is. Batches after the gap wait until then. A greeting amid the stream says that there
+        is nothing more to send again.
+        A stream of a source that has one already takes over; the older ends.
+        INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
+        worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
+        transport is not grpc. ABORTED: another stream took over, or the worker was removed.
         """
 
     @_abc_1.abstractmethod

@@ -3,8 +3,8 @@
 isort:skip_file
 Workers and their registration: the same rpcs on gateway, indexer and scheduler.
 
-A registration made at the gateway is forwarded to every indexer and scheduler it knows. A registration is
-identified by (tenant, worker_id).
+A registration is identified by (tenant, worker_id). Where NATS is configured every service writes it to one
+key-value bucket and follows that; else one made at the gateway is forwarded to every indexer and scheduler it knows.
 """
 
 from collections import abc as _abc
@@ -115,7 +115,7 @@ class _EventTransport:
 class _EventTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventTransport.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     EVENT_TRANSPORT_UNSPECIFIED: _EventTransport.ValueType  # 0
-    """ZMQ if the worker has event endpoints, else none."""
+    """ZMQ if the worker has event endpoints, or an engine of a kind that tells them over its HTTP endpoint; else none."""
     EVENT_TRANSPORT_ZMQ: _EventTransport.ValueType  # 1
     """The indexer subscribes to the engine's own ZMQ sockets."""
     EVENT_TRANSPORT_NATS_CORE: _EventTransport.ValueType  # 2
@@ -131,7 +131,7 @@ class EventTransport(_EventTransport, metaclass=_EventTransportEnumTypeWrapper):
     """How the events of a worker reach the indexer."""
 
 EVENT_TRANSPORT_UNSPECIFIED: EventTransport.ValueType  # 0
-"""ZMQ if the worker has event endpoints, else none."""
+"""ZMQ if the worker has event endpoints, or an engine of a kind that tells them over its HTTP endpoint; else none."""
 EVENT_TRANSPORT_ZMQ: EventTransport.ValueType  # 1
 """The indexer subscribes to the engine's own ZMQ sockets."""
 EVENT_TRANSPORT_NATS_CORE: EventTransport.ValueType  # 2
@@ -259,6 +259,7 @@ class Worker(_message.Message):
     EAGLE_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
     CAN_FALLBACK_FIELD_NUMBER: _builtins.int
+    BRIDGE_ENDPOINT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique within the tenant; required."""
     model: _builtins.str
@@ -290,7 +291,9 @@ class Worker(_message.Message):
     bootstrap_port: _builtins.int
     """Its port; unset = none."""
     transport: Global___EventTransport.ValueType
-    """Transport of its events; unset = ZMQ if there are event endpoints, else none."""
+    """Transport of its events; unset = ZMQ if there are event endpoints, or an http_endpoint of vLLM, SGLang or a mocker
+    to ask for them; else none.
+    """
     topic: _builtins.str
     """Topic or subject its events are published under, where the transport needs one; unset = derived."""
     total_slots: _builtins.int
@@ -303,9 +306,13 @@ class Worker(_message.Message):
     """How its Stored events are counted; unset = per copy."""
     can_fallback: _builtins.bool
     """A decode worker that can also prefill when the prefill pool is gone; unset = it cannot."""
+    bridge_endpoint: _builtins.str
+    """gRPC address of the bridge that publishes its events over NATS, host:port, where lost events are asked for if NATS
+    brings no answer; unset = over NATS only.
+    """
     @_builtins.property
     def event_endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___EventEndpoint]:
-        """Event endpoints, at most one a rank; empty = this worker publishes no events over ZMQ."""
+        """Event endpoints, at most one a rank; empty = the indexer asks the engine for them, where the transport is ZMQ."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -343,10 +350,11 @@ class Worker(_message.Message):
         eagle: _builtins.bool = ...,
         copies: Global___CopyMode.ValueType = ...,
         can_fallback: _builtins.bool = ...,
+        bridge_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "bootstrap_host", b"bootstrap_host", "bootstrap_port", b"bootstrap_port", "can_fallback", b"can_fallback", "copies", b"copies", "device_class", b"device_class", "dp_size", b"dp_size", "dp_start_rank", b"dp_start_rank", "draining", b"draining", "eagle", b"eagle", "engine", b"engine", "event_endpoints", b"event_endpoints", "grpc_endpoint", b"grpc_endpoint", "http_endpoint", b"http_endpoint", "labels", b"labels", "max_num_batched_tokens", b"max_num_batched_tokens", "model", b"model", "role", b"role", "tenant", b"tenant", "topic", b"topic", "total_kv_blocks", b"total_kv_blocks", "total_slots", b"total_slots", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "bootstrap_host", b"bootstrap_host", "bootstrap_port", b"bootstrap_port", "bridge_endpoint", b"bridge_endpoint", "can_fallback", b"can_fallback", "copies", b"copies", "device_class", b"device_class", "dp_size", b"dp_size", "dp_start_rank", b"dp_start_rank", "draining", b"draining", "eagle", b"eagle", "engine", b"engine", "event_endpoints", b"event_endpoints", "grpc_endpoint", b"grpc_endpoint", "http_endpoint", b"http_endpoint", "labels", b"labels", "max_num_batched_tokens", b"max_num_batched_tokens", "model", b"model", "role", b"role", "tenant", b"tenant", "topic", b"topic", "total_kv_blocks", b"total_kv_blocks", "total_slots", b"total_slots", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -676,3 +684,37 @@ class ListWorkersResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
+
+@_typing.final
+class StoredWorker(_message.Message):
+    """A registration as the registry's key-value bucket in NATS holds it, one a key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Version of this message; 1. Readers refuse others, and keep what they knew of the worker before."""
+    lease_seconds: _builtins.int
+    """Length of the lease, in seconds: the registration ends when the value was not written again for so long;
+    0 = it stays until removed.
+    """
+    @_builtins.property
+    def worker(self) -> Global___Worker:
+        """The registration, defaults filled in; required. Its tenant and worker_id are those of the key."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        worker: Global___Worker | None = ...,
+        lease_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredWorker: _TypeAlias = StoredWorker  # noqa: Y015
