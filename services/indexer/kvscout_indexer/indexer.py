@@ -14,6 +14,7 @@ from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.native_index import NativeIndex, make_index, make_queries
 from kvscout_blocks.source import Source
 from kvscout_common.errors import NotFound
+from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import registry_tasks
 from kvscout_common.telemetry import RateLimitedLog
@@ -50,7 +51,9 @@ class Indexer:
         self._transports: dict[Transport, EventTransport] = {
             Transport.ZMQ: ZmqDirect(warnings=self._warnings, failed=self._fail)
         }
-        self._registry_tasks, self.warnings = registry_tasks(self.registry, config.server.workers_file)
+        self.nats = NatsLink(config.nats, "kvscout-indexer") if config.nats is not None else None
+        """None = runs without NATS."""
+        self._registry_tasks, self._registry_warnings = registry_tasks(self.registry, config.server.workers_file)
         self.registry.listen(self)
 
     def _make_index(self, pool: PoolKey) -> BlockIndex:
@@ -67,7 +70,14 @@ class Indexer:
         tasks = {**self._registry_tasks, "ingest": self._watch_ingest, "ticks": self._tick, "maintain": self._maintain}
         for transport in self._transports.values():
             tasks.update(transport.tasks())
+        if self.nats is not None:
+            tasks["nats"] = self.nats.run
         return tasks
+
+    def warnings(self) -> list[str]:
+        """What an operator should know, in sentences."""
+        nats = [f"NATS: {self.nats.problem}"] if self.nats is not None and self.nats.problem else []
+        return [*self._registry_warnings(), *nats]
 
     async def close(self) -> None:
         """Ends every source and transport."""
@@ -76,6 +86,8 @@ class Indexer:
         await asyncio.gather(*self._closing, return_exceptions=True)
         for transport in self._transports.values():
             await transport.close()
+        if self.nats is not None:
+            await self.nats.close()
 
     def sources(self, tenant: str) -> Iterator[tuple[WorkerSpec, WorkerRank, Source | None]]:
         """Every registered rank of a tenant ("*" = all) in order, and its source; None = it publishes no events."""
