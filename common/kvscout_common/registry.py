@@ -1,12 +1,15 @@
 """The worker registry: who is registered, where the registration comes from, and when it ends.
 
-Backends (RPCs, a watched YAML file) write into one `Registry`; services listen to it. It does no I/O: the clock is
-passed in, and whoever owns it calls `expire` regularly.
+Backends (RPCs, a watched YAML file, a bucket in NATS, DNS) write into one `Registry`; services listen to it. It does no
+I/O: the clock is passed in, and whoever owns it calls `expire` regularly.
 
 Invariants
 1. A worker is one entry, named by (tenant, worker_id), whatever its source.
 2. Listeners hear `added` before anything else of a worker and `removed` last, each exactly once an entry.
-3. An entry from a file is changed and removed by the file alone; it wins over an RPC registration of the same name.
+3. An entry from the file is changed and removed by the file alone; it wins over every other one of the same name. So
+   does one from DNS, except over the file's.
+4. What an engine told of itself (`complete`) fills in what its registration leaves open, for as long as that stands:
+   listeners see the completed worker, and `Entry.registered` is what was registered.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.errors import FailedPrecondition, NotFound
 from kvscout_common.worker import WorkerSpec
 
@@ -37,8 +41,15 @@ class Source(StrEnum):
 
     RPC = "rpc"
     FILE = "file"
+    NATS = "nats"
+    """The key-value bucket that services share."""
+    DNS = "dns"
     PEER = "peer"
     """Another service knows it (a gateway learns it from its indexers and schedulers)."""
+
+
+DECLARED = {Source.FILE: "the workers file", Source.DNS: "DNS"}
+"""Sources that alone change and remove what comes from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,9 @@ class Entry:
     """One registration."""
 
     spec: WorkerSpec
+    """The worker as it is known: as registered, completed with what its engine told."""
     source: Source
+    registered: WorkerSpec
     lease_seconds: int = 0
     """0 = no lease."""
     expires_at: float | None = None
@@ -68,7 +81,7 @@ class RegistryListener(Protocol):
         """A worker's registration changed."""
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """A worker is gone: "removed", "lease" or "file"."""
+        """A worker is gone: "removed", "lease", or the source that no longer has it."""
 
 
 class Registry:
@@ -77,6 +90,7 @@ class Registry:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._entries: dict[WorkerName, Entry] = {}
+        self._facts: dict[WorkerName, EngineFacts] = {}
         self._listeners: list[RegistryListener] = []
 
     def listen(self, listener: RegistryListener) -> None:
@@ -120,13 +134,13 @@ class Registry:
             True if it is new.
 
         Raises:
-            FailedPrecondition: If the file has a worker of this name and `source` is not the file.
+            FailedPrecondition: If the file or DNS has a worker of this name and is not `source`.
         """
         old = self._entries.get(WorkerName(spec.tenant, spec.worker_id))
         if old is not None:
-            self._require_writable(old, source)
+            require_writable(old, source)
         expires_at = self._clock() + lease_seconds if lease_seconds else None
-        self._put(Entry(spec, source, lease_seconds, expires_at))
+        self._put(Entry(spec, source, spec, lease_seconds, expires_at))
         return old is None
 
     def update(self, spec: WorkerSpec) -> None:
@@ -134,20 +148,30 @@ class Registry:
 
         Raises:
             NotFound: If it is not registered.
-            FailedPrecondition: If it comes from a file.
+            FailedPrecondition: If it comes from the file or DNS.
         """
         entry = self.get(spec.tenant, spec.worker_id)
-        self._require_writable(entry, Source.RPC)
-        self._put(replace(entry, spec=spec))
+        require_writable(entry, Source.RPC)
+        self._put(replace(entry, registered=spec))
 
-    def set_draining(self, tenant: str, worker_id: str, draining: bool) -> None:
-        """Starts or ends draining; allowed for entries of a file too, until the file changes.
+    def complete(self, tenant: str, worker_id: str, facts: EngineFacts) -> None:
+        """Fills in what a registration leaves open; kept until the worker is removed or its engine another one.
 
         Raises:
             NotFound: If it is not registered.
         """
         entry = self.get(tenant, worker_id)
-        self._put(replace(entry, spec=entry.spec.with_draining(draining)))
+        self._facts[entry.name] = facts
+        self._put(entry)
+
+    def set_draining(self, tenant: str, worker_id: str, draining: bool) -> None:
+        """Starts or ends draining; allowed for entries of the file and DNS too, until it changes there.
+
+        Raises:
+            NotFound: If it is not registered.
+        """
+        entry = self.get(tenant, worker_id)
+        self._put(replace(entry, registered=entry.registered.with_draining(draining)))
 
     def keep_alive(self, tenant: str, worker_ids: Iterable[str]) -> list[str]:
         """Renews leases; returns the ids that are not registered."""
@@ -165,16 +189,31 @@ class Registry:
 
         Raises:
             NotFound: If it is not registered.
-            FailedPrecondition: If it comes from a file and `source` is not the file.
+            FailedPrecondition: If it comes from the file or DNS and that is not `source`.
         """
         entry = self.get(tenant, worker_id)
-        self._require_writable(entry, source)
-        self._drop(entry, "file" if source is Source.FILE else "removed")
+        require_writable(entry, source)
+        self._drop(entry, "removed" if source is Source.RPC else str(source))
 
-    def expire(self) -> list[WorkerSpec]:
-        """Removes every worker whose lease has ended; returns them."""
+    def restart_leases(self, source: Source) -> None:
+        """Gives every lease of a source its full length again, as no renewal could be heard of for a while."""
+        for entry in self._entries.values():
+            if entry.source is source and entry.lease_seconds:
+                self._entries[entry.name] = replace(entry, expires_at=self._clock() + entry.lease_seconds)
+
+    def expire(self, *, nats: bool = False) -> list[WorkerSpec]:
+        """Removes every worker whose lease has ended; returns them.
+
+        Args:
+            nats: Those of the bucket, or all the others: the follower of the bucket first makes sure that it has
+                heard of every renewal.
+        """
         now = self._clock()
-        ended = [e for e in self._entries.values() if e.expires_at is not None and e.expires_at <= now]
+        ended = [
+            e
+            for e in self._entries.values()
+            if e.expires_at is not None and e.expires_at <= now and (e.source is Source.NATS) == nats
+        ]
         for entry in ended:
             log.warning("lease of worker %s ended", entry.spec.worker_id)
             self._drop(entry, "lease")
@@ -183,23 +222,26 @@ class Registry:
     def replace_source(self, source: Source, specs: Iterable[WorkerSpec]) -> None:
         """Makes `specs` the whole of what a source contributes: adds, updates, removes.
 
-        Entries of other sources stay, except that a file takes over entries of the same name.
+        Entries of other sources stay, except that the file takes over entries of the same name, and DNS those that are
+        not the file's.
         """
         wanted = {WorkerName(spec.tenant, spec.worker_id): spec for spec in specs}
         for entry in [e for e in self._entries.values() if e.source is source and e.name not in wanted]:
             self._drop(entry, str(source))
         for name, spec in wanted.items():
             old = self._entries.get(name)
-            if old is None or source is Source.FILE or old.source is source:
-                self._put(Entry(spec, source))
-
-    @staticmethod
-    def _require_writable(entry: Entry, source: Source) -> None:
-        if entry.source is Source.FILE and source is not Source.FILE:
-            raise FailedPrecondition(f"worker {entry.spec.worker_id!r} comes from the workers file: change it there")
+            taken_over = source is Source.FILE or (source is Source.DNS and old and old.source is not Source.FILE)
+            if old is None or old.source is source or taken_over:
+                self._put(Entry(spec, source, spec))
 
     def _put(self, entry: Entry) -> None:
         old = self._entries.get(entry.name)
+        facts = self._facts.get(entry.name)
+        if facts is not None and facts.http_endpoint != entry.registered.http_endpoint:
+            facts = None
+            del self._facts[entry.name]
+        spec = entry.registered if facts is None else facts.complete(entry.registered)
+        entry = replace(entry, spec=spec)
         self._entries[entry.name] = entry
         if old is None:
             for listener in self._listeners:
@@ -210,5 +252,17 @@ class Registry:
 
     def _drop(self, entry: Entry, reason: str) -> None:
         del self._entries[entry.name]
+        self._facts.pop(entry.name, None)
         for listener in self._listeners:
             listener.worker_removed(entry.spec, reason)
+
+
+def require_writable(entry: Entry, source: Source) -> None:
+    """Nothing, if a source may change an entry.
+
+    Raises:
+        FailedPrecondition: If it comes from the file or DNS and that is not `source`.
+    """
+    if entry.source in DECLARED and entry.source is not source and source is not Source.FILE:
+        where = DECLARED[entry.source]
+        raise FailedPrecondition(f"worker {entry.spec.worker_id!r} comes from {where}: change it there")

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from kvscout.v1 import types_pb2, workers_pb2
+from kvscout_common.engine_facts import ASKED
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.worker import (
     DEFAULT_TENANT,
@@ -78,14 +79,17 @@ def spec_from_proto(worker: workers_pb2.Worker, tenant: str = "") -> WorkerSpec:
     endpoints = tuple(
         EventEndpoint(e.dp_rank, e.endpoint, e.replay_endpoint, e.topic, e.bind) for e in worker.event_endpoints
     )
+    http_endpoint = worker.http_endpoint.rstrip("/")
+    engine = enum_from_proto(EngineKind, workers_pb2.EngineKind, "ENGINE_KIND_", worker.engine, EngineKind.VLLM)
+    events_known = bool(endpoints or (http_endpoint and engine in ASKED))
     return WorkerSpec(
         worker_id=worker.worker_id,
         model=worker.model,
         block_size=worker.block_size,
         tenant=worker.tenant or tenant or DEFAULT_TENANT,
         role=role_from_proto(worker.role),
-        engine=enum_from_proto(EngineKind, workers_pb2.EngineKind, "ENGINE_KIND_", worker.engine, EngineKind.VLLM),
-        http_endpoint=worker.http_endpoint.rstrip("/"),
+        engine=engine,
+        http_endpoint=http_endpoint,
         grpc_endpoint=worker.grpc_endpoint,
         dp_start_rank=worker.dp_start_rank,
         dp_size=worker.dp_size or 1,
@@ -103,7 +107,7 @@ def spec_from_proto(worker: workers_pb2.Worker, tenant: str = "") -> WorkerSpec:
             workers_pb2.EventTransport,
             "EVENT_TRANSPORT_",
             worker.transport,
-            Transport.ZMQ if endpoints else Transport.NONE,
+            Transport.ZMQ if events_known else Transport.NONE,
         ),
         topic=worker.topic,
         adapters=tuple(Adapter(a.name, a.lora_id) for a in worker.adapters),

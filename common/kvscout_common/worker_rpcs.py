@@ -69,6 +69,7 @@ class WorkerRpcs:
                     source=entry.source,
                     lease_remaining_seconds=self.registry.lease_remaining(entry),
                     lease_seconds=entry.lease_seconds,
+                    registered=spec_to_proto(entry.registered) if entry.registered != entry.spec else None,
                 )
                 for entry in self.registry.entries(tenant, request.model)
             ]

@@ -633,6 +633,7 @@ class WorkerEntry(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     LEASE_REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    REGISTERED_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """"rpc", "file", "nats", "dns", or "peer" (a gateway learned it from its indexers and schedulers)."""
     lease_remaining_seconds: _builtins.float
@@ -641,7 +642,13 @@ class WorkerEntry(_message.Message):
     """Length of the lease, in seconds; 0 = no lease."""
     @_builtins.property
     def worker(self) -> Global___Worker:
-        """The registration."""
+        """The worker as it is known."""
+
+    @_builtins.property
+    def registered(self) -> Global___Worker:
+        """The registration as it was made, where `worker` differs from it: the rest was asked of the engine. Unset = no
+        difference.
+        """
 
     def __init__(
         self,
@@ -650,10 +657,11 @@ class WorkerEntry(_message.Message):
         source: _builtins.str = ...,
         lease_remaining_seconds: _builtins.float | None = ...,
         lease_seconds: _builtins.int = ...,
+        registered: Global___Worker | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "lease_remaining_seconds", b"lease_remaining_seconds", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "lease_remaining_seconds", b"lease_remaining_seconds", "registered", b"registered", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "lease_remaining_seconds", b"lease_remaining_seconds", "lease_seconds", b"lease_seconds", "source", b"source", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "lease_remaining_seconds", b"lease_remaining_seconds", "lease_seconds", b"lease_seconds", "registered", b"registered", "source", b"source", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_remaining_seconds: _TypeAlias = _typing.Literal["lease_remaining_seconds"]  # noqa: Y015
     _WhichOneofArgType__lease_remaining_seconds: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds"]  # noqa: Y015
