@@ -12,6 +12,11 @@ _SLACK = 64
 """1/64 of the bound goes at once beside the surplus, so that the search for victims is paid rarely."""
 
 
+def round_length(max_blocks: int) -> int:
+    """Blocks that are stored in one round of the clock that tells what was used longest ago."""
+    return max(max_blocks // _SLACK, 1)
+
+
 def enforce(everyone: Sequence[Holdings], max_blocks: int) -> int:
     """Drops the surplus and a 64th of the bound, if there are more entries than that.
 

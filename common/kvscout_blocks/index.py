@@ -31,8 +31,11 @@ Invariants, checked by `check_invariants`:
 5. Ghosts and orphans of a worker number at most `GHOST_LIMIT` and `ORPHAN_LIMIT`.
 6. A node exists only while a worker's bound hash, ghost, demoted hash or prediction needs it or a descendant.
 7. With `max_blocks` > 0, bound hashes and orphans of all workers together are at most `max_blocks` when a
-   call returns. What goes is the largest worker's: orphans, then its deepest blocks among those that neither
-   a query nor a Stored used since its clock last went round. It becomes ghosts.
+   call returns. What was above it goes, and a 64th of it. First what no query can match, of whatever worker:
+   orphans, and blocks that are not rooted. So what an engine stores below blocks that went takes no place
+   of rooted ones. Then rooted blocks of the largest worker: those that neither a query nor a Stored used for
+   the longest time, in 64ths of the bound, the deepest before their parents. So whole prefixes stay, and
+   nothing that was rooted becomes hidden. What was bound becomes a ghost.
 
 Events of one worker must come in order, from one caller at a time. Every call is atomic for readers.
 The reference (`reference_index.ReferenceIndex`) serves one thread, such as an event loop; the native twin
@@ -262,7 +265,8 @@ class BlockIndex(Protocol):
     def remove_worker(self, worker_id: str) -> int:
         """Drops all ranks of a worker and returns how many there were.
 
-        They are gone from answers at once; their memory is freed in slices by later calls. O(ranks).
+        They are gone from answers at once; their memory is freed in slices by later calls, each of which
+        frees more blocks than it adds. O(ranks).
         """
         ...
 
@@ -368,7 +372,7 @@ class BlockIndex(Protocol):
         ...
 
     def worker_stats(self, worker: WorkerRank) -> WorkerStats | None:
-        """State of a worker rank; None if it is not known. O(its blocks) while it has hidden ones."""
+        """State of a worker rank; None if it is not known. In the reference O(its blocks) while some are hidden."""
         ...
 
     def stats(self) -> IndexStats:

@@ -77,7 +77,7 @@ class PrefixTree:
         self.held = 0
         """Nodes that any slot holds on any tier."""
         self.round = 0
-        """The clock of the `max_blocks` bound: how often it dropped blocks."""
+        """The clock of the `max_blocks` bound: how often a share of it was stored."""
 
     def child(self, parent: Node, local: int) -> Node:
         """The node of a block below `parent`, made if need be; `acquire` or `prune` it afterwards."""

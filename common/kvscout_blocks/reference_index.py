@@ -126,6 +126,8 @@ class ReferenceIndex:
         """Slots that queries see."""
         self._dropped: deque[Holdings] = deque()
         self._evicted = 0
+        self._added = 0
+        """Entries that may have come in this round of the bound's clock."""
         self._queries = 0
         self._unknown_worker = 0
 
@@ -212,10 +214,11 @@ class ReferenceIndex:
                 self._stored(worker, known, event)
             else:
                 self._removed(known, event)
+            # Event by event, since each Cleared takes a slot.
+            self._drain(len(event.engine_hashes) + 1)
         self._move_cursor(worker, epoch, event_id)
-        self._enforce_bound()
-        filled = sum(len(event.engine_hashes) for event in batch.events if not isinstance(event, Cleared))
-        self._drain(_DRAINED_BY_APPLY + filled)
+        self._enforce_bound(sum(len(event.engine_hashes) for event in batch.events if not isinstance(event, Cleared)))
+        self._drain(_DRAINED_BY_APPLY)
         return Applied(len(batch.events), len(batch.faults), known.over_capacity, known.incompatible)
 
     def _stored(self, worker: WorkerRank, known: _Worker, event: Stored) -> None:
@@ -361,7 +364,7 @@ class ReferenceIndex:
         known.groups = dict(dump.groups)
         known.holdings.set_full_groups(known.full_groups)
         state_dump.load_holdings(known.holdings, dump)
-        self._enforce_bound()
+        self._enforce_bound(len(dump.blocks) + len(dump.orphans))
         self._drain(len(dump.blocks))
 
     def worker_stats(self, worker: WorkerRank) -> WorkerStats | None:
@@ -459,12 +462,15 @@ class ReferenceIndex:
                 self._free_slots.append(holdings.slot)
         return budget - left
 
-    def _enforce_bound(self) -> None:
-        if self._max_blocks:
-            everyone = [known.holdings for known in self._workers.values()]
-            dropped = bound.enforce(everyone, self._max_blocks)
-            self._evicted += dropped
-            self._tree.round += dropped > 0
+    def _enforce_bound(self, added: int) -> None:
+        """Drops what is above the bound, after at most so many entries came."""
+        if not self._max_blocks:
+            return
+        self._added += added
+        if self._added >= bound.round_length(self._max_blocks):
+            self._added = 0
+            self._tree.round += 1
+        self._evicted += bound.enforce([known.holdings for known in self._workers.values()], self._max_blocks)
 
 
 def _integers(block_hashes: Sequence[int] | bytes) -> Iterator[int]:

@@ -248,6 +248,70 @@ def test_the_bound_keeps_what_was_used(index_factory: IndexFactory) -> None:
     index.check_invariants()
 
 
+def test_what_no_query_can_match_goes_before_any_rooted_block(index_factory: IndexFactory) -> None:
+    index = new(index_factory, W0, W1, max_blocks=640)
+    apply(index, run(*range(1000, 1100)), Removed((1000,)), worker=W1)
+    apply(index, *(run(h + 10, parent=5) for h in range(100)), worker=W1)
+    apply(index, run(*range(400)))
+    stats = index.stats()
+    assert (stats.hidden, stats.orphans, stats.evicted) == (99, 100, 0)
+    # W0 is the larger one, and yet loses nothing.
+    apply(index, run(*range(2000, 2100)))
+    stats = index.stats()
+    assert (device(index, *range(400)), device(index, *range(2000, 2100))) == ({W0: 400}, {W0: 100})
+    assert (stats.memberships + stats.orphans, stats.evicted) == (630, 69)
+    assert stats.orphans < 100
+    index.check_invariants()
+
+
+def test_what_is_stored_below_evicted_blocks_takes_no_place_of_rooted_ones(index_factory: IndexFactory) -> None:
+    index = new(index_factory, max_blocks=640)
+    apply(index, run(*range(1000, 1320)))
+    apply(index, run(*range(400)))
+    assert device(index, *range(1000, 1320))[W0] < 320
+    kept = index.stats().memberships
+    for turn in range(100):
+        apply(index, run(*range(2000 + 20 * turn, 2020 + 20 * turn), parent=1319))
+    stats = index.stats()
+    assert stats.memberships - stats.hidden == kept
+    assert device(index, *range(400)) == {W0: 400}
+    index.check_invariants()
+
+
+def test_the_bound_makes_no_holes_above_blocks_that_stay(index_factory: IndexFactory) -> None:
+    index = new(index_factory, W0, W1, max_blocks=256)
+    # Both workers share prompts; each drop of the bound is one worker's, and queries use either's ends.
+    for turn in range(60):
+        prompt = [1, 2, 3 + turn % 3, *range(100 + 10 * turn, 110 + 10 * turn)]
+        apply(index, run(*prompt), worker=(W0, W1)[turn % 2])
+        device(index, 1, 2, 3 + (turn + 1) % 3, *range(100 + 5 * turn, 110 + 5 * turn))
+        assert index.stats().hidden == 0
+        index.check_invariants()
+    assert index.stats().evicted > 256
+
+
+def test_the_prefixes_used_last_are_the_ones_that_stay(index_factory: IndexFactory) -> None:
+    index = new(index_factory, max_blocks=640)
+    chains = [tuple(range(n * 100, n * 100 + 10)) for n in range(200)]
+    for chain in chains:
+        device(index, *chains[0])
+        apply(index, run(*chain))
+    lengths = [device(index, *chain).get(W0, 0) for chain in chains]
+    assert lengths[0] == 10
+    assert set(lengths[145:]) == {10}
+    assert set(lengths[1:130]) == {0}
+
+
+def test_a_block_without_all_its_groups_goes_before_those_that_are_whole(index_factory: IndexFactory) -> None:
+    index = new(index_factory, max_blocks=640)
+    both = [replace(run(*range(320)), group=group) for group in (0, 1)]
+    apply(index, *both, run(*range(1000, 1300)))
+    apply(index, *(replace(run(*range(2000, 2100)), group=group) for group in (0, 1)))
+    assert (device(index, *range(320)), device(index, *range(2000, 2100))) == ({W0: 320}, {W0: 100})
+    assert index.stats().evicted == 90
+    index.check_invariants()
+
+
 def test_orphans_are_under_the_bound_too(index_factory: IndexFactory) -> None:
     index = new(index_factory, max_blocks=64)
     apply(index, *(run(h + 10, parent=5) for h in range(100)))
@@ -261,6 +325,38 @@ def test_removals_of_evicted_blocks_are_counted_only(index_factory: IndexFactory
     apply(index, Removed(tuple(reversed(range(100)))))
     assert index.stats().memberships == 0
     assert ignored(index, Ignored.UNKNOWN_REMOVED) > 0
+    index.check_invariants()
+
+
+def test_memory_of_what_is_dropped_is_freed_as_fast_as_it_can_be_filled(index_factory: IndexFactory) -> None:
+    def fill(index: BlockIndex, turn: int) -> None:
+        hashes = range(10_000 * turn, 10_000 * turn + 2_000)
+        apply(index, Cleared(), run(*hashes))
+        index.demote(W0, ttl_seconds=1000, now=0.0)
+        apply(index, run(*hashes))
+        dump = index.dump(W0)
+        assert dump is not None
+        index.load(dump)
+        index.load(dump)
+        apply(index, Cleared())
+        index.predict(W0, list(hashes), ttl_seconds=1000, now=0.0)
+
+    index = new(index_factory)
+    taken = []
+    for turn in range(40):
+        fill(index, turn)
+        taken.append(index.stats().bytes)
+    assert max(taken[20:]) <= 1.1 * max(taken[:20])
+    index.check_invariants()
+
+
+def test_a_batch_may_clear_as_often_as_it_likes(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    apply(index, run(*range(5000)))
+    apply(index, *(event for n in range(70_000) for event in (Cleared(), run(n))))
+    assert device(index, 69_999) == {W0: 1}
+    settle(index)
+    assert index.stats().blocks == 1
     index.check_invariants()
 
 

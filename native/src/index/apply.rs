@@ -1,9 +1,9 @@
 //! Judges events, in the order of `Ignored`, and stores what is left of them.
 
 use super::store::Target;
-use super::{Handle, Index, State, WorkerName, WorkerOptions};
+use super::{Handle, Index, State, WorkerName};
+use crate::acceptance::Rules;
 use crate::events::{Batch, Event, Removed, Stored};
-use crate::hashing::{BlockHasher, MmSpan, mm_hash, token_bytes};
 
 /// Cache groups known for each worker rank.
 const GROUP_LIMIT: usize = 64;
@@ -108,7 +108,12 @@ impl Index {
             }
             return;
         }
-        if let Some(reason) = self.judge_content(&state.ranks[worker].options, event) {
+        let rules = Rules {
+            block_size: self.block_size,
+            eagle: self.eagle,
+            adapters: &state.ranks[worker].options.adapters,
+        };
+        if let Some(reason) = rules.judge_content(event) {
             count(state, worker, reason, 1);
             if reason == Ignored::BlockSize {
                 self.renew(state, worker);
@@ -119,65 +124,11 @@ impl Index {
             }
             return;
         }
+        let local = rules.local_hashes(event);
         self.open_level(state, worker, usize::from(to.tier));
-        let computed;
-        let local = if event.local_hashes.is_empty() {
-            computed = self.local_hashes(&state.ranks[worker].options, event);
-            &computed
-        } else {
-            &event.local_hashes
-        };
-        let refused = state.ledger.store(slot, event.parent, &event.engine_hashes, local, to);
+        let refused = state.ledger.store(slot, event.parent, &event.engine_hashes, &local, to);
         count(state, worker, Ignored::HashConflict, refused.conflicts);
         count(state, worker, Ignored::OrphanLimit, refused.orphan_limit);
-    }
-
-    /// Why a Stored event with content cannot be indexed; None if it can.
-    fn judge_content(&self, options: &WorkerOptions, event: &Stored) -> Option<Ignored> {
-        if !event.local_hashes.is_empty() {
-            return (event.local_hashes.len() != event.engine_hashes.len()).then_some(Ignored::BadLength);
-        }
-        let tokens = event.tokens.len().saturating_sub(usize::from(event.pairs));
-        let size = event.block_size as usize;
-        if tokens < self.block_size || tokens != event.engine_hashes.len().saturating_mul(size) {
-            return Some(Ignored::BadLength);
-        }
-        if size != self.block_size {
-            return Some(Ignored::BlockSize);
-        }
-        if if self.eagle { event.lookahead.is_none() } else { event.pairs } {
-            return Some(Ignored::EagleMismatch);
-        }
-        let named = event.lora_id == 0
-            || !event.lora_name.is_empty()
-            || options.adapters.contains_key(&event.lora_id);
-        (!named).then_some(Ignored::UnnamedLora)
-    }
-
-    fn local_hashes(&self, options: &WorkerOptions, event: &Stored) -> Vec<u64> {
-        let lora = match event.lora_name.as_str() {
-            "" if event.lora_id != 0 => options.adapters.get(&event.lora_id).map_or("", String::as_str),
-            name => name,
-        };
-        let salt = if event.parent.is_none() { event.cache_salt.as_str() } else { "" };
-        let spans: Vec<MmSpan> = event
-            .mm_items
-            .iter()
-            .take(event.engine_hashes.len())
-            .enumerate()
-            .flat_map(|(block, items)| items.iter().map(move |item| (block, item)))
-            .map(|(block, item)| MmSpan { hash: mm_hash(item), offset: block * self.block_size, length: 1 })
-            .collect();
-        let with_lookahead;
-        let tokens = match event.lookahead {
-            Some(token) if self.eagle && !event.pairs => {
-                with_lookahead = [&event.tokens[..], &[token]].concat();
-                &with_lookahead
-            }
-            _ => &event.tokens,
-        };
-        BlockHasher::new(self.block_size, lora, salt, &spans, self.eagle)
-            .map_or_else(|_| Vec::new(), |hasher| hasher.local_hashes(&token_bytes(tokens)))
     }
 }
 

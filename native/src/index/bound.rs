@@ -14,7 +14,8 @@ use super::nodes::{index_of, shard_of};
 use super::worker::{NodeId, Presence, PresenceId, Worker};
 use super::{Index, State};
 
-/// Above the bound, this share of it goes at once, so that the search for victims is paid rarely.
+/// Above the bound, this share of it goes at once, so that the search for victims is paid rarely. It is also how
+/// much may come in one round.
 const SLACK: usize = 64;
 
 /// Which blocks of a worker may go.
@@ -31,6 +32,11 @@ impl Index {
         if max == 0 {
             return;
         }
+        state.added += added;
+        if state.added >= (max / SLACK).max(1) {
+            state.added = 0;
+            self.trie.next_round();
+        }
         state.room = state.room.saturating_sub(added);
         if state.room > 0 {
             return;
@@ -40,7 +46,6 @@ impl Index {
         if all > max {
             sizes.sort_unstable_by_key(|&size| Reverse(size));
             evict(state, &sizes, all - max + max / SLACK);
-            self.trie.next_round();
         }
         let left: usize = sizes.iter().map(|&(_, slot)| state.ledger.worker(slot).entries()).sum();
         state.evicted += (all - left) as u64;

@@ -105,6 +105,8 @@ struct State {
     evicted: u64,
     /// So many entries may come before the bound has to be looked at.
     room: usize,
+    /// Entries that may have come in this round of the bound's clock.
+    added: usize,
 }
 
 impl State {
@@ -142,6 +144,7 @@ impl Index {
             unknown_worker: 0,
             evicted: 0,
             room: bounds.max_blocks,
+            added: 0,
         };
         Self {
             block_size,

@@ -269,7 +269,7 @@ pub fn common_prefix(a: &[u64], b: &[u64]) -> usize {
 #[derive(Debug)]
 pub struct Trie {
     shards: Vec<RwLock<Shard>>,
-    /// The clock of the `max_blocks` bound: how often it dropped blocks.
+    /// The clock of the `max_blocks` bound: how often a share of it was stored.
     round: AtomicU32,
 }
 

@@ -40,8 +40,8 @@ from kvscout_indexer.config import IndexerConfig
     default=0,
     type=click.IntRange(min=0),
     section=PERFORMANCE,
-    help="Bound of each block index, in held blocks; 0 = none. Above it the prefixes used longest ago are forgotten, and"
-    " until an engine stores them again their overlaps are too short.",
+    help="Bound of each block index, in held blocks; 0 = none. Above it the prefixes used longest ago are forgotten:"
+    " overlaps can be too short then, never too long.",
 )
 @flag(
     "--router-max-tree-size",
