@@ -16,6 +16,8 @@ from kvscout_scheduler.request import Prompt, SelectionRequest
 
 T = TypeVar("T")
 
+DEFAULT_CPU_TO_GPU_RATIO = 8.0
+
 
 @dataclass(frozen=True, slots=True)
 class SelectionSettings:
@@ -24,6 +26,8 @@ class SelectionSettings:
     overlap_score_weight: float = 1.0
     router_temperature: float = 0.0
     tier_weights: TierWeights = DEFAULT_TIER_WEIGHTS
+    cpu_to_gpu_ratio: float = DEFAULT_CPU_TO_GPU_RATIO
+    """Requests that an accelerator carries in the time of one CPU worker."""
     books: bool = True
     """Whether the choice is booked; queries must not change what bookings see."""
 
@@ -113,6 +117,24 @@ class Candidates:
                 lane, slots, self._prompts[lane].overlaps.effective(tiers.host, tiers.disk)
             )
         )
+
+    @cached_property
+    def cached_tokens(self) -> Sequence[float]:
+        """Prompt tokens that each has, slower tiers weighted; at most the prompt."""
+        isl, lane_of = self.request.isl_tokens, self._pool.lane_of
+        return [
+            min(isl, blocks * lane_of[slot].block_size)
+            for slot, blocks in zip(self.slots, self.effective_blocks, strict=True)
+        ]
+
+    @cached_property
+    def kv_usage(self) -> Sequence[float]:
+        """Fraction of each device cache in use: booked or reported, whichever is higher; 0 where neither is known."""
+        columns = zip(self.active_decode_blocks, self.specs, self.metrics, strict=True)
+        return [
+            max(active / spec.total_kv_blocks if spec.total_kv_blocks else 0.0, metrics.kv_cache_usage or 0.0)
+            for active, spec, metrics in columns
+        ]
 
     @cached_property
     def prefill_tokens(self) -> Sequence[float]:

@@ -31,6 +31,11 @@ EXPIRY_SECONDS = 0.5
     help="Weight of prefill against decode load; 0 ignores prefix caches.",
 )
 @flag("--router-temperature", default=0.0, help="0 = always the cheapest worker, above: softmax over the costs.")
+@flag(
+    "--cpu-to-gpu-ratio",
+    default=8.0,
+    help="Policy device-aware-weighted: requests that an accelerator carries in the time of one CPU worker.",
+)
 @flag("--no-track-active-blocks", is_flag=True, help="Count no active blocks, prefill tokens only.")
 @flag("--router-track-output-blocks", is_flag=True, help="Count generated blocks that AddOutput reports.")
 @flag(
@@ -65,6 +70,7 @@ def main(**values: Any) -> None:
                 policy=values["router_mode"],
                 overlap_score_weight=values["kv_overlap_score_weight"],
                 router_temperature=values["router_temperature"],
+                cpu_to_gpu_ratio=values["cpu_to_gpu_ratio"],
                 track_active_blocks=not values["no_track_active_blocks"],
                 track_output_blocks=values["router_track_output_blocks"],
                 thresholds=BusyThresholds(

@@ -101,6 +101,7 @@ class Selector:
             overlap_score_weight=defaults.overlap_score_weight if weight is None else weight,
             router_temperature=defaults.router_temperature if temperature is None else temperature,
             tier_weights=defaults.tier_weights,
+            cpu_to_gpu_ratio=defaults.cpu_to_gpu_ratio,
             books=books,
         )
 
@@ -134,7 +135,10 @@ def explain(
     """
     settings = candidates.settings
     everyone = candidates.of(pool.order)
-    all_costs = policy.costs(everyone)
+    # A policy may compare candidates with each other: the eligible ones are shown as they were compared.
+    shown = dict(zip(everyone.slots, policy.costs(everyone), strict=True))
+    shown.update(zip(candidates.slots, costs, strict=True))
+    all_costs = [shown[slot] for slot in everyone.slots]
     drawn = dict(zip(candidates.slots, policy.probabilities(candidates, costs), strict=True))
     rows = []
     columns = zip(

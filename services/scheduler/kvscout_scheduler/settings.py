@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.worker import Role
+from kvscout_scheduler.candidates import DEFAULT_CPU_TO_GPU_RATIO
 from kvscout_scheduler.cost import DEFAULT_TIER_WEIGHTS, TierWeights
 from kvscout_scheduler.thresholds import NO_THRESHOLDS, BusyThresholds
 
@@ -22,6 +23,8 @@ class SchedulerSettings:
     router_temperature: float = 0.0
     """0 = always the cheapest worker."""
     tier_weights: TierWeights = DEFAULT_TIER_WEIGHTS
+    cpu_to_gpu_ratio: float = DEFAULT_CPU_TO_GPU_RATIO
+    """Requests that an accelerator carries in the time of one CPU worker; policy device-aware-weighted."""
     track_active_blocks: bool = True
     """Prefill pools never track them."""
     track_output_blocks: bool = False
@@ -53,7 +56,7 @@ class SchedulerSettings:
             value: float = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"must be a finite number of at least 0, not {value}", field=name)
-        for name in ("lease_seconds", "tombstone_seconds", "max_tombstones", "max_active_requests"):
+        for name in ("lease_seconds", "tombstone_seconds", "max_tombstones", "max_active_requests", "cpu_to_gpu_ratio"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"must be a finite number above 0, not {value}", field=name)

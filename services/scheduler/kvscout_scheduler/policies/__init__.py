@@ -91,12 +91,29 @@ class PolicyRegistry:
 
 def installed_policies() -> PolicyRegistry:
     """Registry of this package's policies and those of every installed package."""
+    from kvscout_scheduler.policies.device_aware import DeviceAwareWeighted
+    from kvscout_scheduler.policies.direct import Direct
     from kvscout_scheduler.policies.kv import Kv
+    from kvscout_scheduler.policies.kv_balance import KvBalance
+    from kvscout_scheduler.policies.kv_logit import KvLogit
     from kvscout_scheduler.policies.least_loaded import LeastLoaded
+    from kvscout_scheduler.policies.lmetric import LMetric
+    from kvscout_scheduler.policies.power_of_two import PowerOfTwo
     from kvscout_scheduler.policies.random import UniformRandom
     from kvscout_scheduler.policies.round_robin import RoundRobin
 
     return PolicyRegistry(
-        {"kv": Kv, "least-loaded": LeastLoaded, "random": UniformRandom, "round-robin": RoundRobin},
+        {
+            "device-aware-weighted": DeviceAwareWeighted,
+            "direct": Direct,
+            "kv": Kv,
+            "kv-balance": KvBalance,
+            "kv-logit": KvLogit,
+            "least-loaded": LeastLoaded,
+            "lmetric": LMetric,
+            "power-of-two": PowerOfTwo,
+            "random": UniformRandom,
+            "round-robin": RoundRobin,
+        },
         entry_points(group=ENTRY_POINT_GROUP),
     )

@@ -14,31 +14,19 @@ blocks 10, 40, 10; costs 18, 45, 20: w0 wins.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 
 from kvscout_scheduler.candidates import Candidates
-from kvscout_scheduler.choose import choose, probabilities
+from kvscout_scheduler.policies.least_cost import LeastCost
 
 
-class Kv:
+class Kv(LeastCost):
     """Least cost of prefill and decode blocks."""
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         return candidates.kv_costs
 
-    def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
-        return choose(costs, candidates.settings.router_temperature, rng)
-
-    def probabilities(self, candidates: Candidates, costs: Sequence[float]) -> Sequence[float]:
-        temperature = candidates.settings.router_temperature
-        return probabilities(costs, temperature) if temperature > 0 else [0.0] * len(costs)
-
-    def reason(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
-        work = (
+    def describe(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
+        return (
             f"{candidates.prefill_blocks[index]:g} prefill and {candidates.decode_blocks[index]:g} decode blocks, "
             f"cost {costs[index]:g}"
         )
-        if candidates.settings.router_temperature > 0:
-            return f"drawn at temperature {candidates.settings.router_temperature:g}: {work}"
-        ties = costs.count(costs[index])
-        return f"least cost: {work}" if ties == 1 else f"drawn among {ties} workers of equal least cost: {work}"
