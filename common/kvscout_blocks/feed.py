@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvscout_blocks.events import DecodedBatch
 from kvscout_blocks.sequence import SequencedBatch
@@ -19,6 +19,10 @@ from kvscout_blocks.sequence import SequencedBatch
 
 class HistoryBroken(Exception):
     """History ended before its end: the one asked fell silent, or said something that cannot be read."""
+
+
+class NoHistory(HistoryBroken):
+    """The one asked keeps none: asking again is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,32 @@ class SourceState:
     """Serialised `KvEventBatch`es of state chunks, complete and in order."""
     history_incomplete: bool = False
     """Events before the cut may be missing."""
+    last_digest: int | None = None
+    """Of batch `last_event_id`, in a state that is not the source's own; None = not known."""
+
+
+class Cursor(NamedTuple):
+    """How far a source was applied."""
+
+    epoch: int
+    last_event_id: int | None
+    """None = nothing was applied, or what was had no sequence."""
 
 
 class SourceInput(Protocol):
-    """What a feed tells its source; every call is on the event loop."""
+    """What a feed tells its source, and may ask it; every call is on the event loop."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """How far it is."""
+
+    @property
+    def replaying(self) -> bool:
+        """Whether live batches wait for a history."""
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether something is missing that cannot be had."""
 
     def on_batch(self, batch: SequencedBatch[DecodedBatch]) -> None:
         """A batch came live."""
@@ -48,6 +74,9 @@ class SourceInput(Protocol):
 
     def on_malformed(self, reason: str) -> None:
         """Something came that has no place in the sequence."""
+
+    def heal(self) -> None:
+        """The feed may have a whole state again: asks for it, if history is incomplete."""
 
 
 class Feed(Protocol):
@@ -84,5 +113,6 @@ class Feed(Protocol):
 
         Raises:
             HistoryBroken: It cannot be had now; asking again may help.
+            NoHistory: It can never be had.
         """
         ...

@@ -172,6 +172,11 @@ class SourceSequence(Generic[T]):
         """Live batches that wait for the replay to end."""
         return len(self._held)
 
+    @property
+    def last_digest(self) -> int | None:
+        """Digest of the last batch applied; None: there is none, or it came as a part of a state."""
+        return self._digests.get(self.last_id) if self.last_id is not None else None
+
     def restore(self, *, epoch: int, last_id: int | None, last_digest: int | None = None) -> None:
         """Sets the cursor because a state was loaded that contains everything up to `last_id`."""
         self.epoch, self.last_id = epoch, last_id

@@ -6,18 +6,21 @@
       ▲                         │   ▲
       └──── history ◀───────────┘   │ replies
                 └───────────────────┘
+
+A state that others have of the source (`Elsewhere`) is the first part of the first replay: live batches wait for it as
+for any replay, what came since is asked of the source itself, and half a state is never loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvscout_blocks.events import DecodedBatch
-from kvscout_blocks.feed import Feed, HistoryBroken, SourceState
+from kvscout_blocks.feed import Cursor, Feed, HistoryBroken, NoHistory, SourceState
 from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.native_index import apply_decoded, load_state
 from kvscout_blocks.sequence import (
@@ -39,6 +42,11 @@ YIELD_EVERY = 32
 """Replayed batches between two turns of the event loop."""
 RECOVERY_INTERVAL_SECONDS = 600.0
 """A worker whose counts are impossible is recovered at most this often."""
+CONNECT_SECONDS = 1.0
+"""Longest wait for the live channel before others are asked: what comes after their cut must not be lost."""
+
+Elsewhere = Callable[[WorkerSpec, WorkerRank], Awaitable[SourceState | None]]
+"""Looks for a rank's state elsewhere; None = there is none. Raises nothing, and ends in bounded time."""
 
 
 class SourceObserver(Protocol):
@@ -72,6 +80,7 @@ class Source:
         incomplete: Told when the source's history becomes incomplete, and when it is complete again.
         failed: Told of a defect of ours; the process then ends.
         observer: Hears what was applied; None = nobody.
+        elsewhere: Where a state is looked for before the source is asked; None = nowhere.
     """
 
     def __init__(
@@ -88,6 +97,7 @@ class Source:
         incomplete: Callable[[bool], None],
         failed: Callable[[BaseException], None],
         observer: SourceObserver | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self.spec = spec
         self.rank = rank
@@ -107,21 +117,50 @@ class Source:
         self._incomplete = False
         self._failed = failed
         self._observer = observer
+        self._elsewhere = elsewhere
+        self._search: asyncio.Task[SourceState | None] | None = None
+        """Looks elsewhere; None = over, or never begun."""
+        self._connected = asyncio.Event()
         self._replay: asyncio.Task[None] | None = None
         self._over_capacity = False
         self._recovered_at: float | None = None
 
     def open(self) -> None:
         """Begins to read."""
+        if self._elsewhere is not None:
+            name = f"state {self.rank.worker_id}/{self.rank.dp_rank}"
+            self._search = asyncio.get_running_loop().create_task(self._look_elsewhere(self._elsewhere), name=name)
+            self._carry_out(self.sequence.expect_state())
         self.feed.open(self)
 
     def close(self) -> asyncio.Task[None] | None:
-        """Ends reading and a running replay; returns its task, which closes its socket as it ends."""
+        """Ends reading and a running replay; returns the task to wait for, which closes its socket as it ends."""
         self._set_incomplete(False)
         self.feed.close()
-        if self._replay is not None:
-            self._replay.cancel()
-        return self._replay
+        tasks = [task for task in (self._search, self._replay) if task is not None and not task.done()]
+        for task in tasks:
+            task.cancel()
+        return asyncio.get_running_loop().create_task(_ended(tasks)) if tasks else None
+
+    @property
+    def searching(self) -> bool:
+        """Whether a state is being looked for elsewhere."""
+        return self._search is not None
+
+    @property
+    def cursor(self) -> Cursor:
+        """See `SourceInput.cursor`."""
+        return Cursor(self.sequence.epoch, self.sequence.last_id)
+
+    @property
+    def replaying(self) -> bool:
+        """See `SourceInput.replaying`."""
+        return self.sequence.replaying
+
+    @property
+    def incomplete(self) -> bool:
+        """See `SourceInput.incomplete`."""
+        return self.sequence.history_incomplete
 
     def tick(self) -> None:
         """Time passed: does what is due."""
@@ -142,20 +181,28 @@ class Source:
         """See `SourceInput.on_batch`."""
         now = self._clock()
         self.received_at = now
+        self._connected.set()
         self._carry_out(self.sequence.on_batch(batch, now))
 
     def on_state(self, state: SourceState) -> None:
         """See `SourceInput.on_state`."""
         self.received_at = self._clock()
+        self._connected.set()
         self._load(None, state)
 
     def on_reconnect(self) -> None:
         """See `SourceInput.on_reconnect`."""
+        self._connected.set()
         self._carry_out(self.sequence.on_reconnect())
+
+    def heal(self) -> None:
+        """See `SourceInput.heal`."""
+        self._carry_out(self.sequence.on_heal())
 
     def on_malformed(self, reason: str) -> None:
         """See `SourceInput.on_malformed`."""
         self.malformed_frames += 1
+        self.sequence.on_malformed(self._clock())
         self._warnings.warning((self.rank, "frame"), "worker %s/%d sent a malformed frame: %s", *self.rank, reason)
 
     def _set_incomplete(self, incomplete: bool) -> None:
@@ -166,6 +213,10 @@ class Source:
     def _reset(self) -> None:
         self.index.reset(self.rank)
         self.resets += 1
+        if self._search is not None:
+            # What others have is of the life that has just ended.
+            self._search.cancel()
+            self._search = None
         self._over_capacity = False
         if self._observer is not None:
             self._observer.reset()
@@ -218,23 +269,29 @@ class Source:
         if self._observer is not None:
             self._observer.applied(batch)
 
-    def _load(self, attempt: int | None, state: SourceState) -> None:
-        """Loads a state if the sequence wants it; one that cannot be loaded costs itself."""
+    def _load(self, attempt: int | None, state: SourceState, *, second_hand: bool = False) -> bool:
+        """Loads a state if the sequence wants it; one that cannot be loaded costs itself, and is told by False."""
         if not self.sequence.wants_state(attempt, epoch=state.epoch, last_id=state.last_event_id):
-            return
+            return True
         try:
             load_state(self.index, self.rank, self.spec.pool, state.messages)
         except KvscoutError as error:
             self.on_malformed(f"a state cannot be loaded: {error}")
-            return
+            return False
         self._over_capacity = False
         if self._observer is not None:
             self._observer.loaded()
         self._carry_out(
             self.sequence.on_state(
-                attempt, epoch=state.epoch, last_id=state.last_event_id, history_incomplete=state.history_incomplete
+                attempt,
+                epoch=state.epoch,
+                last_id=state.last_event_id,
+                history_incomplete=state.history_incomplete,
+                second_hand=second_hand,
+                last_digest=state.last_digest,
             )
         )
+        return True
 
     def _may_recover(self) -> bool:
         now = self._clock()
@@ -245,22 +302,54 @@ class Source:
 
     async def _run_replay(self, request: RequestReplay) -> None:
         try:
-            async with self._recoveries:
-                broken = await self._read_replay(request)
-            if broken is not None:
-                log.info("replay of worker %s/%d failed: %s", *self.rank, broken)
+            await self._load_from_elsewhere(request)
+            broken = None
+            if self.feed.can_replay:
+                async with self._recoveries:
+                    broken = await self._read_replay(request)
+            if broken is None:
+                self._carry_out(self.sequence.on_replay_end(request.attempt))
+                return
+            log.info("replay of worker %s/%d failed: %s", *self.rank, broken)
+            if isinstance(broken, NoHistory):
+                self._carry_out(self.sequence.on_no_history(request.attempt, str(broken)))
+            else:
                 self._carry_out(self.sequence.on_replay_failed(request.attempt, self._clock()))
         except Exception as error:
             self._failed(error)
 
+    async def _look_elsewhere(self, elsewhere: Elsewhere) -> SourceState | None:
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await self._connected.wait()
+        except TimeoutError:
+            log.info("worker %s/%d cannot be reached yet; others are asked for its state", *self.rank)
+        return await elsewhere(self.spec, self.rank)
+
+    async def _load_from_elsewhere(self, request: RequestReplay) -> None:
+        """The first replay's first part; a later request that takes over waits for the same search."""
+        if self._search is None:
+            return
+        # Shielded: a reconnect ends the replay, not the search.
+        state = await asyncio.shield(self._search)
+        self._search = None
+        # A source that has a replay may know better than those who know that something is missing.
+        if state is not None and not (state.history_incomplete and self.feed.can_replay):
+            self._load(request.attempt, state, second_hand=True)
+
     async def _read_replay(self, request: RequestReplay) -> HistoryBroken | None:
         """Reads a replay to its end, or to where it broke, or until a later request has taken over."""
         count = 0
+        first_id = request.first_id
+        if self.sequence.last_id is not None and not self.sequence.history_incomplete:
+            # A state from elsewhere was loaded since it was asked for.
+            first_id = self.sequence.last_id
         try:
-            async with aclosing(self.feed.history(request.first_id)) as replies:
+            async with aclosing(self.feed.history(first_id)) as replies:
                 async for reply in replies:
                     if isinstance(reply, SourceState):
-                        self._load(request.attempt, reply)
+                        if not self._load(request.attempt, reply):
+                            return HistoryBroken("its state cannot be loaded")
                     else:
                         self._carry_out(self.sequence.on_replay(request.attempt, reply))
                     if self.sequence.attempt != request.attempt:
@@ -270,5 +359,9 @@ class Source:
                         await asyncio.sleep(0)
         except HistoryBroken as broken:
             return broken
-        self._carry_out(self.sequence.on_replay_end(request.attempt))
         return None
+
+
+async def _ended(tasks: list[asyncio.Task[Any]]) -> None:
+    """Waits for tasks that were cancelled."""
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -201,7 +201,7 @@ class BlocksStored(_message.Message):
     """Kind of the group; unset = not told."""
     block_size: _builtins.int
     """Tokens a block, if the engine's full blocks have another size than the registration says: then no hashes follow,
-    and readers find the worker incompatible. At most 1,048,576; unset = the message's `block_size`.
+    and readers find the worker incompatible. Unset = the message's `block_size`.
     """
     @_builtins.property
     def engine_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -196,7 +196,8 @@ class IndexerServicer:
         A stream of a source that has one already takes over; the older ends.
         INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
         worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
-        transport is not grpc. ABORTED: another stream took over, or the worker was removed.
+        transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
+        help before that has changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

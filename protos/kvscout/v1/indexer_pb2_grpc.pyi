@@ -86,7 +86,8 @@ class IndexerStub:
     A stream of a source that has one already takes over; the older ends.
     INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
     worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
-    transport is not grpc. ABORTED: another stream took over, or the worker was removed.
+    transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
+    help before that has changed.
     """
     Dump: _grpc.UnaryStreamMultiCallable[_indexer_pb2.DumpRequest, _events_pb2.KvEventBatch]
     """Streams the state of the index as state chunks, source by source, each one consistent cut.
@@ -156,7 +157,8 @@ class IndexerAsyncStub(IndexerStub):
     A stream of a source that has one already takes over; the older ends.
     INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
     worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
-    transport is not grpc. ABORTED: another stream took over, or the worker was removed.
+    transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
+    help before that has changed.
     """
     Dump: _aio.UnaryStreamMultiCallable[_indexer_pb2.DumpRequest, _events_pb2.KvEventBatch]  # type: ignore[assignment]
     """Streams the state of the index as state chunks, source by source, each one consistent cut.
@@ -283,7 +285,8 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         A stream of a source that has one already takes over; the older ends.
         INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
         worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
-        transport is not grpc. ABORTED: another stream took over, or the worker was removed.
+        transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
+        help before that has changed.
         """
 
     @_abc_1.abstractmethod
