@@ -141,6 +141,7 @@ class NatsLink:
         """Why it is not usable now; "" = it is."""
         self._name = name
         self._hooks: list[Hook] = []
+        self._slow_hooks: list[Callable[[str], None]] = []
         self._connections = asyncio.Event()
         self._warnings = RateLimitedLog(log)
         self._closed = False
@@ -166,6 +167,10 @@ class NatsLink:
         A hook that fails is logged and run again after a second, and those after it wait: hooks must be repeatable.
         """
         self._hooks.append(hook)
+
+    def on_slow(self, hook: Callable[[str], None]) -> None:
+        """Has a hook told the subject of each message that the client dropped: a subscription's limit was reached."""
+        self._slow_hooks.append(hook)
 
     async def run(self) -> None:
         """Connects, and stays connected until cancelled; a task of the process.
@@ -240,6 +245,12 @@ class NatsLink:
         self._connections.set()
 
     async def _on_error(self, error: Exception) -> None:
+        import nats.errors
+
+        if isinstance(error, nats.errors.SlowConsumerError):
+            for hook in self._slow_hooks:
+                hook(error.subject)
+            return
         if not self.client.is_connected:
             self.problem = f"not connected to NATS: {error}"
         self._warnings.warning(type(error).__name__, "NATS: %r", error)
