@@ -21,6 +21,8 @@ def judge_content(event: Stored, block_size: int, eagle: bool, adapters: Mapping
     Returns:
         The first reason that applies; None if it can be indexed.
     """
+    if event.foreign:
+        return Ignored.BLOCK_SIZE
     if event.local_hashes:
         return None if len(event.local_hashes) == len(event.engine_hashes) else Ignored.BAD_LENGTH
     tokens = len(event.tokens) - event.pairs

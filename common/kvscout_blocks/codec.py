@@ -6,15 +6,16 @@ dumps become equal bytes. `events.proto` says what each field means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from kvscout.v1 import events_pb2, types_pb2
+from kvscout_blocks.acceptance import judge_content, local_hashes_of
 from kvscout_blocks.events import Cleared, DecodedBatch, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
-from kvscout_blocks.index import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+from kvscout_blocks.index import Copies, DumpedBlock, DumpedOrphan, Ignored, WorkerDump
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import DEFAULT_TENANT, PoolKey, WorkerRank
 
@@ -235,15 +236,89 @@ def _stored_from_proto(message: events_pb2.BlocksStored, block_size: int) -> Sto
     full = message.attention_kind == events_pb2.ATTENTION_KIND_FULL
     if message.attention_kind not in (events_pb2.ATTENTION_KIND_FULL, events_pb2.ATTENTION_KIND_OTHER):
         full = message.group == 0
+    foreign = message.block_size not in (0, block_size)
     return Stored(
         engine_hashes=tuple(message.engine_hashes),
         parent=message.parent_engine_hash if message.HasField("parent_engine_hash") else None,
-        block_size=block_size,
+        # One token stands for the content that is not there: a tier change has none.
+        tokens=(0,) if foreign else (),
+        block_size=message.block_size if foreign else block_size,
         tier=_tier_from_proto(message.tier),
         group=message.group,
         full_attention=full,
-        local_hashes=tuple(message.local_hashes),
+        local_hashes=() if foreign else tuple(message.local_hashes),
+        foreign=foreign,
     )
+
+
+def encode_events(
+    pool: PoolKey,
+    adapters: Mapping[int, str],
+    worker: WorkerRank,
+    batch: EventBatch,
+    *,
+    epoch: int,
+    event_id: int | None,
+) -> events_pb2.KvEventBatch:
+    """The message of a batch, with local hashes in place of tokens.
+
+    A reader's index does with it what it would have done with the engine's own bytes: what cannot be indexed is sent
+    without its hashes, as it still teaches the kind of its group; full blocks of another size are told by that size.
+
+    Args:
+        pool: The index it belongs to.
+        adapters: LoRA number → adapter name, as registered.
+        worker: The source.
+        batch: Events as the engine sent them; what could not be read is left out.
+        epoch: Incarnation of the engine.
+        event_id: The engine's number of the batch.
+    """
+    return events_pb2.KvEventBatch(
+        version=VERSION,
+        worker_id=worker.worker_id,
+        dp_rank=worker.dp_rank,
+        model=pool.model,
+        tenant=pool.tenant,
+        block_size=pool.block_size,
+        eagle=pool.eagle,
+        epoch=epoch,
+        event_id=event_id,
+        timestamp=batch.timestamp,
+        events=[_event_to_proto(event, pool, adapters) for event in batch.events],
+    )
+
+
+def _event_to_proto(event: Event, pool: PoolKey, adapters: Mapping[int, str]) -> events_pb2.KvEvent:
+    if isinstance(event, Cleared):
+        return events_pb2.KvEvent(cleared=events_pb2.CacheCleared())
+    if isinstance(event, Stored):
+        return events_pb2.KvEvent(stored=_stored_to_proto(event, pool, adapters))
+    return events_pb2.KvEvent(
+        removed=events_pb2.BlocksRemoved(
+            engine_hashes=event.engine_hashes, tier=_tier_to_proto(event.tier), group=event.group
+        )
+    )
+
+
+def _stored_to_proto(event: Stored, pool: PoolKey, adapters: Mapping[int, str]) -> events_pb2.BlocksStored:
+    message = events_pb2.BlocksStored(group=event.group)
+    # Readers take group 0, and no other, for full attention where they are not told.
+    if event.full_attention != (event.group == 0):
+        message.attention_kind = (
+            events_pb2.ATTENTION_KIND_FULL if event.full_attention else events_pb2.ATTENTION_KIND_OTHER
+        )
+    has_content = bool(event.tokens or event.local_hashes)
+    verdict = judge_content(event, pool.block_size, pool.eagle, adapters) if has_content else None
+    if verdict is None:
+        message.engine_hashes.extend(event.engine_hashes)
+        message.tier = _tier_to_proto(event.tier)
+        if has_content:
+            if event.parent is not None:
+                message.parent_engine_hash = event.parent
+            message.local_hashes.extend(local_hashes_of(event, pool.block_size, pool.eagle, adapters))
+    elif verdict is Ignored.BLOCK_SIZE:
+        message.block_size = event.block_size
+    return message
 
 
 @dataclass(slots=True)

@@ -60,6 +60,8 @@ class Stored:
     """The token after the last block, which ends that block's EAGLE window."""
     local_hashes: tuple[int, ...] = ()
     """Local hashes, one a block; then `tokens` is empty."""
+    foreign: bool = False
+    """A publisher found full blocks of `block_size` tokens, which is not the registered size; it sent no content."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ reference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvscout_blocks.codec import (
@@ -14,6 +15,8 @@ from kvscout_blocks.codec import (
     DumpReader,
     Published,
     decode_events,
+    encode_dump,
+    encode_events,
     parse_batch,
     source_of,
 )
@@ -35,7 +38,7 @@ from kvscout_blocks.index import (
 )
 from kvscout_blocks.reference_index import ReferenceIndex
 from kvscout_blocks.wire import decode_batch
-from kvscout_common.errors import InvalidArgument
+from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import DEFAULT_TENANT, CopyMode, PoolKey, WorkerRank
 
@@ -138,10 +141,15 @@ class NativeIndex:
         """See `BlockIndex.load`."""
         self._index.load(dump.worker, dump.epoch, dump.last_event_id, dump.groups, dump.blocks, dump.orphans)
 
-    def dump_messages(self, worker: WorkerRank, pool: PoolKey, *, history_incomplete: bool) -> list[bytes] | None:
-        """The serialised messages of `codec.encode_dump`, without a Python object a block; None if it is not known."""
+    def dump_messages(
+        self, worker: WorkerRank, pool: PoolKey, *, history_incomplete: bool, epoch: int | None = None
+    ) -> list[bytes] | None:
+        """The serialised messages of `codec.encode_dump`, without a Python object a block; None if it is not known.
+
+        `epoch` is written in place of the index's own.
+        """
         identity = (pool.tenant, pool.model, pool.block_size, pool.eagle)
-        return kvscout_native.dump_messages(self._index, worker, identity, history_incomplete, MAX_CHUNK_BYTES)
+        return kvscout_native.dump_messages(self._index, worker, identity, history_incomplete, MAX_CHUNK_BYTES, epoch)
 
     def load_messages(self, messages: Sequence[bytes]) -> tuple[WorkerRank, PoolKey, bool]:
         """Reads and loads the messages of a dump, as `codec.DumpReader` and `load` do.
@@ -247,6 +255,45 @@ def apply_decoded(
         return Applied(*kvscout_native.apply_batch(index.core, worker, batch, epoch, event_id))
     assert isinstance(batch, EventBatch)
     return index.apply(worker, batch, epoch=epoch, event_id=event_id)
+
+
+def encode_batch(
+    worker: WorkerRank,
+    pool: PoolKey,
+    adapters: Mapping[int, str],
+    batch: DecodedBatch,
+    *,
+    epoch: int,
+    event_id: int | None,
+) -> bytes:
+    """The serialised message of `codec.encode_events`, of what `decode_for` or `decode_message` returned."""
+    if isinstance(batch, EventBatch):
+        return encode_events(pool, adapters, worker, batch, epoch=epoch, event_id=event_id).SerializeToString()
+    identity = (pool.tenant, pool.model, pool.block_size, pool.eagle)
+    assert isinstance(batch, kvscout_native.Batch)
+    return kvscout_native.encode_events(batch, worker, identity, list(adapters.items()), epoch, event_id)
+
+
+def state_messages(
+    index: BlockIndex, worker: WorkerRank, pool: PoolKey, *, history_incomplete: bool, epoch: int
+) -> list[bytes]:
+    """One consistent cut of a worker rank as serialised messages, under a publisher's epoch.
+
+    Raises:
+        NotFound: The worker is not known.
+    """
+    if isinstance(index, NativeIndex):
+        messages = index.dump_messages(worker, pool, history_incomplete=history_incomplete, epoch=epoch)
+    else:
+        dump = index.dump(worker)
+        messages = None
+        if dump is not None:
+            dump = replace(dump, epoch=epoch)
+            encoded = encode_dump(pool, dump, history_incomplete=history_incomplete)
+            messages = [message.SerializeToString() for message in encoded]
+    if messages is None:
+        raise NotFound(f"worker {worker.worker_id} rank {worker.dp_rank} is not known")
+    return messages
 
 
 def load_state(index: BlockIndex, worker: WorkerRank, pool: PoolKey, messages: Sequence[bytes]) -> None:

@@ -179,12 +179,25 @@ _Pool = tuple[str, str, int, bool]
 """(tenant, model, block_size, eagle)"""
 
 def dump_messages(
-    index: BlockIndex, worker: _Name, pool: _Pool, history_incomplete: bool, max_chunk_bytes: int
+    index: BlockIndex,
+    worker: _Name,
+    pool: _Pool,
+    history_incomplete: bool,
+    max_chunk_bytes: int,
+    epoch: int | None = None,
 ) -> list[bytes] | None:
-    """One consistent cut of a worker rank as serialised `KvEventBatch` messages; None if it is not known."""
+    """One consistent cut of a worker rank as serialised `KvEventBatch` messages; None if it is not known.
+
+    `epoch` is written in place of the index's own.
+    """
 
 def load_messages(index: BlockIndex, messages: Sequence[bytes]) -> tuple[_Name, _Pool, bool]:
     """Replaces what events said of a worker rank by a dump; returns who, of which pool, and whether it is incomplete."""
 
 def decode_events(message: bytes) -> tuple[_Name, _Pool, int, int | None, bool, Batch]:
     """A serialised `KvEventBatch` of events: who, of which pool, epoch, event id, whether it resets, the events."""
+
+def encode_events(
+    batch: Batch, worker: _Name, pool: _Pool, adapters: Sequence[tuple[int, str]], epoch: int, event_id: int | None
+) -> bytes:
+    """A batch of events as a serialised `KvEventBatch`, with local hashes in place of tokens."""

@@ -35,6 +35,8 @@ pub struct Stored {
     pub lookahead: Option<u32>,
     /// Local hashes instead of tokens.
     pub local_hashes: Vec<u64>,
+    /// A publisher found full blocks of `block_size` tokens, which is not the registered size; it sent no content.
+    pub foreign: bool,
 }
 
 /// One physical copy of each named block is gone from one tier.

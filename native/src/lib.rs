@@ -2,6 +2,7 @@
 //!
 //! The modules know no Python and are tested by `cargo test --no-default-features`; `python` binds them.
 
+pub mod acceptance;
 pub mod codec;
 pub mod events;
 pub mod hashing;

@@ -96,9 +96,19 @@ impl Writer {
     /// A number of fixed width; 0 is not written.
     pub fn fixed64(&mut self, number: u32, value: u64) {
         if value != 0 {
-            self.raw_varint(u64::from(number << 3 | 1));
-            self.bytes.extend_from_slice(&value.to_le_bytes());
+            self.present_fixed64(number, value);
         }
+    }
+
+    /// A number of fixed width with presence; 0 is written, too.
+    pub fn present_fixed64(&mut self, number: u32, value: u64) {
+        self.raw_varint(u64::from(number << 3 | 1));
+        self.bytes.extend_from_slice(&value.to_le_bytes());
+    }
+
+    /// A floating-point number; positive 0 is not written.
+    pub fn double(&mut self, number: u32, value: f64) {
+        self.fixed64(number, value.to_bits());
     }
 
     /// Repeated numbers of fixed width, packed; none is not written.

@@ -98,7 +98,7 @@ fn write_copies(copies: &Copies, position: usize) -> Writer {
 }
 
 /// Unset is the device, so that the common case costs no byte.
-fn tier_to_wire(tier: u8) -> u64 {
+pub(super) fn tier_to_wire(tier: u8) -> u64 {
     if tier == 0 { 0 } else { u64::from(tier) + 1 }
 }
 
@@ -160,6 +160,13 @@ fn message(
     let mut event = Writer::default();
     event.bytes(5, state.as_bytes());
     let mut batch = Writer::default();
+    write_header(&mut batch, identity, dump.epoch, dump.last_event_id);
+    batch.bytes(11, event.as_bytes());
+    batch.into_bytes()
+}
+
+/// Whose message it is, and its place in the sequence.
+pub(super) fn write_header(batch: &mut Writer, identity: &Identity, epoch: u64, event_id: Option<u64>) {
     batch.varint(1, VERSION);
     batch.string(2, &identity.worker_id);
     batch.varint(3, u64::from(identity.dp_rank));
@@ -167,10 +174,8 @@ fn message(
     batch.string(5, &identity.tenant);
     batch.varint(6, u64::from(identity.block_size));
     batch.varint(7, u64::from(identity.eagle));
-    batch.varint(8, dump.epoch);
-    if let Some(event_id) = dump.last_event_id {
+    batch.varint(8, epoch);
+    if let Some(event_id) = event_id {
         batch.present(9, event_id);
     }
-    batch.bytes(11, event.as_bytes());
-    batch.into_bytes()
 }

@@ -77,7 +77,7 @@ pub fn decode_events(message: &[u8]) -> Result<Published, DecodeError> {
 
 fn stored(message: &[u8], block_size: u32) -> Result<Stored, DecodeError> {
     let mut event = Stored { block_size, ..Stored::default() };
-    let mut kind = 0;
+    let (mut kind, mut foreign) = (0, 0);
     fields("stored", message, |number, field| {
         match (number, field) {
             (1, Field::Bytes(value)) => read_fixed64("engine_hashes", value, &mut event.engine_hashes)?,
@@ -88,10 +88,18 @@ fn stored(message: &[u8], block_size: u32) -> Result<Stored, DecodeError> {
             (4, Field::Varint(value)) => event.tier = tier_from_wire(value)?,
             (5, Field::Varint(value)) => event.group = narrow("group", value)?,
             (6, Field::Varint(value)) => kind = value,
+            (7, Field::Varint(value)) => foreign = value,
             _ => {}
         }
         Ok(())
     })?;
+    if foreign != 0 && foreign != u64::from(block_size) {
+        event.block_size = narrow("block_size", foreign)?;
+        event.foreign = true;
+        // One token stands for the content that is not there: a tier change has none.
+        event.tokens = vec![0];
+        event.local_hashes.clear();
+    }
     if !event.local_hashes.is_empty() && event.local_hashes.len() != event.engine_hashes.len() {
         return Err(invalid("local_hashes", "not one a block"));
     }

@@ -1,14 +1,16 @@
-//! State and events as messages: `WorkerDump` ↔ `kvscout.v1.KvEventBatch` state chunks, and events out of it.
+//! State and events as messages: `WorkerDump` ↔ `kvscout.v1.KvEventBatch` state chunks, `Batch` ↔ its events.
 //!
 //! The twin of `kvscout_blocks.codec`, with the same bytes; `events.proto` says what each field means.
 
 mod decode;
 mod encode;
 mod events;
+mod publish;
 
 pub use decode::{DecodeError, Dumped, decode};
 pub use encode::encode;
 pub use events::{Published, decode_events};
+pub use publish::encode_events;
 
 /// Version of the message that is written, and the only one that is read.
 pub const VERSION: u64 = 1;

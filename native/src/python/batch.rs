@@ -23,6 +23,11 @@ impl Batch {
     pub fn of(batch: events::Batch, bytes: usize) -> Self {
         Self { batch, bytes }
     }
+
+    /// Its events, and how many bytes they were decoded from.
+    pub fn parts(&self) -> (&events::Batch, usize) {
+        (&self.batch, self.bytes)
+    }
 }
 
 #[pymethods]

@@ -7,6 +7,7 @@ use pyo3::types::{PyBytes, PyList};
 use super::batch::Batch;
 use super::index::{BlockIndex, load_error};
 use super::{DETACH_ABOVE_BYTES, errors};
+use crate::acceptance::Rules;
 use crate::codec::{self, DecodeError, Identity};
 use crate::index::WorkerName;
 
@@ -14,6 +15,8 @@ use crate::index::WorkerName;
 type Pool = (String, String, u32, bool);
 
 #[pyfunction]
+#[pyo3(signature = (index, worker, pool, history_incomplete, max_chunk_bytes, epoch=None))]
+#[allow(clippy::too_many_arguments)] // the twin's keyword arguments
 fn dump_messages<'py>(
     py: Python<'py>,
     index: &Bound<'py, BlockIndex>,
@@ -21,11 +24,13 @@ fn dump_messages<'py>(
     pool: Pool,
     history_incomplete: bool,
     max_chunk_bytes: usize,
+    epoch: Option<u64>,
 ) -> PyResult<Option<Bound<'py, PyList>>> {
     let core = index.get().index();
     let messages = py.detach(|| {
         let name = WorkerName { worker_id: &worker.0, dp_rank: worker.1 };
-        let dump = core.dump(name)?;
+        let mut dump = core.dump(name)?;
+        dump.epoch = epoch.unwrap_or(dump.epoch);
         let (tenant, model, block_size, eagle) = pool;
         let identity =
             Identity { worker_id: worker.0.to_string(), dp_rank: worker.1, model, tenant, block_size, eagle };
@@ -67,6 +72,27 @@ fn decode_events(message: &Bound<'_, PyBytes>) -> PyResult<Published> {
     Ok(((worker_id, dp_rank), pool, published.epoch, published.event_id, published.reset, batch))
 }
 
+#[pyfunction]
+fn encode_events<'py>(
+    py: Python<'py>,
+    batch: &Bound<'py, Batch>,
+    worker: (PyBackedStr, u32),
+    pool: Pool,
+    adapters: Vec<(i128, String)>,
+    epoch: u64,
+    event_id: Option<u64>,
+) -> Bound<'py, PyBytes> {
+    let (tenant, model, block_size, eagle) = pool;
+    let worker_id = worker.0.to_string();
+    let identity = Identity { worker_id, dp_rank: worker.1, model, tenant, block_size, eagle };
+    let adapters = adapters.into_iter().collect();
+    let rules = Rules { block_size: block_size as usize, eagle, adapters: &adapters };
+    let (events, bytes) = batch.get().parts();
+    let run = || codec::encode_events(&identity, rules, events, epoch, event_id);
+    let message = if bytes > DETACH_ABOVE_BYTES { py.detach(run) } else { run() };
+    PyBytes::new(py, &message)
+}
+
 fn decode_error(py: Python<'_>, error: DecodeError) -> PyErr {
     match error {
         DecodeError::Version(_) => errors::failed_precondition(py, error.to_string()),
@@ -76,6 +102,7 @@ fn decode_error(py: Python<'_>, error: DecodeError) -> PyErr {
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(decode_events, module)?)?;
+    module.add_function(wrap_pyfunction!(encode_events, module)?)?;
     module.add_function(wrap_pyfunction!(dump_messages, module)?)?;
     module.add_function(wrap_pyfunction!(load_messages, module)?)
 }

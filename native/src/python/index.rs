@@ -321,6 +321,7 @@ fn read_event(event: &Bound<'_, PyAny>) -> PyResult<Event> {
             pairs: get("pairs")?.extract()?,
             lookahead: get("lookahead")?.extract()?,
             local_hashes: get("local_hashes")?.extract()?,
+            foreign: get("foreign")?.extract()?,
         }))),
     }
 }

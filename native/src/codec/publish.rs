@@ -1,0 +1,65 @@
+//! The batch of an engine → the message that leaves the process: local hashes instead of tokens.
+
+use super::encode::{tier_to_wire, write_header};
+use super::{FULL_ATTENTION, Identity, OTHER_ATTENTION};
+use crate::acceptance::Rules;
+use crate::events::{Batch, Event, Removed, Stored};
+use crate::index::Ignored;
+use crate::protobuf::Writer;
+
+/// One message of events. A reader's index does with it what it would have done with the engine's own bytes.
+pub fn encode_events(
+    identity: &Identity,
+    rules: Rules<'_>,
+    batch: &Batch,
+    epoch: u64,
+    event_id: Option<u64>,
+) -> Vec<u8> {
+    let mut message = Writer::default();
+    write_header(&mut message, identity, epoch, event_id);
+    message.double(10, batch.timestamp);
+    for event in &batch.events {
+        let mut kind = Writer::default();
+        match event {
+            Event::Stored(event) => kind.bytes(1, stored(rules, event).as_bytes()),
+            Event::Removed(event) => kind.bytes(2, removed(event).as_bytes()),
+            Event::Cleared => kind.bytes(3, b""),
+        }
+        message.bytes(11, kind.as_bytes());
+    }
+    message.into_bytes()
+}
+
+/// What cannot be indexed is sent without its hashes: it still teaches the kind of its group.
+fn stored(rules: Rules<'_>, event: &Stored) -> Writer {
+    let mut message = Writer::default();
+    let moved = event.tokens.is_empty() && event.local_hashes.is_empty();
+    let verdict = if moved { None } else { rules.judge_content(event) };
+    if verdict.is_none() {
+        message.packed_fixed64(1, &event.engine_hashes);
+        if !moved {
+            if let Some(parent) = event.parent {
+                message.present_fixed64(2, parent);
+            }
+            message.packed_fixed64(3, &rules.local_hashes(event));
+        }
+        message.varint(4, tier_to_wire(event.tier));
+    }
+    message.varint(5, u64::from(event.group));
+    // Readers take group 0, and no other, for full attention where they are not told.
+    if event.full_attention != (event.group == 0) {
+        message.varint(6, if event.full_attention { FULL_ATTENTION } else { OTHER_ATTENTION });
+    }
+    if verdict == Some(Ignored::BlockSize) {
+        message.varint(7, u64::from(event.block_size));
+    }
+    message
+}
+
+fn removed(event: &Removed) -> Writer {
+    let mut message = Writer::default();
+    message.packed_fixed64(1, &event.engine_hashes);
+    message.varint(2, tier_to_wire(event.tier));
+    message.varint(3, u64::from(event.group));
+    message
+}
