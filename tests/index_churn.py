@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, cycle
 from typing import NamedTuple
 
 import msgpack
@@ -48,7 +48,12 @@ class Load:
     population: int = 0
     """Sessions that there are, each started again and again; 0: every session is a new one."""
     requests_a_clear: int = 0
-    """One of so many empties an engine's cache, ghosts included; 0: none does."""
+    """Each so-manieth empties an engine's cache, ghosts included, one engine after the other; 0: none does."""
+
+    @property
+    def cycle(self) -> int:
+        """Requests until each engine was emptied once."""
+        return self.engines * max(self.requests_a_clear, 1)
 
 
 class Sample(NamedTuple):
@@ -63,9 +68,11 @@ class Sample(NamedTuple):
 class Engine:
     """One engine and its cache."""
 
-    def __init__(self, rng: random.Random, load: Load) -> None:
+    def __init__(self, rng: random.Random, load: Load, number: int) -> None:
         self._rng = rng
         self._load = load
+        # Halfway between the clears of the others, and between the ends of cycles.
+        self._requests = load.requests_a_clear * (2 * number + 1) // (2 * load.engines)
         self._cached: OrderedDict[int, None] = OrderedDict()
         # Engines share no session, as behind a router that keeps sessions where they are.
         self._serial = count(rng.getrandbits(26))
@@ -101,7 +108,8 @@ class Engine:
         if len(prompt) > SESSION_BLOCKS:
             self._sessions[at] = self._new_session()
         events: list[list[object]] = []
-        if self._load.requests_a_clear and rng.randrange(self._load.requests_a_clear) == 0:
+        self._requests += 1
+        if self._load.requests_a_clear and self._requests % self._load.requests_a_clear == 0:
             self._cached.clear()
             events.append(["AllBlocksCleared"])
         events.extend(self._store(prompt))
@@ -135,43 +143,74 @@ def tokens_of(content: int) -> list[int]:
     return [content * BLOCK_SIZE + position & 0xFFFF_FFFF for position in range(BLOCK_SIZE)]
 
 
-class Churn:
-    """Engines publishing to one index."""
+class Request(NamedTuple):
+    """What one request of an engine is for an index."""
 
-    def __init__(self, index: BlockIndex, load: Load, seed: int) -> None:
-        rng = random.Random(seed)
+    worker: WorkerRank
+    payload: bytes
+    """What the engine publishes."""
+    events: int
+    query: bytes
+    """Local hashes to look up afterwards; mostly none."""
+
+
+def ranks(load: Load) -> list[WorkerRank]:
+    """The engines."""
+    return [WorkerRank(f"w{number}", 0) for number in range(load.engines)]
+
+
+def requests(load: Load, seed: int) -> Iterator[Request]:
+    """What the engines do, for ever: in turns, so that a cycle of clears is always as long."""
+    rng = random.Random(seed)
+    engines = [
+        (worker, Engine(random.Random(rng.getrandbits(64)), load, number)) for number, worker in enumerate(ranks(load))
+    ]
+    for worker, engine in cycle(engines):
+        prompt, payload, events = engine.request()
+        query = b""
+        if rng.randrange(REQUESTS_A_QUERY) == 0:
+            query = block_hashes_packed([token for _, content in prompt for token in tokens_of(content)], BLOCK_SIZE)
+        yield Request(worker, payload, events, query)
+
+
+class Churn:
+    """An index under what engines do.
+
+    Args:
+        index: Empty.
+        load: What the engines do.
+        source: Their requests, from the first one.
+    """
+
+    def __init__(self, index: BlockIndex, load: Load, source: Iterable[Request]) -> None:
         self._index = index
-        self._engines = [
-            (WorkerRank(f"w{n}", 0), Engine(random.Random(rng.getrandbits(64)), load)) for n in range(load.engines)
-        ]
-        self._rng = rng
+        self._load = load
+        self._source = iter(source)
         self.apply_seconds = 0.0
-        for worker, _ in self._engines:
+        for worker in ranks(load):
             index.add_worker(worker, WorkerOptions(total_kv_blocks=load.capacity))
 
     def run(self, events: int, samples: int, measure: Callable[[], int]) -> Iterator[Sample]:
-        """Applies about so many events, with a sample after each equal share of them."""
-        applied = 0
+        """Applies about so many events, with a sample after each equal share of them and whole cycles of clears."""
+        applied = served = 0
         for number in range(1, samples + 1):
-            while applied < events * number // samples:
-                applied += self._step()
+            while applied < events * number // samples or served % self._load.cycle:
+                applied += self._step(next(self._source))
+                served += 1
             # What was dropped by a Cleared is on its way out, and none of the index's content.
             while self._index.maintain(now=0.0):
                 pass
             yield Sample(applied, self._index.stats(), measure())
 
-    def _step(self) -> int:
-        worker, engine = self._rng.choice(self._engines)
-        prompt, payload, events = engine.request()
+    def _step(self, request: Request) -> int:
         start = time.perf_counter()
-        result = self._index.apply_payload(worker, payload, event_id=0)
+        result = self._index.apply_payload(request.worker, request.payload, event_id=0)
         self.apply_seconds += time.perf_counter() - start
-        assert (result.events, result.faults) == (events, 0)
+        assert (result.events, result.faults) == (request.events, 0)
         assert not result.over_capacity, "no engine has more copies than blocks"
-        if self._rng.randrange(REQUESTS_A_QUERY) == 0:
-            tokens = [token for _, content in prompt for token in tokens_of(content)]
-            self._index.find_matches(block_hashes_packed(tokens, BLOCK_SIZE), now=0.0)
-        return events
+        if request.query:
+            self._index.find_matches(request.query, now=0.0)
+        return request.events
 
 
 def spread(values: list[int]) -> float:

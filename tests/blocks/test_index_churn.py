@@ -9,7 +9,7 @@ import gc
 import os
 import random
 
-from index_churn import Churn, Load
+from index_churn import Churn, Load, requests
 from index_scenarios import IndexFactory, settle
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
@@ -29,7 +29,7 @@ def test_the_same_churn_again_needs_no_more_than_the_first_time(index_factory: I
     index = index_factory(16, max_blocks=LOAD.max_blocks)
     most_objects, most_bytes, left = [], [], []
     for _ in range(PASSES):
-        samples = list(Churn(index, LOAD, SEED).run(EVENTS_A_PASS, SAMPLES_A_PASS, objects))
+        samples = list(Churn(index, LOAD, requests(LOAD, SEED)).run(EVENTS_A_PASS, SAMPLES_A_PASS, objects))
         index.check_invariants()
         entries = [sample.stats.memberships + sample.stats.orphans for sample in samples]
         assert max(entries) <= LOAD.max_blocks, f"KVSCOUT_TEST_SEED={SEED}"
