@@ -97,6 +97,10 @@ class Feed(Protocol):
     def broken(self) -> str:
         """Why nothing can be read, in one sentence; "" = it can."""
 
+    @property
+    def outage(self) -> str:
+        """Why nothing can come at this moment, in one sentence, though all is configured well; "" = it can."""
+
     def open(self, source: SourceInput) -> None:
         """Begins to deliver; what cannot be opened is shown in `broken` and tried again in `tick`, not raised."""
 

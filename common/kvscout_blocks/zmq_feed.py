@@ -51,6 +51,7 @@ class ZmqFeed:
         self.address = endpoint
         self.can_replay = bool(endpoint.replay_endpoint)
         self.broken = ""
+        self.outage = ""
         self._rank = rank
         self._index = index
         self._context = context

@@ -22,7 +22,7 @@ _INDEX_GAUGES = {
     "kvscout_index_hidden": ("hidden", "Blocks held below a hole"),
     "kvscout_index_predictions": ("predictions", "Predicted (block, worker rank) pairs"),
 }
-_EVENT_KINDS = ("applied", "dropped", "gaps", "replays", "demotions", "resets", "malformed")
+_EVENT_KINDS = ("applied", "dropped", "gaps", "replays", "demotions", "resets", "malformed", "states")
 
 
 class IndexerCollector(Collector):

@@ -51,6 +51,8 @@ def source_state(
             indexer_pb2.SOURCE_STATE_QUARANTINED,
             lambda: "too many malformed batches in a row",
         ),
+        (bool(source.feed.outage), indexer_pb2.SOURCE_STATE_DISCONNECTED, lambda: source.feed.outage),
+        (source.searching, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"peers are asked, {sequence.held} batches wait"),
         (sequence.replaying, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} live batches wait"),
         (
             sequence.history_incomplete,
@@ -97,6 +99,7 @@ def source_status(
         status.gaps = counters["gaps"]
         status.replays = counters["replays"]
         status.demotions = counters["demotions"]
+        status.states = counters["states"]
         status.resets = source.resets
         status.malformed = counters["malformed"] + source.malformed_frames + source.faulty_events
     return status
