@@ -45,6 +45,8 @@ class _SourceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SourceSta
     """Not read for a while: too many malformed batches in a row."""
     SOURCE_STATE_NONE: _SourceState.ValueType  # 8
     """No events are read: the worker publishes none, the indexer runs without events, or another shard indexes it."""
+    SOURCE_STATE_DISCONNECTED: _SourceState.ValueType  # 9
+    """Nothing can come now: the connection to NATS is lost, or no publisher pushes. What is known may be out of date."""
 
 class SourceState(_SourceState, metaclass=_SourceStateEnumTypeWrapper):
     """What state a source of events is in."""
@@ -67,6 +69,8 @@ SOURCE_STATE_QUARANTINED: SourceState.ValueType  # 7
 """Not read for a while: too many malformed batches in a row."""
 SOURCE_STATE_NONE: SourceState.ValueType  # 8
 """No events are read: the worker publishes none, the indexer runs without events, or another shard indexes it."""
+SOURCE_STATE_DISCONNECTED: SourceState.ValueType  # 9
+"""Nothing can come now: the connection to NATS is lost, or no publisher pushes. What is known may be out of date."""
 Global___SourceState: _TypeAlias = SourceState  # noqa: Y015
 
 @_typing.final
