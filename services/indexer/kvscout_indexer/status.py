@@ -52,7 +52,7 @@ def source_state(
             lambda: "too many malformed batches in a row",
         ),
         (bool(source.feed.outage), indexer_pb2.SOURCE_STATE_DISCONNECTED, lambda: source.feed.outage),
-        (source.searching, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"peers are asked, {sequence.held} batches wait"),
+        (source.searching, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} batches wait for peers"),
         (sequence.replaying, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} live batches wait"),
         (
             sequence.history_incomplete,
