@@ -136,5 +136,5 @@ def test_a_bad_setting_is_named(settings: dict[str, Any], field: str) -> None:
 
 
 def test_an_unknown_policy_in_the_settings_is_refused_at_start() -> None:
-    with pytest.raises(InvalidArgument, match="known are .*kv.*least-loaded.*round-robin"):
+    with pytest.raises(InvalidArgument, match=r"known are .*kv.*least-loaded.*round-robin"):
         scheduler("w0", policy="best")

@@ -15,6 +15,8 @@ from kvscout_scheduler.request import RequestKey
 class Phase(StrEnum):
     """Where an active request is."""
 
+    QUEUED = "queued"
+    """No worker yet."""
     PREFILL = "prefill"
     """No token yet."""
     DECODE = "decode"
@@ -27,6 +29,8 @@ class FreeOutcome(StrEnum):
     UNKNOWN = "unknown"
     """Nothing was active under this id and attempt."""
     ALREADY_FREED = "already_freed"
+    DEQUEUED = "dequeued"
+    """It waited, and waits no more."""
 
 
 class EndReason(StrEnum):

@@ -47,6 +47,9 @@ class Bookings:
     def __iter__(self) -> Iterator[Booking]:
         return iter(self._active.values())
 
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._active
+
     def admit(self, key: RequestKey, attempt_id: int, now: float) -> Booking | None:
         """Looks whether a request may be booked.
 
@@ -144,6 +147,11 @@ class Bookings:
                 self._attempts.add(key, attempt_id, Ended.BEFORE_BOOKING, now)
         self._stats.free_no_ops[outcome] += 1
         return outcome
+
+    def cancel(self, key: RequestKey, attempt_id: int, now: float) -> None:
+        """Remembers that an attempt was freed before it was booked."""
+        if attempt_id:
+            self._attempts.add(key, attempt_id, Ended.BEFORE_BOOKING, now)
 
     def renew(self, key: RequestKey, attempt_id: int, now: float, lease_seconds: float = 0.0) -> bool:
         """Renews a lease, from now.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.stats import WAIT_BUCKETS, WaitTimes
 
 _WORKER = ["tenant", "model", "role", "worker", "dp_rank"]
 _POOL = ["tenant", "model", "role"]
@@ -29,7 +31,9 @@ class SchedulerCollector(Collector):
             "kvscout_expected_hit_rate", "Cached / prompt tokens of bookings, as expected", labels=_WORKER
         )
         balance = GaugeMetricFamily("kvscout_load_balance_score", "std / mean of active blocks", labels=_POOL)
+        queued = GaugeMetricFamily("kvscout_queue_length", "Requests that wait for a worker", labels=_POOL)
         for pool in list(self._scheduler.workers):
+            queued.add_metric([pool.id.tenant, pool.id.model, pool.id.role], self._scheduler.waiting.length(pool.id))
             names = [pool.id.tenant, pool.id.model, pool.id.role]
             balance.add_metric(names, balance_score(pool))
             for slot in pool.order:
@@ -39,7 +43,7 @@ class SchedulerCollector(Collector):
                 decode.add_metric(labels, pool.load.decode_blocks[slot])
                 hits = pool.hits[slot]
                 hit_rate.add_metric(labels, hits.cached_tokens / hits.isl_tokens if hits.isl_tokens else 0.0)
-        yield from (requests, prefill, decode, hit_rate, balance)
+        yield from (requests, prefill, decode, hit_rate, balance, queued)
         stats = self._scheduler.stats
         decisions = CounterMetricFamily("kvscout_decisions", "Workers picked, by policy", labels=["policy"])
         for policy, count in stats.decisions.items():
@@ -52,7 +56,14 @@ class SchedulerCollector(Collector):
         )
         for reason, count in stats.ended.items():
             ended.add_metric([reason], count)
-        yield from (decisions, refusals, ended)
+        yield from (decisions, refusals, ended, _queue_waits(stats.queue_waits))
+
+
+def _queue_waits(waits: WaitTimes) -> Metric:
+    metric = HistogramMetricFamily("kvscout_queue_wait_seconds", "How long requests that were booked had waited")
+    bounds = [*map(str, WAIT_BUCKETS), "+Inf"]
+    metric.add_metric([], list(zip(bounds, accumulate(waits.counts), strict=True)), waits.sum_seconds)
+    return metric
 
 
 def balance_score(pool: Pool) -> float:

@@ -10,13 +10,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from random import Random
 
-from kvscout_common.errors import AlreadyExists, Draining, InvalidArgument, KvscoutError, Unavailable
+from kvscout_common.errors import (
+    AlreadyExists,
+    Cancelled,
+    Draining,
+    InvalidArgument,
+    KvscoutError,
+    ResourceExhausted,
+    Unavailable,
+)
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import ActiveRequest, Booking, FreeOutcome
 from kvscout_scheduler.bookings import Bookings
 from kvscout_scheduler.candidates import Candidates, SelectionSettings
 from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.eligibility import busy
+from kvscout_scheduler.eligibility import busy, eligible
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.pool import EngineMetrics, Pool
 from kvscout_scheduler.request import (
@@ -33,6 +41,7 @@ from kvscout_scheduler.selection import Selected, Selector
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.stats import SchedulerStats
 from kvscout_scheduler.thresholds import BusyThresholds, ThresholdTable
+from kvscout_scheduler.waiting import Answer, Waiter, WaitingLine, queued_listing
 from kvscout_scheduler.workers import Workers
 
 DEFAULT_SETTINGS = SchedulerSettings()
@@ -81,6 +90,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.thresholds = ThresholdTable(settings.thresholds)
         self.bookings = Bookings(settings, self.stats)
+        self.waiting = WaitingLine(settings.queue_limit)
         self.workers = Workers(settings, self.bookings, clock)
         """Give it to the registry as a listener."""
         self.draining = False
@@ -147,6 +157,42 @@ class Scheduler:
             self._count_hits(pool, selected.slot, request.isl_tokens, decision.uncached_tokens)
         return decision
 
+    def reserve_or_wait(
+        self, request: SelectionRequest, answer: Answer, *, owner_id: str = "", lease_seconds: float = 0.0
+    ) -> None:
+        """`select_and_reserve`, or a place in line while all workers have prefill work enough.
+
+        Args:
+            request: With a request id.
+            answer: Told of the decision or of the error, now or later, once. Whoever is told later of a decision that
+                nobody wants any more calls `undelivered`.
+            owner_id: As of `select_and_reserve`.
+            lease_seconds: As of `select_and_reserve`.
+
+        Raises:
+            KvscoutError: As `select_and_reserve`, if it is decided now; and ResourceExhausted: the line is full.
+        """
+        if self.settings.queue_threshold is None:
+            answer(self.select_and_reserve(request, owner_id=owner_id, lease_seconds=lease_seconds))
+            return
+        self._selector.check(request)
+        _check_booking(request.request_id, request.attempt_id, lease_seconds)
+        key, now = request.key, self._clock()
+        if key in self.bookings or (not self._must_wait(request, now) and not self.waiting.length(request.pool)):
+            answer(self.select_and_reserve(request, owner_id=owner_id, lease_seconds=lease_seconds))
+            return
+        # Who was freed already must not wait for nothing.
+        self.bookings.admit(key, request.attempt_id, now)
+        self.waiting.join(Waiter(request, answer, owner_id, lease_seconds, now))
+        self.stats.queued += 1
+        self._pump(request.pool, now)
+
+    def abandon(self, key: RequestKey, attempt_id: int, answer: Answer) -> None:
+        """Takes a waiting call out of line whose caller has gone; one that another call replaced stays."""
+        waiter = self.waiting.find(key, attempt_id)
+        if waiter is not None and waiter.answer is answer:
+            self.waiting.leave(waiter)
+
     def reserve(self, request: ReserveRequest, *, owner_id: str = "", lease_seconds: float = 0.0) -> int:
         """Books a request on a given worker, whatever its load.
 
@@ -206,7 +252,10 @@ class Scheduler:
             NotFound: This attempt is not active.
         """
         _check_booking(key.request_id, attempt_id, 0.0)
-        return self.bookings.complete_prefill(key, attempt_id, self._clock())
+        now = self._clock()
+        changed = self.bookings.complete_prefill(key, attempt_id, now)
+        self._pump(key.pool, now)
+        return changed
 
     def add_output(self, key: RequestKey, blocks: int, attempt_id: int = 0) -> int:
         """Adds generated blocks to a request's load; returns its output blocks in all.
@@ -228,7 +277,16 @@ class Scheduler:
             InvalidArgument: No request id.
         """
         _check_booking(key.request_id, attempt_id, 0.0)
-        return self.bookings.free(key, attempt_id, self._clock())
+        now = self._clock()
+        waiter = self.waiting.find(key, attempt_id)
+        if waiter is not None:
+            self.waiting.leave(waiter)
+            self.bookings.cancel(key, attempt_id, now)
+            waiter.answer(Cancelled(f"request {key.request_id!r} was freed while it waited"))
+            return FreeOutcome.DEQUEUED
+        outcome = self.bookings.free(key, attempt_id, now)
+        self._pump(key.pool, now)
+        return outcome
 
     def renew(self, key: RequestKey, attempt_id: int = 0, *, lease_seconds: float = 0.0) -> bool:
         """Renews a lease; False = this attempt is not active.
@@ -265,11 +323,17 @@ class Scheduler:
         for pool in self.workers:
             for slot in [slot for slot, until in pool.cooldown_until.items() if until <= now]:
                 del pool.cooldown_until[slot]
-        return self.bookings.expire(now)
+        ended = self.bookings.expire(now)
+        for waiting in self.waiting.pools:
+            self._pump(waiting, now)
+        return ended
 
     def drain(self) -> None:
-        """Takes no more selections and bookings; what is active goes on."""
+        """Takes no more selections and bookings; what is active goes on, what waits is refused."""
         self.draining = True
+        for waiter in list(self.waiting):
+            self.waiting.leave(waiter)
+            waiter.answer(Draining("the scheduler is draining"))
 
     def report_failure(self, tenant: str, rank: WorkerRank, cooldown_seconds: float = 0.0) -> float:
         """Leaves a worker rank out of selections for a while; never shortens a cool-down.
@@ -375,7 +439,12 @@ class Scheduler:
             and worker_id in ("", booking.rank.worker_id)
         ]
         now = self._clock()
-        return [self.bookings.listing(booking, now) for booking in found[:limit]], len(found)
+        listed = [self.bookings.listing(booking, now) for booking in found[:limit]]
+        if worker_id:
+            return listed, len(found)
+        queued = [w for w in self.waiting if w.request.tenant == tenant and model in ("", w.request.model)]
+        listed += [queued_listing(waiter, now) for waiter in queued[: max(0, limit - len(listed))]]
+        return listed, len(found) + len(queued)
 
     def check_invariants(self) -> None:
         """Raises AssertionError if any structure contradicts another."""
@@ -396,6 +465,48 @@ class Scheduler:
         self.stats.decisions[selected.decision.policy] += 1
         pool.decisions += 1
         return selected
+
+    def _must_wait(self, request: SelectionRequest, now: float) -> bool:
+        """Whether every worker that could take a request has prefill work enough.
+
+        Raises:
+            KvscoutError: No worker could take it at all; as `select`.
+        """
+        threshold = self.settings.queue_threshold
+        assert threshold is not None
+        self._require_open()
+        pool = self.workers.pool(request.pool)
+        thresholds = self.thresholds.get(request.tenant, request.model)
+        load, specs = pool.load.prefill_tokens, pool.specs
+        return all(
+            (budget := specs[slot].max_num_batched_tokens) and load[slot] > threshold * budget
+            for slot in eligible(pool, request, thresholds, now)
+        )
+
+    def _pump(self, pool: PoolId, now: float) -> None:
+        """Books whoever can go, in order."""
+        for waiter in self.waiting.line(pool):
+            try:
+                if self._must_wait(waiter.request, now):
+                    continue
+            except ResourceExhausted:
+                # Busy is what it waits for to end.
+                continue
+            except KvscoutError as error:
+                if self.waiting.leave(waiter):
+                    waiter.answer(error)
+                continue
+            if not self.waiting.leave(waiter):
+                continue
+            try:
+                decision = self.select_and_reserve(
+                    waiter.request, owner_id=waiter.owner_id, lease_seconds=waiter.lease_seconds
+                )
+            except KvscoutError as error:
+                waiter.answer(error)
+            else:
+                self.stats.queue_waits.observe(now - waiter.since)
+                waiter.answer(decision)
 
     def _require_open(self) -> None:
         if self.draining:

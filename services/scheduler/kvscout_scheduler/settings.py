@@ -41,6 +41,11 @@ class SchedulerSettings:
     cooldown_seconds: float = 10.0
     """How long a worker that failed a request is left out."""
     max_active_requests: int = 1_000_000
+    queue_threshold: float | None = None
+    """Requests wait while all workers have more active prefill tokens than this times max_num_batched_tokens;
+    None = nobody waits."""
+    queue_limit: int = 1_024
+    """Requests that wait in one pool; more are refused."""
 
     def tracks_blocks(self, role: Role) -> bool:
         """Whether requests on workers of a role occupy blocks; a prefill worker gives them away at once."""
@@ -60,6 +65,12 @@ class SchedulerSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"must be a finite number above 0, not {value}", field=name)
+        if self.queue_threshold is not None and not (math.isfinite(self.queue_threshold) and self.queue_threshold >= 0):
+            raise ConfigError(
+                f"must be a finite number of at least 0, not {self.queue_threshold}", field="queue_threshold"
+            )
+        if self.queue_limit < 1:
+            raise ConfigError("must be at least 1", field="queue_limit")
         for name in ("host", "disk"):
             weight: float = getattr(self.tier_weights, name)
             if not 0 <= weight <= 1:

@@ -25,8 +25,10 @@ _OUTCOMES = {
     FreeOutcome.FREED: scheduler_pb2.FREE_OUTCOME_FREED,
     FreeOutcome.UNKNOWN: scheduler_pb2.FREE_OUTCOME_UNKNOWN,
     FreeOutcome.ALREADY_FREED: scheduler_pb2.FREE_OUTCOME_ALREADY_FREED,
+    FreeOutcome.DEQUEUED: scheduler_pb2.FREE_OUTCOME_DEQUEUED,
 }
 _PHASES = {
+    Phase.QUEUED: scheduler_pb2.REQUEST_PHASE_QUEUED,
     Phase.PREFILL: scheduler_pb2.REQUEST_PHASE_PREFILL,
     Phase.DECODE: scheduler_pb2.REQUEST_PHASE_DECODE,
 }
