@@ -1,0 +1,170 @@
+"""Where a replica stands in a stream, and what follows from it; pure.
+
+A replica's position is the last stream sequence that its state contains. It belongs to that state: it is lost with the
+process, and found again in the snapshot that is loaded, whatever the server remembers of the replica.
+
+::
+
+    first                 S (snapshot)            position           last
+    ├─── purged before ───┼───── replayed at start ───┼─── to be read ───┤
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+SNAPSHOTS_KEPT: Final = 2
+"""The older one serves a replica that was reading it when the newer one came."""
+SNAPSHOTS_PER_AGE: Final = 4
+"""A message is in a snapshot once it is older than the stream's maximum age divided by this, well before it goes."""
+
+
+class StreamState(NamedTuple):
+    """What the server says of a stream."""
+
+    incarnation: int
+    """When it was made, microseconds since the Unix epoch: a stream that is made again counts from 1 again."""
+    first: int
+    """Sequence of its first message; the next one's, if it is empty. 0 = it never had one."""
+    last: int
+    """Sequence of its last message, there or not; 0 = it never had one."""
+
+
+class SnapshotId(NamedTuple):
+    """What identifies a snapshot within its stream and shard. Ordered from old to new, within an incarnation."""
+
+    incarnation: int
+    """Of the stream that it is of."""
+    sequence: int
+    """S: last stream sequence contained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How a replica goes on."""
+
+    load: SnapshotId | None
+    """Snapshot to load first; None = go on with the state that is there."""
+    position: int
+    """Position after that; what follows it is read next."""
+    missed: bool
+    """Events may have been missed, of any source: each one must be verified."""
+    anew: bool = False
+    """The stream counts anew: sequences of before mean nothing."""
+
+
+def follows(stream: StreamState, incarnation: int, position: int) -> bool:
+    """Whether a replica at `position` of an incarnation can go on where it is."""
+    return stream.incarnation == incarnation and position <= stream.last and position + 1 >= stream.first
+
+
+def resume(
+    stream: StreamState,
+    snapshots: Iterable[SnapshotId],
+    incarnation: int | None = None,
+    position: int = 0,
+) -> Resume:
+    """How a replica goes on that starts, was overtaken by a purge, or finds the stream made anew.
+
+    Args:
+        stream: The stream now.
+        snapshots: Complete ones.
+        incarnation: Of the stream that the replica's state is of; None = it has no state.
+        position: Its position there.
+    """
+    starting = incarnation is None
+    anew = not starting and (incarnation != stream.incarnation or position > stream.last)
+    own = 0 if starting or anew else position
+    ordered = sorted(snapshots)
+    fitting = [s for s in ordered if s.incarnation == stream.incarnation and own < s.sequence <= stream.last]
+    load = fitting[-1] if fitting else None
+    missed = anew
+    if load is None and starting and ordered:
+        # Of a stream that is gone: old, but its cursors tell what is new, and publishers what was missed.
+        load, missed = ordered[-1], True
+        reached = 0
+    else:
+        reached = load.sequence if load is not None else own
+    if reached + 1 < stream.first:
+        # What was purged no snapshot has. A replica that knows nothing missed nothing: first events tell.
+        missed = missed or load is not None or not starting
+        reached = stream.first - 1
+    return Resume(load, reached, missed, anew)
+
+
+class Retention(NamedTuple):
+    """What of the snapshots and the stream is no longer needed."""
+
+    drop: tuple[SnapshotId, ...]
+    purge_through: int
+    """Every stream sequence up to here is in all snapshots that are kept; 0 = purge nothing."""
+
+
+def retention(snapshots: Iterable[SnapshotId], incarnation: int) -> Retention:
+    """Which snapshots of one shard go, and how far all that are kept reach.
+
+    Args:
+        snapshots: Complete ones.
+        incarnation: Of the stream.
+    """
+    ordered = sorted(snapshots, key=lambda s: (s.incarnation == incarnation, s), reverse=True)
+    kept = ordered[:SNAPSHOTS_KEPT]
+    covered = [s.sequence for s in kept if s.incarnation == incarnation]
+    return Retention(tuple(ordered[SNAPSHOTS_KEPT:]), min(covered) if len(covered) == SNAPSHOTS_KEPT else 0)
+
+
+class SnapshotSchedule:
+    """When a snapshot is due: after so many messages, or before the oldest message in none of them is old.
+
+    Args:
+        threshold: Messages since the last one.
+        max_age_seconds: Of the stream's messages.
+    """
+
+    def __init__(self, threshold: int, max_age_seconds: float) -> None:
+        self._threshold = threshold
+        self._max_wait = max_age_seconds / SNAPSHOTS_PER_AGE
+        self.covered = 0
+        """Sequence of the newest snapshot known."""
+        self._uncovered_since: float | None = None
+        """No message in no snapshot is older, seconds since the Unix epoch; None = every message read is in one."""
+
+    def restart(self, covered: int) -> None:
+        """The replica goes on from another place, which is what the newest snapshot contains, or nothing."""
+        self.covered, self._uncovered_since = covered, None
+
+    def on_message(self, sequence: int, sent_at: float) -> None:
+        """A message was applied.
+
+        Args:
+            sequence: Its stream sequence.
+            sent_at: When the server took it, seconds since the Unix epoch.
+        """
+        if self._uncovered_since is None and sequence > self.covered:
+            self._uncovered_since = sent_at
+
+    def on_snapshot(self, sequence: int, cut_at: float, position: int) -> None:
+        """A snapshot is there, whoever took it.
+
+        Args:
+            sequence: Its S.
+            cut_at: When it was taken, seconds since the Unix epoch.
+            position: Where this replica is now.
+        """
+        if sequence <= self.covered:
+            return
+        self.covered = sequence
+        self._uncovered_since = cut_at if position > sequence else None
+
+    def due(self, position: int, now: float) -> bool:
+        """Whether a snapshot should be taken.
+
+        Args:
+            position: Where this replica is.
+            now: Seconds since the Unix epoch.
+        """
+        if self._uncovered_since is None or position <= self.covered:
+            return False
+        return position - self.covered >= self._threshold or now - self._uncovered_since >= self._max_wait

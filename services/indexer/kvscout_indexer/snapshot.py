@@ -1,0 +1,127 @@
+"""One snapshot: what it contains, and its bytes; pure.
+
+::
+
+    u32 length, SnapshotHeader │ u32 length, KvEventBatch │ u32 length, KvEventBatch │ ...
+                                 └───── messages of source 0 ─────┘ └─ of source 1 ...
+
+Its sources may be cut one after another while events go on. That is correct, because the messages of one source
+say nothing of another: each source has the stream sequence P that its own state reaches, S is the lowest of these, and
+a reader goes on at S + 1 but leaves out what is of a source at or below its P. So each message is applied exactly once,
+as if all sources had been cut at the same moment. Event ids at or below a state's cursor are dropped beyond that.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from kvscout.v1 import snapshots_pb2
+from kvscout_common.errors import FailedPrecondition, InvalidArgument
+from kvscout_common.worker import WorkerRank
+from kvscout_indexer.position import SnapshotId
+
+VERSION: Final = 1
+"""Of the header; readers take this one and the one before."""
+_LENGTH: Final = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCut:
+    """One source's part of a snapshot."""
+
+    worker: WorkerRank
+    position: int
+    """P: stream sequence up to which its messages are contained."""
+    messages: Sequence[bytes]
+    """Serialised `KvEventBatch`es: state chunks, then what came after them of a source that nobody registered."""
+    unverified: bool = False
+    """Events were missed and nobody was asked for them yet."""
+    unregistered_since: float = 0.0
+    """Seconds since the Unix epoch; 0 = it is registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of every source of a stream."""
+
+    id: SnapshotId
+    cut_at: float
+    """Seconds since the Unix epoch."""
+    sources: Sequence[SourceCut]
+
+
+def encode(snapshot: Snapshot) -> Iterator[bytes]:
+    """The snapshot's bytes, piece by piece."""
+    header = snapshots_pb2.SnapshotHeader(
+        version=VERSION,
+        stream_sequence=snapshot.id.sequence,
+        stream_incarnation=snapshot.id.incarnation,
+        cut_at=snapshot.cut_at,
+        sources=[
+            snapshots_pb2.SnapshotSource(
+                worker_id=cut.worker.worker_id,
+                dp_rank=cut.worker.dp_rank,
+                stream_sequence=cut.position,
+                messages=len(cut.messages),
+                unverified=cut.unverified,
+                unregistered_since=cut.unregistered_since,
+            )
+            for cut in snapshot.sources
+        ],
+    )
+    for message in (header.SerializeToString(), *(m for cut in snapshot.sources for m in cut.messages)):
+        yield _LENGTH.pack(len(message))
+        yield message
+
+
+def decode(data: bytes) -> Snapshot:
+    """Reads a snapshot.
+
+    Raises:
+        FailedPrecondition: A version that this release cannot read.
+        InvalidArgument: The bytes are none.
+    """
+    messages = _messages(data)
+    try:
+        header = snapshots_pb2.SnapshotHeader.FromString(next(messages, b""))
+    except DecodeError as error:
+        raise InvalidArgument("has no header", field="snapshot") from error
+    if not max(1, VERSION - 1) <= header.version <= VERSION:
+        raise FailedPrecondition(f"version {header.version} of a snapshot, this release reads {VERSION}")
+    sources = [
+        SourceCut(
+            WorkerRank(source.worker_id, source.dp_rank),
+            source.stream_sequence,
+            _take(messages, source.messages),
+            source.unverified,
+            source.unregistered_since,
+        )
+        for source in header.sources
+    ]
+    return Snapshot(SnapshotId(header.stream_incarnation, header.stream_sequence), header.cut_at, sources)
+
+
+def _messages(data: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(data):
+        if at + _LENGTH.size > len(data):
+            raise InvalidArgument("ends within a length", field="snapshot")
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size
+        if at + length > len(data):
+            raise InvalidArgument("ends within a message", field="snapshot")
+        yield data[at : at + length]
+        at += length
+
+
+def _take(messages: Iterator[bytes], count: int) -> tuple[bytes, ...]:
+    taken = tuple(islice(messages, count))
+    if len(taken) != count:
+        raise InvalidArgument(f"{count} messages of a source announced, {len(taken)} there", field="snapshot")
+    return taken

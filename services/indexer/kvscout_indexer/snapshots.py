@@ -1,0 +1,231 @@
+"""The snapshots of a stream in its object store: immutable objects, read only if they are complete.
+
+An object's name tells all that is needed to choose among them: `snap-<S>-<incarnation>-<shard>of<shards>`. Its entry is
+written after its content and has the content's SHA-256: an upload that was broken off has no entry, and what is left of
+it is swept up later. The object store's layout is NATS' own (ADR-20), so its tools show the snapshots.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from nats.js import JetStreamContext
+from nats.js.api import ObjectInfo, ObjectMeta, ObjectMetaOptions, ObjectStoreConfig
+from nats.js.errors import BucketNotFoundError, NotFoundError
+from nats.js.object_store import ObjectStore
+
+from kvscout_common.errors import KvscoutError
+from kvscout_common.shards import Shard
+from kvscout_indexer.position import SnapshotId
+from kvscout_indexer.snapshot import Snapshot, decode, encode
+
+log = logging.getLogger("kvscout.snapshots")
+
+CHUNK_BYTES: Final = 512 * 1024
+"""Of an object: NATS refuses messages of over 1 MiB by default."""
+MAX_SNAPSHOT_BYTES: Final = 4 * 1024 * 1024 * 1024
+"""Read at most; 200 million held blocks."""
+SWEEP_AFTER_SECONDS: Final = 600.0
+"""Content without an entry is of an upload that was broken off, once nothing was added to it for so long."""
+
+_NAME = re.compile(r"snap-(\d+)-(\d+)-(\d+)of(\d+)", re.ASCII)
+
+
+class SnapshotBroken(Exception):
+    """A snapshot is not complete, or cannot be read by this release."""
+
+
+class Snapshots:
+    """Reads and writes the snapshots of one stream.
+
+    Args:
+        js: JetStream.
+        bucket: Name of the object store.
+        shard: The workers that the snapshots of this replica are of; those of other shards are left alone.
+        replicas: Servers that keep a copy of a bucket made here.
+    """
+
+    def __init__(self, js: JetStreamContext, bucket: str, shard: Shard, replicas: int = 1) -> None:
+        self._js = js
+        self._bucket = bucket
+        self._stream = f"OBJ_{bucket}"
+        self._shard = shard
+        self._replicas = replicas
+
+    async def complete(self) -> dict[Shard, list[SnapshotId]]:
+        """Every snapshot whose upload was completed, by shard, for as many shards as there are now.
+
+        Raises:
+            nats.errors.Error: The store cannot be asked.
+        """
+        found: dict[Shard, list[SnapshotId]] = {Shard(i, self._shard.count): [] for i in range(self._shard.count)}
+        prefix = f"$O.{self._bucket}.M."
+        for subject in await self._subjects(prefix):
+            match = _NAME.fullmatch(_decoded(subject.removeprefix(prefix)))
+            if match is not None:
+                sequence, incarnation, index, count = map(int, match.groups())
+                if Shard(index, count) in found:
+                    found[Shard(index, count)].append(SnapshotId(incarnation, sequence))
+        return found
+
+    async def read(self, snapshot: SnapshotId) -> Snapshot:
+        """Loads one.
+
+        Raises:
+            SnapshotBroken: It is not complete, or no longer there, or of a version that cannot be read.
+            nats.errors.Error: The store cannot be asked; trying again may help.
+        """
+        name = self._name(snapshot)
+        try:
+            store = await self._js.object_store(self._bucket)
+            info = await store.get_info(name)
+            data = await self._content(info)
+        except NotFoundError as error:
+            raise SnapshotBroken(f"{name} is not complete: {error}") from error
+        digest = "SHA-256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
+        if digest != info.digest or len(data) != info.size:
+            raise SnapshotBroken(f"{name} is damaged: its digest is another")
+        try:
+            return decode(data)
+        except KvscoutError as error:
+            raise SnapshotBroken(f"{name} cannot be read: {error}") from error
+
+    async def write(self, snapshot: Snapshot) -> int:
+        """Stores one, unless it is there; returns its bytes.
+
+        Raises:
+            nats.errors.Error: It cannot be stored.
+        """
+        store = await self._store()
+        name = self._name(snapshot.id)
+        try:
+            return (await store.get_info(name)).size or 0
+        except NotFoundError:
+            pass
+        options = ObjectMetaOptions(max_chunk_size=CHUNK_BYTES)
+        content = _Pieces(encode(snapshot))
+        info = await store.put(name, content, meta=ObjectMeta(name=name, options=options))
+        return info.size or 0
+
+    async def drop(self, snapshots: Iterable[SnapshotId]) -> None:
+        """Removes snapshots and every trace of them.
+
+        Raises:
+            nats.errors.Error: It cannot be done.
+        """
+        store = await self._js.object_store(self._bucket)
+        for snapshot in snapshots:
+            name = self._name(snapshot)
+            try:
+                info = await store.get_info(name)
+            except NotFoundError:
+                continue
+            # The entry first: nobody begins to read what is going.
+            await self._js.purge_stream(self._stream, subject=f"$O.{self._bucket}.M.{_encoded(name)}")
+            await self._js.purge_stream(self._stream, subject=f"$O.{self._bucket}.C.{info.nuid}")
+
+    async def sweep(self, now: float) -> int:
+        """Removes what is left of uploads that were broken off; returns how many.
+
+        Args:
+            now: Seconds since the Unix epoch.
+
+        Raises:
+            nats.errors.Error: It cannot be done.
+        """
+        store = await self._js.object_store(self._bucket)
+        prefix = f"$O.{self._bucket}.M."
+        entries = [_decoded(subject.removeprefix(prefix)) for subject in await self._subjects(prefix)]
+        known = {(await store.get_info(name, show_deleted=True)).nuid for name in entries}
+        swept = 0
+        for subject in await self._subjects(f"$O.{self._bucket}.C."):
+            if subject.rpartition(".")[2] in known:
+                continue
+            last = await self._js.get_last_msg(self._stream, subject)
+            if last.time is not None and now - last.time.timestamp() > SWEEP_AFTER_SECONDS:
+                await self._js.purge_stream(self._stream, subject=subject)
+                swept += 1
+        return swept
+
+    async def clear(self) -> None:
+        """Removes every snapshot of every shard.
+
+        Raises:
+            nats.errors.Error: It cannot be done.
+        """
+        try:
+            await self._js.delete_object_store(self._bucket)
+        except NotFoundError:
+            pass
+
+    def _name(self, snapshot: SnapshotId) -> str:
+        return f"snap-{snapshot.sequence}-{snapshot.incarnation}-{self._shard.index}of{self._shard.count}"
+
+    async def _store(self) -> ObjectStore:
+        try:
+            return await self._js.object_store(self._bucket)
+        except BucketNotFoundError:
+            config = ObjectStoreConfig(description="snapshots of KV indexes", replicas=self._replicas)
+            return await self._js.create_object_store(self._bucket, config=config)
+
+    async def _subjects(self, prefix: str) -> list[str]:
+        try:
+            info = await self._js.stream_info(self._stream, subjects_filter=prefix + ">")
+        except NotFoundError:
+            return []
+        return list(info.state.subjects or ())
+
+    async def _content(self, info: ObjectInfo) -> bytes:
+        """The chunks of an object, one request each: a store that loses them in between answers, and does not hang."""
+        subject, sequence = f"$O.{self._bucket}.C.{info.nuid}", 1
+        if (info.size or 0) > MAX_SNAPSHOT_BYTES:
+            raise SnapshotBroken(f"{info.name} has {info.size} bytes, {MAX_SNAPSHOT_BYTES} can be read")
+        chunks = []
+        for _ in range(info.chunks or 0):
+            chunk = await self._js.get_msg(self._stream, seq=sequence, subject=subject, direct=True, next=True)
+            chunks.append(chunk.data or b"")
+            sequence = (chunk.seq or 0) + 1
+        return b"".join(chunks)
+
+
+class _Pieces(io.BufferedIOBase):
+    """A file of pieces of bytes, read once from beginning to end."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # the stub's Buffer is 3.12's
+        """Fills the buffer, but for the end of the file."""
+        filled = 0
+        while filled < len(buffer):
+            if not self._left:
+                self._left = memoryview(next(self._pieces, b""))
+                if not self._left:
+                    break
+            taken = min(len(self._left), len(buffer) - filled)
+            buffer[filled : filled + taken] = self._left[:taken]
+            self._left = self._left[taken:]
+            filled += taken
+        return filled
+
+
+def _encoded(name: str) -> str:
+    return base64.urlsafe_b64encode(name.encode()).decode()
+
+
+def _decoded(name: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(name).decode()
+    except ValueError:
+        return ""

@@ -1,0 +1,195 @@
+"""Takes the snapshots of one stream when they are due, and removes what they make superfluous.
+
+Whoever gets the lock takes it. The lock only saves work: a holder that was stopped beyond the lock's life and goes on
+later stores an older snapshot beside newer ones, keeps the two newest as everybody does, and purges no further than
+both of them reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Final
+
+import nats.errors
+from nats.js import JetStreamContext
+from nats.js.api import KeyValueConfig
+from nats.js.errors import BadRequestError, KeyNotFoundError, KeyWrongLastSequenceError
+from nats.js.kv import KeyValue
+
+from kvscout_common.nats_link import NatsLink
+from kvscout_common.nats_names import encode_name
+from kvscout_common.shards import Shard
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_indexer.position import retention
+from kvscout_indexer.stream_reader import StreamReader
+
+log = logging.getLogger("kvscout.snapshots")
+
+LOCK_SECONDS: Final = 30.0
+"""A lock that was not given back ends by itself."""
+LOOK_SECONDS: Final = 1.0
+RETRY_SECONDS: Final = 10.0
+"""After a snapshot that failed, or was another replica's to take."""
+
+
+class SnapshotLock:
+    """A key in NATS that one replica at a time creates.
+
+    Args:
+        js: JetStream.
+        bucket: Name of the key-value bucket.
+        key: What is locked.
+        holder: Who we are, for people.
+        replicas: Servers that keep a copy of a bucket made here.
+    """
+
+    def __init__(self, js: JetStreamContext, bucket: str, key: str, holder: str, replicas: int) -> None:
+        self._js = js
+        self._bucket = bucket
+        self._key = key
+        self._holder = holder
+        self._replicas = replicas
+        self._store: KeyValue | None = None
+
+    async def acquire(self) -> int | None:
+        """Takes the lock; returns its revision, None if somebody has it.
+
+        Raises:
+            nats.errors.Error: The server cannot be asked.
+        """
+        store = await self._bucket_store()
+        try:
+            return await store.create(self._key, self._holder.encode())
+        except KeyWrongLastSequenceError:
+            return None
+        except KeyNotFoundError:
+            # It ended between the try and the look.
+            return None
+
+    async def release(self, revision: int) -> None:
+        """Gives it back, unless it is somebody else's by now.
+
+        Raises:
+            nats.errors.Error: The server cannot be asked; the lock ends by itself.
+        """
+        store = await self._bucket_store()
+        try:
+            await store.delete(self._key, last=revision)
+        except (KeyWrongLastSequenceError, BadRequestError):
+            log.info("the lock of %s had ended", self._key)
+
+    async def _bucket_store(self) -> KeyValue:
+        config = KeyValueConfig(self._bucket, ttl=LOCK_SECONDS, history=1, replicas=self._replicas)
+        try:
+            return await self._js.create_key_value(config)
+        except BadRequestError:
+            # It is there, with settings of its own.
+            return await self._js.key_value(self._bucket)
+
+
+class Snapshotter:
+    """Takes a stream's snapshots.
+
+    Args:
+        link: The process's connection.
+        reader: Reads the stream.
+        holder: Name of this replica.
+        shard: Which workers it reads.
+        warnings: Where failures are logged.
+    """
+
+    def __init__(
+        self, link: NatsLink, reader: StreamReader, *, holder: str, shard: Shard, warnings: RateLimitedLog
+    ) -> None:
+        self.taken = 0
+        """Snapshots that this replica took."""
+        self.failed = 0
+        self._link = link
+        self._js = link.client.jetstream()
+        self._reader = reader
+        self._shard = shard
+        self._warnings = warnings
+        key = f"snapshot.{encode_name(reader.tenant)}.{encode_name(reader.model)}.{shard.index}of{shard.count}"
+        self._lock = SnapshotLock(self._js, link.names.locks_bucket, key, holder, link.config.replicas)
+
+    async def run(self) -> None:
+        """Takes snapshots until cancelled."""
+        await self._reader.caught_up.wait()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if not self._due():
+                continue
+            try:
+                done = await self.take()
+            except (nats.errors.Error, TimeoutError, OSError) as error:
+                self.failed += 1
+                done = False
+                self._warnings.warning(
+                    (self._reader.name, "snapshot"), "no snapshot of model %r: %r", self._reader.model, error
+                )
+            if not done:
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def take(self) -> bool:
+        """Takes one, if it is still due once we have the lock; False = another replica has it.
+
+        Raises:
+            nats.errors.Error: The server cannot be asked.
+        """
+        revision = await self._lock.acquire()
+        if revision is None:
+            return False
+        try:
+            await self._learn()
+            if self._due():
+                await self._take()
+            return True
+        finally:
+            await self._lock.release(revision)
+
+    def _due(self) -> bool:
+        return self._link.connected and self._reader.schedule.due(self._reader.position, time.time())
+
+    async def _learn(self) -> None:
+        """Another replica may have taken one."""
+        reader = self._reader
+        stream = await reader.state()
+        there = (await reader.snapshots.complete())[self._shard]
+        newest = max((each.sequence for each in there if each.incarnation == stream.incarnation), default=0)
+        if newest:
+            # When it was cut it does not tell; its messages were in no other before it was stored.
+            reader.schedule.on_snapshot(newest, time.time(), reader.position)
+
+    async def _take(self) -> None:
+        reader = self._reader
+        started = time.monotonic()
+        snapshot = await reader.cut()
+        if snapshot is None:
+            return
+        cut_seconds = time.monotonic() - started
+        size = await reader.snapshots.write(snapshot)
+        reader.schedule.on_snapshot(snapshot.id.sequence, snapshot.cut_at, reader.position)
+        self.taken += 1
+        log.info(
+            "snapshot of model %r through %d: %d sources, %d bytes, cut in %.3f s, stored in %.3f s",
+            reader.model, snapshot.id.sequence, len(snapshot.sources), size, cut_seconds,
+            time.monotonic() - started - cut_seconds,
+        )  # fmt: skip
+        await self.clean()
+
+    async def clean(self) -> None:
+        """Keeps the two newest snapshots, and purges the stream of what the older one of every shard contains.
+
+        Raises:
+            nats.errors.Error: The server cannot be asked.
+        """
+        reader = self._reader
+        stream = await reader.state()
+        by_shard = await reader.snapshots.complete()
+        await reader.snapshots.drop(retention(by_shard[self._shard], stream.incarnation).drop)
+        through = min(retention(snapshots, stream.incarnation).purge_through for snapshots in by_shard.values())
+        if through >= stream.first:
+            await self._js.purge_stream(reader.name, seq=through + 1)
+        await reader.snapshots.sweep(time.time())
