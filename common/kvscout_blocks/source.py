@@ -121,13 +121,17 @@ class Source:
         self._search: asyncio.Task[SourceState | None] | None = None
         """Looks elsewhere; None = over, or never begun."""
         self._connected = asyncio.Event()
+        self.searched = asyncio.Event()
+        """Set once nothing is looked for elsewhere, and what was found is loaded."""
         self._replay: asyncio.Task[None] | None = None
         self._over_capacity = False
         self._recovered_at: float | None = None
 
     def open(self) -> None:
         """Begins to read."""
-        if self._elsewhere is not None:
+        if self._elsewhere is None:
+            self.searched.set()
+        else:
             name = f"state {self.rank.worker_id}/{self.rank.dp_rank}"
             self._search = asyncio.get_running_loop().create_task(self._look_elsewhere(self._elsewhere), name=name)
             self._carry_out(self.sequence.expect_state())
@@ -136,6 +140,7 @@ class Source:
     def close(self) -> asyncio.Task[None] | None:
         """Ends reading and a running replay; returns the task to wait for, which closes its socket as it ends."""
         self._set_incomplete(False)
+        self.searched.set()
         self.feed.close()
         tasks = [task for task in (self._search, self._replay) if task is not None and not task.done()]
         for task in tasks:
@@ -217,6 +222,7 @@ class Source:
             # What others have is of the life that has just ended.
             self._search.cancel()
             self._search = None
+            self.searched.set()
         self._over_capacity = False
         if self._observer is not None:
             self._observer.reset()
@@ -336,6 +342,7 @@ class Source:
         # A source that has a replay may know better than those who know that something is missing.
         if state is not None and not (state.history_incomplete and self.feed.can_replay):
             self._load(request.attempt, state, second_hand=True)
+        self.searched.set()
 
     async def _read_replay(self, request: RequestReplay) -> HistoryBroken | None:
         """Reads a replay to its end, or to where it broke, or until a later request has taken over."""
