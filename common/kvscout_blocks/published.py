@@ -117,5 +117,10 @@ class PublishedReader:
         self._chunks, self._chunk_bytes, self._cut = [], 0, None
 
 
+def with_last_digest(message: bytes, last_digest: int) -> bytes:
+    """A serialised state chunk that also tells the digest of the last batch contained."""
+    return message + events_pb2.KvEventBatch(last_digest=last_digest).SerializeToString()
+
+
 def _blocks(pool: PoolKey) -> str:
     return f"blocks of {pool.block_size} tokens of {pool.model!r}{' (eagle)' if pool.eagle else ''}"

@@ -46,6 +46,8 @@ class App:
     """Full name of each gRPC service and what adds it to a server."""
     tasks: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)
     """Long-running tasks by name; each runs until cancelled."""
+    warm: Callable[[], Awaitable[None]] | None = None
+    """Awaited before health says SERVING, in bounded time; calls are answered meanwhile."""
     drain: Callable[[], Awaitable[None]] | None = None
     """Called at SIGTERM, after health says NOT_SERVING; returns when nothing is left to wait for."""
     close: Callable[[], Awaitable[None]] | None = None
@@ -114,6 +116,8 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
     try:
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(make(), name=name) for name, make in app.tasks.items()]
+            if app.warm is not None:
+                background.append(group.create_task(_warm(app, probe), name="warm"))
             _announce(app, config, port, metrics_port)
             await stop.wait()
             await _drain(config, app, server, probe)
@@ -160,9 +164,20 @@ async def _start(config: ServerConfig, app: App) -> tuple[grpc.aio.Server, healt
     except RuntimeError as error:
         raise OSError(f"cannot bind {address}") from error
     await server.start()
-    for name in ("", *names):
-        await probe.set(name, health_pb2.HealthCheckResponse.SERVING)
+    await _set_health(app, probe, warm=app.warm is None)
     return server, probe, port
+
+
+async def _set_health(app: App, probe: health.aio.HealthServicer, *, warm: bool) -> None:
+    status = health_pb2.HealthCheckResponse.SERVING if warm else health_pb2.HealthCheckResponse.NOT_SERVING
+    for name in ("", *(name for name, _ in app.services)):
+        await probe.set(name, status)
+
+
+async def _warm(app: App, probe: health.aio.HealthServicer) -> None:
+    assert app.warm is not None
+    await app.warm()
+    await _set_health(app, probe, warm=True)
 
 
 def _announce(app: App, config: ServerConfig, port: int, metrics_port: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.nats_link import NatsConfig
 from kvscout_common.shards import WHOLE, Shard
@@ -16,6 +17,10 @@ class IndexerConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     nats: NatsConfig | None = None
     """None = runs without NATS."""
+    peers: tuple[str, ...] = ()
+    """host:port of other indexers, asked in this order for the state of a worker that is new here."""
+    client: ClientSecurity = PLAINTEXT
+    """How peers and bridges are called."""
     max_blocks: int = 0
     """Bound of each block index, in held blocks; 0 = none."""
     router_ttl_seconds: float = 120.0

@@ -12,7 +12,8 @@ from kvscout_blocks.codec import encode_dump
 from kvscout_blocks.feed import Feed
 from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.native_index import NativeIndex, make_index, make_queries
-from kvscout_blocks.source import Source
+from kvscout_blocks.published import with_last_digest
+from kvscout_blocks.source import Elsewhere, Source
 from kvscout_common.errors import NotFound
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry
@@ -20,7 +21,10 @@ from kvscout_common.registry_tasks import registry_tasks
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.config import IndexerConfig
+from kvscout_indexer.nats_core import NatsCore
+from kvscout_indexer.peers import Peers
 from kvscout_indexer.pools import Pools
+from kvscout_indexer.push import GrpcPush
 from kvscout_indexer.transports import EventTransport, ZmqDirect
 
 log = logging.getLogger("kvscout.indexer")
@@ -31,6 +35,8 @@ TICK_SECONDS = 0.1
 """How often due retries are looked for: half the shortest pause between two."""
 MAINTAIN_BUDGET = 4096
 """Dropped blocks freed in one turn of the event loop: about a millisecond."""
+WARM_SECONDS = 10.0
+"""Longest time at start that health waits for the peers' states of the workers known then."""
 
 
 class Indexer:
@@ -48,11 +54,19 @@ class Indexer:
         self._recoveries = asyncio.Semaphore(MAX_RECOVERIES)
         self._warnings = RateLimitedLog(log)
         self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.push = GrpcPush(self.registry)
         self._transports: dict[Transport, EventTransport] = {
-            Transport.ZMQ: ZmqDirect(warnings=self._warnings, failed=self._fail)
+            Transport.ZMQ: ZmqDirect(warnings=self._warnings, failed=self._fail),
+            Transport.GRPC: self.push,
         }
         self.nats = NatsLink(config.nats, "kvscout-indexer") if config.nats is not None else None
         """None = runs without NATS."""
+        self.nats_core: NatsCore | None = None
+        """None as well, then."""
+        if self.nats is not None:
+            self.nats_core = NatsCore(self.nats, security=config.client, warnings=self._warnings, failed=self._fail)
+            self._transports[Transport.NATS_CORE] = self.nats_core
+        self.peers = Peers(config.peers, security=config.client)
         self._registry_tasks, self._registry_warnings = registry_tasks(self.registry, config.server.workers_file)
         self.registry.listen(self)
 
@@ -77,7 +91,16 @@ class Indexer:
     def warnings(self) -> list[str]:
         """What an operator should know, in sentences."""
         nats = [f"NATS: {self.nats.problem}"] if self.nats is not None and self.nats.problem else []
-        return [*self._registry_warnings(), *nats]
+        return [*self._registry_warnings(), *self.peers.warnings(), *nats]
+
+    async def warm(self) -> None:
+        """Waits until peers have told of the workers known now, or `WARM_SECONDS`."""
+        try:
+            async with asyncio.timeout(WARM_SECONDS):
+                for source in list(self._sources.values()):
+                    await source.searched.wait()
+        except TimeoutError:
+            log.warning("serving before peers have told of every worker")
 
     async def close(self) -> None:
         """Ends every source and transport."""
@@ -86,6 +109,7 @@ class Indexer:
         await asyncio.gather(*self._closing, return_exceptions=True)
         for transport in self._transports.values():
             await transport.close()
+        await self.peers.close()
         if self.nats is not None:
             await self.nats.close()
 
@@ -102,11 +126,15 @@ class Indexer:
             return []
         incomplete = rank in self.pools.incomplete(spec.pool)
         if isinstance(index, NativeIndex):
-            return index.dump_messages(rank, spec.pool, history_incomplete=incomplete) or []
-        dump = index.dump(rank)
-        if dump is None:
-            return []
-        return [m.SerializeToString() for m in encode_dump(spec.pool, dump, history_incomplete=incomplete)]
+            messages = index.dump_messages(rank, spec.pool, history_incomplete=incomplete) or []
+        else:
+            dump = index.dump(rank)
+            chunks = encode_dump(spec.pool, dump, history_incomplete=incomplete) if dump is not None else ()
+            messages = [chunk.SerializeToString() for chunk in chunks]
+        source = self._sources.get((spec.tenant, rank))
+        if messages and source is not None and not source.sequence.epoch and source.sequence.last_digest is not None:
+            messages[-1] = with_last_digest(messages[-1], source.sequence.last_digest)
+        return messages
 
     def recover(self, tenant: str, worker_id: str, dp_rank: int | None) -> int:
         """Drops and fetches again what is known of a worker; returns the number of ranks.
@@ -177,9 +205,16 @@ class Indexer:
             warnings=self._warnings,
             incomplete=lambda incomplete: self.pools.set_incomplete(spec.pool, rank, incomplete),
             failed=self._fail,
+            elsewhere=self._elsewhere(spec, index),
         )
         self._sources[spec.tenant, rank] = source
         source.open()
+
+    def _elsewhere(self, spec: WorkerSpec, index: BlockIndex) -> Elsewhere | None:
+        """Where states are looked for before a source is asked: among the peers, unless snapshots are better."""
+        if not self._config.peers or spec.transport is Transport.JETSTREAM:
+            return None
+        return lambda spec, rank: self.peers.state_of(spec, rank, index)
 
     def _close(self, spec: WorkerSpec, rank: WorkerRank) -> None:
         source = self._sources.pop((spec.tenant, rank), None)

@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
+from kvscout_common.channel import ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
+from kvscout_common.flags import PERFORMANCE, SectionedCommand, client_flags, flag, server_flags
 from kvscout_common.nats_link import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_common.shards import Shard
@@ -57,7 +58,13 @@ from kvscout_indexer.config import IndexerConfig
     section=PERFORMANCE,
     help="Share of --router-max-tree-size that is left after pruning.",
 )
+@flag(
+    "--peers",
+    multiple=True,
+    help="host:port of another indexer, asked for the state of each worker that is new here; repeat for several.",
+)
 @nats_flags()
+@client_flags()
 @server_flags("indexer", port=50051, metrics_port=9091)
 def main(**values: Any) -> None:
     """Ingest the KV events of engines and tell which worker holds which leading blocks of a prompt."""
@@ -65,6 +72,10 @@ def main(**values: Any) -> None:
         config = IndexerConfig(
             server=ServerConfig.from_flags(values),
             nats=NatsConfig.from_flags(values),
+            peers=tuple(address for given in values["peers"] for address in given.split(",") if address),
+            client=ClientSecurity.from_flags(
+                values["tls_ca"], values["tls_client_cert"], values["tls_client_key"], values["token_file"]
+            ),
             max_blocks=values["max_blocks"],
             router_ttl_seconds=values["router_ttl"],
             max_predicted_blocks=values["router_max_tree_size"],
@@ -91,6 +102,7 @@ async def build(config: IndexerConfig) -> App:
         name="indexer",
         services=[(SERVICE, RawQueries(indexer.queries, servicer).add_to)],
         tasks=indexer.tasks(),
+        warm=indexer.warm,
         close=indexer.close,
         metrics=registry_of(IndexerCollector(indexer)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc, types_pb2
@@ -131,6 +132,29 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             for message in self._indexer.dump_messages(spec, rank):
                 yield message
 
+    async def PublishEvents(
+        self, request_iterator: AsyncIterator[events_pb2.KvEventBatch], context: Any
+    ) -> AsyncGenerator[indexer_pb2.PublishEventsResponse, None]:
+        async for answer in self.publish_events(serialized(request_iterator), context):
+            yield answer
+
+    async def publish_events(
+        self, messages: AsyncIterator[bytes], context: Any
+    ) -> AsyncGenerator[indexer_pb2.PublishEventsResponse, None]:
+        """PublishEvents over serialised messages.
+
+        Raises:
+            KvscoutError: As `GrpcPush.publish`.
+        """
+        async with aclosing(self._indexer.push.publish(messages)) as answers:
+            async for cursor, resend_from, malformed in answers:
+                yield indexer_pb2.PublishEventsResponse(
+                    last_event_id=cursor.last_event_id,
+                    epoch=cursor.epoch,
+                    resend_from=resend_from,
+                    malformed=malformed,
+                )
+
     async def ResetWorker(
         self, request: indexer_pb2.ResetWorkerRequest, context: Any
     ) -> indexer_pb2.ResetWorkerResponse:
@@ -140,6 +164,12 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             request.dp_rank if request.HasField("dp_rank") else None,
         )
         return indexer_pb2.ResetWorkerResponse(ranks=ranks)
+
+
+async def serialized(messages: AsyncIterator[events_pb2.KvEventBatch]) -> AsyncGenerator[bytes, None]:
+    """Each message's bytes."""
+    async for message in messages:
+        yield message.SerializeToString()
 
 
 def _hashes(request: indexer_pb2.FindMatchesRequest, key: PoolKey) -> bytes:
