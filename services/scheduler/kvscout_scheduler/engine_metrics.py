@@ -1,0 +1,75 @@
+"""What engines say of their load in Prometheus text: vLLM's and SGLang's names, one reading a data-parallel rank.
+
+| what | vLLM | SGLang |
+|---|---|---|
+| running requests | `vllm:num_requests_running` | `sglang:num_running_reqs` |
+| waiting requests | `vllm:num_requests_waiting` | `sglang:num_queue_reqs` |
+| KV cache in use, 0..1 | `vllm:kv_cache_usage_perc` (before: `vllm:gpu_cache_usage_perc`) | `sglang:token_usage` |
+| rank | label `engine` | label `dp_rank` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvscout_scheduler.pool import EngineMetrics
+
+_RUNNING, _WAITING, _USAGE = "running_requests", "waiting_requests", "kv_cache_usage"
+_FIELDS: Final[Mapping[str, str]] = {
+    "vllm:num_requests_running": _RUNNING,
+    "vllm:num_requests_waiting": _WAITING,
+    "vllm:kv_cache_usage_perc": _USAGE,
+    "vllm:gpu_cache_usage_perc": _USAGE,
+    "sglang:num_running_reqs": _RUNNING,
+    "sglang:num_queue_reqs": _WAITING,
+    "sglang:token_usage": _USAGE,
+}
+_RANK_LABELS = ("engine", "dp_rank")
+
+
+def read_engine_metrics(text: str, ranks: Sequence[int]) -> dict[int, EngineMetrics]:
+    """What an engine's `/metrics` says of each rank.
+
+    Args:
+        text: Prometheus text.
+        ranks: The ranks that the worker registered. Of a worker with one rank, samples without a rank, or of an engine
+            that counts from 0, are its own.
+
+    Returns:
+        Readings by rank; ranks of which nothing is said are left out. Several samples of one rank (tensor-parallel
+        processes) are one: requests and usage of the fullest.
+
+    Raises:
+        ValueError: It is no Prometheus text.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            field = _FIELDS.get(sample.name)
+            if field is None or not isfinite(sample.value) or sample.value < 0:
+                continue
+            rank = _rank(sample.labels, ranks)
+            if rank is not None:
+                values = found.setdefault(rank, {})
+                values[field] = max(values.get(field, 0.0), sample.value)
+    return {rank: _reading(values) for rank, values in sorted(found.items())}
+
+
+def _rank(labels: Mapping[str, str], ranks: Sequence[int]) -> int | None:
+    named = next((labels[name] for name in _RANK_LABELS if labels.get(name, "").isdecimal()), None)
+    if named is not None and int(named) in ranks:
+        return int(named)
+    return ranks[0] if len(ranks) == 1 else None
+
+
+def _reading(values: Mapping[str, float]) -> EngineMetrics:
+    usage, running, waiting = values.get(_USAGE), values.get(_RUNNING), values.get(_WAITING)
+    return EngineMetrics(
+        kv_cache_usage=None if usage is None else min(1.0, usage),
+        running_requests=None if running is None else int(running),
+        waiting_requests=None if waiting is None else int(waiting),
+    )
