@@ -1,7 +1,7 @@
 """`make soak`: five million events at the bound of an index, which must stay as large as it was.
 
 The engines hold twice the bound, and each loses its cache now and then; they are a process of their own, so
-that what is measured is the index. `SOAK_EVENTS` and `SOAK_SEED` change the run. Prints a line a sample; exits
+that what is measured is the index, in a heap as the indexer's. `SOAK_EVENTS` and `SOAK_SEED` change the run. Prints a line a sample; exits
 non-zero if after the warm-up the memory of the process (RSS) or the index's own figures move by more than they
 may, or if queries could match little of what it holds.
 """
@@ -24,6 +24,7 @@ from index_churn import Churn, Load, Request, Sample, requests, spread
 from kvscout_blocks.index import IndexStats
 from kvscout_blocks.native_index import make_index
 from kvscout_common.hashing import backend_name
+from kvscout_common.heap import keep_mmap_threshold
 
 EVENTS = int(os.environ.get("SOAK_EVENTS", "5000000"))
 SEED = int(os.environ.get("SOAK_SEED", random.SystemRandom().randrange(2**32)))
@@ -68,6 +69,7 @@ def engines() -> Iterator[Request]:
 
 def main() -> int:
     """Runs the churn; 0 if everything stayed flat."""
+    keep_mmap_threshold()
     index = make_index(16, max_blocks=LOAD.max_blocks)
     churn = Churn(index, LOAD, engines())
     process = psutil.Process()

@@ -10,6 +10,7 @@ from kvscout_common.channel import ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import PERFORMANCE, SectionedCommand, client_flags, flag, server_flags
+from kvscout_common.heap import keep_mmap_threshold
 from kvscout_common.nats_link import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_common.shards import Shard
@@ -86,6 +87,7 @@ def main(**values: Any) -> None:
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
+    keep_mmap_threshold()
     run(config.server, lambda: build(config))
 
 

@@ -1,0 +1,25 @@
+"""The heap of a process that lives long: large blocks go back to the system once they are free."""
+
+from __future__ import annotations
+
+import ctypes
+
+MMAP_THRESHOLD_BYTES = 128 * 1024
+"""Where glibc begins; from here on a block has pages of its own."""
+
+_M_MMAP_THRESHOLD = -3
+"""From glibc's malloc.h."""
+
+
+def keep_mmap_threshold() -> bool:
+    """Keeps glibc from taking large blocks out of the heap that small ones are in.
+
+    By itself glibc raises its threshold to the size of every larger block that is freed. The tables of an
+    index, which grow and shrink with the engines' caches, then leave holes, and the process takes up to a
+    third more than what is in use. Applies to the whole process, so it is for a service's `main` only.
+
+    Returns:
+        False where the C library has no such setting; nothing changed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES))
