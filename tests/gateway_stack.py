@@ -170,6 +170,8 @@ class Stack:
     client: GatewayClient
     relay: Relay | None
     """Between gateway and scheduler, where asked for."""
+    indexers: list[Running]
+    """One a shard; the first is `indexer`."""
 
 
 @asynccontextmanager
@@ -206,6 +208,8 @@ async def running_stack(
     *gateway_flags: str,
     mockers: Sequence[Sequence[str]] = ((), ()),
     scheduler_flags: Sequence[str] = (),
+    indexer_flags: Sequence[str] = (),
+    shards: int = 1,
     relay: bool = False,
 ) -> AsyncIterator[Stack]:
     """Indexer, scheduler, gateway and mockers w0, w1, … registered at the gateway.
@@ -214,21 +218,29 @@ async def running_stack(
         gateway_flags: Further flags of the gateway.
         mockers: Flags of each mocker.
         scheduler_flags: Flags of the scheduler.
+        indexer_flags: Flags of every indexer.
+        shards: Indexers, each of which has a share of the workers.
         relay: Put a relay between gateway and scheduler.
     """
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        processes = (running("kvscout_indexer.main"), running("kvscout_scheduler.main", *scheduler_flags))
-        indexer, scheduler, *started = await enter(together(*processes, *(running_mocker(*flags) for flags in mockers)))
+        names = [f"{index}/{shards}" for index in range(shards)]
+        processes = [running("kvscout_indexer.main", "--shard", name, *indexer_flags) for name in names]
+        processes.append(running("kvscout_scheduler.main", *scheduler_flags))
+        ready = await enter(together(*processes, *(running_mocker(*flags) for flags in mockers)))
+        indexers, scheduler, started = ready[:shards], ready[shards], ready[shards + 1 :]
+        indexer = indexers[0]
         between = await enter(relaying(scheduler.address)) if relay else None
-        helpers = ("--indexer", indexer.address, "--scheduler", between.address if between else scheduler.address)
+        helpers = ["--scheduler", between.address if between else scheduler.address]
+        for name, one in zip(names, indexers, strict=True):
+            helpers += ["--indexer", f"{name}={one.address}" if shards > 1 else one.address]
         # A machine that is busy with other tests must not look like an indexer that is slow.
         patience = ("--indexer-timeout-ms", "2000")
         gateway = await enter(running("kvscout_gateway.main", *helpers, *patience, *gateway_flags))
         client = await enter(connected(gateway, scheduler, indexer))
         for index, mocker in enumerate(started):
             await client.register(mocker_worker(f"w{index}", mocker))
-        yield Stack(indexer, scheduler, gateway, started, client, between)
+        yield Stack(indexer, scheduler, gateway, started, client, between, indexers)
 
 
 def mocker_worker(worker_id: str, mocker: MockerProcess, **fields: Any) -> workers_pb2.Worker:

@@ -182,8 +182,6 @@ async def test_requests_that_name_nobody_are_refused(client: IndexerClient) -> N
 
 
 async def test_rpcs_of_later_releases_are_unimplemented(stub: indexer_pb2_grpc.IndexerStub) -> None:
-    with pytest.raises(Unimplemented):
-        await stub_call(stub.RecordRouting, indexer_pb2.RecordRoutingRequest())
     for method, message in ((stub.PublishEvents, events_pb2.KvEventBatch()),):
         with pytest.raises(Unimplemented):
             [answer async for answer in stream(method, iter([message]))]

@@ -18,6 +18,7 @@ from kvscout_common.errors import NotFound
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import registry_tasks
+from kvscout_common.shards import Shard, shard_of
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.config import IndexerConfig
@@ -25,6 +26,7 @@ from kvscout_indexer.nats_core import NatsCore
 from kvscout_indexer.peers import Peers
 from kvscout_indexer.pools import Pools
 from kvscout_indexer.push import GrpcPush
+from kvscout_indexer.routed import RoutedPrompts
 from kvscout_indexer.transports import EventTransport, ZmqDirect
 
 log = logging.getLogger("kvscout.indexer")
@@ -48,6 +50,12 @@ class Indexer:
         self.queries = make_queries()
         self.pools = Pools(self._make_index, self.queries)
         self._config = config
+        self.shard = config.shard
+        self.routed = RoutedPrompts(
+            self.registry, self.pools, ttl_seconds=config.routed_ttl_seconds, shard=config.shard
+        )
+        if not config.kv_events and config.router_predicted_ttl_seconds is not None:
+            log.warning("--router-predicted-ttl has no effect with --no-kv-events: predictions last --router-ttl")
         self._sources: dict[tuple[str, WorkerRank], Source] = {}
         self._closing: set[asyncio.Task[None]] = set()
         """Replays of closed sources that have not ended yet."""
@@ -154,9 +162,20 @@ class Indexer:
                 self.pools.of(spec).reset(rank)
         return len(ranks)
 
+    def unread(self, spec: WorkerSpec) -> str:
+        """Why no events of a worker are read here, whatever its registration says; "" = they are."""
+        shard = self.shard
+        if not shard.has(spec.tenant, spec.worker_id):
+            theirs = Shard(shard_of(spec.tenant, spec.worker_id, shard.count), shard.count)
+            return f"the worker belongs to shard {theirs}, this indexer has {shard}"
+        return "" if self._config.kv_events else "no events are read (--no-kv-events): what was routed is predicted"
+
     def worker_added(self, spec: WorkerSpec) -> None:
-        """Indexes a worker and reads its events."""
-        index = self.pools.add(spec)
+        """Indexes a worker and reads its events; of another shard's, only knows that it is there."""
+        indexed = self.shard.has(spec.tenant, spec.worker_id)
+        index = self.pools.add(spec, indexed=indexed)
+        if not indexed:
+            return
         for rank in spec.ranks:
             self._open(spec, rank, self._feed(spec, rank, index), index)
 
@@ -166,7 +185,10 @@ class Indexer:
             self.worker_removed(old, "replaced")
             self.worker_added(new)
             return
-        index = self.pools.add(new)
+        indexed = self.shard.has(new.tenant, new.worker_id)
+        index = self.pools.add(new, indexed=indexed)
+        if not indexed:
+            return
         for rank in old.ranks:
             if rank not in new.ranks:
                 self._close(old, rank)
@@ -177,8 +199,9 @@ class Indexer:
             if source is not None and feed is not None and source.feed.address == feed.address:
                 source.spec = new
                 continue
-            self._close(new, rank)
-            index.reset(rank)
+            if source is not None or feed is not None:  # else predictions are all there is
+                self._close(new, rank)
+                index.reset(rank)
             self._open(new, rank, feed, index)
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
@@ -188,11 +211,13 @@ class Indexer:
         self.pools.remove(spec)
 
     def _feed(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> Feed | None:
-        transport = self._transports.get(spec.transport)
+        transport = self._transports.get(spec.transport) if self._config.kv_events else None
         return transport.feed(spec, rank, index) if transport is not None else None
 
     def _open(self, spec: WorkerSpec, rank: WorkerRank, feed: Feed | None, index: BlockIndex) -> None:
         if feed is None:
+            if not self._config.kv_events:
+                self.pools.set_incomplete(spec.pool, rank, incomplete=True)
             return
         source = Source(
             spec,
@@ -220,6 +245,8 @@ class Indexer:
         source = self._sources.pop((spec.tenant, rank), None)
         if source is not None:
             self._let_end(source)
+        elif not self._config.kv_events:
+            self.pools.set_incomplete(spec.pool, rank, incomplete=False)
 
     def _let_end(self, source: Source) -> None:
         task = source.close()

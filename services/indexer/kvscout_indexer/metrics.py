@@ -50,7 +50,7 @@ class IndexerCollector(Collector):
             stats = self._indexer.pools.of(spec).worker_stats(rank)
             if stats is None:
                 continue
-            seen = source_status(spec, rank, source, stats, now)
+            seen = source_status(spec, rank, source, stats, now, unread=self._indexer.unread(spec))
             labels = [spec.tenant, spec.model, rank.worker_id, str(rank.dp_rank)]
             for kind in _EVENT_KINDS:
                 events.add_metric([*labels, kind], getattr(seen, kind))
@@ -59,3 +59,9 @@ class IndexerCollector(Collector):
             lag.add_metric(labels, seen.lag_batches)
             state.add_metric(labels, float(not seen.reason))
         yield from (events, age, lag, state)
+        routed = CounterMetricFamily(
+            "kvscout_routed_prompts", "Prompts reported as routed, by what became of them", labels=["outcome"]
+        )
+        routed.add_metric(["recorded"], self._indexer.routed.recorded)
+        routed.add_metric(["refused"], self._indexer.routed.refused)
+        yield routed

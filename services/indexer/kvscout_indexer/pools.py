@@ -37,8 +37,13 @@ class Pools:
         """(tenant, model) of every worker that was ever registered."""
         self._incomplete: dict[PoolKey, set[WorkerRank]] = {}
 
-    def add(self, spec: WorkerSpec) -> BlockIndex:
-        """Makes a worker's ranks known to its index, or gives them new options."""
+    def add(self, spec: WorkerSpec, *, indexed: bool = True) -> BlockIndex:
+        """Makes a worker's ranks known to its index, or gives them new options.
+
+        Args:
+            spec: The worker.
+            indexed: False = another indexer has its blocks; the index exists all the same, and finds nothing of it.
+        """
         self._seen.add((spec.tenant, spec.model))
         index = self._indexes.get(spec.pool)
         if index is None:
@@ -46,8 +51,9 @@ class Pools:
             if self._queries is not None:
                 self._queries.set_pool(spec.pool, index)
         self._workers.setdefault(spec.pool, set()).add(spec.worker_id)
-        for rank in spec.ranks:
-            index.add_worker(rank, worker_options(spec))
+        if indexed:
+            for rank in spec.ranks:
+                index.add_worker(rank, worker_options(spec))
         return index
 
     def remove(self, spec: WorkerSpec) -> None:

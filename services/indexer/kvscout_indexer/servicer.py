@@ -15,10 +15,11 @@ from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.identity import current_identity
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.service_info import service_info
-from kvscout_common.worker import DEFAULT_TENANT, PoolKey
+from kvscout_common.worker import DEFAULT_TENANT, PoolKey, WorkerRank
 from kvscout_common.worker_rpcs import WorkerRpcs, required_id
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.status import index_status, source_status
+from kvscout_indexer.routed import RoutedPrompt
+from kvscout_indexer.status import NOTHING_HELD, index_status, source_status
 
 HASH_BYTES = 8
 MAX_REQUESTS = 1024
@@ -83,6 +84,18 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             incomplete_rows=[row for row, rank in enumerate(overlaps.workers) if rank in incomplete],
         )
 
+    async def RecordRouting(
+        self, request: indexer_pb2.RecordRoutingRequest, context: Any
+    ) -> indexer_pb2.RecordRoutingResponse:
+        if not request.model:
+            raise InvalidArgument("must not be empty", field="model")
+        if not request.prompts:
+            raise InvalidArgument("names no prompt", field="prompts")
+        recorded = await self._indexer.routed.record(
+            request.tenant or DEFAULT_TENANT, request.model, [_routed(prompt) for prompt in request.prompts]
+        )
+        return indexer_pb2.RecordRoutingResponse(predicted_blocks=recorded.blocks, not_recorded=recorded.refused)
+
     async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> indexer_pb2.IndexerStatus:
         tenant = request.tenant or DEFAULT_TENANT
         if tenant == ALL_TENANTS:
@@ -90,15 +103,18 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         self._indexer.pools.require_model(tenant, request.model)
         now = time.monotonic()
         status = indexer_pb2.IndexerStatus(
-            service=service_info(self._indexer.started, warnings=self._indexer.warnings())
+            service=service_info(self._indexer.started, warnings=self._indexer.warnings()),
+            shard_index=self._indexer.shard.index,
+            shard_count=self._indexer.shard.count,
         )
         for key, index in self._indexer.pools.by_key():
             if tenant in (ALL_TENANTS, key.tenant) and request.model in ("", key.model):
                 status.indexes.append(index_status(key, index))
         for spec, rank, source in self._indexer.sources(tenant):
-            stats = self._indexer.pools.of(spec).worker_stats(rank)
+            unread = self._indexer.unread(spec)
+            stats = self._indexer.pools.of(spec).worker_stats(rank) or (NOTHING_HELD if unread else None)
             if request.model in ("", spec.model) and stats is not None:
-                status.sources.append(source_status(spec, rank, source, stats, now))
+                status.sources.append(source_status(spec, rank, source, stats, now, unread=unread))
         return status
 
     async def Dump(
@@ -187,6 +203,19 @@ def _hashes(request: indexer_pb2.FindMatchesRequest, key: PoolKey) -> bytes:
         if request.block_hashes and getattr(request, name):
             raise InvalidArgument("goes with token_ids only: block_hashes carry it already", field=name)
     return array("Q", request.block_hashes).tobytes()
+
+
+def _routed(prompt: indexer_pb2.RoutedPrompt) -> RoutedPrompt:
+    if not prompt.worker.worker_id:
+        raise InvalidArgument("must not be empty", field="prompts.worker.worker_id")
+    if prompt.HasField("block_size") and not prompt.block_size:
+        raise InvalidArgument("must be at least 1 token", field="prompts.block_size")
+    return RoutedPrompt(
+        worker=WorkerRank(prompt.worker.worker_id, prompt.worker.dp_rank),
+        block_hashes=array("Q", prompt.block_hashes).tobytes(),
+        block_size=prompt.block_size if prompt.HasField("block_size") else None,
+        eagle=prompt.eagle if prompt.HasField("eagle") else None,
+    )
 
 
 def overlaps_to_proto(overlaps: Overlaps) -> types_pb2.Overlaps:

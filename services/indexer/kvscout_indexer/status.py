@@ -10,6 +10,19 @@ from kvscout_blocks.source import Source
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
 
+NOTHING_HELD = WorkerStats(
+    blocks=0,
+    hidden=0,
+    orphans=0,
+    ghosts=0,
+    predictions=0,
+    device_copies=0,
+    over_capacity=False,
+    incompatible="",
+    ignored={},
+)
+"""Of a worker that another indexer has."""
+
 
 def index_status(key: PoolKey, index: BlockIndex) -> indexer_pb2.IndexStatus:
     """The state of one index."""
@@ -33,9 +46,11 @@ def index_status(key: PoolKey, index: BlockIndex) -> indexer_pb2.IndexStatus:
 
 
 def source_state(
-    spec: WorkerSpec, source: Source | None, stats: WorkerStats
+    spec: WorkerSpec, source: Source | None, stats: WorkerStats, unread: str = ""
 ) -> tuple[indexer_pb2.SourceState.ValueType, str]:
-    """What state a worker rank's events are in, and why it is not LIVE."""
+    """What state a worker rank's events are in, and why it is not LIVE; `unread` as of `source_status`."""
+    if unread:
+        return indexer_pb2.SOURCE_STATE_NONE, unread
     if source is None:
         if spec.transport is Transport.ZMQ:
             return indexer_pb2.SOURCE_STATE_MISCONFIGURED, "no event endpoint is registered for this rank"
@@ -68,10 +83,25 @@ def source_state(
 
 
 def source_status(
-    spec: WorkerSpec, rank: WorkerRank, source: Source | None, stats: WorkerStats, now: float
+    spec: WorkerSpec,
+    rank: WorkerRank,
+    source: Source | None,
+    stats: WorkerStats,
+    now: float,
+    *,
+    unread: str = "",
 ) -> indexer_pb2.SourceStatus:
-    """The state of one worker rank's events."""
-    state, reason = source_state(spec, source, stats)
+    """The state of one worker rank's events.
+
+    Args:
+        spec: The worker.
+        rank: Which of its ranks.
+        source: None = it has none.
+        stats: What is held of it.
+        now: The sources' clock.
+        unread: Why this indexer reads no events of the worker, whatever its registration; "" = it does.
+    """
+    state, reason = source_state(spec, source, stats, unread)
     status = indexer_pb2.SourceStatus(
         worker=rank_to_proto(rank),
         model=spec.model,

@@ -1,0 +1,177 @@
+"""RecordRouting over a real gRPC server, and the modes of the indexer that it goes with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from engine_events import batch, chain, prompt, stored
+from grpc_server import serving
+from indexer_client import BLOCK_SIZE, MODEL, IndexerClient, local_indexer
+from recorded_engine import recorded_engine
+
+from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
+from kvscout_common import errors
+from kvscout_common.channel import call
+from kvscout_common.hashing import block_hashes
+from kvscout_common.shards import Shard
+from kvscout_indexer.config import IndexerConfig
+from kvscout_indexer.raw_queries import RawQueries
+from kvscout_indexer.servicer import IndexerServicer
+
+WITHOUT_EVENTS = IndexerConfig(kv_events=False)
+BESIDE_EVENTS = IndexerConfig(router_predicted_ttl_seconds=60.0)
+
+
+@asynccontextmanager
+async def indexer(config: IndexerConfig) -> AsyncIterator[IndexerClient]:
+    """A client of a served indexer, answering from bytes where that is built."""
+    async with local_indexer(config) as (_, core):
+        servicer = IndexerServicer(core)  # type: ignore[abstract]  # as in main: the rest answers UNIMPLEMENTED
+        async with serving(RawQueries(core.queries, servicer).add_to) as channel:
+            stub = indexer_pb2_grpc.IndexerStub(channel)
+
+            async def rpc(name: str, request: Any) -> Any:
+                return await call(getattr(stub, name), request, timeout=10)
+
+            yield IndexerClient(rpc)
+
+
+def routed(blocks: int, worker_id: str = "w", dp_rank: int = 0, **fields: Any) -> indexer_pb2.RoutedPrompt:
+    return indexer_pb2.RoutedPrompt(
+        worker=types_pb2.WorkerRank(worker_id=worker_id, dp_rank=dp_rank),
+        block_hashes=block_hashes(prompt(blocks), BLOCK_SIZE),
+        **fields,
+    )
+
+
+async def record(client: IndexerClient, *prompts: indexer_pb2.RoutedPrompt, model: str = MODEL) -> Any:
+    return await client.rpc("RecordRouting", indexer_pb2.RecordRoutingRequest(model=model, prompts=prompts))
+
+
+async def predicted(client: IndexerClient, blocks: int) -> dict[tuple[str, int], tuple[int, int]]:
+    """(confirmed, predicted) blocks of a prompt by worker rank."""
+    rows = (await client.matches(prompt(blocks))).overlaps
+    ranks = rows.dp_ranks or [0] * len(rows.worker_ids)
+    columns = zip(rows.worker_ids, ranks, rows.device_blocks, rows.predicted_blocks or rows.device_blocks, strict=True)
+    return {(worker, rank): (device, predicted) for worker, rank, device, predicted in columns}
+
+
+async def test_without_events_no_socket_is_opened_and_what_was_routed_is_what_is_known() -> None:
+    async with indexer(WITHOUT_EVENTS) as client, recorded_engine() as engine:
+        engine.lose(*chain(3))  # would be replayed
+        await client.register(engine, engine, dp_size=2)
+        assert (await record(client, routed(4), routed(2, dp_rank=1))).predicted_blocks == 6
+        assert await predicted(client, 5) == {("w", 0): (0, 4), ("w", 1): (0, 2)}
+        answer = await client.matches(prompt(5))
+        assert answer.lower_bound  # nothing is confirmed of anybody
+        assert sorted(answer.incomplete_rows) == [0, 1]
+        assert (await client.matches([900_000] * 40)).lower_bound
+        for rank in (0, 1):
+            status = await client.status(dp_rank=rank)
+            assert status.state == indexer_pb2.SOURCE_STATE_NONE
+            assert "--no-kv-events" in status.reason
+            assert not status.HasField("last_event_id")
+
+        await client.rpc("RemoveWorker", workers_pb2.RemoveWorkerRequest(worker_id="w"))
+        await client.register(engine)
+        assert await predicted(client, 5) == {}
+
+
+async def test_a_worker_that_only_changes_keeps_its_predictions_and_lost_ranks_lose_theirs() -> None:
+    async with indexer(WITHOUT_EVENTS) as client:
+        await client.register(dp_size=2)
+        await record(client, routed(4), routed(2, dp_rank=1))
+        await client.rpc("DrainWorker", workers_pb2.DrainWorkerRequest(worker_id="w"))
+        await client.register(update=True, dp_size=2, total_kv_blocks=100)
+        assert await predicted(client, 5) == {("w", 0): (0, 4), ("w", 1): (0, 2)}
+        await client.register(update=True, dp_size=1)
+        assert await predicted(client, 5) == {("w", 0): (0, 4)}
+
+
+async def test_beside_events_both_are_told_apart_and_an_event_ends_what_it_names() -> None:
+    async with indexer(BESIDE_EVENTS) as client, recorded_engine() as engine:
+        engine.lose(*chain(2))
+        await client.register(engine)
+        await client.until_applied(1)
+        assert (await record(client, routed(4))).predicted_blocks == 2
+        assert await predicted(client, 5) == {("w", 0): (2, 4)}
+        assert not (await client.matches(prompt(5))).lower_bound
+        await engine.publish(batch(stored([3], prompt(3)[-BLOCK_SIZE:], parent=2)))
+        await client.until_applied(2)
+        assert await predicted(client, 5) == {("w", 0): (3, 4)}
+        status: indexer_pb2.IndexerStatus = await client.rpc("GetStatus", types_pb2.GetStatusRequest())
+        assert [index.predictions for index in status.indexes] == [1]
+
+
+async def test_what_is_not_asked_for_is_refused() -> None:
+    async with indexer(IndexerConfig()) as client:
+        await client.register()
+        with pytest.raises(errors.FailedPrecondition, match="predictions are off"):
+            await record(client, routed(2))
+
+
+@pytest.mark.parametrize(
+    ("field", "request_fields"),
+    [
+        ("model", {"prompts": [routed(1)]}),
+        ("prompts", {"model": MODEL}),
+        ("prompts.worker.worker_id", {"model": MODEL, "prompts": [indexer_pb2.RoutedPrompt(block_hashes=[1])]}),
+        ("prompts.block_size", {"model": MODEL, "prompts": [routed(1, block_size=0)]}),
+    ],
+)
+async def test_a_missing_field_is_named(field: str, request_fields: dict[str, Any]) -> None:
+    async with indexer(BESIDE_EVENTS) as client:
+        await client.register()
+        with pytest.raises(errors.InvalidArgument) as refused:
+            await client.rpc("RecordRouting", indexer_pb2.RecordRoutingRequest(**request_fields))
+        assert refused.value.field == field
+
+
+async def test_what_cannot_be_recorded_is_named_and_an_unknown_worker_is_not_found() -> None:
+    async with indexer(BESIDE_EVENTS) as client:
+        await client.register()
+        answer = await record(client, routed(2, "nobody"), routed(3), routed(1, block_size=BLOCK_SIZE + 1))
+        assert (answer.predicted_blocks, list(answer.not_recorded)) == (3, [0, 2])
+        with pytest.raises(errors.NotFound):
+            await record(client, routed(2, "nobody"))
+        with pytest.raises(errors.NotFound):
+            await record(client, routed(2), model="another")
+
+
+async def test_a_worker_of_another_shard_is_known_and_never_read() -> None:
+    # "w0" belongs to shard 0 of 2, "w1" to shard 1.
+    async with (
+        indexer(IndexerConfig(shard=Shard(1, 2))) as client,
+        recorded_engine() as own,
+        recorded_engine() as other,
+    ):
+        for worker_id, engine in (("w0", other), ("w1", own)):
+            engine.lose(*chain(3))
+            await client.register(engine, worker_id=worker_id)
+        await client.until_applied(2, "w1")
+        assert await client.overlaps(prompt(3)) == {("w1", 0): 3}
+        status = await client.status("w0")
+        assert status.state == indexer_pb2.SOURCE_STATE_NONE
+        assert status.reason == "the worker belongs to shard 0/2, this indexer has 1/2"
+        whole: indexer_pb2.IndexerStatus = await client.rpc("GetStatus", types_pb2.GetStatusRequest())
+        assert (whole.shard_index, whole.shard_count) == (1, 2)
+        await client.register(other, worker_id="w0", update=True, total_kv_blocks=7)
+        await client.rpc("ResetWorker", indexer_pb2.ResetWorkerRequest(worker_id="w0"))
+        assert await client.overlaps(prompt(3)) == {("w1", 0): 3}
+        await client.rpc("RemoveWorker", workers_pb2.RemoveWorkerRequest(worker_id="w1"))
+        # The model is served elsewhere: nothing is found, which is no error.
+        assert await client.overlaps(prompt(3)) == {}
+        await client.rpc("RemoveWorker", workers_pb2.RemoveWorkerRequest(worker_id="w0"))
+
+
+async def test_a_flag_without_effect_is_mentioned_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "kvscout.indexer"):
+        async with local_indexer(IndexerConfig(kv_events=False, router_predicted_ttl_seconds=5.0)):
+            pass
+    assert [record.message for record in caplog.records] == [
+        "--router-predicted-ttl has no effect with --no-kv-events: predictions last --router-ttl"
+    ]
