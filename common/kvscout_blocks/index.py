@@ -50,7 +50,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from kvscout_blocks.events import EventBatch, Tier
-from kvscout_common.worker import CopyMode, WorkerRank
+from kvscout_common.worker import CopyMode, WorkerRank, WorkerSpec
 
 GHOST_LIMIT = 65_536
 """Removed blocks remembered for each worker rank; the oldest is forgotten first."""
@@ -108,6 +108,15 @@ class WorkerOptions:
     """LoRA number → adapter name, for engines whose events carry the number only."""
     total_kv_blocks: int = 0
     """Blocks of the rank's device cache; more device copies than this prove lost removals. 0: unknown."""
+
+    @classmethod
+    def of(cls, spec: WorkerSpec) -> WorkerOptions:
+        """What a registration says of each of its ranks."""
+        return cls(
+            copies=spec.copies,
+            adapters={adapter.lora_id: adapter.name for adapter in spec.adapters if adapter.lora_id},
+            total_kv_blocks=spec.total_kv_blocks,
+        )
 
 
 class Applied(NamedTuple):

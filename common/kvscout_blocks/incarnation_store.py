@@ -1,0 +1,76 @@
+"""Where publishers keep which incarnation of their engines they saw: a key a rank in a NATS bucket.
+
+It works beside NATS core as well as JetStream, as long as the server has JetStream. Where it has not, nothing is kept,
+and every start of a publisher begins a new epoch: that is right, and costs each reader one recovery.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import nats.errors
+import nats.js.errors
+from nats.js.api import KeyValueConfig
+from nats.js.kv import KeyValue
+
+from kvscout_blocks.incarnation import Record
+from kvscout_common.nats_link import NatsLink
+from kvscout_common.worker import WorkerRank
+
+log = logging.getLogger("kvscout.nats")
+
+
+class IncarnationStore:
+    """The bucket, over a link.
+
+    Args:
+        link: The connection.
+    """
+
+    def __init__(self, link: NatsLink) -> None:
+        self.kept: bool | None = None
+        """Whether records are kept; None = not known yet."""
+        self._link = link
+        self._bucket: KeyValue | None = None
+        link.on_connected(self._open)
+
+    async def _open(self) -> None:
+        js = self._link.client.jetstream(timeout=2)
+        name = self._link.names.bridges_bucket
+        try:
+            try:
+                self._bucket = await js.key_value(name)
+            except nats.js.errors.BucketNotFoundError:
+                config = KeyValueConfig(
+                    bucket=name, description="publishers of KV events", replicas=self._link.config.replicas
+                )
+                self._bucket = await js.create_key_value(config)
+        except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError):
+            if self.kept is None:
+                log.warning("this NATS has no JetStream: each start of this process is a new epoch of its engines")
+            self._bucket, self.kept = None, False
+        else:
+            self.kept = True
+
+    async def load(self, tenant: str, rank: WorkerRank) -> Record | None:
+        """The record of a rank; None: there is none, or it cannot be read.
+
+        Raises:
+            nats.errors.Error, TimeoutError: NATS does not say.
+        """
+        if self._bucket is None:
+            return None
+        try:
+            entry = await self._bucket.get(self._link.names.bridge_key(tenant, rank))
+        except nats.js.errors.KeyNotFoundError:
+            return None
+        return Record.decode(entry.value or b"")
+
+    async def save(self, tenant: str, rank: WorkerRank, record: Record) -> None:
+        """Replaces the record of a rank.
+
+        Raises:
+            nats.errors.Error, TimeoutError: It may not be kept.
+        """
+        if self._bucket is not None:
+            await self._bucket.put(self._link.names.bridge_key(tenant, rank), record.encode())

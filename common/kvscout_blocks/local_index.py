@@ -1,0 +1,162 @@
+"""What a publisher still knows of one rank, from which readers recover: its last batches, and its state.
+
+::
+
+    asked for from..to, of what was published up to `last`:
+      from unset ─────────────▶ the state
+      from older than the ring ▶ the state           the state's event id is the reader's new cursor
+      to < from ──────────────▶ invalid range
+      from > last ────────────▶ too new: there is nothing yet
+      else ───────────────────▶ exactly the batches from..to
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from kvscout.v1 import bridge_pb2
+from kvscout_blocks.codec import parse_batch
+from kvscout_blocks.index import BlockIndex
+from kvscout_blocks.native_index import state_messages
+from kvscout_common.errors import Unavailable
+from kvscout_common.worker import PoolKey, WorkerRank
+
+RING_BATCHES: Final = 1024
+RING_BYTES: Final = 64 * 1024 * 1024
+"""Published batches kept; the oldest go first, and readers that need them get the state."""
+
+Outcome = bridge_pb2.RecoverOutcome
+
+
+class Recovered(NamedTuple):
+    """What answers a request."""
+
+    outcome: bridge_pb2.RecoverOutcome.ValueType
+    messages: list[bytes]
+    """Serialised `KvEventBatch`es."""
+    last_event_id: int | None
+
+
+class LocalIndex:
+    """State and last batches of one rank.
+
+    Args:
+        rank: Whose.
+        pool: Its index's key.
+        index: Has applied what was published, and knows the rank.
+        history_incomplete: Whether events before what the index has may be missing.
+        max_batches: Size of the ring.
+        max_bytes: Size of the ring.
+    """
+
+    def __init__(
+        self,
+        rank: WorkerRank,
+        pool: PoolKey,
+        index: BlockIndex,
+        *,
+        history_incomplete: Callable[[], bool],
+        max_batches: int = RING_BATCHES,
+        max_bytes: int = RING_BYTES,
+    ) -> None:
+        self.epoch: int | None = None
+        """Incarnation of the engine; None = not known yet."""
+        self.last_event_id: int | None = None
+        self._rank = rank
+        self._pool = pool
+        self._index = index
+        self._history_incomplete = history_incomplete
+        self._max_batches = max_batches
+        self._max_bytes = max_bytes
+        self._ring: deque[bytes] = deque()
+        """Messages of consecutive batches, the last one that of `last_event_id`."""
+        self._ring_bytes = 0
+
+    def restart(self, epoch: int, last_event_id: int | None = None) -> None:
+        """An incarnation begins: nothing of before is valid, and the index has nothing of it.
+
+        Args:
+            epoch: Of the incarnation.
+            last_event_id: Last batch of it that the index has.
+        """
+        self.epoch, self.last_event_id = epoch, last_event_id
+        self._clear()
+
+    def add(self, event_id: int, message: bytes | None) -> None:
+        """A batch was applied; None: it cannot be sent as one message, so only the state has it."""
+        if message is None or (self.last_event_id is not None and event_id != self.last_event_id + 1):
+            self._clear()
+        self.last_event_id = event_id
+        if message is None:
+            return
+        self._ring.append(message)
+        self._ring_bytes += len(message)
+        while len(self._ring) > self._max_batches or self._ring_bytes > self._max_bytes:
+            self._ring_bytes -= len(self._ring.popleft())
+
+    def state(self) -> list[bytes]:
+        """One consistent cut as serialised messages, in order.
+
+        Raises:
+            Unavailable: The epoch is not known yet.
+        """
+        if self.epoch is None:
+            raise Unavailable("the engine's incarnation is not known yet: NATS was not reached")
+        return state_messages(
+            self._index, self._rank, self._pool, history_incomplete=self._history_incomplete(), epoch=self.epoch
+        )
+
+    def recover(self, first_id: int | None, last_id: int | None) -> Recovered:
+        """Answers a request for the events `first_id`..`last_id`, both inclusive; see the module.
+
+        Args:
+            first_id: None = the state.
+            last_id: None = up to now.
+
+        Raises:
+            Unavailable: The epoch is not known yet.
+        """
+        last = self.last_event_id
+        if first_id is not None and last_id is not None and last_id < first_id:
+            return Recovered(Outcome.RECOVER_OUTCOME_INVALID_RANGE, [], last)
+        if first_id is not None and (last is None or first_id > last):
+            return Recovered(Outcome.RECOVER_OUTCOME_TOO_NEW, [], last)
+        if first_id is None or last is None or first_id <= last - len(self._ring):
+            return Recovered(Outcome.RECOVER_OUTCOME_DUMP, self.state(), last)
+        oldest = last - len(self._ring) + 1
+        end = last if last_id is None else min(last_id, last)
+        # Not by index: a deque is a list of blocks, and the slice is most often at its end.
+        wanted = [message for number, message in enumerate(self._ring, oldest) if first_id <= number <= end]
+        return Recovered(Outcome.RECOVER_OUTCOME_EVENTS, wanted, last)
+
+    def answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
+        """The parts of the answer to a request.
+
+        Raises:
+            Unavailable: The epoch is not known yet.
+        """
+        recovered = self.recover(
+            request.from_event_id if request.HasField("from_event_id") else None,
+            request.to_event_id if request.HasField("to_event_id") else None,
+        )
+        return _parts(recovered)
+
+    def _clear(self) -> None:
+        self._ring.clear()
+        self._ring_bytes = 0
+
+
+def _parts(recovered: Recovered) -> Iterator[bridge_pb2.RecoverResponse]:
+    outcome, messages, last_event_id = recovered
+    if not messages:
+        yield bridge_pb2.RecoverResponse(outcome=outcome, last_event_id=last_event_id, last=True)
+    for part, message in enumerate(messages):
+        yield bridge_pb2.RecoverResponse(
+            outcome=outcome,
+            batch=parse_batch(message),
+            last_event_id=last_event_id,
+            part=part,
+            last=part == len(messages) - 1,
+        )

@@ -1,0 +1,299 @@
+"""What the ranks of a publisher have to send: their batches, or their state where batches would not tell.
+
+::
+
+    engine batch ─▶ Publication ──message──▶ queue ─┐                    ┌── confirmed: gone
+                        │                           ├─ Outbox ─▶ in flight
+                    local index ──cut──▶ state due ─┘     ▲              └── failed: before the queue again
+                                                          └ full: the oldest rank's queue goes, its state is due
+
+A state replaces what readers know. It is due where batches do not follow one another, where one is too large for a
+message, and where the queue was dropped; it is cut when it is sent, so that what waits for NATS is bounded and a
+state is never older than the batches that come after it. Pure: no socket, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+from kvscout_blocks.codec import MAX_CHUNK_BYTES
+from kvscout_blocks.events import DecodedBatch
+from kvscout_blocks.local_index import LocalIndex
+from kvscout_blocks.native_index import encode_batch
+from kvscout_blocks.sequence import SequencedBatch
+from kvscout_common.worker import PoolKey, WorkerRank
+
+MAX_BUFFERED_BYTES: Final = 64 * 1024 * 1024
+"""Default of --max-buffered-bytes."""
+BURST_BYTES: Final = 2 * 1024 * 1024
+"""Batches of one rank taken at once: what is under way until NATS has confirmed it."""
+MESSAGE_OVERHEAD_BYTES: Final = 256
+"""What a waiting message costs beside its bytes."""
+
+
+class Outgoing(NamedTuple):
+    """One message on its way."""
+
+    epoch: int
+    event_id: int | None
+    message: bytes
+    digest: int | None
+    """Of the engine's payload; None: not known."""
+    chunk: int | None = None
+    """Number of the state chunk; None: it is a batch of events."""
+    last: bool = True
+    """Whether its state, or batch, is complete with it."""
+
+
+class Confirmed(NamedTuple):
+    """The last batch that readers can have."""
+
+    event_id: int
+    digest: int
+
+
+class Outbox:
+    """Bounds what all ranks of a process have waiting, and tells who has something to send.
+
+    Args:
+        max_bytes: Of waiting batches, of all ranks together.
+        ready: Called when a rank has something to send.
+    """
+
+    def __init__(self, max_bytes: int, ready: Callable[[], None]) -> None:
+        self.buffered_bytes = 0
+        self._max_bytes = max_bytes
+        self._ready = ready
+        self._publications: list[Publication] = []
+        self._next_number = 0
+
+    def add(self, publication: Publication) -> None:
+        """Makes a rank known."""
+        self._publications.append(publication)
+
+    def remove(self, publication: Publication) -> None:
+        """Forgets a rank and what it has waiting."""
+        self._publications.remove(publication)
+        publication.discard()
+
+    @property
+    def due(self) -> list[Publication]:
+        """Who has something to send and nothing under way."""
+        return [publication for publication in self._publications if publication.due]
+
+    @property
+    def empty(self) -> bool:
+        """Whether all was sent and confirmed."""
+        return not any(p.waiting or p.in_flight or p.due for p in self._publications)
+
+    def number(self) -> int:
+        """Numbers what waits, by age."""
+        self._next_number += 1
+        return self._next_number
+
+    def account(self, size_bytes: int) -> None:
+        """Something began, or ceased, to wait; makes room where there is too much."""
+        self.buffered_bytes += size_bytes
+        while self.buffered_bytes > self._max_bytes:
+            waiting = [p for p in self._publications if p.oldest is not None]
+            if not waiting:
+                return
+            min(waiting, key=lambda p: p.oldest or 0).overflow()
+
+    def tell_ready(self) -> None:
+        """Somebody has something to send."""
+        self._ready()
+
+
+class _Waiting(NamedTuple):
+    number: int
+    outgoing: Outgoing
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.outgoing.message) + MESSAGE_OVERHEAD_BYTES
+
+
+class Publication:
+    """What one rank has to send.
+
+    Args:
+        rank: Whose.
+        pool: Its index's key.
+        adapters: LoRA number → adapter name, as registered.
+        local: Its local index; batches are published after they were applied to it.
+        outbox: Bounds what waits.
+        max_message_bytes: A batch above this is not sent; the state is.
+    """
+
+    def __init__(
+        self,
+        rank: WorkerRank,
+        pool: PoolKey,
+        adapters: Mapping[int, str],
+        local: LocalIndex,
+        outbox: Outbox,
+        *,
+        max_message_bytes: int = MAX_CHUNK_BYTES,
+    ) -> None:
+        self.rank = rank
+        self.pool = pool
+        self.local = local
+        self.dropped = 0
+        """Batches that were not sent because too many waited."""
+        self.oversized = 0
+        """Batches too large for a message."""
+        self.states = 0
+        """States sent or begun."""
+        self.published = 0
+        """Batches that NATS has confirmed."""
+        self.confirmed: Confirmed | None = None
+        self.held_back = False
+        """Nothing may be sent yet."""
+        self.in_flight: list[_Waiting] = []
+        self._adapters = adapters
+        self._outbox = outbox
+        self._max_message_bytes = max_message_bytes
+        self._queue: deque[_Waiting] = deque()
+        self._state_due = False
+        self._last_digest: int | None = None
+        outbox.add(self)
+
+    @property
+    def due(self) -> bool:
+        """Whether there is something to send, which may be sent, and nothing under way."""
+        return not self.held_back and not self.in_flight and (self._state_due or bool(self._queue))
+
+    @property
+    def waiting(self) -> int:
+        """Batches that were not confirmed yet."""
+        return len(self._queue) + sum(w.outgoing.chunk is None for w in self.in_flight)
+
+    @property
+    def oldest(self) -> int | None:
+        """Age of the batch that waits longest, as a number; None: none waits."""
+        return self._queue[0].number if self._queue else None
+
+    def begin(self, epoch: int, last: Confirmed | None) -> None:
+        """An incarnation begins for readers: its state is due, and nothing of before is sent.
+
+        Args:
+            epoch: Of the incarnation.
+            last: The last batch that the local index has of it; None: it has none.
+        """
+        self.local.restart(epoch, last.event_id if last is not None else None)
+        self._last_digest = last.digest if last is not None else None
+        self.confirmed = None
+        self.lose()
+
+    def resume(self, epoch: int, published: Confirmed) -> None:
+        """An incarnation goes on whose batches up to one were published already; all that is known of it follows."""
+        self.local.restart(epoch)
+        self._drop_queue()
+        self._state_due = False
+        self.confirmed = published
+        self._last_digest = None
+
+    def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
+        """The local index has applied a batch."""
+        local = self.local
+        assert local.epoch is not None
+        message: bytes | None = encode_batch(
+            self.rank, self.pool, self._adapters, batch.content, epoch=local.epoch, event_id=batch.event_id
+        )
+        assert message is not None
+        if len(message) > self._max_message_bytes:
+            self.oversized += 1
+            message = None
+        expected = 0 if local.last_event_id is None else local.last_event_id + 1
+        follows = batch.event_id == expected or batch.cleared
+        local.add(batch.event_id, message)
+        self._last_digest = batch.digest
+        if self.confirmed is not None and batch.event_id <= self.confirmed.event_id:
+            return
+        if self._state_due:
+            return
+        if message is None or not follows:
+            self.lose()
+            return
+        waiting = _Waiting(self._outbox.number(), Outgoing(local.epoch, batch.event_id, message, digest=batch.digest))
+        self._queue.append(waiting)
+        self._outbox.account(waiting.size_bytes)
+        self._outbox.tell_ready()
+
+    def lose(self) -> None:
+        """Batches do not tell what readers must know: the state is due, and has all that waits."""
+        self._drop_queue()
+        self._state_due = True
+        self._outbox.tell_ready()
+
+    def overflow(self) -> None:
+        """Too much waits."""
+        self.dropped += len(self._queue)
+        self.lose()
+
+    def discard(self) -> None:
+        """Nothing of this rank is sent any more."""
+        self.held_back = True
+        self._state_due = False
+        self._drop_queue()
+
+    def take(self, max_bytes: int = BURST_BYTES) -> list[Outgoing]:
+        """What is to be sent next, in order; it is under way until `confirm` or `fail`."""
+        assert not self.in_flight
+        if self._state_due:
+            self._state_due = False
+            self.states += 1
+            local = self.local
+            assert local.epoch is not None
+            chunks = local.state()
+            self.in_flight = [
+                _Waiting(
+                    0,
+                    Outgoing(
+                        local.epoch, local.last_event_id, message, self._last_digest, number, number == len(chunks) - 1
+                    ),
+                )
+                for number, message in enumerate(chunks)
+            ]
+        else:
+            taken = 0
+            while self._queue and (not self.in_flight or taken + self._queue[0].size_bytes <= max_bytes):
+                taken += self._queue[0].size_bytes
+                self.in_flight.append(self._queue.popleft())
+        return [waiting.outgoing for waiting in self.in_flight]
+
+    def confirm(self) -> None:
+        """All that was taken has arrived."""
+        for waiting in self.in_flight:
+            outgoing = waiting.outgoing
+            if outgoing.chunk is None:
+                self.published += 1
+                self._outbox.account(-waiting.size_bytes)
+            if outgoing.epoch == self.local.epoch and outgoing.event_id is not None and outgoing.digest is not None:
+                self.confirmed = Confirmed(outgoing.event_id, outgoing.digest)
+        self.in_flight = []
+        if self.due:
+            self._outbox.tell_ready()
+
+    def fail(self, *, out_of_order: bool = False) -> None:
+        """What was taken may not have arrived, in whole or in part; it is sent again, where that still makes sense.
+
+        Args:
+            out_of_order: Later messages may have arrived without the ones before them.
+        """
+        taken, self.in_flight = self.in_flight, []
+        batches = [waiting for waiting in taken if waiting.outgoing.chunk is None]
+        stale = any(waiting.outgoing.epoch != self.local.epoch for waiting in taken)
+        if len(batches) < len(taken) or out_of_order or stale or self._state_due:
+            self._outbox.account(-sum(waiting.size_bytes for waiting in batches))
+            self.lose()
+        else:
+            self._queue.extendleft(reversed(batches))
+
+    def _drop_queue(self) -> None:
+        size_bytes = sum(waiting.size_bytes for waiting in self._queue)
+        self._queue.clear()
+        self._outbox.account(-size_bytes)

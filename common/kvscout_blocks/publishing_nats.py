@@ -1,0 +1,244 @@
+"""Sends what an outbox has over NATS, and knows what arrived.
+
+::
+
+    Outbox ──due──▶ Sender ──burst──▶ CoreLane: published, then a barrier          ──▶ confirm
+       ▲                        └───▶ StreamLane: published, then every PubAck     ──▶ confirm
+       └───────────── fail: the connection was lost, a message was refused ◀───┘
+
+Messages of a burst are published one after the other without waiting, and confirmed together: batches that come while a
+burst is under way go with the next one. What failed is sent again; readers drop what they have by (epoch, event id),
+and JetStream by message id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import nats.errors
+import nats.js.errors
+from nats.js import JetStreamContext
+from nats.js.api import PubAck
+
+from kvscout_blocks.event_stream import MSG_ID, chunk_message_id, ensure_stream, message_id
+from kvscout_blocks.publishing import Outbox, Outgoing, Publication
+from kvscout_common.nats_barrier import NatsBarrier
+from kvscout_common.nats_link import NatsLink
+from kvscout_common.telemetry import RateLimitedLog
+
+log = logging.getLogger("kvscout.nats")
+
+WINDOW_BYTES: Final = 4 * 1024 * 1024
+"""Published without a confirmation; a state is sent in as many windows as it takes."""
+ACK_SECONDS: Final = 5.0
+RETRY_SECONDS: Final = 0.2
+
+Message = tuple[Publication, Outgoing]
+
+
+class Lane(Protocol):
+    """One way through NATS."""
+
+    async def prepare(self) -> None:
+        """Sets up what the server needs; may be called again."""
+
+    async def send(self, messages: list[Message]) -> list[bool]:
+        """Publishes messages and waits; whether each has arrived.
+
+        Raises:
+            nats.errors.Error, TimeoutError: None of them may have.
+        """
+        ...
+
+
+class CoreLane:
+    """NATS core: who listens now hears it.
+
+    Args:
+        link: The connection.
+    """
+
+    def __init__(self, link: NatsLink) -> None:
+        self._link = link
+        self._barrier = NatsBarrier(link.client)
+
+    async def prepare(self) -> None:
+        """Nothing."""
+
+    async def send(self, messages: list[Message]) -> list[bool]:
+        """See `Lane.send`."""
+        generation = self._barrier.generation
+        for publication, outgoing in messages:
+            pool = publication.pool
+            subject = self._link.names.core_events(pool.tenant, pool.model, publication.rank)
+            await self._link.client.publish(subject, outgoing.message)
+        await self._barrier.wait(generation, seconds=ACK_SECONDS)
+        return [True] * len(messages)
+
+
+class StreamLane:
+    """JetStream: who comes within the stream's age hears it.
+
+    Args:
+        link: The connection.
+        pools: (tenant, model) of every stream that is published to.
+        max_age_seconds: Of a stream that is not there yet.
+    """
+
+    def __init__(self, link: NatsLink, pools: Callable[[], set[tuple[str, str]]], *, max_age_seconds: float) -> None:
+        self._link = link
+        self._pools = pools
+        self._max_age_seconds = max_age_seconds
+        self._js: JetStreamContext | None = None
+        self._made: set[tuple[str, str]] = set()
+        self._cuts: dict[int, str] = {}
+        """Names of the states that are under way, by their publication."""
+
+    async def prepare(self) -> None:
+        """Makes the streams, after each connection: the server may have lost them."""
+        self._made.clear()
+        await self._make_streams()
+
+    async def send(self, messages: list[Message]) -> list[bool]:
+        """See `Lane.send`."""
+        await self._make_streams()
+        js = self._context()
+        acks: list[asyncio.Future[PubAck]] = []
+        try:
+            for publication, outgoing in messages:
+                pool = publication.pool
+                subject = self._link.names.stream_events(pool.tenant, pool.model, publication.rank)
+                headers = {MSG_ID: self._message_id(publication, outgoing)}
+                acks.append(await js.publish_async(subject, outgoing.message, headers=headers))
+            await asyncio.wait(acks, timeout=ACK_SECONDS)
+        finally:
+            for ack in acks:
+                ack.cancel()
+        arrived = [ack.done() and not ack.cancelled() and ack.exception() is None for ack in acks]
+        errors = [error for ack in acks if ack.done() and not ack.cancelled() and (error := ack.exception())]
+        if errors:
+            if any(isinstance(error, nats.js.errors.NoStreamResponseError) for error in errors):
+                # Somebody deleted a stream.
+                self._made.clear()
+            log.warning("JetStream refused %d of %d messages: %r", len(errors), len(acks), errors[0])
+        return arrived
+
+    def _context(self) -> JetStreamContext:
+        if self._js is None:
+            self._js = self._link.client.jetstream()
+        return self._js
+
+    async def _make_streams(self) -> None:
+        for tenant, model in self._pools() - self._made:
+            await ensure_stream(
+                self._context(),
+                self._link.names,
+                tenant,
+                model,
+                max_age_seconds=self._max_age_seconds,
+                replicas=self._link.config.replicas,
+            )
+            self._made.add((tenant, model))
+
+    def _message_id(self, publication: Publication, outgoing: Outgoing) -> str:
+        if outgoing.chunk is None:
+            assert outgoing.event_id is not None
+            return message_id(publication.rank, outgoing.epoch, outgoing.event_id)
+        if outgoing.chunk == 0:
+            # A state that is sent again is cut anew, and must not be taken for the one before.
+            self._cuts[id(publication)] = secrets.token_hex(8)
+        return chunk_message_id(publication.rank, self._cuts[id(publication)], outgoing.chunk)
+
+
+class Sender:
+    """Empties an outbox. `run` is a task of the process; `wake` is what the outbox calls.
+
+    Args:
+        link: The connection; its hooks prepare the lane.
+        lane: How.
+    """
+
+    def __init__(self, link: NatsLink, lane: Lane) -> None:
+        self.problem = ""
+        """Why nothing arrives now; "" = it does, as far as is known."""
+        self._link = link
+        self._lane = lane
+        self._work = asyncio.Event()
+        self._connected = asyncio.Event()
+        self._moved = asyncio.Event()
+        """Something was confirmed."""
+        self._warnings = RateLimitedLog(log)
+        link.on_connected(self._prepare)
+
+    def wake(self) -> None:
+        """There is something to send."""
+        self._work.set()
+
+    async def _prepare(self) -> None:
+        await self._lane.prepare()
+        self._connected.set()
+
+    async def run(self, outbox: Outbox) -> None:
+        """Sends for ever."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            await self._connected.wait()
+            while due := outbox.due:
+                if not self._link.connected:
+                    self._connected.clear()
+                    await self._connected.wait()
+                    continue
+                if not await self._send(due):
+                    await asyncio.sleep(RETRY_SECONDS)
+
+    async def drained(self, outbox: Outbox) -> None:
+        """Returns when all was confirmed."""
+        while not outbox.empty:
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def _send(self, publications: list[Publication]) -> bool:
+        """Sends what some ranks have due; whether all of it arrived."""
+        messages = [(publication, outgoing) for publication in publications for outgoing in publication.take()]
+        arrived: list[bool] = []
+        try:
+            for window in _windows(messages):
+                arrived += await self._lane.send(window)
+                if not all(arrived):
+                    break
+            self.problem = ""
+        except (nats.errors.Error, TimeoutError, OSError) as error:
+            self.problem = f"events do not reach NATS: {error!r}"
+            self._warnings.warning(type(error).__name__, "%s; trying again", self.problem)
+        finally:
+            arrived += [False] * (len(messages) - len(arrived))
+            complete = self._settle(publications, messages, arrived)
+            self._moved.set()
+        return complete
+
+    @staticmethod
+    def _settle(publications: list[Publication], messages: list[Message], arrived: list[bool]) -> bool:
+        for publication in publications:
+            own = [there for (owner, _), there in zip(messages, arrived, strict=True) if owner is publication]
+            if all(own):
+                publication.confirm()
+            else:
+                publication.fail(out_of_order=True in own[own.index(False) :])
+        return all(arrived)
+
+
+def _windows(messages: list[Message]) -> list[list[Message]]:
+    windows: list[list[Message]] = [[]]
+    size = 0
+    for message in messages:
+        if windows[-1] and size + len(message[1].message) > WINDOW_BYTES:
+            windows.append([])
+            size = 0
+        windows[-1].append(message)
+        size += len(message[1].message)
+    return windows
