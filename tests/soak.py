@@ -1,9 +1,9 @@
 """`make soak`: five million events at the bound of an index, which must stay as large as it was.
 
 The engines hold twice the bound, and each loses its cache now and then; they are a process of their own, so
-that what is measured is the index, in a heap as the indexer's. `SOAK_EVENTS` and `SOAK_SEED` change the run. Prints a line a sample; exits
-non-zero if after the warm-up the memory of the process (RSS) or the index's own figures move by more than they
-may, or if queries could match little of what it holds.
+that what is measured is the index, in a heap like the indexer's. `SOAK_EVENTS` and `SOAK_SEED` change the run.
+Prints a line a sample; exits non-zero if after the warm-up the memory of the process (RSS) or the index's own
+figures move by more than they may, or if queries could match little of what it holds.
 """
 
 from __future__ import annotations
