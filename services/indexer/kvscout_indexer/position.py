@@ -88,8 +88,8 @@ def resume(
     else:
         reached = load.sequence if load is not None else own
     if reached + 1 < stream.first:
-        # What was purged no snapshot has. A replica that knows nothing missed nothing: first events tell.
-        missed = missed or load is not None or not starting
+        # What was purged no snapshot has.
+        missed = True
         reached = stream.first - 1
     return Resume(load, reached, missed, anew)
 

@@ -1,0 +1,246 @@
+"""The feed of one rank whose publisher sends over NATS, and keeps a local index that can be asked for the past.
+
+::
+
+    NATS core · JetStream ──▶ carrier ──receive──▶ PublisherFeed ──▶ Source
+                                                       │
+    publisher ◀── Recover: over NATS, else by rpc ─────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from kvscout.v1 import bridge_pb2, bridge_pb2_grpc
+from kvscout_blocks.events import DecodedBatch
+from kvscout_blocks.feed import HistoryBroken, NoHistory, SourceInput, SourceState
+from kvscout_blocks.index import BlockIndex
+from kvscout_blocks.published import PublishedReader
+from kvscout_blocks.recovery import recover, recover_request
+from kvscout_blocks.sequence import SequencedBatch
+from kvscout_common.channel import ClientSecurity, open_channel, stream
+from kvscout_common.errors import FailedPrecondition, KvscoutError
+from kvscout_common.nats_link import NatsLink
+from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
+
+UNANSWERED = 3
+"""Requests that nobody answers while events go on coming, until their publisher counts as one without a local index."""
+RPC_SECONDS = 60.0
+"""Longest answer of a bridge by rpc."""
+HEAL_SECONDS = 30.0
+MAX_HEAL_SECONDS = 600.0
+"""Between two tries to complete a history; the wait doubles."""
+
+History = AsyncGenerator[SequencedBatch[DecodedBatch] | SourceState, None]
+
+
+class Carrier(Protocol):
+    """What delivers the messages of feeds."""
+
+    @property
+    def link(self) -> NatsLink:
+        """The process's connection."""
+
+    def add(self, feed: Any) -> None:
+        """Begins to deliver to a feed of its own kind."""
+
+    def remove(self, feed: Any) -> None:
+        """Ends delivery."""
+
+
+class PublisherFeed:
+    """`feed.Feed` of one worker rank.
+
+    Args:
+        carrier: Delivers its messages.
+        spec: The worker.
+        rank: Which of its ranks.
+        index: Decides the form in which batches are decoded.
+        security: How its bridge is called.
+        transport: The carrier's.
+        subject: On which its messages come.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        spec: WorkerSpec,
+        rank: WorkerRank,
+        index: BlockIndex,
+        security: ClientSecurity,
+        *,
+        transport: Transport,
+        subject: str,
+    ) -> None:
+        self.subject = subject
+        self.address: Hashable = (transport, subject, spec.bridge_endpoint)
+        self.can_replay = True
+        self.broken = ""
+        self._carrier = carrier
+        self._spec = spec
+        self._rank = rank
+        self._index = index
+        self._security = security
+        self._reader = PublishedReader(index, rank, spec.pool)
+        self._source: SourceInput | None = None
+        self._received = 0
+        self._unanswered = 0
+        """Requests in a row that nobody answered while events came."""
+        self._heal_at: float | None = None
+        self._heal_seconds = HEAL_SECONDS
+
+    @property
+    def outage(self) -> str:
+        """See `Feed.outage`."""
+        return self._carrier.link.problem
+
+    def open(self, source: SourceInput) -> None:
+        """See `Feed.open`."""
+        self._source = source
+        self._carrier.add(self)
+
+    def close(self) -> None:
+        """See `Feed.close`."""
+        self._carrier.remove(self)
+
+    def tick(self, now: float) -> None:
+        """See `Feed.tick`: a publisher that was away may be back, with its whole state."""
+        source = self._source
+        assert source is not None
+        if not source.incomplete:
+            self._heal_at, self._heal_seconds = None, HEAL_SECONDS
+        elif self._heal_at is None:
+            self._heal_at = now + self._heal_seconds
+        elif now >= self._heal_at and self._carrier.link.connected and not source.replaying:
+            self._heal_seconds = min(2 * self._heal_seconds, MAX_HEAL_SECONDS)
+            self._heal_at = now + self._heal_seconds
+            source.heal()
+
+    def on_reconnect(self) -> None:
+        """Messages may have been lost."""
+        assert self._source is not None
+        # Chunks of before belong to a state that may have lost some.
+        self._reader = PublishedReader(self._index, self._rank, self._spec.pool)
+        self._source.on_reconnect()
+
+    def receive(self, message: bytes) -> None:
+        """A message came on its subject."""
+        assert self._source is not None
+        self._received += 1
+        try:
+            item = self._reader.read(message)
+        except KvscoutError as error:
+            if isinstance(error, FailedPrecondition):
+                self.broken = str(error)
+            self._source.on_malformed(str(error))
+            return
+        self.broken = ""
+        if isinstance(item, SourceState):
+            self._source.on_state(item)
+        elif item is not None:
+            self._source.on_batch(item)
+
+    async def history(self, first_id: int) -> History:
+        """See `Feed.history`; over NATS, and where that fails by rpc."""
+        asked_at = self._received
+        parts = 0
+        try:
+            async with aclosing(self._ask(self._over_nats, first_id)) as items:
+                async for item in items:
+                    parts += 1
+                    yield item
+        except HistoryBroken as broken:
+            if self._spec.bridge_endpoint:
+                # What it repeats is dropped as any duplicate.
+                async with aclosing(self._ask(self._by_rpc, first_id)) as items:
+                    async for item in items:
+                        yield item
+            else:
+                raise self._judge(broken, answered=parts > 0, alive=self._received > asked_at) from broken
+        self._unanswered = 0
+
+    def _judge(self, broken: HistoryBroken, *, answered: bool, alive: bool) -> HistoryBroken:
+        """Whether to ask again: a publisher that sends events and never answers keeps none of them."""
+        assert self._source is not None
+        if answered:
+            self._unanswered = 0
+        elif alive or self._unanswered == 0:
+            self._unanswered += 1
+        if self._unanswered >= UNANSWERED:
+            # One more silence will do the next time.
+            self._unanswered = UNANSWERED - 1
+            return NoHistory(f"its publisher keeps no history: {broken}")
+        return broken
+
+    async def _ask(self, way: Callable[[int | None], AsyncGenerator[Any, None]], first_id: int) -> History:
+        """The batches and states of an answer.
+
+        Raises:
+            HistoryBroken: It ended before its end, or cannot be read.
+        """
+        reader = PublishedReader(self._index, self._rank, self._spec.pool)
+        behind = False
+        # From the beginning on: the state is shorter than all that led to it.
+        async with aclosing(way(first_id or None)) as responses:
+            async for response in responses:
+                behind = response.outcome == bridge_pb2.RECOVER_OUTCOME_TOO_NEW
+                item = _item(reader, response)
+                if item is not None:
+                    yield item
+        if reader.amid_state:
+            raise HistoryBroken("the state broke off")
+        if behind and first_id:
+            # It has not even what we have: it lives anew, or lost what it knew.
+            async with aclosing(way(None)) as responses:
+                async for item in _items(reader, responses):
+                    yield item
+
+    async def _over_nats(self, first_id: int | None) -> AsyncGenerator[bridge_pb2.RecoverResponse, None]:
+        link = self._carrier.link
+        if not link.connected:
+            raise HistoryBroken(link.problem or "not connected to NATS")
+        subject = link.names.recover(self._spec.tenant, self._rank)
+        request = recover_request(self._spec.tenant, self._rank, first_id)
+        async with aclosing(recover(link.client, subject, request)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _by_rpc(self, first_id: int | None) -> AsyncGenerator[bridge_pb2.RecoverResponse, None]:
+        request = recover_request(self._spec.tenant, self._rank, first_id)
+        channel = open_channel(self._spec.bridge_endpoint, self._security)
+        try:
+            recover_rpc = bridge_pb2_grpc.BridgeStub(channel).Recover
+            async with aclosing(stream(recover_rpc, request, timeout=RPC_SECONDS)) as responses:
+                async for response in responses:
+                    yield response
+        except FailedPrecondition as error:
+            raise NoHistory(f"its bridge at {self._spec.bridge_endpoint}: {error}") from error
+        except KvscoutError as error:
+            raise HistoryBroken(f"its bridge at {self._spec.bridge_endpoint}: {error}") from error
+        finally:
+            await channel.close()
+
+
+def _item(
+    reader: PublishedReader, response: bridge_pb2.RecoverResponse
+) -> SequencedBatch[DecodedBatch] | SourceState | None:
+    """What a part of an answer says, if anything yet."""
+    if response.outcome == bridge_pb2.RECOVER_OUTCOME_INVALID_RANGE:
+        raise HistoryBroken("the publisher says that the range is wrong")
+    if not response.HasField("batch"):
+        return None
+    try:
+        return reader.read(response.batch.SerializeToString())
+    except KvscoutError as error:
+        raise HistoryBroken(f"the publisher's answer cannot be read: {error}") from error
+
+
+async def _items(reader: PublishedReader, responses: AsyncIterator[bridge_pb2.RecoverResponse]) -> History:
+    async for response in responses:
+        item = _item(reader, response)
+        if item is not None:
+            yield item
+    if reader.amid_state:
+        raise HistoryBroken("the state broke off")
