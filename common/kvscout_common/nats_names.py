@@ -96,6 +96,17 @@ class NatsNames:
         """Name of the stream of a model."""
         return f"KVSCOUT-{encode_name(self.namespace)}-{encode_name(tenant)}-{encode_name(model)}"
 
+    def parse_stream(self, stream: str) -> tuple[str, str] | None:
+        """Tenant and model of a stream of events; None if it is none of this namespace."""
+        encoded = stream.removeprefix(f"KVSCOUT-{encode_name(self.namespace)}-").split("-")
+        if len(encoded) != 2 or encoded == stream.split("-"):
+            return None
+        try:
+            tenant, model = map(decode_name, encoded)
+        except InvalidArgument:
+            return None
+        return (tenant, model)
+
     def parse_events(self, subject: str) -> EventSubject:
         """Whose events a subject carries, on NATS core or JetStream.
 

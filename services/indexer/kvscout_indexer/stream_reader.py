@@ -118,6 +118,8 @@ class StreamReader:
         """Lanes with a new taker, not live yet."""
         self._unasked: list[Lane] = []
         """Live lanes whose publisher may have to be asked, once everything else was read."""
+        self._past_lost = False
+        """What the stream had before reading began is in no snapshot."""
         self._incarnation: int | None = None
         self._target = 0
         """Sequence to reach to have caught up."""
@@ -129,7 +131,11 @@ class StreamReader:
 
     def attach(self, worker: WorkerRank, taker: Taker) -> None:
         """Has the lane of a worker rank delivered to a taker, what is parked first."""
-        lane = self.lanes.of(self._link.names.stream_events(self.tenant, self.model, worker), worker)
+        subject = self._link.names.stream_events(self.tenant, self.model, worker)
+        known = self.lanes.get(subject) is not None
+        lane = self.lanes.of(subject, worker)
+        # The stream may have had events of it, and no snapshot has.
+        lane.unverified = lane.unverified or (not known and self._past_lost)
         lane.taker, lane.live, lane.unregistered_since = taker, False, 0.0
         self._taken.append(lane)
         self._arrived.set()
@@ -252,6 +258,7 @@ class StreamReader:
             if plan.missed or (lane.subject in known and lane.subject not in loaded and snapshot is not None):
                 self._doubt(lane)
         self._incarnation, self.position = stream.incarnation, plan.position
+        self._past_lost = self._past_lost or plan.missed
         self._target = stream.last
         self.schedule.restart(plan.position if same_stream else 0)
 
@@ -452,10 +459,9 @@ class StreamReader:
             taker = lane.taker
             if taker is None or not lane.live:
                 continue
-            if lane.unverified or taker.cursor.last_event_id is None:
-                # What came of it is all that the stream has; its publisher may have more.
+            if lane.unverified:
+                lane.unverified = False
                 taker.verify()
-            lane.unverified = False
 
     # --- cutting --------------------------------------------------------------------------------------
 
