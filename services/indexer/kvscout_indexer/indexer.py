@@ -90,8 +90,9 @@ class Indexer:
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         """What runs beside the server, by name."""
         tasks = {**self._registry_tasks, "ingest": self._watch_ingest, "ticks": self._tick, "maintain": self._maintain}
-        for transport in self._transports.values():
-            tasks.update(transport.tasks())
+        if self._config.kv_events:
+            for transport in self._transports.values():
+                tasks.update(transport.tasks())
         if self.nats is not None:
             tasks["nats"] = self.nats.run
         return tasks
