@@ -121,7 +121,7 @@ class IndexerClient:
 async def local_indexer(config: IndexerConfig | None = None) -> AsyncIterator[tuple[IndexerClient, Indexer]]:
     """An indexer on the running loop with everything that runs beside its server; a crash of it fails the block."""
     indexer = Indexer(config or IndexerConfig())
-    servicer = IndexerServicer(indexer)  # type: ignore[abstract]  # as in main: the rest answers UNIMPLEMENTED
+    servicer = IndexerServicer(indexer)
 
     async def rpc(name: str, request: Any) -> Any:
         return await getattr(servicer, name)(request, None)

@@ -29,7 +29,7 @@ RNG_TOKENS = 50
 
 
 def servicer_of(indexer: Indexer) -> IndexerServicer:
-    return IndexerServicer(indexer)  # type: ignore[abstract]  # the rest answers UNIMPLEMENTED
+    return IndexerServicer(indexer)
 
 
 @pytest.fixture

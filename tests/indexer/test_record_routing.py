@@ -30,7 +30,7 @@ BESIDE_EVENTS = IndexerConfig(router_predicted_ttl_seconds=60.0)
 async def indexer(config: IndexerConfig) -> AsyncIterator[IndexerClient]:
     """A client of a served indexer, answering from bytes where that is built."""
     async with local_indexer(config) as (_, core):
-        servicer = IndexerServicer(core)  # type: ignore[abstract]  # as in main: the rest answers UNIMPLEMENTED
+        servicer = IndexerServicer(core)
         async with serving(RawQueries(core.queries, servicer).add_to) as channel:
             stub = indexer_pb2_grpc.IndexerStub(channel)
 

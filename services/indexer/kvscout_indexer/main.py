@@ -99,7 +99,7 @@ async def build(config: IndexerConfig) -> App:
     from kvscout_indexer.servicer import IndexerServicer
 
     indexer = Indexer(config)
-    servicer = IndexerServicer(indexer)  # type: ignore[abstract]  # rpcs without a method answer UNIMPLEMENTED
+    servicer = IndexerServicer(indexer)
     return App(
         name="indexer",
         services=[(SERVICE, RawQueries(indexer.queries, servicer).add_to)],

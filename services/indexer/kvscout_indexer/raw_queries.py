@@ -1,4 +1,5 @@
-"""The rpcs whose messages are large or many, as bytes: FindMatches and StreamFindMatches in and out, Dump out.
+"""The rpcs whose messages are large or many, as bytes: FindMatches and StreamFindMatches in and out, Dump out,
+PublishEvents in.
 
 What is usual goes through the extension without becoming Python objects. What it declines (errors, rare fields, no
 extension) is parsed and answered by the plain servicer: same answers, byte for byte, and one place that words errors.
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
+from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.native_index import NativeQueries
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity import current_identity, tenants_of
@@ -46,6 +48,7 @@ class RawQueries:
             "Dump": grpc.unary_stream_rpc_method_handler(
                 self._servicer.dump_messages, request_deserializer=indexer_pb2.DumpRequest.FromString
             ),
+            "PublishEvents": grpc.stream_stream_rpc_method_handler(self.publish_events),
         }
         # A method that is registered again is taken from its last registration.
         server.add_registered_method_handlers(SERVICE, handlers)
@@ -71,6 +74,23 @@ class RawQueries:
                 message = _parse(indexer_pb2.StreamFindMatchesRequest, request)
                 answer = self._servicer.find_many(message).SerializeToString()
             yield answer
+
+    async def publish_events(self, messages: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
+        """Takes serialised `KvEventBatch`es."""
+        async with aclosing(self._servicer.publish_events(_of_own_tenant(messages), context)) as answers:
+            async for answer in answers:
+                yield answer.SerializeToString()
+
+
+async def _of_own_tenant(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The messages, if the caller may send the first one; the others must name the same source."""
+    first = await anext(messages, None)
+    if first is None:
+        return
+    _parse(events_pb2.KvEventBatch, first)
+    yield first
+    async for message in messages:
+        yield message
 
 
 def _parse(kind: type[M], request: bytes) -> M:
