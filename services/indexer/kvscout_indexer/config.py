@@ -17,6 +17,12 @@ class IndexerConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     nats: NatsConfig | None = None
     """None = runs without NATS."""
+    stream_max_age_seconds: float = 3600.0
+    """Retention of streams made here."""
+    snapshot_threshold: int = 1_000_000
+    """Messages of a stream between two snapshots."""
+    reset_states: bool = False
+    """Clear streams, snapshots and consumers of the namespace at start."""
     peers: tuple[str, ...] = ()
     """host:port of other indexers, asked in this order for the state of a worker that is new here."""
     client: ClientSecurity = PLAINTEXT

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvscout_blocks.codec import encode_dump
 from kvscout_blocks.feed import Feed
@@ -28,6 +28,9 @@ from kvscout_indexer.pools import Pools
 from kvscout_indexer.push import GrpcPush
 from kvscout_indexer.routed import RoutedPrompts
 from kvscout_indexer.transports import EventTransport, ZmqDirect
+
+if TYPE_CHECKING:
+    from kvscout_indexer.jetstream import JetStream
 
 log = logging.getLogger("kvscout.indexer")
 
@@ -74,9 +77,28 @@ class Indexer:
         if self.nats is not None:
             self.nats_core = NatsCore(self.nats, security=config.client, warnings=self._warnings, failed=self._fail)
             self._transports[Transport.NATS_CORE] = self.nats_core
+        self.jetstream = self._make_jetstream(config)
+        """None without NATS."""
         self.peers = Peers(config.peers, security=config.client)
         self._registry_tasks, self._registry_warnings = registry_tasks(self.registry, config.server.workers_file)
         self.registry.listen(self)
+
+    def _make_jetstream(self, config: IndexerConfig) -> JetStream | None:
+        if self.nats is None or not config.kv_events:
+            return None
+        from kvscout_indexer.jetstream import JetStream
+
+        jetstream = JetStream(
+            self.nats,
+            max_age_seconds=config.stream_max_age_seconds,
+            snapshot_threshold=config.snapshot_threshold,
+            reset_states=config.reset_states,
+            security=config.client,
+            shard=config.shard,
+            warnings=self._warnings,
+        )
+        self._transports[Transport.JETSTREAM] = jetstream
+        return jetstream
 
     def _make_index(self, pool: PoolKey) -> BlockIndex:
         return make_index(
@@ -100,10 +122,13 @@ class Indexer:
     def warnings(self) -> list[str]:
         """What an operator should know, in sentences."""
         nats = [f"NATS: {self.nats.problem}"] if self.nats is not None and self.nats.problem else []
-        return [*self._registry_warnings(), *self.peers.warnings(), *nats]
+        streams = self.jetstream.warnings() if self.jetstream is not None else []
+        return [*self._registry_warnings(), *self.peers.warnings(), *nats, *streams]
 
     async def warm(self) -> None:
-        """Waits until peers have told of the workers known now, or `WARM_SECONDS`."""
+        """Waits until streams are read and peers have told of the workers known now, or `WARM_SECONDS` for these."""
+        if self.jetstream is not None:
+            await self.jetstream.warm()
         try:
             async with asyncio.timeout(WARM_SECONDS):
                 for source in list(self._sources.values()):
@@ -134,15 +159,17 @@ class Indexer:
         if index is None:
             return []
         incomplete = rank in self.pools.incomplete(spec.pool)
+        source = self._sources.get((spec.tenant, rank))
+        # Asked for first: nothing is applied until this is done, so the digest is that of the cut's last batch.
+        sequence = source.sequence if source is not None else None
         if isinstance(index, NativeIndex):
             messages = index.dump_messages(rank, spec.pool, history_incomplete=incomplete) or []
         else:
             dump = index.dump(rank)
             chunks = encode_dump(spec.pool, dump, history_incomplete=incomplete) if dump is not None else ()
             messages = [chunk.SerializeToString() for chunk in chunks]
-        source = self._sources.get((spec.tenant, rank))
-        if messages and source is not None and not source.sequence.epoch and source.sequence.last_digest is not None:
-            messages[-1] = with_last_digest(messages[-1], source.sequence.last_digest)
+        if messages and sequence is not None and not sequence.epoch and sequence.last_digest is not None:
+            messages[-1] = with_last_digest(messages[-1], sequence.last_digest)
         return messages
 
     def recover(self, tenant: str, worker_id: str, dp_rank: int | None) -> int:

@@ -64,6 +64,23 @@ from kvscout_indexer.config import IndexerConfig
     multiple=True,
     help="host:port of another indexer, asked for the state of each worker that is new here; repeat for several.",
 )
+@flag(
+    "--stream-max-age",
+    default=3600.0,
+    type=click.FloatRange(min=1),
+    help="Seconds that JetStream keeps events, in streams that are made here.",
+)
+@flag(
+    "--router-snapshot-threshold",
+    default=1_000_000,
+    type=click.IntRange(min=1),
+    help="JetStream messages between two snapshots of a model's indexes; one is taken sooner if events get old.",
+)
+@flag(
+    "--router-reset-states",
+    is_flag=True,
+    help="At start, clear the JetStream streams, snapshots and consumers of the namespace.",
+)
 @nats_flags()
 @client_flags()
 @server_flags("indexer", port=50051, metrics_port=9091)
@@ -77,6 +94,9 @@ def main(**values: Any) -> None:
             client=ClientSecurity.from_flags(
                 values["tls_ca"], values["tls_client_cert"], values["tls_client_key"], values["token_file"]
             ),
+            stream_max_age_seconds=values["stream_max_age"],
+            snapshot_threshold=values["router_snapshot_threshold"],
+            reset_states=values["router_reset_states"],
             max_blocks=values["max_blocks"],
             router_ttl_seconds=values["router_ttl"],
             max_predicted_blocks=values["router_max_tree_size"],
