@@ -15,6 +15,7 @@ from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, workers_pb2
 from kvscout_common.channel import open_channel
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.registrar import OwnRegistrar
 from kvscout_common.registry import Registry, Source
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_rpcs import WorkerRpcs
@@ -63,6 +64,7 @@ class WorkerService(WorkerRpcs, scheduler_pb2_grpc.SchedulerServicer):
     def forget(self) -> None:
         """Is a new process: knows nobody."""
         self.registry = Registry(time.monotonic)
+        self.registrar = OwnRegistrar(self.registry)
         self._started = time.monotonic()
 
     async def RegisterWorker(

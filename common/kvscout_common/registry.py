@@ -105,10 +105,14 @@ class Registry:
         Raises:
             NotFound: If no such worker is registered.
         """
-        entry = self._entries.get(WorkerName(tenant, worker_id))
+        entry = self.find(WorkerName(tenant, worker_id))
         if entry is None:
             raise NotFound(f"no worker {worker_id!r} in tenant {tenant!r}")
         return entry
+
+    def find(self, name: WorkerName) -> Entry | None:
+        """One entry, or None if no such worker is registered."""
+        return self._entries.get(name)
 
     def entries(self, tenant: str = ALL_TENANTS, model: str = "") -> list[Entry]:
         """Entries of a tenant ("*" = all) and model ("" = all), ordered by tenant and worker id."""
@@ -201,19 +205,22 @@ class Registry:
             if entry.source is source and entry.lease_seconds:
                 self._entries[entry.name] = replace(entry, expires_at=self._clock() + entry.lease_seconds)
 
-    def expire(self, *, nats: bool = False) -> list[WorkerSpec]:
-        """Removes every worker whose lease has ended; returns them.
+    def expire(self) -> list[WorkerSpec]:
+        """Removes every worker whose lease has ended and returns them; those of the bucket are left to
+        `expire_shared`."""
+        now = self._clock()
+        return self._expire(lambda entry: entry.source is not Source.NATS, now)
+
+    def expire_shared(self, by: float) -> list[WorkerSpec]:
+        """Removes every worker of the bucket whose lease has ended by a time, and returns them.
 
         Args:
-            nats: Those of the bucket, or all the others: the follower of the bucket first makes sure that it has
-                heard of every renewal.
+            by: On the registry's clock; every renewal made before must have been heard of.
         """
-        now = self._clock()
-        ended = [
-            e
-            for e in self._entries.values()
-            if e.expires_at is not None and e.expires_at <= now and (e.source is Source.NATS) == nats
-        ]
+        return self._expire(lambda entry: entry.source is Source.NATS, by)
+
+    def _expire(self, concerned: Callable[[Entry], bool], by: float) -> list[WorkerSpec]:
+        ended = [e for e in self._entries.values() if e.expires_at is not None and e.expires_at <= by and concerned(e)]
         for entry in ended:
             log.warning("lease of worker %s ended", entry.spec.worker_id)
             self._drop(entry, "lease")

@@ -1,41 +1,64 @@
-"""What keeps a service's registry alive: lease expiry and the watched file."""
+"""What fills a service's registry, as configured: worker rpcs, the watched file, the bucket in NATS, DNS."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
+from kvscout_common.config import ServerConfig
+from kvscout_common.nats_link import NatsLink
+from kvscout_common.registrar import OwnRegistrar, Registrar
 from kvscout_common.registry import Registry
+from kvscout_common.registry_nats import NatsRegistry
 from kvscout_common.workers_file import WorkersFile
 
 EXPIRY_SECONDS = 0.5
 """How often leases are looked at: a fraction of the shortest lease, one second."""
 
-
-async def expire_leases(registry: Registry) -> None:
-    """Removes workers whose leases have ended, for ever."""
-    while True:
-        await asyncio.sleep(EXPIRY_SECONDS)
-        registry.expire()
+Task = Callable[[], Coroutine[Any, Any, None]]
 
 
-def registry_tasks(
-    registry: Registry, workers_file: Path | None
-) -> tuple[dict[str, Callable[[], Coroutine[Any, Any, None]]], Callable[[], list[str]]]:
-    """Loads the workers file, if there is one, and names the tasks to run beside the server.
+class Backends:
+    """The backends of one registry; the workers file is read at once.
 
-    Returns:
-        The tasks, and what to warn an operator of: a file whose current content is not in effect.
+    Args:
+        registry: What they fill.
+        config: Which there are.
+        link: NATS, which then is where registrations are written to; None = they stay with this service. Whoever made
+            the link runs it.
 
     Raises:
         ConfigError: If the file is wrong.
     """
-    tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {"registry-leases": lambda: expire_leases(registry)}
-    if workers_file is None:
-        return tasks, list
-    file = WorkersFile(workers_file, registry)
-    file.load()
-    tasks["workers-file"] = file.watch
-    return tasks, lambda: [f"workers file not in effect: {file.error}"] if file.error else []
+
+    def __init__(self, registry: Registry, config: ServerConfig, link: NatsLink | None = None) -> None:
+        self._registry = registry
+        self.registrar: Registrar = OwnRegistrar(registry)
+        """Where worker rpcs take effect."""
+        self.tasks: dict[str, Task] = {"registry-leases": self._expire_leases}
+        """What runs beside the server, by name."""
+        self._warnings: list[Callable[[], list[str]]] = []
+        if config.workers_file is not None:
+            self._follow_file(WorkersFile(config.workers_file, registry))
+        if link is not None:
+            self._follow_nats(NatsRegistry(link, registry))
+
+    def warnings(self) -> list[str]:
+        """What an operator should know of them, one sentence each."""
+        return [warning for source in self._warnings for warning in source()]
+
+    def _follow_file(self, file: WorkersFile) -> None:
+        file.load()
+        self.tasks["workers-file"] = file.watch
+        self._warnings.append(lambda: [f"workers file not in effect: {file.error}"] if file.error else [])
+
+    def _follow_nats(self, shared: NatsRegistry) -> None:
+        self.registrar = shared
+        self.tasks["registry-nats"] = shared.run
+        self._warnings.append(shared.warnings)
+
+    async def _expire_leases(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_SECONDS)
+            self._registry.expire()

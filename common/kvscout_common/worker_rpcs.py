@@ -7,6 +7,7 @@ from typing import Any
 from kvscout.v1 import workers_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity import current_identity
+from kvscout_common.registrar import OwnRegistrar, Registrar
 from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
@@ -15,10 +16,16 @@ MAX_LEASE_SECONDS = 86_400
 
 
 class WorkerRpcs:
-    """Mixin of a servicer: RegisterWorker … ListWorkers over its registry."""
+    """Mixin of a servicer: RegisterWorker … ListWorkers over its registry.
 
-    def __init__(self, registry: Registry) -> None:
+    Args:
+        registry: What is listed.
+        registrar: Where changes are made; None = in that registry alone.
+    """
+
+    def __init__(self, registry: Registry, registrar: Registrar | None = None) -> None:
         self.registry = registry
+        self.registrar = registrar if registrar is not None else OwnRegistrar(registry)
 
     async def RegisterWorker(
         self, request: workers_pb2.RegisterWorkerRequest, context: Any
@@ -26,34 +33,34 @@ class WorkerRpcs:
         if request.lease_seconds > MAX_LEASE_SECONDS:
             raise InvalidArgument(f"must be at most {MAX_LEASE_SECONDS}", field="lease_seconds")
         spec = spec_from_proto(request.worker, request.tenant)
-        created = self.registry.register(spec, lease_seconds=request.lease_seconds)
+        created = await self.registrar.register(spec, request.lease_seconds)
         return workers_pb2.RegisterWorkerResponse(created=created, worker=spec_to_proto(spec))
 
     async def UpdateWorker(
         self, request: workers_pb2.UpdateWorkerRequest, context: Any
     ) -> workers_pb2.RegisterWorkerResponse:
         spec = spec_from_proto(request.worker, request.tenant)
-        self.registry.update(spec)
+        await self.registrar.update(spec)
         return workers_pb2.RegisterWorkerResponse(created=False, worker=spec_to_proto(spec))
 
     async def DrainWorker(
         self, request: workers_pb2.DrainWorkerRequest, context: Any
     ) -> workers_pb2.DrainWorkerResponse:
         tenant = request.tenant or DEFAULT_TENANT
-        self.registry.set_draining(tenant, required_id(request.worker_id), not request.undo)
+        await self.registrar.set_draining(tenant, required_id(request.worker_id), not request.undo)
         active = self.active_requests(tenant, request.worker_id)
         return workers_pb2.DrainWorkerResponse(active_requests=active)
 
     async def KeepAlive(self, request: workers_pb2.KeepAliveRequest, context: Any) -> workers_pb2.KeepAliveResponse:
         if not request.worker_ids:
             raise InvalidArgument("names no worker", field="worker_ids")
-        unknown = self.registry.keep_alive(request.tenant or DEFAULT_TENANT, request.worker_ids)
+        unknown = await self.registrar.keep_alive(request.tenant or DEFAULT_TENANT, request.worker_ids)
         return workers_pb2.KeepAliveResponse(unknown_worker_ids=unknown)
 
     async def RemoveWorker(
         self, request: workers_pb2.RemoveWorkerRequest, context: Any
     ) -> workers_pb2.RemoveWorkerResponse:
-        self.registry.remove(request.tenant or DEFAULT_TENANT, required_id(request.worker_id))
+        await self.registrar.remove(request.tenant or DEFAULT_TENANT, required_id(request.worker_id))
         return workers_pb2.RemoveWorkerResponse()
 
     async def ListWorkers(

@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.errors import KvscoutError
+from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry
-from kvscout_common.registry_tasks import registry_tasks
+from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import service_info
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
@@ -58,12 +59,15 @@ class Gateway:
         self.metrics = GatewayMetrics(metrics)
         self.started = time.monotonic()
         self.registry = Registry(time.monotonic)
-        self._registry_tasks, self._registry_warnings = registry_tasks(self.registry, config.server.workers_file)
+        self.nats = NatsLink(config.nats, "kvscout-gateway") if config.nats is not None else None
+        self.backends = Backends(self.registry, config.server, self.nats)
         self.catalog = Catalog(self.registry)
         self.indexers = Indexers(config.indexers, config.security)
         self.schedulers: Schedulers = Failover("scheduler", config.schedulers, _scheduler_stub, config.security)
         self.members: tuple[Member[Any], ...] = (*self.indexers.members, *self.schedulers.members)
-        self.registration = Registration(self.registry, [(m.name, m.stub) for m in self.members])
+        self.registration = Registration(
+            self.registry, [(m.name, m.stub) for m in self.members], shared=self.nats is not None
+        )
         self.reporter = Reporter(self.indexers, resync=self._resync)
         self.routing = RoutingFlow(
             self.catalog,
@@ -110,7 +114,8 @@ class Gateway:
         """What runs beside the server, by name."""
         syncs = {f"sync {member.name}": self._keep(member) for member in self.registration.members}
         return {
-            **self._registry_tasks,
+            **self.backends.tasks,
+            **({"nats": self.nats.run} if self.nats is not None else {}),
             **syncs,
             **self.reporter.tasks(),
             "renew": self.bookings.renew,
@@ -138,12 +143,14 @@ class Gateway:
         await self.engine.close()
         await self.indexers.close()
         await self.schedulers.close()
+        if self.nats is not None:
+            await self.nats.close()
 
     def info(self) -> types_pb2.ServiceInfo:
         """What this process is, with what an operator should know."""
         warnings = [f"{member.name}: {why}" for member in self.registration.members if (why := problem(member))]
         return service_info(
-            self.started, draining=self.generate.draining, warnings=[*warnings, *self._registry_warnings()]
+            self.started, draining=self.generate.draining, warnings=[*warnings, *self.backends.warnings()]
         )
 
     def helper_statuses(self) -> list[gateway_pb2.HelperStatus]:

@@ -8,7 +8,7 @@ What a member tells: who is registered with it. Three things may have happened t
 or no longer lists, and each has its own answer:
 * the member restarted, or could not be reached for as long as the lease: it is told again;
 * another gateway changed it or removed it: that gateway has it from now on (`yielded`);
-* it is in this gateway's file: the file wins, it is told again.
+* it is in this gateway's file or DNS names: they win, it is told again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ import grpc
 from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.channel import call
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
-from kvscout_common.registry import ALL_TENANTS, Entry, Registry, Source, WorkerName
+from kvscout_common.registry import ALL_TENANTS, DECLARED, Entry, Registry, Source, WorkerName
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
 
+LEARNED = (Source.PEER, Source.NATS)
+"""Sources whose workers members are not told of: they have them, or follow the registry in NATS themselves."""
+KEPT = (*DECLARED, Source.NATS)
+"""Sources of a member that bring its workers to others, or to nobody else, without this gateway."""
 SYNC_SECONDS = 2.0
 """How often a member is asked who is registered with it."""
 SUSPECT_SECONDS = 0.2
@@ -67,8 +71,12 @@ class Peer(NamedTuple):
 
     spec: WorkerSpec
     lease_seconds: int
-    from_file: bool
-    """Of the member's own file: nobody else can change it there."""
+    source: Source
+
+    @property
+    def declared(self) -> bool:
+        """Whether it is of the member's own file or DNS names: nobody else can change it there."""
+        return self.source in DECLARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +134,9 @@ class MemberSync:
         self.refused: dict[WorkerName, str] = {}
         """Registrations that it refuses, and why."""
         self.peers: dict[WorkerName, Peer] = {}
+        self.unaware = 0
+        """Workers of the registry in NATS that it did not list twice in a row."""
+        self._unlisted: set[WorkerName] = set()
 
     @property
     def pending(self) -> int:
@@ -178,7 +189,8 @@ class MemberSync:
         return max(0.0, self._list_due - self._clock())
 
     def _own(self) -> dict[WorkerName, Entry]:
-        return {entry.name: entry for entry in self._registry.entries() if entry.source is not Source.PEER}
+        """What this member is to be told."""
+        return {entry.name: entry for entry in self._registry.entries() if entry.source not in LEARNED}
 
     def _missing(self) -> list[Entry]:
         return [entry for name, entry in self._own().items() if not self._knows(name, entry)]
@@ -187,7 +199,7 @@ class MemberSync:
         told = self._told.get(name)
         return (
             told is not None
-            and told.entry.spec == entry.spec
+            and told.entry.registered == entry.registered
             and told.entry.lease_seconds == entry.lease_seconds
             and name not in self.refused
         )
@@ -216,8 +228,8 @@ class MemberSync:
         self._to_remove.discard(name)
 
     async def _register(self, entry: Entry) -> None:
-        lease = FILE_LEASE_SECONDS if entry.source is Source.FILE else entry.lease_seconds
-        proto = await self._tell(entry.name, entry.spec, lease)
+        lease = FILE_LEASE_SECONDS if entry.source in DECLARED else entry.lease_seconds
+        proto = await self._tell(entry.name, entry.registered, lease)
         if proto is not None:
             self._told[entry.name] = _Told(entry, spec_from_proto(proto), self._clock())
 
@@ -237,7 +249,7 @@ class MemberSync:
 
     async def _keep_alive(self) -> None:
         due = self._clock() - FILE_LEASE_SECONDS / 10
-        due_files = {n for n, told in self._told.items() if told.entry.source is Source.FILE and told.at <= due}
+        due_files = {n for n, told in self._told.items() if told.entry.source in DECLARED and told.at <= due}
         names = self._to_renew | due_files
         by_tenant: defaultdict[str, list[WorkerName]] = defaultdict(list)
         for name in names:
@@ -263,14 +275,13 @@ class MemberSync:
         )
         listed: dict[WorkerName, Peer] = {}
         for entry in answer.workers:
-            spec = spec_from_proto(entry.worker)
-            listed[WorkerName(spec.tenant, spec.worker_id)] = Peer(
-                spec, entry.lease_seconds, entry.source == Source.FILE
-            )
+            spec = spec_from_proto(entry.registered if entry.HasField("registered") else entry.worker)
+            listed[WorkerName(spec.tenant, spec.worker_id)] = Peer(spec, entry.lease_seconds, _source(entry.source))
         lost = (self.peers.keys() | self._told.keys()) - listed.keys()
         if lost and self._listed_at is not None and await self._restarted_since(self._listed_at):
             self._new = True
             self._told.clear()
+        self._compare_shared(listed)
         self._compare_own(listed)
         if self._new:
             await self._bring_up(listed)
@@ -282,6 +293,11 @@ class MemberSync:
         status = await call(self._stub.GetStatus, types_pb2.GetStatusRequest(tenant=ALL_TENANTS), timeout=CALL_SECONDS)
         return self._clock() - status.service.uptime_seconds > then
 
+    def _compare_shared(self, listed: dict[WorkerName, Peer]) -> None:
+        shared = {entry.name for entry in self._registry.entries() if entry.source is Source.NATS}
+        before, self._unlisted = self._unlisted, shared - listed.keys()
+        self.unaware = len(self._unlisted & before)
+
     def _compare_own(self, listed: dict[WorkerName, Peer]) -> None:
         own = self._own()
         for name, told in list(self._told.items()):
@@ -292,14 +308,14 @@ class MemberSync:
                 del self._told[name]  # its lease ended, or another gateway has it
                 continue
             there = listed.get(name)
-            if there is not None and (there.from_file or there.spec == told.listed):
+            if there is not None and (there.declared or there.spec == told.listed):
                 continue
             lease = entry.lease_seconds
             lapsed = there is None and lease and self._clock() - told.at >= lease
             del self._told[name]
-            changed_here = told.entry.spec != entry.spec
-            if entry.source is not Source.FILE and not lapsed and not changed_here:
-                self._yielded(there.spec if there is not None else entry.spec)
+            changed_here = told.entry.registered != entry.registered
+            if entry.source not in DECLARED and not lapsed and not changed_here:
+                self._yielded(there.spec if there is not None else entry.registered)
 
     async def _bring_up(self, listed: dict[WorkerName, Peer]) -> None:
         """Tells a member that is new of the workers that others know: whoever registered them may be gone."""
@@ -308,10 +324,15 @@ class MemberSync:
             return
         own = self._own()
         for name, peer in elsewhere.items():
-            if name not in listed and name not in own and name not in self._to_remove and not peer.from_file:
+            if name not in listed and name not in own and name not in self._to_remove and peer.source not in KEPT:
                 await self._tell(name, peer.spec, peer.lease_seconds)
                 listed[name] = peer
         self._new = False
+
+
+def _source(listed: str) -> Source:
+    """A source as a member lists it; one that only its release knows counts as any other peer's."""
+    return Source(listed) if listed in set(Source) else Source.RPC
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:

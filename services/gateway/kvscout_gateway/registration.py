@@ -3,6 +3,10 @@
 One loop a member (`member_sync`) brings it to what this gateway knows. Workers that the members know and this gateway
 does not (registered at another gateway, or before a restart) are adopted as `peer` entries: routed to, but told to
 nobody except a member that is new. The first call about one of them that comes here makes it this gateway's own.
+
+Where the registry is shared, in NATS, members follow that themselves: what is in it is neither told to them nor learned
+from them, and a member that does not seem to follow is a problem of that member. Workers of this gateway's file and of
+its DNS names are told as ever.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable
-from kvscout_common.registry import Registry, Source, WorkerName
+from kvscout_common.registry import DECLARED, Registry, Source, WorkerName
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.member_sync import CALL_SECONDS, MemberSync, Peer, WorkerStub
 
@@ -31,6 +35,8 @@ class Registration:
         registry: Registry,
         members: Sequence[tuple[str, WorkerStub]],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        shared: bool = False,
     ) -> None:
         """Knows the members; each is to be kept by a task of its own.
 
@@ -38,8 +44,10 @@ class Registration:
             registry: What this gateway knows.
             members: Names and stubs, in order of preference.
             clock: Monotonic seconds.
+            shared: Worker rpcs take effect in the registry that services share.
         """
         self._registry = registry
+        self._shared = shared
         self.members: list[MemberSync] = []
         for name, stub in members:
             index = len(self.members)
@@ -66,7 +74,7 @@ class Registration:
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
         """Tells of a removal. Not of a lease that ended: members time it too, and another gateway may have renewed
         it; nor of a peer that is gone: it is the members who said so."""
-        if reason in ("removed", Source.FILE):
+        if reason in ("removed", Source.FILE, Source.DNS):
             self._touch(WorkerName(spec.tenant, spec.worker_id))
 
     def _touch(self, removed: WorkerName | None = None) -> None:
@@ -74,11 +82,13 @@ class Registration:
             member.touch(removed)
 
     async def flush(self, timeout_seconds: float = CALL_SECONDS) -> None:
-        """Waits until every member knows what the registry says now.
+        """Waits until every member knows what the registry says now; not where they learn it by themselves.
 
         Raises:
             Unavailable: If a member does not within the time; it is told as soon as it is back.
         """
+        if self._shared:
+            return
         try:
             async with asyncio.timeout(timeout_seconds):
                 for member in self.members:
@@ -112,11 +122,14 @@ class Registration:
 
     def announce(self, spec: WorkerSpec) -> None:
         """Tells of a worker that registered (again): its lease begins anew everywhere."""
-        self._touch()
-        self.keep_alive(spec.tenant, [spec.worker_id])
+        if not self._shared:
+            self._touch()
+            self.keep_alive(spec.tenant, [spec.worker_id])
 
     def keep_alive(self, tenant: str, worker_ids: Iterable[str]) -> None:
         """Passes renewals on to the members."""
+        if self._shared:
+            return
         names = [WorkerName(tenant, worker_id) for worker_id in worker_ids]
         for member in self.members:
             member.renew(names)
@@ -136,10 +149,10 @@ class Registration:
             return
         for member in self.members:
             peer = member.peers.get(name)
-            if peer is not None and peer.from_file:
-                raise FailedPrecondition(f"worker {worker_id!r} comes from the workers file of {member.name}")
+            if peer is not None and peer.declared:
+                raise FailedPrecondition(f"worker {worker_id!r} comes from {DECLARED[peer.source]} of {member.name}")
         lease = next((m.peers[name].lease_seconds for m in self.members if name in m.peers), 0)
-        self._registry.register(entry.spec, lease_seconds=lease)
+        self._registry.register(entry.registered, lease_seconds=lease)
 
     def _yield(self, spec: WorkerSpec) -> None:
         log.info("worker %s is another gateway's now", spec.worker_id)
@@ -163,12 +176,18 @@ class Registration:
 
     def _adopt(self) -> None:
         own = {entry.name for entry in self._registry.entries() if entry.source is not Source.PEER}
-        peers = [peer.spec for name, peer in self._union(self.members).items() if name not in own]
+        peers = [
+            peer.spec
+            for name, peer in self._union(self.members).items()
+            if name not in own and not (self._shared and peer.source == Source.NATS)
+        ]
         self._registry.replace_source(Source.PEER, peers)
 
 
 def problem(member: MemberSync) -> str:
     """What keeps a member from knowing every worker; "" = nothing."""
+    if not member.error and not member.refused and member.unaware:
+        return f"does not follow the registry in NATS: {member.unaware} of its workers are unknown there"
     if member.error or not member.refused:
         return member.error
     name, why = next(iter(member.refused.items()))

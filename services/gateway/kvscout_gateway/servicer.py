@@ -27,7 +27,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     """Translates; every decision is made below."""
 
     def __init__(self, gateway: Gateway) -> None:
-        super().__init__(gateway.registry)
+        super().__init__(gateway.registry, gateway.backends.registrar)
         self._gateway = gateway
 
     async def RegisterWorker(

@@ -17,7 +17,7 @@ from kvscout_blocks.source import Elsewhere, Source
 from kvscout_common.errors import NotFound
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry
-from kvscout_common.registry_tasks import registry_tasks
+from kvscout_common.registry_tasks import Backends
 from kvscout_common.shards import Shard, shard_of
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
@@ -80,7 +80,7 @@ class Indexer:
         self.jetstream = self._make_jetstream(config)
         """None without NATS."""
         self.peers = Peers(config.peers, security=config.client)
-        self._registry_tasks, self._registry_warnings = registry_tasks(self.registry, config.server.workers_file)
+        self.backends = Backends(self.registry, config.server, self.nats)
         self.registry.listen(self)
 
     def _make_jetstream(self, config: IndexerConfig) -> JetStream | None:
@@ -111,7 +111,7 @@ class Indexer:
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         """What runs beside the server, by name."""
-        tasks = {**self._registry_tasks, "ingest": self._watch_ingest, "ticks": self._tick, "maintain": self._maintain}
+        tasks = {**self.backends.tasks, "ingest": self._watch_ingest, "ticks": self._tick, "maintain": self._maintain}
         if self._config.kv_events:
             for transport in self._transports.values():
                 tasks.update(transport.tasks())
@@ -123,7 +123,7 @@ class Indexer:
         """What an operator should know, in sentences."""
         nats = [f"NATS: {self.nats.problem}"] if self.nats is not None and self.nats.problem else []
         streams = self.jetstream.warnings() if self.jetstream is not None else []
-        return [*self._registry_warnings(), *self.peers.warnings(), *nats, *streams]
+        return [*self.backends.warnings(), *self.peers.warnings(), *nats, *streams]
 
     async def warm(self) -> None:
         """Waits until streams are read and peers have told of the workers known now, or `WARM_SECONDS` for these."""

@@ -30,7 +30,7 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
     """Translates; every decision is made below."""
 
     def __init__(self, indexer: Indexer) -> None:
-        super().__init__(indexer.registry)
+        super().__init__(indexer.registry, indexer.backends.registrar)
         self._indexer = indexer
 
     async def FindMatches(

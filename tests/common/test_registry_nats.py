@@ -1,0 +1,406 @@
+"""The shared registry over a real NATS: who writes, who follows, and what happens when one of them goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+from nats.js.api import StreamConfig
+from nats_server import NatsServer, nats_server
+from processes import eventually
+
+from kvscout.v1 import workers_pb2
+from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable
+from kvscout_common.nats_link import NatsConfig, NatsLink
+from kvscout_common.registry import Registry, Source, WorkerName
+from kvscout_common.registry_nats import NatsRegistry
+from kvscout_common.worker import WorkerSpec
+from kvscout_common.worker_bucket import Renewal, Stored, WorkerBucket
+from kvscout_common.worker_proto import spec_to_proto
+
+A = WorkerSpec("a", "m", 16)
+B = WorkerSpec("b:1", "m", 16, tenant="team x")
+NAME = WorkerName("default", "a")
+
+
+class Node:
+    """One service as far as the registry goes; its clock can be put forward."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        self.link = NatsLink(NatsConfig((url,), namespace), "test")
+        self.skipped = 0.0
+        self.registry = Registry(self.clock)
+        self.heard: list[str] = []
+        self.registry.listen(self)
+        self.shared = NatsRegistry(self.link, self.registry, self.clock)
+        self.bucket = WorkerBucket(self.link)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def clock(self) -> float:
+        return time.monotonic() + self.skipped
+
+    def worker_added(self, spec: WorkerSpec) -> None:
+        self.heard.append(f"+{spec.worker_id}")
+
+    def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
+        self.heard.append(f"~{new.worker_id}")
+
+    def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
+        self.heard.append(f"-{spec.worker_id}:{reason}")
+
+    @property
+    def worker_ids(self) -> list[str]:
+        return sorted(entry.spec.worker_id for entry in self.registry.entries())
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self.link.run()), asyncio.create_task(self.shared.run())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*self._tasks, return_exceptions=True):
+            assert isinstance(ended, asyncio.CancelledError), ended
+        await self.link.close()
+
+    async def until_followed(self) -> None:
+        await self.until(lambda: self.link.connected and not self.shared.problem and not self.link.problem, "followed")
+
+    async def until(self, condition: Callable[[], object], what: str = "") -> None:
+        async def met() -> object:
+            return condition()
+
+        await eventually(met, what=what or f"a condition; listed: {self.worker_ids}, {self.shared.problem!r}")
+
+    async def raw(self, key: str, value: bytes) -> None:
+        await self.link.require().publish(f"$KV.{self.link.names.workers_bucket}.{key}", value)
+
+
+class World:
+    """A server and the nodes of one namespace of it."""
+
+    def __init__(self, server: NatsServer) -> None:
+        self.server = server
+        self.nodes: list[Node] = []
+
+    async def node(self, namespace: str = "test") -> Node:
+        node = Node(self.server.url, namespace)
+        self.nodes.append(node)
+        node.start()
+        await node.until_followed()
+        return node
+
+
+@asynccontextmanager
+async def making_world() -> AsyncIterator[World]:
+    async with nats_server() as server:
+        world = World(server)
+        try:
+            yield world
+        finally:
+            for node in world.nodes:
+                await node.stop()
+
+
+@pytest_asyncio.fixture
+async def world() -> AsyncIterator[World]:
+    async with making_world() as made:
+        yield made
+
+
+async def test_what_one_service_writes_every_service_shows(world: World) -> None:
+    one, other = await world.node(), await world.node()
+    assert await one.shared.register(A, 0)
+    assert one.worker_ids == ["a"]  # shown where it was written when the call returns
+    assert not await other.shared.register(A, 30) or other.worker_ids == []
+    await one.shared.register(B, 30)
+    await other.until(lambda: other.worker_ids == ["a", "b:1"])
+    entry = other.registry.get("team x", "b:1")
+    assert (entry.source, entry.spec, entry.lease_seconds) == (Source.NATS, B, 30)
+    await other.shared.update(replace(B, total_kv_blocks=7))
+    await one.until(lambda: one.registry.get("team x", "b:1").spec.total_kv_blocks == 7)
+    await one.shared.set_draining("team x", "b:1", True)
+    await one.shared.set_draining("team x", "b:1", True)
+    assert one.registry.get("team x", "b:1").spec.draining
+    await other.shared.remove("team x", "b:1")
+    await one.until(lambda: one.worker_ids == ["a"])
+    late = await world.node()
+    assert late.worker_ids == ["a"]
+    assert late.heard == ["+a"]
+    assert one.heard[-1] == "-b:1:nats"
+
+
+async def test_namespaces_are_apart(world: World) -> None:
+    one, elsewhere = await world.node("one"), await world.node("two")
+    await one.shared.register(A, 0)
+    await elsewhere.shared.register(B, 0)
+    assert (one.worker_ids, elsewhere.worker_ids) == (["a"], ["b:1"])
+
+
+async def test_a_worker_that_is_not_there_cannot_be_changed(world: World) -> None:
+    node = await world.node()
+    for call in (node.shared.update(A), node.shared.remove(*NAME), node.shared.set_draining(*NAME, True)):
+        with pytest.raises(NotFound):
+            await call
+    assert await node.shared.keep_alive("default", ["a", "a", "x"]) == ["a", "x"]
+    assert node.worker_ids == []
+
+
+async def test_a_lease_ends_everywhere_unless_any_service_renews_it(world: World) -> None:
+    one, other = await world.node(), await world.node()
+    await one.shared.register(A, 2)
+    await one.shared.register(replace(A, worker_id="dead"), 2)
+    for _ in range(8):  # what takes four times the lease cannot be luck
+        await asyncio.sleep(1)
+        assert await other.shared.keep_alive("default", ["a"]) == []
+    for node in (one, other):
+        await node.until(lambda node=node: node.worker_ids == ["a"])
+        assert node.heard.count("-dead:lease") == 1
+        assert "-a:lease" not in node.heard
+    assert await other.shared.keep_alive("default", ["dead"]) == ["dead"]
+    assert await one.bucket.get(WorkerName("default", "dead")) is Renewal.LOST
+
+
+async def test_renewals_neither_bring_back_what_was_removed_nor_undo_a_change(world: World) -> None:
+    node = await world.node()
+    bucket = node.bucket
+    first = Stored(A, 30)
+    first = replace(first, revision=await bucket.put(first))
+    await bucket.put(Stored(replace(A, draining=True), 30))
+    renewed = await bucket.change(NAME, first)
+    assert isinstance(renewed, Stored) and renewed.spec.draining
+    await bucket.remove(NAME)
+    assert await bucket.change(NAME, renewed) is Renewal.REMOVED
+    assert await bucket.change(NAME, None) is Renewal.REMOVED
+    assert await bucket.change(WorkerName("default", "never"), None) is Renewal.LOST
+    await node.until(lambda: node.worker_ids == [])
+    assert await bucket.create(first) is None
+    assert await node.shared.register(A, 30)
+
+
+async def test_the_last_of_two_writers_wins_and_everyone_agrees(world: World) -> None:
+    one, other = await world.node(), await world.node()
+    writes = [
+        node.shared.register(replace(A, total_kv_blocks=blocks), 30)
+        for blocks, node in enumerate([one, other] * 20, start=1)
+    ]
+    await asyncio.gather(*writes)
+    stored = await one.bucket.get(NAME)
+    assert isinstance(stored, Stored)
+    for node in (one, other):
+        await node.until(lambda node=node: node.registry.get(*NAME).spec == stored.spec)
+        assert node.heard[0] == "+a" and set(node.heard[1:]) <= {"~a"}
+
+
+async def test_concurrent_changes_of_one_worker_are_all_made(world: World) -> None:
+    one, other = await world.node(), await world.node()
+    await one.shared.register(A, 30)
+    await other.until(lambda: other.worker_ids == ["a"])
+    await asyncio.gather(
+        one.shared.set_draining(*NAME, True), *(other.shared.keep_alive("default", ["a"]) for _ in range(5))
+    )
+    assert one.registry.get(*NAME).spec.draining
+    await other.until(lambda: other.registry.get(*NAME).spec.draining)
+
+
+async def test_nothing_is_lost_while_nats_is_away_and_the_dead_go_when_it_is_back(world: World) -> None:
+    node = await world.node()
+    for worker_id, lease in (("lasting", 0), ("alive", 3), ("dead", 3)):
+        await node.shared.register(replace(A, worker_id=worker_id), lease)
+    await world.server.kill()
+    await node.until(lambda: node.shared.problem)
+    node.skipped += 100
+    for call in (node.shared.register(A, 3), node.shared.keep_alive("default", ["alive"])):
+        with pytest.raises(Unavailable):
+            await call
+    await asyncio.sleep(3.5)  # the server ends what it held meanwhile: it does not know that nobody could renew
+    assert node.worker_ids == ["alive", "dead", "lasting"]
+    await world.server.start()
+    await node.until_followed()
+    assert node.worker_ids == ["alive", "dead", "lasting"]
+    if await node.shared.keep_alive("default", ["alive"]):
+        await node.shared.register(replace(A, worker_id="alive"), 60)
+    node.skipped += 4
+    await node.until(lambda: node.worker_ids == ["alive", "lasting"] or node.heard[-1] == "-alive:lease")
+    assert "-dead:lease" in node.heard
+    assert not [heard for heard in node.heard if heard.startswith(("-alive", "-lasting"))]
+
+
+async def test_a_nats_that_lost_its_store_is_filled_again(world: World) -> None:
+    nodes = [await world.node(), await world.node()]
+    await nodes[0].shared.register(replace(A, worker_id="lasting"), 0)
+    await nodes[0].shared.register(replace(A, worker_id="leased"), 30)
+    await nodes[1].until(lambda: len(nodes[1].worker_ids) == 2)
+    await world.server.kill()
+    await asyncio.to_thread(shutil.rmtree, world.server.store)
+    await world.server.start()
+    for node in nodes:
+        await node.until_followed()
+        assert node.worker_ids == ["lasting", "leased"]
+    assert await nodes[1].shared.keep_alive("default", ["lasting", "leased"]) == ["leased"]
+    await nodes[1].shared.register(replace(A, worker_id="leased"), 30)
+    late = await world.node()
+    assert late.worker_ids == ["lasting", "leased"]
+    assert all(node.heard == ["+lasting", "+leased"] for node in [*nodes, late])
+
+
+async def test_a_bucket_that_is_deleted_is_made_again(world: World) -> None:
+    nodes = [await world.node(), await world.node()]
+    await nodes[0].shared.register(A, 0)
+    js = nodes[0].link.require().jetstream()
+    await js.delete_key_value(nodes[0].link.names.workers_bucket)
+    late = nodes[0]
+
+    async def there_again() -> bool:
+        return isinstance(await late.bucket.get(NAME), Stored)
+
+    await eventually(there_again)
+    for node in nodes:
+        await node.until_followed()
+        assert node.heard == ["+a"]
+    assert not await nodes[1].shared.register(replace(A, total_kv_blocks=3), 0)
+    await nodes[0].until(lambda: nodes[0].registry.get(*NAME).spec.total_kv_blocks == 3)
+
+
+async def test_what_was_removed_while_a_follower_was_away_is_removed_there(world: World) -> None:
+    one = await world.node()
+    await one.shared.register(A, 0)
+    await one.shared.register(B, 60)
+    other = await world.node()
+    await other.stop()
+    await one.shared.remove(*NAME)
+    await one.shared.remove("team x", "b:1")
+    assert other.worker_ids == ["a", "b:1"]
+    other.start()
+    await other.until(lambda: other.worker_ids == [], "removals seen")
+
+
+async def test_a_watch_that_broke_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvscout_common.registry_nats.LAG_SECONDS", 1.0)
+    one, other = await world.node(), await world.node()
+    js = one.link.require().jetstream()
+    stream = f"KV_{one.link.names.workers_bucket}"
+    for consumer in await js.consumers_info(stream):
+        await js.delete_consumer(stream, consumer.name)
+    # The client may have noticed by itself, by a heartbeat that did not come.
+    with contextlib.suppress(Unavailable):
+        await one.shared.register(A, 0)
+    await other.until(lambda: other.worker_ids == ["a"])
+    await one.until(lambda: one.worker_ids == ["a"])
+
+
+async def test_values_that_cannot_be_read_are_told_and_harm_nobody_else(world: World) -> None:
+    node = await world.node()
+    await node.shared.register(A, 0)
+    key = node.link.names.worker_key(*NAME)
+    newer = workers_pb2.StoredWorker(version=2, worker=spec_to_proto(replace(A, total_kv_blocks=9)))
+    misplaced = workers_pb2.StoredWorker(version=1, worker=spec_to_proto(B))
+    for broken_key, value in (
+        (key, newer.SerializeToString()),
+        (node.link.names.worker_key("default", "junk"), b"\xff\xff"),
+        (node.link.names.worker_key("default", "misplaced"), misplaced.SerializeToString()),
+        (node.link.names.worker_key("default", "empty"), b""),
+        ("what.is.this", b"x"),
+    ):
+        await node.raw(broken_key, value)
+    await node.until(lambda: node.shared.unreadable == 5)
+    assert node.worker_ids == ["a"]
+    assert node.registry.get(*NAME).spec == A  # the last that could be read
+    [warning] = node.shared.warnings()
+    assert warning.startswith("5 values") and "version" in warning
+    assert await node.shared.keep_alive("default", ["junk"]) == ["junk"]
+    late = await world.node()
+    assert late.worker_ids == []
+    await node.shared.register(A, 0)
+    await node.shared.register(replace(A, worker_id="junk"), 0)
+    await node.until(lambda: node.shared.warnings()[0].startswith("3 values"))
+
+
+async def test_a_file_wins_and_what_it_hid_comes_back(world: World) -> None:
+    one, other = await world.node(), await world.node()
+    of_file = replace(A, total_kv_blocks=1)
+    one.registry.replace_source(Source.FILE, [of_file])
+    await other.shared.register(A, 0)
+    with pytest.raises(FailedPrecondition, match="file"):
+        await one.shared.register(A, 0)
+    for call in (one.shared.update(A), one.shared.remove(*NAME)):
+        with pytest.raises(FailedPrecondition):
+            await call
+    await one.shared.set_draining(*NAME, True)
+    assert one.registry.get(*NAME).spec == of_file.with_draining(True)
+    assert not other.registry.get(*NAME).spec.draining
+    one.registry.replace_source(Source.FILE, [])
+    await one.until(lambda: one.worker_ids == ["a"])
+    assert one.registry.get(*NAME).source is Source.NATS
+    assert one.heard == ["+a", "~a", "-a:file", "+a"]
+
+
+async def test_where_the_server_keeps_no_time_followers_delete_what_ended(world: World) -> None:
+    server_link = NatsLink(NatsConfig((world.server.url,), "test"), "operator")
+    run = asyncio.create_task(server_link.run())
+    try:
+
+        async def connected() -> bool:
+            return server_link.connected
+
+        await eventually(connected)
+        bucket = server_link.names.workers_bucket
+        await (
+            server_link.require()
+            .jetstream()
+            .add_stream(
+                StreamConfig(
+                    name=f"KV_{bucket}", subjects=[f"$KV.{bucket}.>"], max_msgs_per_subject=1, allow_rollup_hdrs=True
+                )
+            )
+        )
+        node = await world.node()
+        await node.shared.register(A, 2)
+        await node.shared.register(replace(A, worker_id="lasting"), 0)
+
+        async def ended() -> bool:
+            try:
+                return await node.bucket.get(NAME) is Renewal.LOST
+            except KvscoutError:
+                return False
+
+        await eventually(ended)
+        assert node.heard == ["+a", "+lasting", "-a:lease"]
+        await node.shared.remove("default", "lasting")
+        assert await node.bucket.get(WorkerName("default", "lasting")) is Renewal.REMOVED
+    finally:
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        await server_link.close()
+
+
+async def test_a_server_that_stands_still_ends_no_lease(world: World) -> None:
+    node = await world.node()
+    await node.shared.register(A, 3)
+    world.server.pause()
+    try:
+        await node.until(lambda: node.shared.problem)
+        node.skipped += 100
+        assert node.worker_ids == ["a"]
+    finally:
+        world.server.resume()
+    await node.until(lambda: not node.shared.problem)
+    assert node.heard == ["+a"]
+
+
+async def test_a_thousand_workers_are_registered_renewed_and_read(world: World) -> None:
+    one = await world.node()
+    ids = [f"w{number}" for number in range(1000)]
+    for start in range(0, len(ids), 100):
+        await asyncio.gather(
+            *(one.shared.register(replace(A, worker_id=worker_id), 60) for worker_id in ids[start : start + 100])
+        )
+    other = await world.node()
+    assert other.worker_ids == sorted(ids)
+    assert await other.shared.keep_alive("default", ids) == []
