@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-MMAP_THRESHOLD_BYTES = 128 * 1024
-"""Where glibc begins; from here on a block has pages of its own."""
+MMAP_THRESHOLD_BYTES = 64 * 1024
+"""From here on a block has pages of its own."""
 
 _M_MMAP_THRESHOLD = -3
 """From glibc's malloc.h."""
@@ -14,7 +14,7 @@ _M_MMAP_THRESHOLD = -3
 def keep_mmap_threshold() -> bool:
     """Keeps glibc from taking large blocks out of the heap that small ones are in.
 
-    By itself glibc raises its threshold to the size of every larger block that is freed. The tables of an
+    By itself glibc raises its threshold, 128 KiB, to the size of every larger block that is freed. The tables of an
     index, which grow and shrink with the engines' caches, then leave holes, and the process takes up to a
     third more than what is in use. Applies to the whole process, so it is for a service's `main` only.
 
