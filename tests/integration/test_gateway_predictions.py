@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from gateway_stack import CALL_SECONDS, MODEL, Stack, fresh_prompt, running_stack
+from gateway_stack import CALL_SECONDS, MODEL, Stack, fresh_prompt, mocker_worker, running_stack
 from process_metrics import scrape
 from processes import eventually
 
@@ -30,6 +30,10 @@ async def approximate() -> AsyncIterator[Stack]:
 async def mixed() -> AsyncIterator[Stack]:
     """Predictions beside events; those of w0 never arrive."""
     async with running_stack(mockers=[("--drop-events", "1"), ()], indexer_flags=BESIDE_EVENTS) as stack:
+        silent = mocker_worker("w0", stack.mockers[0])
+        for endpoint in silent.event_endpoints:
+            endpoint.replay_endpoint = ""  # where they could be read all the same
+        await stack.client.register(silent)
         yield stack
 
 
