@@ -31,7 +31,7 @@ from kvscout_common.nats_link import NatsLink
 from kvscout_common.shards import Shard
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank
-from kvscout_indexer.lanes import Lane, Lanes, Taker
+from kvscout_indexer.stream_lanes import Lane, Lanes, Taker
 from kvscout_indexer.position import Resume, SnapshotId, SnapshotSchedule, StreamState, follows, resume
 from kvscout_indexer.snapshot import Snapshot, SourceCut
 from kvscout_indexer.snapshots import SnapshotBroken, Snapshots
