@@ -44,6 +44,20 @@ PENDING_BYTES = 8 * 1024 * 1024
 HOOK_RETRY_SECONDS = 1.0
 
 
+def end_if_cancelled() -> None:
+    """Nothing, unless this task was told to end; for every loop that calls nats-py.
+
+    It waits with `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that comes together with the result: a
+    loop would go on, and the process that waits for it never end.
+
+    Raises:
+        asyncio.CancelledError: It was.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 @dataclass(frozen=True, slots=True)
 class NatsConfig:
     """Which NATS, and whose part of it."""
@@ -145,6 +159,8 @@ class NatsLink:
         self._connections = asyncio.Event()
         self._warnings = RateLimitedLog(log)
         self._closed = False
+        self._connecting = False
+        """The client was told to connect; it cannot be closed before."""
 
     @property
     def connected(self) -> bool:
@@ -180,6 +196,7 @@ class NatsLink:
                 subscribed to is lost with it.
         """
         tls = ssl.create_default_context(cafile=str(self.config.ca)) if self.config.ca else None
+        self._connecting = True
         await self.client.connect(
             servers=list(self.config.servers),
             name=self._name,
@@ -202,6 +219,7 @@ class NatsLink:
             if self.client.is_closed:
                 raise Unavailable(f"NATS closed the connection for good: {self.client.last_error!r}")
             await self._run_hooks()
+            end_if_cancelled()
 
     async def close(self) -> None:
         """Sends what is waiting and closes the connection."""
@@ -213,7 +231,8 @@ class NatsLink:
                 await self.client.flush(timeout=1)
             except nats.errors.Error as error:
                 log.warning("what was waiting for NATS is lost: %s", error)
-        await self.client.close()
+        if self._connecting:
+            await self.client.close()
 
     async def _run_hooks(self) -> None:
         import nats.errors
@@ -226,6 +245,7 @@ class NatsLink:
                 except (nats.errors.Error, TimeoutError, OSError) as error:
                     self.problem = f"setting up NATS failed: {error!r}"
                     self._warnings.warning(hook, "%s; trying again", self.problem)
+                    end_if_cancelled()
                     await asyncio.sleep(HOOK_RETRY_SECONDS)
             else:
                 return
