@@ -14,10 +14,11 @@ nothing of event formats; `reference_index` judges events and calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kvscout_blocks.events import Tier
-from kvscout_blocks.index import GHOST_LIMIT, MAX_COPIES, ORPHAN_LIMIT, Copies
+from kvscout_blocks.index import FORGOTTEN_AT_ONCE, GHOST_LIMIT, MAX_COPIES, ORPHAN_LIMIT, Copies
 from kvscout_blocks.prefix_tree import NOT_HELD, Node, PrefixTree
 from kvscout_common.worker import CopyMode
 
@@ -371,8 +372,8 @@ class Holdings:
         """Makes a hash the youngest ghost; its hold on the node is the caller's former one."""
         self.ghosts[engine_hash] = node
         if len(self.ghosts) > GHOST_LIMIT:
-            oldest = next(iter(self.ghosts))
-            self.tree.release(self.ghosts.pop(oldest))
+            for oldest in list(islice(self.ghosts, FORGOTTEN_AT_ONCE)):
+                self.tree.release(self.ghosts.pop(oldest))
 
     def _drop_orphan(self, engine_hash: int) -> None:
         parent = self.orphans.pop(engine_hash).parent

@@ -53,7 +53,10 @@ from kvscout_blocks.events import EventBatch, Tier
 from kvscout_common.worker import CopyMode, WorkerRank, WorkerSpec
 
 GHOST_LIMIT = 65_536
-"""Removed blocks remembered for each worker rank; the oldest is forgotten first."""
+"""Removed blocks remembered for each worker rank."""
+
+FORGOTTEN_AT_ONCE = 64
+"""Above `GHOST_LIMIT`, so many of the oldest are forgotten: one by one, each would wait for memory."""
 
 ORPHAN_LIMIT = 65_536
 """Orphans kept for each worker rank; further ones are dropped and counted."""

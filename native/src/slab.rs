@@ -55,7 +55,11 @@ impl<T> Slab<T> {
         self.chunks[chunk][offset].take().expect("a number in use")
     }
 
+    /// The value at a number; None if that is not in use, as 0 never is.
     pub fn get(&self, number: u32) -> Option<&T> {
+        if number == 0 {
+            return None;
+        }
         let (chunk, offset) = place(number);
         self.chunks.get(chunk)?.get(offset)?.as_ref()
     }

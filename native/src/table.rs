@@ -128,6 +128,12 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
         }
     }
 
+    /// Where the entry with this hash and payload is, which no other entry has.
+    #[inline]
+    pub fn slot_of(&self, hash: u64, payload: u64) -> Option<Slot> {
+        self.find(hash, |there| there == payload).map(|(slot, _)| slot)
+    }
+
     /// Adds an entry; the caller knows that its key is not there.
     #[inline]
     pub fn insert(&mut self, hash: u64, payload: u64) {

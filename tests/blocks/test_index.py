@@ -11,6 +11,7 @@ from index_scenarios import IndexFactory, settle
 
 from kvscout_blocks.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
 from kvscout_blocks.index import (
+    FORGOTTEN_AT_ONCE,
     GHOST_LIMIT,
     GROUP_LIMIT,
     ORPHAN_LIMIT,
@@ -155,17 +156,18 @@ def test_token_pairs_of_a_worker_without_eagle_are_not_indexed(index_factory: In
     assert device(index, *block_hashes([1, 2, 3, 4], 4)) == {W0: 1}
 
 
-def test_ghosts_are_bounded_and_the_oldest_is_forgotten(index_factory: IndexFactory) -> None:
+def test_ghosts_are_bounded_and_the_oldest_are_forgotten(index_factory: IndexFactory) -> None:
     index = new(index_factory)
     for first in range(0, GHOST_LIMIT + 2, 1000):
         hashes = tuple(range(first, min(first + 1000, GHOST_LIMIT + 2)))
         apply(index, *(run(h) for h in hashes), Removed(hashes))
     stats = index.worker_stats(W0)
     assert stats is not None
-    assert stats.ghosts == GHOST_LIMIT
-    apply(index, Stored((0, 1, 2, GHOST_LIMIT + 1), tier=Tier.HOST))
+    assert stats.ghosts == GHOST_LIMIT + 2 - FORGOTTEN_AT_ONCE
+    first = FORGOTTEN_AT_ONCE
+    apply(index, Stored((0, first - 1, first, GHOST_LIMIT + 1), tier=Tier.HOST))
     assert ignored(index, Ignored.UNKNOWN_MOVED) == 2
-    assert index.find_matches([2], now=0.0).host == (1,)
+    assert index.find_matches([first], now=0.0).host == (1,)
     index.check_invariants()
 
 

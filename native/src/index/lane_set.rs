@@ -33,6 +33,10 @@ impl LaneSet {
 
     pub fn insert(&mut self, lane: u32) {
         let index = lane / 64;
+        if let Some(word) = self.words.get_mut(index.wrapping_sub(self.base) as usize) {
+            *word |= 1 << (lane % 64);
+            return;
+        }
         if self.words.is_empty() {
             self.base = index;
         }
@@ -52,6 +56,9 @@ impl LaneSet {
         let position = (lane / 64).wrapping_sub(self.base) as usize;
         let Some(word) = self.words.get_mut(position) else { return };
         *word &= !(1 << (lane % 64));
+        if *word != 0 {
+            return;
+        }
         while self.words.last() == Some(&0) {
             self.words.pop();
         }

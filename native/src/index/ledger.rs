@@ -7,12 +7,14 @@
 
 use std::sync::Arc;
 
+use parking_lot::RwLockUpgradableReadGuard;
+
 use super::nodes::{NodeEntry, Nodes, Refs, index_of, node_id, shard_of};
 use super::run::Run;
 use super::trie::{self, Node, Trie};
 use super::worker::{LEVELS, MAX_PRESENCES, NO_LANE, NodeId, Presence, PresenceId, TIERS, Worker};
 use crate::slab::Slab;
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 /// Where a chain goes on: below a block, or at the root.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -229,13 +231,11 @@ impl Ledger {
     /// The same below the end of a run.
     fn descend(&mut self, slot: u32, shard: usize, above: NodeId, local: &[u64]) -> (NodeId, u32, u32) {
         let parent = if above == 0 { 0 } else { index_of(above) };
-        {
-            let shard_lock = self.trie.shard(shard).read();
-            let child = shard_lock.child(parent, local[0]);
-            if child != 0 {
-                let same = trie::common_prefix(&shard_lock.nodes[child].local, local);
-                return (node_id(shard, child), 0, same as u32);
-            }
+        let held = self.trie.shard(shard).upgradable_read();
+        let child = held.child(parent, local[0]);
+        if child != 0 {
+            let same = trie::common_prefix(&held.nodes[child].local, local);
+            return (node_id(shard, child), 0, same as u32);
         }
         let (mut start, mut len) = (0, 0);
         if above != 0 {
@@ -248,7 +248,7 @@ impl Ledger {
             if entry.first_child == 0 && alone && spare > 0 {
                 let blocks = local.len().min(spare);
                 entry.refs.resize(len as usize + blocks);
-                self.trie.shard(shard).write().nodes[parent].extend(&local[..blocks]);
+                RwLockUpgradableReadGuard::upgrade(held).nodes[parent].extend(&local[..blocks]);
                 return (above, len, blocks as u32);
             }
             start = entry.start;
@@ -263,7 +263,7 @@ impl Ledger {
         };
         let node = self.nodes.insert(shard, entry);
         let run = Node::new(parent, start, Run::from(&local[..blocks]));
-        self.trie.shard(shard).write().attach(index_of(node), run);
+        RwLockUpgradableReadGuard::upgrade(held).attach(index_of(node), run);
         (node, 0, blocks as u32)
     }
 
@@ -408,32 +408,42 @@ impl Ledger {
 
     /// Brings the reach of a presence in step with what it holds, and of those below where that matters.
     pub fn refresh(&mut self, slot: u32, presence: PresenceId) {
-        let mut pending: SmallVec<[(usize, PresenceId); LEVELS]> =
-            self.worker(slot).levels().map(|level| (level, presence)).collect();
-        while let Some((level, presence)) = pending.pop() {
-            let Some(part) = self.worker(slot).presences.get(presence) else { continue };
-            let node = part.node;
-            let entry = &self.nodes[node];
-            let rooted = entry.parent == 0
-                || part.parent != 0 && {
-                    let above = self.part(slot, part.parent);
-                    above.reach_on(level) == self.nodes[above.node].len()
-                };
-            let reach = if rooted { part.prefix_on(level) } else { 0 };
-            let before = part.reach_on(level);
-            if reach == before {
-                continue;
-            }
-            let len = entry.len();
-            let lane = self.worker(slot).lanes[level];
-            self.part_mut(slot, presence).set_reach_on(level, reach);
-            let rooted = &mut self.worker_mut(slot).rooted[level];
-            *rooted = *rooted + u64::from(reach) - u64::from(before);
-            self.trie.shard(shard_of(node)).write().nodes[index_of(node)].set_reach(lane, reach);
-            if (reach == len) != (before == len) {
-                pending.extend(self.children_of(slot, presence).into_iter().map(|child| (level, child)));
+        for level in self.worker(slot).levels() {
+            let mut pending: SmallVec<[PresenceId; 4]> = smallvec![presence];
+            while let Some(presence) = pending.pop() {
+                if self.refresh_one(slot, level, presence) {
+                    pending.extend(self.children_of(slot, presence));
+                }
             }
         }
+    }
+
+    /// The same on one level; whether those below became rooted or hidden.
+    fn refresh_one(&mut self, slot: u32, level: usize, presence: PresenceId) -> bool {
+        let worker = self.worker(slot);
+        let Some(part) = worker.presences.get(presence) else { return false };
+        let (node, before, prefix) = (part.node, part.reach_on(level), part.prefix_on(level));
+        if prefix == 0 && before == 0 {
+            return false;
+        }
+        let entry = &self.nodes[node];
+        let rooted = || {
+            entry.parent == 0
+                || part.parent != 0 && {
+                    let above = &worker.presences[part.parent];
+                    above.reach_on(level) == self.nodes[above.node].len()
+                }
+        };
+        let reach = if prefix > 0 && rooted() { prefix } else { 0 };
+        if reach == before {
+            return false;
+        }
+        let (len, lane) = (entry.len(), worker.lanes[level]);
+        let worker = self.worker_mut(slot);
+        worker.presences[presence].set_reach_on(level, reach);
+        worker.rooted[level] = worker.rooted[level] + u64::from(reach) - u64::from(before);
+        self.trie.shard(shard_of(node)).write().nodes[index_of(node)].set_reach(lane, reach);
+        (reach == len) != (before == len)
     }
 
     /// Ends an operation: the trie is in step and has nothing that nobody needs.

@@ -10,6 +10,9 @@ use smallvec::SmallVec;
 /// Values held in place.
 const IN_PLACE: usize = 4;
 
+/// Values for which a run that grows has room at least: what an engine generates comes a few blocks at a time.
+const STEP: usize = 12;
+
 /// The values; see the module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Run<T>(SmallVec<[T; IN_PLACE]>);
@@ -68,7 +71,7 @@ impl<T: Copy + Default> Run<T> {
 
     fn reserve(&mut self, more: usize) {
         if self.capacity() - self.len() < more {
-            self.0.reserve_exact(more.max(self.len() / 4 + IN_PLACE));
+            self.0.reserve_exact(more.max(self.len() / 4).max(STEP));
         }
     }
 }
@@ -107,7 +110,7 @@ mod tests {
         let mut run = Run::from(&[1_u64; 1024][..]);
         assert_eq!(run.capacity(), 1024);
         run.extend(&[2]);
-        assert_eq!(run.capacity(), 1024 + 256 + 4);
+        assert_eq!(run.capacity(), 1024 + 256);
         let tail = run.split_off(1000);
         assert_eq!((run.len(), tail.len(), tail[24]), (1000, 25, 2));
         assert_eq!((run.bytes(), tail.bytes()), (8000, 200));

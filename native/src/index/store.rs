@@ -1,11 +1,13 @@
 //! What events do to one worker's content: store, move, remove; orphans and ghosts.
 
+use std::hint::black_box;
+
 use smallvec::SmallVec;
 
 use super::ledger::{Cursor, Ledger, ROOT};
 use super::worker::{
-    BATCH, Binding, Counts, GHOST_LIMIT, NO_LANE, NodeId, ORPHAN_LIMIT, Odd, Orphan, PREDICTED, PresenceId,
-    TIERS, add_copy, device_copies, drop_copy, level_of,
+    BATCH, Binding, Counts, FORGOTTEN_AT_ONCE, GHOST_LIMIT, NO_LANE, NodeId, ORPHAN_LIMIT, Odd, Orphan,
+    PREDICTED, PresenceId, TIERS, add_copy, device_copies, drop_copy, level_of,
 };
 
 /// Where copies go: a group, a tier, and whether every count stays at 1.
@@ -37,10 +39,11 @@ impl Ledger {
         self.worker(slot).warm(engine[..few].iter().copied().chain(parent));
         let above = match parent {
             None => Some(ROOT),
-            Some(parent) => self
-                .worker(slot)
-                .locate(parent)
-                .map(|(presence, offset)| Cursor { node: self.part(slot, presence).node, next: offset + 1 }),
+            Some(parent) => self.worker(slot).locate(parent).map(|(presence, offset)| {
+                let node = self.part(slot, presence).node;
+                self.warm_below(slot, presence, node);
+                Cursor { node, next: offset + 1 }
+            }),
         };
         let mut refused = Refused::default();
         match (above, parent) {
@@ -53,6 +56,13 @@ impl Ledger {
             }
         }
         refused
+    }
+
+    /// Reads what hanging a node below another touches, at once.
+    fn warm_below(&self, slot: u32, presence: PresenceId, node: NodeId) {
+        let (parts, entry) = (&self.worker(slot).presences, &self.nodes[node]);
+        let part = parts.get(parts[presence].first_child).map_or(0, |part| part.previous);
+        black_box(part ^ self.nodes.get(entry.first_child).map_or(0, |entry| entry.previous));
     }
 
     /// Stores blocks from the cursor on; returns how many were in conflict.
@@ -326,29 +336,111 @@ impl Ledger {
     /// Drops one copy of each engine hash; returns how many had none like it.
     pub fn remove(&mut self, slot: u32, engine: &[u64], group: u32, tier: u8) -> u64 {
         let mut unknown = 0;
-        for batch in engine.chunks(BATCH) {
-            self.worker(slot).warm(batch.iter().copied());
-            for &engine_hash in batch {
-                unknown += u64::from(!self.remove_one(slot, engine_hash, group, tier));
+        let mut done = 0;
+        let mut warmed = 0;
+        while done < engine.len() {
+            if done >= warmed {
+                warmed = engine.len().min(done + BATCH);
+                self.worker(slot).warm(engine[done..warmed].iter().copied());
             }
+            let removed = self.remove_run(slot, &engine[done..], group, tier);
+            if removed == 0 {
+                unknown += u64::from(!self.remove_one(slot, engine[done], group, tier));
+            }
+            done += removed.max(1);
         }
         self.forget_oldest(slot);
         unknown
     }
 
-    /// Forgets the oldest ghosts above the limit.
+    /// The common case: plain blocks of one run, from the last one up, whose only copies are on the device.
+    ///
+    /// Returns how many of the first engine hashes were such blocks; their copies are gone.
+    fn remove_run(&mut self, slot: u32, engine: &[u64], group: u32, tier: u8) -> usize {
+        let worker = self.worker_mut(slot);
+        if tier != 0 || worker.full_groups[..] != [group] {
+            return 0;
+        }
+        let Some((presence, last, blocks)) = worker.climb(engine) else { return 0 };
+        let part = &mut worker.presences[presence];
+        let held = (0..=last).rev().take(blocks as usize).take_while(|&offset| part.device.contains(offset));
+        let blocks = held.count();
+        if blocks == 0 {
+            return 0;
+        }
+        let first = last + 1 - blocks as u32;
+        for offset in (first..=last).rev() {
+            part.device.remove(offset);
+        }
+        let node = part.node;
+        worker.held -= blocks as u64;
+        worker.device_copies -= blocks as u64;
+        for &engine_hash in &engine[..blocks] {
+            worker.ghosts.push(engine_hash);
+        }
+        for refs in &mut self.nodes[node].refs[first as usize..=last as usize] {
+            refs.held -= 1;
+            self.blocks -= u64::from(refs.held == 0);
+        }
+        self.mark(slot, presence);
+        blocks
+    }
+
+    /// Forgets the oldest ghosts while there are too many.
     fn forget_oldest(&mut self, slot: u32) {
-        let mut surplus = self.worker(slot).ghosts.len().saturating_sub(GHOST_LIMIT);
-        while surplus > 0 {
+        while self.worker(slot).ghosts.len() > GHOST_LIMIT {
             let worker = self.worker_mut(slot);
-            let oldest: SmallVec<[u64; BATCH]> =
-                (0..surplus.min(BATCH)).filter_map(|_| worker.ghosts.pop()).collect();
-            worker.warm(oldest.iter().copied());
-            surplus -= oldest.len();
-            for engine_hash in oldest {
-                self.unbind(slot, engine_hash);
+            let oldest: SmallVec<[u64; FORGOTTEN_AT_ONCE]> =
+                (0..FORGOTTEN_AT_ONCE).filter_map(|_| worker.ghosts.pop()).collect();
+            self.warm_blocks(slot, &oldest);
+            let mut done = 0;
+            while done < oldest.len() {
+                done += self.forget_run(slot, &oldest[done..]);
             }
         }
+    }
+
+    /// Ends the bindings of ghosts that are blocks of one run, from the last one up; how many, at least 1.
+    fn forget_run(&mut self, slot: u32, engine: &[u64]) -> usize {
+        let worker = self.worker_mut(slot);
+        let Some((presence, last, blocks)) = worker.climb(engine) else {
+            self.unbind(slot, engine[0]);
+            return 1;
+        };
+        let first = last + 1 - blocks;
+        worker.leave_run(presence, first..last + 1);
+        let part = &mut worker.presences[presence];
+        for offset in (first..=last).rev() {
+            part.bound.remove(offset);
+        }
+        let (node, empty) = (part.node, part.is_empty());
+        for refs in &mut self.nodes[node].refs[first as usize..=last as usize] {
+            refs.pins -= 1;
+        }
+        self.doubt(node);
+        if empty {
+            self.drop_presence(slot, presence);
+        }
+        blocks as usize
+    }
+
+    /// Reads all that forgetting some engine hashes touches: the cache misses of each step overlap.
+    fn warm_blocks(&self, slot: u32, engine: &[u64]) {
+        let worker = self.worker(slot);
+        worker.warm(engine.iter().copied());
+        let mut presences: SmallVec<[PresenceId; FORGOTTEN_AT_ONCE]> =
+            engine.iter().filter_map(|&engine_hash| worker.likely_presence(engine_hash)).collect();
+        presences.dedup();
+        let parts = presences.iter().map(|&presence| &worker.presences[presence]);
+        black_box(parts.clone().fold(0, |all, part| all ^ part.own.first().map_or(0, |first| *first)));
+        let siblings = parts.clone().filter_map(|part| worker.presences.get(part.previous));
+        black_box(siblings.fold(0, |all, part| all ^ part.next));
+        let nodes: SmallVec<[NodeId; FORGOTTEN_AT_ONCE]> = parts.map(|part| part.node).collect();
+        let entries = nodes.iter().map(|&node| &self.nodes[node]);
+        black_box(entries.clone().fold(0, |all, entry| all ^ entry.refs[0].pins));
+        let siblings = entries.filter_map(|entry| self.nodes.get(entry.previous));
+        black_box(siblings.fold(0, |all, entry| all ^ entry.next));
+        self.trie.warm(&nodes);
     }
 
     fn remove_one(&mut self, slot: u32, engine_hash: u64, group: u32, tier: u8) -> bool {
@@ -359,21 +451,6 @@ impl Ledger {
             self.cancel_prediction(slot, presence, offset);
         }
         let worker = self.worker_mut(slot);
-        let part = &mut worker.presences[presence];
-        // The common case: a plain block with copies on this tier alone.
-        if part.more.is_none()
-            && tier == 0
-            && worker.full_groups[..] == [group]
-            && part.device.contains(offset)
-        {
-            part.device.remove(offset);
-            let node = part.node;
-            worker.device_copies -= 1;
-            self.count_held(slot, node, offset, false);
-            self.mark(slot, presence);
-            self.remember(slot, engine_hash);
-            return true;
-        }
         let counts = worker.counts(engine_hash, presence, offset);
         if counts.is_empty() {
             // Demoted: the engine says that it is gone now.

@@ -17,13 +17,17 @@
 //!
 //! A writer holds the lock of one shard for one node's change at a time, so readers wait for no more than that.
 
+use std::hint::black_box;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::RwLock;
+use smallvec::SmallVec;
 
 use super::lane_set::LaneSet;
+use super::nodes::{index_of, shard_of};
 use super::prompt::Prompt;
 use super::run::Run;
+use super::worker::NodeId;
 use crate::slab::Slab;
 use crate::table::{Table, mix};
 
@@ -35,6 +39,9 @@ pub const MAX_RUN: u32 = 1024;
 
 /// Local hashes compared at once; a prompt of tokens is hashed in such pieces.
 const PIECE: usize = 64;
+
+/// Nodes that `Trie::warm` is called for, mostly.
+const WARMED: usize = 64;
 
 /// A node's number in its shard; 0 is none.
 pub type NodeIndex = u32;
@@ -49,7 +56,7 @@ pub struct Node {
     pub local: Run<u64>,
     any: LaneSet,
     full: LaneSet,
-    partial: Vec<(u32, u32)>,
+    partial: SmallVec<[(u32, u32); 2]>,
     /// The round in which it was used last; never before one below it.
     used: AtomicU32,
 }
@@ -62,7 +69,7 @@ impl Node {
             local,
             any: LaneSet::default(),
             full: LaneSet::default(),
-            partial: Vec::new(),
+            partial: SmallVec::new(),
             used: AtomicU32::new(0),
         }
     }
@@ -98,7 +105,7 @@ impl Node {
             (Some(position), false) => {
                 self.partial.swap_remove(position);
                 if self.partial.is_empty() {
-                    self.partial = Vec::new();
+                    self.partial = SmallVec::new();
                 }
             }
             (None, true) => self.partial.push((lane, reach)),
@@ -119,7 +126,7 @@ impl Node {
     pub fn truncate(&mut self, len: u32) {
         self.local.truncate(len as usize);
         let full = &mut self.full;
-        self.partial.retain(|&(lane, reach)| {
+        self.partial.retain(|&mut (lane, reach)| {
             if reach == len {
                 full.insert(lane);
             }
@@ -159,10 +166,8 @@ impl Node {
     }
 
     fn bytes(&self) -> usize {
-        self.local.bytes()
-            + self.partial.capacity() * size_of::<(u32, u32)>()
-            + self.any.bytes()
-            + self.full.bytes()
+        let partial = if self.partial.spilled() { self.partial.capacity() } else { 0 };
+        self.local.bytes() + partial * size_of::<(u32, u32)>() + self.any.bytes() + self.full.bytes()
     }
 }
 
@@ -300,6 +305,22 @@ impl Trie {
     #[inline]
     pub fn shard(&self, shard: usize) -> &RwLock<Shard> {
         &self.shards[shard]
+    }
+
+    /// Reads what taking some nodes out touches: the cache misses of each step overlap.
+    pub fn warm(&self, nodes: &[NodeId]) {
+        // Only a writer can wait for these, and this is called by the one that there is.
+        let shards: SmallVec<[_; WARMED]> =
+            nodes.iter().map(|&node| self.shard(shard_of(node)).read()).collect();
+        let keys: SmallVec<[u64; WARMED]> = shards
+            .iter()
+            .zip(nodes)
+            .map(|(shard, &node)| {
+                let node = &shard.nodes[index_of(node)];
+                shard.key(node.parent, node.local[0])
+            })
+            .collect();
+        black_box(shards.iter().zip(keys).fold(0, |all, (shard, key)| all ^ shard.children.warm(key)));
     }
 
     /// What every lane has of a prompt; lanes that have nothing are left out.

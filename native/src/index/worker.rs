@@ -13,6 +13,7 @@
 //! without a copy is a ghost, or demoted.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use hashbrown::{HashMap, HashSet};
 use smallvec::SmallVec;
@@ -37,6 +38,9 @@ pub const NO_LANE: u32 = u32::MAX;
 
 /// Removed blocks remembered for each worker rank.
 pub const GHOST_LIMIT: usize = 65_536;
+
+/// Above the limit, so many of the oldest are forgotten at once: their cache misses overlap.
+pub const FORGOTTEN_AT_ONCE: usize = 64;
 
 /// Orphans kept for each worker rank.
 pub const ORPHAN_LIMIT: usize = 65_536;
@@ -423,6 +427,12 @@ impl Worker {
         std::hint::black_box(lines);
     }
 
+    /// The presence in which an engine hash probably is, if it is anywhere: a look at its line of the table.
+    pub fn likely_presence(&self, engine_hash: u64) -> Option<PresenceId> {
+        let likely = self.table.find(self.hash(engine_hash), |_| true);
+        likely.map(|(_, payload)| (payload >> DEPTH_BITS) as PresenceId)
+    }
+
     /// Where an engine hash is bound, ghosts and demoted ones included.
     #[inline]
     pub fn locate(&self, engine_hash: u64) -> Option<(PresenceId, u32)> {
@@ -458,6 +468,34 @@ impl Worker {
             }
         }
         entered
+    }
+
+    /// The block of the first of some engine hashes, and how many of them are the ones of the blocks above
+    /// it, upwards: engines free a prompt from its end. None if it is unknown, or one is not simply bound.
+    pub fn climb(&self, engine: &[u64]) -> Option<(PresenceId, u32, u32)> {
+        let (presence, last) = self.locate(engine[0])?;
+        let part = &self.presences[presence];
+        if part.more.is_some() {
+            return None;
+        }
+        let above = (0..=last).rev().zip(engine);
+        let blocks = above
+            .take_while(|&(offset, engine_hash)| {
+                part.bound.contains(offset) && part.own[offset as usize] == *engine_hash
+            })
+            .count();
+        Some((presence, last, blocks as u32))
+    }
+
+    /// Ends the bindings of blocks in the table, before `own` changes.
+    pub fn leave_run(&mut self, presence: PresenceId, offsets: Range<u32>) {
+        let part = &self.presences[presence];
+        for offset in offsets {
+            let hash = mix(part.own[offset as usize], self.secret);
+            if let Some(slot) = self.table.slot_of(hash, Self::payload(presence, part.start + offset)) {
+                self.table.remove(slot);
+            }
+        }
     }
 
     /// Ends the binding of an engine hash in the table; where it was. `own` and `odd` are the caller's.

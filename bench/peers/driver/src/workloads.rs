@@ -21,6 +21,8 @@ const FRESH_EVENTS: u64 = 8;
 const FRESH_BLOCKS: u64 = 1024;
 const CONTINUED_EVENTS: u64 = 256;
 const CONTINUED_BLOCKS: u64 = 4;
+/// Removed blocks of a worker that an index may remember.
+const REMEMBERED: u64 = 65_536;
 const REMOVED_PROMPTS: u64 = 1024;
 const REMOVED_BLOCKS: u64 = 1024;
 /// Long enough for thousands of finds, short enough that most are not interrupted by other processes.
@@ -40,6 +42,8 @@ pub struct Bench<I: Index> {
     next_query: u64,
     next_fresh: u64,
     next_continued: u64,
+    /// What workers removed last, and may be remembered, were continuations.
+    is_steady: bool,
     second: SecondThread,
 }
 
@@ -69,6 +73,7 @@ impl<I: Index> Bench<I> {
             next_query: 0,
             next_fresh: 0,
             next_continued: 0,
+            is_steady: false,
             second,
         };
         Ok(Loaded { bench, memberships, seconds, rss_before, rss_after })
@@ -177,11 +182,12 @@ impl<I: Index> Bench<I> {
         (e * FRESH_BLOCKS..(e + 1) * FRESH_BLOCKS).map(|i| self.fixture.word(Stream::FreshEngine, i))
     }
 
-    fn remove_fresh(&self, numbers: std::ops::Range<u64>) -> Result<(), Failure> {
+    fn remove_fresh(&mut self, numbers: std::ops::Range<u64>) -> Result<(), Failure> {
         let removes =
             numbers.map(|e| self.index.removed(self.fresh_worker(e), self.fresh_engine(e).rev().collect()));
         self.index.burst(removes.collect())?;
         self.index.tidy();
+        self.is_steady = false;
         Ok(())
     }
 
@@ -242,6 +248,7 @@ impl<I: Index> Bench<I> {
     }
 
     fn continue_prompts(&mut self, length: Duration) -> Result<(Times, Times), Failure> {
+        self.continue_until_steady()?;
         let (mut store, mut remove) = (Times::new(length), Times::new(length));
         while store.go_on() {
             let (stores, removes) = self.continuations();
@@ -252,15 +259,48 @@ impl<I: Index> Bench<I> {
         Ok((store, remove))
     }
 
+    /// Continues prompts and takes that back until every holder has removed as many blocks as are remembered.
+    fn continue_until_steady(&mut self) -> Result<(), Failure> {
+        if self.is_steady {
+            return Ok(());
+        }
+        let holders = (0..self.fixture.prompts).flat_map(|prompt| self.fixture.holders(prompt));
+        let mut missing: HashMap<u64, u64> = holders.map(|(worker, _)| (worker, REMEMBERED)).collect();
+        while !missing.is_empty() {
+            for e in self.next_continued..self.next_continued + CONTINUED_EVENTS {
+                let worker = self.continued(e).1;
+                if let Some(blocks) = missing.get_mut(&worker) {
+                    *blocks = blocks.saturating_sub(CONTINUED_BLOCKS);
+                    if *blocks == 0 {
+                        missing.remove(&worker);
+                    }
+                }
+            }
+            let (stores, removes) = self.continuations();
+            self.index.burst(stores)?;
+            self.index.burst(removes)?;
+            self.index.tidy();
+        }
+        self.is_steady = true;
+        Ok(())
+    }
+
+    /// The prompt that an event continues, for whom, and how many blocks that worker has of it.
+    fn continued(&self, e: u64) -> (u64, u64, u64) {
+        let fixture = &self.fixture;
+        let prompt = fixture.word(Stream::Continued, 2 * e) % fixture.prompts;
+        let holder = fixture.word(Stream::Continued, 2 * e + 1) % fixture.holders;
+        let (worker, length) = fixture.holders(prompt)[holder as usize];
+        (prompt, worker, length)
+    }
+
     /// Events that continue prompts by a few blocks each, and those that take them back.
     fn continuations(&mut self) -> (Vec<I::Event>, Vec<I::Event>) {
         let fixture = &self.fixture;
         let mut tails: HashMap<(u64, u64), u64> = HashMap::new();
         let (mut stores, mut removes) = (Vec::new(), Vec::new());
         for e in self.next_continued..self.next_continued + CONTINUED_EVENTS {
-            let prompt = fixture.word(Stream::Continued, 2 * e) % fixture.prompts;
-            let holder = fixture.word(Stream::Continued, 2 * e + 1) % fixture.holders;
-            let (worker, length) = fixture.holders(prompt)[holder as usize];
+            let (prompt, worker, length) = self.continued(e);
             let tail =
                 tails.entry((prompt, worker)).or_insert_with(|| fixture.engine_hash(prompt, length - 1));
             let numbers = e * CONTINUED_BLOCKS..(e + 1) * CONTINUED_BLOCKS;

