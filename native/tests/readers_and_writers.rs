@@ -76,3 +76,40 @@ fn queries_during_writes_see_no_more_than_was_held() {
     });
     index.check_invariants().expect("invariants after all writes");
 }
+
+#[test]
+fn the_bound_makes_no_holes_while_queries_mark_what_they_use() {
+    const MAX_BLOCKS: usize = 512;
+    let index =
+        Index::new(16, false, Bounds { max_blocks: MAX_BLOCKS, max_predictions: 1 << 20, prune_ratio: 0.8 });
+    index.add_worker(name("only"), WorkerOptions::default());
+    // Many prompts branch off a few: runs of one block, each marked by itself.
+    let prompt = |number: u64| -> Vec<u64> {
+        (0..12).map(|depth| mix(depth << 32 | number >> (11 - depth), 3)).collect()
+    };
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for reader in 0..2 {
+            let (index, done) = (&index, &done);
+            scope.spawn(move || {
+                let mut queries = 0_u64;
+                while !done.load(Ordering::Relaxed) || queries < 100 {
+                    let asked = prompt(mix(queries, reader) % 4096);
+                    index.find(&mut &asked[..], 0.0, false, |rows, _| assert!(rows.len() <= 1));
+                    queries += 1;
+                }
+            });
+        }
+        for round in 0..5000_u64 {
+            let local = prompt(mix(round, 9) % 4096);
+            let chain = sequence_hashes(local.iter().copied());
+            apply(&index, "only", stored(None, &chain, &local));
+            let stats = index.stats();
+            assert_eq!(stats.hidden, 0, "round {round}");
+            assert!(stats.memberships <= MAX_BLOCKS as u64);
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+    assert!(index.stats().evicted > 5 * MAX_BLOCKS as u64, "the bound was at work");
+    index.check_invariants().expect("invariants after all writes");
+}
