@@ -22,7 +22,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable
-from kvscout_common.nats_link import NatsLink
+from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.registry import DECLARED, Entry, Registry, Source, WorkerName, require_writable
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerSpec
@@ -39,6 +39,8 @@ CHECK_SECONDS = 0.5
 LAG_SECONDS = 5.0
 """A watch that has not brought by then what the server has is broken."""
 RETRY_SECONDS = 0.5
+READ_SECONDS = 30.0
+"""Longest wait for all of the bucket."""
 IDLE_SECONDS = 60.0
 """The server forgets the watch of a process that is gone after so long."""
 CALLS_AT_ONCE = 32
@@ -114,6 +116,7 @@ class NatsRegistry:
             except (KvscoutError, nats.errors.Error, TimeoutError, OSError) as error:
                 self._lost(str(error) if isinstance(error, KvscoutError) else repr(error))
                 self._warnings.warning("follow", "%s", self.problem)
+                end_if_cancelled()
                 await asyncio.sleep(RETRY_SECONDS)
 
     def _lost(self, why: str) -> None:
@@ -134,10 +137,13 @@ class NatsRegistry:
             await self._read_all(watcher, info)
             check_at = self._clock() + CHECK_SECONDS
             while True:
+                end_if_cancelled()
+                entry = None
                 try:
-                    entry = await watcher.updates(timeout=max(0.001, check_at - self._clock()))
-                except nats.errors.TimeoutError:
-                    entry = None
+                    async with asyncio.timeout(max(0.0, check_at - self._clock())):
+                        entry = await anext(watcher)
+                except TimeoutError:
+                    pass  # time to ask the server
                 if self._reconnected.is_set():
                     raise _ReadAgain("the connection was lost meanwhile")
                 if entry is not None:
@@ -153,8 +159,9 @@ class NatsRegistry:
 
     async def _read_all(self, watcher: Any, info: StreamInfo) -> None:
         entries: list[KeyValue.Entry] = []
-        while (entry := await watcher.updates(timeout=CALL_SECONDS)) is not None:
-            entries.append(entry)
+        async with asyncio.timeout(READ_SECONDS):
+            while (entry := await anext(watcher)) is not None:
+                entries.append(entry)
         new = self._made_at is not None and info.created != self._made_at
         if new:
             log.warning("the registry in NATS is another one than before: made %s", info.created)
