@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -46,6 +46,42 @@ class Cursor(NamedTuple):
     epoch: int
     last_event_id: int | None
     """None = nothing was applied, or what was had no sequence."""
+
+
+class Progress(NamedTuple):
+    """What a lane did with a cursor that was lent to it."""
+
+    last_id: int
+    """Last batch applied."""
+    digests: Sequence[tuple[int, int]]
+    """(id, digest) of the last batches applied, oldest first."""
+    applied: int
+    """Batches applied since it was lent."""
+    age_seconds: float | None
+    """Since the last of them; None = there was none."""
+    over_capacity: bool
+    """What the index said of the last one, see `index.Applied`."""
+    incompatible: str
+
+
+class Lane(Protocol):
+    """Applies batches off the event loop, as long as each is the next one and there is nothing to decide.
+
+    The sequence stays the one who decides: it lends its cursor, and takes it back before it does anything. A lane stops
+    by itself at the first batch that is not the usual case; that one and all after it come to the source as ever.
+    """
+
+    def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
+        """Lets the lane go on from a cursor; False: not now.
+
+        Args:
+            last_id: Last batch applied.
+            digests: (id, digest) of the last batches applied, oldest first.
+            stopped: Called on the event loop if the lane stops because of what the index said, not of what came.
+        """
+
+    def take(self) -> Progress | None:
+        """The cursor back; None: it was not lent. From now on the lane does nothing."""
 
 
 class SourceInput(Protocol):
@@ -101,8 +137,12 @@ class Feed(Protocol):
     def outage(self) -> str:
         """Why nothing can come at this moment, in one sentence, though all is configured well; "" = it can."""
 
-    def open(self, source: SourceInput) -> None:
-        """Begins to deliver; what cannot be opened is shown in `broken` and tried again in `tick`, not raised."""
+    def open(self, source: SourceInput) -> Lane | None:
+        """Begins to deliver; what cannot be opened is shown in `broken` and tried again in `tick`, not raised.
+
+        Returns:
+            What can apply batches in the source's place; None = nothing.
+        """
 
     def close(self) -> None:
         """Ends delivery."""

@@ -319,6 +319,20 @@ def load_state(index: BlockIndex, worker: WorkerRank, pool: PoolKey, messages: S
     index.load(dumped.dump)
 
 
+def make_lane(index: BlockIndex, worker: WorkerRank) -> kvscout_native.Lane | None:
+    """What applies a rank's usual batches to a native index; None: the index is another."""
+    return kvscout_native.Lane(index.core, worker) if isinstance(index, NativeIndex) else None
+
+
+def make_reader(libzmq: Sequence[int]) -> kvscout_native.Reader | None:
+    """A thread that reads ZMQ sockets; None where the extension is not built, or switched off.
+
+    Args:
+        libzmq: Addresses of its functions, see the extension's stub.
+    """
+    return kvscout_native.Reader(libzmq) if native_available() else None
+
+
 def make_queries() -> NativeQueries | None:
     """The native query path, where the extension is built and not switched off."""
     return NativeQueries() if native_available() else None

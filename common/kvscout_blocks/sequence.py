@@ -28,6 +28,7 @@ its own is.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -176,6 +177,27 @@ class SourceSequence(Generic[T]):
     def last_digest(self) -> int | None:
         """Digest of the last batch applied; None: there is none, or it came as a part of a state."""
         return self._digests.get(self.last_id) if self.last_id is not None else None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the next batch in order would only be applied: nothing is awaited, held or doubted."""
+        return (
+            self.last_id is not None
+            and not (self.epoch or self.replaying or self._held or self.misconfigured or self._malformed_in_row)
+            and self.quarantined_until is None
+        )
+
+    @property
+    def digests(self) -> list[tuple[int, int]]:
+        """(id, digest) of the last batches applied, oldest first."""
+        return list(self._digests.items())
+
+    def advance(self, *, last_id: int, digests: Iterable[tuple[int, int]], applied: int) -> None:
+        """Notes that the next `applied` batches were applied elsewhere, since it was `quiet`: arguments as of then."""
+        if applied:
+            self.last_id, self._digests = last_id, dict(digests)
+            self._highest_live = max(self._highest_live, last_id)
+            self.counters["applied"] += applied
 
     def restore(self, *, epoch: int, last_id: int | None, last_digest: int | None = None) -> None:
         """Sets the cursor because a state was loaded that contains everything up to `last_id`."""

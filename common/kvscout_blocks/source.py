@@ -3,9 +3,10 @@
 ::
 
     Feed ──batch, state──▶ SourceSequence ──decisions──▶ index
-      ▲                         │   ▲
-      └──── history ◀───────────┘   │ replies
-                └───────────────────┘
+     │▲                      │  │   ▲                      ▲
+     │└──── history ◀────────│──┘   │ replies              │
+     │          └────────────│──────┘                      │
+     └──▶ Lane ◀── cursor ───┘ ── what is next, and usual ─┘
 
 A state that others have of the source (`Elsewhere`) is the first part of the first replay: live batches wait for it as
 for any replay, what came since is asked of the source itself, and half a state is never loaded.
@@ -20,8 +21,8 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from kvscout_blocks.events import DecodedBatch
-from kvscout_blocks.feed import Cursor, Feed, HistoryBroken, NoHistory, SourceState
-from kvscout_blocks.index import BlockIndex
+from kvscout_blocks.feed import Cursor, Feed, HistoryBroken, Lane, NoHistory, SourceState
+from kvscout_blocks.index import Applied, BlockIndex
 from kvscout_blocks.native_index import apply_decoded, load_state
 from kvscout_blocks.sequence import (
     Apply,
@@ -103,12 +104,15 @@ class Source:
         self.rank = rank
         self.feed = feed
         self.index = index
-        self.sequence: SourceSequence[DecodedBatch] = SourceSequence(dp_rank=rank.dp_rank, can_replay=feed.can_replay)
+        self._sequence: SourceSequence[DecodedBatch] = SourceSequence(dp_rank=rank.dp_rank, can_replay=feed.can_replay)
+        self._lane: Lane | None = None
+        self._lent = False
+        """Whether the lane has the cursor of the sequence."""
         self.malformed_frames = 0
         self.faulty_events = 0
         self.resets = 0
         self.received_at: float | None = None
-        """When the last batch came, on the clock; None = none yet."""
+        """When the last batch came, on the clock, as of the last use of `sequence`; None = none yet."""
         self._recoveries = recoveries
         self._clock = clock
         self._ttl_seconds = ttl_seconds
@@ -125,6 +129,7 @@ class Source:
         """Set once nothing is looked for elsewhere, and what was found is loaded."""
         self._replay: asyncio.Task[None] | None = None
         self._over_capacity = False
+        self._incompatible = False
         self._recovered_at: float | None = None
 
     def open(self) -> None:
@@ -135,7 +140,7 @@ class Source:
             name = f"state {self.rank.worker_id}/{self.rank.dp_rank}"
             self._search = asyncio.get_running_loop().create_task(self._look_elsewhere(self._elsewhere), name=name)
             self._carry_out(self.sequence.expect_state())
-        self.feed.open(self)
+        self._lane = self.feed.open(self)
 
     def close(self) -> asyncio.Task[None] | None:
         """Ends reading and a running replay; returns the task to wait for, which closes its socket as it ends."""
@@ -146,6 +151,13 @@ class Source:
         for task in tasks:
             task.cancel()
         return asyncio.get_running_loop().create_task(_ended(tasks)) if tasks else None
+
+    @property
+    def sequence(self) -> SourceSequence[DecodedBatch]:
+        """The state machine. Nothing is applied from here on until the event loop gets its turn."""
+        if self._lent:
+            self._take_back()
+        return self._sequence
 
     @property
     def searching(self) -> bool:
@@ -160,27 +172,29 @@ class Source:
     @property
     def replaying(self) -> bool:
         """See `SourceInput.replaying`."""
-        return self.sequence.replaying
+        return self._sequence.replaying
 
     @property
     def incomplete(self) -> bool:
         """See `SourceInput.incomplete`."""
-        return self.sequence.history_incomplete
+        return self._sequence.history_incomplete
 
     def tick(self) -> None:
         """Time passed: does what is due."""
         now = self._clock()
-        if self.sequence.retry_at is not None and self.sequence.retry_at <= now:
+        # Of the sequence itself: while it is lent nothing is to be tried again.
+        if self._sequence.retry_at is not None and self._sequence.retry_at <= now:
             self._carry_out(self.sequence.on_tick(now))
         self.feed.tick(now)
 
     def recover(self) -> None:
         """Drops what is known of the rank and fetches it again, as far as it can still be had."""
+        sequence = self.sequence
         self._reset()
         if self.feed.can_replay:
-            self.sequence.restore(epoch=self.sequence.epoch, last_id=None)
+            sequence.restore(epoch=sequence.epoch, last_id=None)
         # Without a replay the cursor stays: live batches go on from it, and what is dropped here stays missing.
-        self._carry_out(self.sequence.on_reconnect())
+        self._carry_out(sequence.on_reconnect())
 
     def on_batch(self, batch: SequencedBatch[DecodedBatch]) -> None:
         """See `SourceInput.on_batch`."""
@@ -210,6 +224,25 @@ class Source:
         self.sequence.on_malformed(self._clock())
         self._warnings.warning((self.rank, "frame"), "worker %s/%d sent a malformed frame: %s", *self.rank, reason)
 
+    def _take_back(self) -> None:
+        """The lane stops; what it did is noted."""
+        assert self._lane is not None
+        self._lent = False
+        progress = self._lane.take()
+        if progress is None or not progress.applied:
+            return
+        self._sequence.advance(last_id=progress.last_id, digests=progress.digests, applied=progress.applied)
+        self.received_at = self._clock() - (progress.age_seconds or 0.0)
+        self._judge(Applied(0, 0, progress.over_capacity, progress.incompatible))
+
+    def _lend(self) -> None:
+        """Leaves what is usual to the lane; who observes needs every batch, and so does what is wrong with a worker."""
+        if self._lane is None or self._observer is not None or self._over_capacity or self._incompatible:
+            return
+        sequence = self.sequence
+        if sequence.quiet and sequence.last_id is not None:
+            self._lent = self._lane.lend(sequence.last_id, sequence.digests, lambda: self._carry_out([]))
+
     def _set_incomplete(self, incomplete: bool) -> None:
         if incomplete != self._incomplete:
             self._incomplete = incomplete
@@ -223,7 +256,7 @@ class Source:
             self._search.cancel()
             self._search = None
             self.searched.set()
-        self._over_capacity = False
+        self._over_capacity = self._incompatible = False
         if self._observer is not None:
             self._observer.reset()
 
@@ -250,6 +283,8 @@ class Source:
         if self._over_capacity and not self.sequence.replaying and self._may_recover():
             log.warning("worker %s/%d has more blocks than it can: removals were lost, recovering", *self.rank)
             self.recover()
+            return
+        self._lend()
 
     def _apply(self, batch: SequencedBatch[DecodedBatch]) -> None:
         if batch.reset:
@@ -267,13 +302,18 @@ class Source:
                 reason,
             )
         applied = apply_decoded(self.index, self.rank, batch.content, epoch=batch.epoch, event_id=batch.event_id)
-        if applied.incompatible:
+        self._judge(applied)
+        if self._observer is not None:
+            self._observer.applied(batch)
+
+    def _judge(self, applied: Applied) -> None:
+        """Notes what the index said of a batch."""
+        self._incompatible = bool(applied.incompatible)
+        if self._incompatible:
             self._warnings.warning(
                 (self.rank, "incompatible"), "worker %s/%d is not indexed: %s", *self.rank, applied.incompatible
             )
         self._over_capacity = applied.over_capacity
-        if self._observer is not None:
-            self._observer.applied(batch)
 
     def _load(self, attempt: int | None, state: SourceState, *, second_hand: bool = False) -> bool:
         """Loads a state if the sequence wants it; one that cannot be loaded costs itself, and is told by False."""

@@ -30,6 +30,43 @@ REPLAY_IDLE_SECONDS = 2.0
 """A replay that is silent this long has ended early: engines answer within 100 ms."""
 
 
+def open_sockets(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: EventEndpoint
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A SUB socket on an endpoint, and the monitor that tells of its handshakes.
+
+    Raises:
+        zmq.ZMQError: The endpoint cannot be used; no socket is left open.
+    """
+    socket = context.socket(zmq.SUB)
+    socket.set(zmq.RCVHWM, RECEIVE_LIMIT)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.set(zmq.RECONNECT_IVL, 100)
+    socket.set(zmq.RECONNECT_IVL_MAX, 2000)
+    # A peer that vanished without a word (host gone) is noticed and reconnected to.
+    socket.set(zmq.HEARTBEAT_IVL, 5000)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, 15000)
+    socket.subscribe(endpoint.topic)
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    try:
+        if endpoint.bind:
+            socket.bind(endpoint.endpoint)
+        else:
+            socket.connect(endpoint.endpoint)
+    except zmq.ZMQError:
+        close_sockets(socket, monitor)
+        raise
+    return socket, monitor
+
+
+def close_sockets(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    """Closes what `open_sockets` returned."""
+    socket.disable_monitor()
+    monitor.close()
+    socket.close()
+
+
 class Subscription:
     """A SUB socket on one endpoint; tells of batches, of malformed messages and of connections.
 
@@ -51,30 +88,12 @@ class Subscription:
         self._on_malformed = on_malformed
         self._on_connected = on_connected
         self._loop = asyncio.get_running_loop()
-        self._socket = context.socket(zmq.SUB)
-        self._socket.set(zmq.RCVHWM, RECEIVE_LIMIT)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.set(zmq.RECONNECT_IVL, 100)
-        self._socket.set(zmq.RECONNECT_IVL_MAX, 2000)
-        # A peer that vanished without a word (host gone) is noticed and reconnected to.
-        self._socket.set(zmq.HEARTBEAT_IVL, 5000)
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, 15000)
-        self._socket.subscribe(endpoint.topic)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._socket, self._monitor = open_sockets(context, endpoint)
         self._closed = False
         self._backlog = False
         """The socket was not read empty yet."""
         self._connected = False
         """A handshake is still to be told."""
-        try:
-            if endpoint.bind:
-                self._socket.bind(endpoint.endpoint)
-            else:
-                self._socket.connect(endpoint.endpoint)
-        except zmq.ZMQError:
-            self.close()
-            raise
         self._loop.add_reader(self._socket.FD, self._drain)
         self._loop.add_reader(self._monitor.FD, self._drain_monitor)
         self._loop.call_soon(self._drain)
@@ -87,9 +106,7 @@ class Subscription:
         self._closed = True
         self._loop.remove_reader(self._socket.FD)
         self._loop.remove_reader(self._monitor.FD)
-        self._socket.disable_monitor()
-        self._monitor.close()
-        self._socket.close()
+        close_sockets(self._socket, self._monitor)
 
     def _drain(self) -> None:
         """Reads a burst. The descriptor only tells of news, so a socket left unread must be visited again."""

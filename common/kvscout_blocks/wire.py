@@ -95,11 +95,13 @@ def parse_message(frames: Sequence[bytes]) -> Message:
         MalformedBatch: They are not topic, 8 bytes of seq, payload.
     """
     if len(frames) != 3 or len(frames[1]) != _SEQ_BYTES:
-        raise MalformedBatch(
-            f"want topic, 8 bytes of seq, payload; got frames of {[len(f) for f in frames[:8]]} bytes",
-            field="frames",
-        )
+        raise malformed_frames([len(frame) for frame in frames])
     return Message(int.from_bytes(frames[1], "big"), frames[2])
+
+
+def malformed_frames(lengths: Sequence[int]) -> MalformedBatch:
+    """What is wrong with a published message whose frames have these lengths, in bytes."""
+    return MalformedBatch(f"want topic, 8 bytes of seq, payload; got frames of {lengths[:8]} bytes", field="frames")
 
 
 def replay_request(first_seq: int) -> list[bytes]:

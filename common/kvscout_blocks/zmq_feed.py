@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 import zmq
 
 from kvscout_blocks.events import DecodedBatch, EventBatch
-from kvscout_blocks.feed import SourceInput, SourceState
+from kvscout_blocks.feed import Lane, Progress, SourceInput, SourceState
 from kvscout_blocks.index import BlockIndex
+from kvscout_blocks.lanes import Lanes, LaneSubscription
 from kvscout_blocks.native_index import decode_for
 from kvscout_blocks.sequence import SequencedBatch, digest
 from kvscout_blocks.subscriber import Subscription, replay
@@ -35,6 +36,7 @@ class ZmqFeed:
         clock: Monotonic seconds.
         warnings: Where batches that cannot be read are logged.
         failed: Told of a defect of ours.
+        lanes: Read its socket and apply what is usual; None = all batches come to the source.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class ZmqFeed:
         clock: Callable[[], float],
         warnings: RateLimitedLog,
         failed: Callable[[BaseException], None],
+        lanes: Lanes | None = None,
     ) -> None:
         self.address = endpoint
         self.can_replay = bool(endpoint.replay_endpoint)
@@ -58,14 +61,27 @@ class ZmqFeed:
         self._clock = clock
         self._warnings = warnings
         self._failed = failed
+        self._lanes = lanes
         self._source: SourceInput | None = None
         self._reopen_at: float | None = None
-        self._subscription: Subscription | None = None
+        self._subscription: Subscription | LaneSubscription | None = None
 
-    def open(self, source: SourceInput) -> None:
+    def open(self, source: SourceInput) -> Lane | None:
         """See `Feed.open`."""
         self._source = source
         self._subscribe()
+        # The subscription may be another one later.
+        return self
+
+    def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
+        """See `Lane.lend`."""
+        subscription = self._subscription
+        return isinstance(subscription, LaneSubscription) and subscription.lend(last_id, digests, stopped)
+
+    def take(self) -> Progress | None:
+        """See `Lane.take`."""
+        subscription = self._subscription
+        return subscription.take() if isinstance(subscription, LaneSubscription) else None
 
     def close(self) -> None:
         """See `Feed.close`."""
@@ -88,13 +104,7 @@ class ZmqFeed:
         source = self._source
         assert source is not None
         try:
-            self._subscription = Subscription(
-                self._context,
-                self.address,
-                on_message=self._guarded(lambda message: source.on_batch(self._sequenced(message))),
-                on_malformed=source.on_malformed,
-                on_connected=self._guarded(source.on_reconnect),
-            )
+            self._subscription = self._subscription_of(source)
         except zmq.ZMQError as error:
             reason = f"{self.address.endpoint}: {error}"
             if reason != self.broken:
@@ -104,6 +114,28 @@ class ZmqFeed:
         else:
             self.broken = ""
             self._reopen_at = None
+
+    def _subscription_of(self, source: SourceInput) -> Subscription | LaneSubscription:
+        on_message = self._guarded(lambda message: source.on_batch(self._sequenced(message)))
+        on_malformed, on_connected = self._guarded(source.on_malformed), self._guarded(source.on_reconnect)
+        subscription = None
+        if self._lanes is not None:
+            subscription = self._lanes.subscribe(
+                self._context,
+                self.address,
+                self._rank,
+                self._index,
+                on_message=on_message,
+                on_malformed=on_malformed,
+                on_connected=on_connected,
+            )
+        return subscription or Subscription(
+            self._context,
+            self.address,
+            on_message=on_message,
+            on_malformed=on_malformed,
+            on_connected=on_connected,
+        )
 
     def _guarded(self, function: Callable[..., None]) -> Callable[..., None]:
         """A callback whose exceptions end the process: the loop itself would only log them and go on, blind."""

@@ -201,3 +201,52 @@ def encode_events(
     batch: Batch, worker: _Name, pool: _Pool, adapters: Sequence[tuple[int, str]], epoch: int, event_id: int | None
 ) -> bytes:
     """A batch of events as a serialised `KvEventBatch`, with local hashes in place of tokens."""
+
+# --- ingest ----------------------------------------------------------------------------------------
+
+class Lane:
+    """The usual case of one source: applies the next batch in order, if it can be read, is of the right rank and
+    clears nothing. `kvscout_blocks.feed.Lane` says what lending means. Thread-safe.
+    """
+
+    def __new__(cls, index: BlockIndex, worker: _Name) -> Lane: ...
+    def lend(self, last_id: int, digests: Sequence[tuple[int, int]]) -> bool: ...
+    def take(self) -> tuple[int, list[tuple[int, int]], int, float | None, bool, str] | None:
+        """The fields of `Progress`."""
+
+    def offer(self, event_id: int, payload: bytes) -> str:
+        """"applied", "stopped" (applied, and now to be looked at), "declined" or "closed"; for tests."""
+
+class Reader:
+    """A thread that reads ZMQ sockets and offers what comes to their lanes, without the GIL.
+
+    What a lane declines, and all of its source after it, waits for `take`: at most 256 messages or 8 MiB a source,
+    then its socket is left unread. Sockets are looked at once when they are added, then when their descriptors say so;
+    after they were read empty the thread pauses for a millisecond, so that what comes meanwhile shares the costs.
+    """
+
+    def __new__(cls, zmq: Sequence[int]) -> Reader:
+        """Starts it. `zmq`: addresses of zmq_msg_init, _close, _more, _size, _data, _recv and zmq_errno."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `take` has something."""
+
+    def add(self, lane: Lane, socket: int, fd: int, monitor: int, monitor_fd: int) -> int:
+        """Reads a socket from now on; returns the source's number.
+
+        Handles and descriptors are libzmq's. Nobody else may use the sockets until `remove` or `close` has returned.
+        """
+
+    def remove(self, source: int) -> None:
+        """Lets go of a source: nothing of it is applied or told any more."""
+
+    def take(self, most: int) -> list[tuple[int, str, Any]]:
+        """The oldest notices, (source, kind, detail):
+
+        "message", (event id, payload) · "malformed", lengths of the frames · "connected", None: a connection was made, and
+        what came over the one before was told or applied · "stopped", None: see `Lane.offer` · "failed", reason: the
+        thread has ended; source means nothing.
+        """
+
+    def close(self) -> None:
+        """Ends the thread; blocks until it has."""

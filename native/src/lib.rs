@@ -7,6 +7,7 @@ pub mod codec;
 pub mod events;
 pub mod hashing;
 pub mod index;
+pub mod ingest;
 pub mod protobuf;
 #[cfg(feature = "python")]
 mod python;

@@ -5,6 +5,7 @@ mod codec;
 mod errors;
 mod hashing;
 mod index;
+mod ingest;
 mod queries;
 
 use pyo3::prelude::*;
@@ -35,5 +36,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     batch::register(module)?;
     codec::register(module)?;
     index::register(module)?;
+    ingest::register(module)?;
     queries::register(module)
 }

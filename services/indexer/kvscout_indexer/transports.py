@@ -10,6 +10,7 @@ import zmq
 
 from kvscout_blocks.feed import Feed
 from kvscout_blocks.index import BlockIndex
+from kvscout_blocks.lanes import make_lanes
 from kvscout_blocks.zmq_feed import ZmqFeed
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
@@ -42,6 +43,7 @@ class ZmqDirect:
         self._failed = failed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_535)
+        self._lanes = make_lanes(failed=failed)
 
     def feed(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> Feed | None:
         """See `EventTransport.feed`."""
@@ -56,6 +58,7 @@ class ZmqDirect:
             clock=time.monotonic,
             warnings=self._warnings,
             failed=self._failed,
+            lanes=self._lanes,
         )
 
     def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
@@ -64,4 +67,6 @@ class ZmqDirect:
 
     async def close(self) -> None:
         """Closes every socket."""
+        if self._lanes is not None:
+            self._lanes.close()
         self._context.destroy(linger=0)

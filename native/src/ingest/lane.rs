@@ -1,0 +1,181 @@
+//! The usual case of one source: the next batch, in order, readable, of the right rank.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use parking_lot::Mutex;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::events::Event;
+use crate::index::{Index, WorkerRank};
+use crate::wire;
+
+/// As `sequence.DIGESTS_KEPT`.
+const DIGESTS_KEPT: usize = 64;
+
+/// What may wait to be decided about; with more, a source is to be left unread.
+const PENDING: usize = 256;
+const PENDING_BYTES: usize = 8 * 1024 * 1024;
+
+/// How far a source has come.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Cursor {
+    /// The last batch applied.
+    pub last_id: u64,
+    /// (id, digest) of the last batches, oldest first.
+    pub digests: VecDeque<(u64, u64)>,
+}
+
+/// What a lane has done with a cursor.
+#[derive(Debug, Default)]
+pub struct Progress {
+    pub cursor: Cursor,
+    /// Batches applied since it was lent.
+    pub applied: u64,
+    pub applied_at: Option<Instant>,
+    /// What the index said of the last one.
+    pub over_capacity: bool,
+    pub incompatible: String,
+}
+
+/// What became of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Offered {
+    Applied,
+    /// Applied, and the index said something that is not for the lane to judge: it has stopped.
+    Stopped,
+    /// Not applied: the cursor is not here, or no longer.
+    Declined,
+    /// Nobody wants it any more.
+    Closed,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// There while the lane may go on.
+    lent: Option<Progress>,
+    /// There once it has stopped by itself.
+    stopped: Option<Progress>,
+    /// What came and waits to be decided about, in messages and in bytes.
+    pending: usize,
+    pending_bytes: usize,
+    /// Left unread because too much waits.
+    stalled: bool,
+    closed: bool,
+}
+
+impl State {
+    fn full(&self) -> bool {
+        self.pending >= PENDING || self.pending_bytes >= PENDING_BYTES
+    }
+
+    fn stop(&mut self) {
+        if let Some(progress) = self.lent.take() {
+            self.stopped = Some(progress);
+        }
+    }
+}
+
+/// One source's lane. Between `lend` and `take` it alone has the cursor.
+#[derive(Debug)]
+pub struct Lane {
+    index: Arc<Index>,
+    worker: WorkerRank,
+    state: Mutex<State>,
+}
+
+impl Lane {
+    pub fn new(index: Arc<Index>, worker: WorkerRank) -> Self {
+        Self { index, worker, state: Mutex::default() }
+    }
+
+    /// Lets the lane go on from a cursor; false if something waits that comes first.
+    pub fn lend(&self, cursor: Cursor) -> bool {
+        let mut state = self.state.lock();
+        let free = state.pending == 0 && !state.closed;
+        if free {
+            state.lent = Some(Progress { cursor, ..Progress::default() });
+            state.stopped = None;
+        }
+        free
+    }
+
+    /// The cursor, if it was lent: the lane has stopped.
+    pub fn take(&self) -> Option<Progress> {
+        let mut state = self.state.lock();
+        state.lent.take().or_else(|| state.stopped.take())
+    }
+
+    /// Stops for good: whatever is offered from now on is not applied.
+    pub fn close(&self) {
+        self.state.lock().closed = true;
+    }
+
+    /// Whether so much waits that the source is to be left unread, until `hand_over` says otherwise.
+    pub fn stall_if_full(&self) -> bool {
+        let mut state = self.state.lock();
+        state.stalled = state.full();
+        state.stalled
+    }
+
+    /// Notes that something will be decided about elsewhere: until then the lane does nothing.
+    pub fn defer(&self, bytes: usize) {
+        let mut state = self.state.lock();
+        state.pending += 1;
+        state.pending_bytes += bytes;
+        state.stop();
+    }
+
+    /// It was handed over to who decides; whether the source, left unread until now, is to be read again.
+    pub fn hand_over(&self, bytes: usize) -> bool {
+        let mut state = self.state.lock();
+        state.pending -= 1;
+        state.pending_bytes -= bytes;
+        let resume = state.stalled && !state.full();
+        state.stalled &= !resume;
+        resume
+    }
+
+    /// Applies a batch if it is the usual case. One that is declined belongs after all that waits already.
+    pub fn offer(&self, event_id: u64, payload: &[u8]) -> Offered {
+        let mut state = self.state.lock();
+        if state.closed {
+            return Offered::Closed;
+        }
+        if state.pending > 0 {
+            return Offered::Declined;
+        }
+        let Some(progress) = &mut state.lent else { return Offered::Declined };
+        if progress.cursor.last_id.checked_add(1) != Some(event_id) {
+            state.stop();
+            return Offered::Declined;
+        }
+        let batch = match wire::decode_batch(payload) {
+            Ok(batch)
+                if batch.faults.is_empty()
+                    && batch.dp_rank.is_none_or(|rank| rank == self.worker.dp_rank)
+                    && !batch.events.iter().any(|event| matches!(event, Event::Cleared)) =>
+            {
+                batch
+            }
+            _ => {
+                state.stop();
+                return Offered::Declined;
+            }
+        };
+        let applied = self.index.apply(self.worker.name(), &batch, 0, Some(event_id));
+        progress.cursor.last_id = event_id;
+        progress.cursor.digests.push_back((event_id, xxh3_64(payload)));
+        let excess = progress.cursor.digests.len().saturating_sub(DIGESTS_KEPT);
+        progress.cursor.digests.drain(..excess);
+        progress.applied += 1;
+        progress.applied_at = Some(Instant::now());
+        if !applied.over_capacity && applied.incompatible.is_empty() {
+            return Offered::Applied;
+        }
+        (progress.over_capacity, progress.incompatible) = (applied.over_capacity, applied.incompatible);
+        state.stop();
+        Offered::Stopped
+    }
+}
