@@ -15,7 +15,8 @@ from processes import eventually
 from scheduler_builders import BLOCK, MODEL, ManualClock
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, workers_pb2
-from kvscout_common.channel import call, stream
+from kvscout_common.channel import call
+from kvscout_common.config import ServerConfig
 from kvscout_common.errors import (
     AlreadyExists,
     Cancelled,
@@ -28,6 +29,7 @@ from kvscout_common.errors import (
     Unimplemented,
 )
 from kvscout_common.registry import Registry
+from kvscout_common.registry_tasks import Backends
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.servicer import SchedulerServicer
 from kvscout_scheduler.settings import SchedulerSettings
@@ -122,7 +124,7 @@ async def scheduler(*worker_ids: str, **settings: Any) -> AsyncIterator[Client]:
     core = Scheduler(SchedulerSettings(**settings), clock=clock, rng=Random(7))
     registry = Registry(clock)
     registry.listen(core.workers)
-    servicer = SlowServicer(core, registry, list)  # type: ignore[abstract]  # as in main: the rest: UNIMPLEMENTED
+    servicer = SlowServicer(core, registry, Backends(registry, ServerConfig()))  # type: ignore[abstract]  # as in main: the rest: UNIMPLEMENTED
     async with serving(lambda s: scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, s)) as channel:
         client = Client(core, clock, servicer, scheduler_pb2_grpc.SchedulerStub(channel))
         for worker_id in worker_ids:
@@ -687,19 +689,6 @@ async def test_a_scheduler_that_drains_takes_nothing_new_and_finishes_the_rest(c
     assert (await client.rpc("MarkPrefillComplete", ref("r"))).changed
     await client.rpc("Free", ref("r"))
     await client.idle()
-
-
-@pytest.mark.parametrize(
-    ("name", "outgoing"),
-    [
-        ("Lifecycle", iter([scheduler_pb2.LifecycleRequest()])),
-        ("WatchLoads", scheduler_pb2.WatchLoadsRequest(model=MODEL)),
-        ("WatchDecisions", scheduler_pb2.WatchDecisionsRequest()),
-    ],
-)
-async def test_streams_of_later_releases_are_unimplemented(client: Client, name: str, outgoing: Any) -> None:
-    with pytest.raises(Unimplemented):
-        [answer async for answer in stream(getattr(client.stub, name), outgoing)]
 
 
 async def test_replicas_of_later_releases_are_unimplemented(client: Client) -> None:

@@ -19,3 +19,5 @@ class SchedulerConfig:
     settings: SchedulerSettings = field(default_factory=SchedulerSettings)
     seed: int | None = None
     """Of the random draws; None = from the system."""
+    scrape_seconds: float = 0.0
+    """Between two looks at the engines' own metrics; 0 = never."""

@@ -12,7 +12,7 @@ import click
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
-from kvscout_common.nats_link import NatsConfig, nats_flags
+from kvscout_common.nats_link import NatsConfig, NatsLink, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_common.telemetry import registry_of
 from kvscout_scheduler.config import SchedulerConfig
@@ -59,6 +59,25 @@ EXPIRY_SECONDS = 0.5
     help="Bookings held at once; more are refused.",
 )
 @nats_flags()
+@flag(
+    "--scrape-engine-metrics",
+    default=0.0,
+    type=click.FloatRange(min=0),
+    help="Seconds between two looks at the engines' own metrics; 0 = they are not asked.",
+)
+@flag(
+    "--router-queue-threshold",
+    type=float,
+    help="Requests wait while all workers have more active prefill tokens than this times max_num_batched_tokens; "
+    "unset = nobody waits.",
+)
+@flag(
+    "--router-queue-limit",
+    default=1_024,
+    type=click.IntRange(min=1),
+    section=PERFORMANCE,
+    help="Requests that wait for one model and role; more are refused.",
+)
 @server_flags("scheduler", port=50052, metrics_port=9092)
 def main(**values: Any) -> None:
     """Pick the worker that takes a request, and keep account of what is active on each."""
@@ -79,8 +98,11 @@ def main(**values: Any) -> None:
                 cooldown_seconds=values["worker_cooldown_seconds"],
                 lease_seconds=values["lease_seconds"],
                 max_active_requests=values["max_active_requests"],
+                queue_threshold=values["router_queue_threshold"],
+                queue_limit=values["router_queue_limit"],
             ).validate(),
             seed=values["seed"],
+            scrape_seconds=values["scrape_engine_metrics"],
         )
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from error
@@ -91,9 +113,10 @@ async def build(config: SchedulerConfig) -> App:
     """The scheduler as an app to serve."""
     from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
     from kvscout_common.registry import Registry
-    from kvscout_common.registry_tasks import registry_tasks
+    from kvscout_common.registry_tasks import Backends
     from kvscout_scheduler.metrics import SchedulerCollector
     from kvscout_scheduler.scheduler import Scheduler
+    from kvscout_scheduler.scraper import EngineScraper
     from kvscout_scheduler.servicer import SchedulerServicer
 
     try:
@@ -102,8 +125,9 @@ async def build(config: SchedulerConfig) -> App:
         raise ConfigError(error.message, field="router_mode") from error
     registry = Registry(time.monotonic)
     registry.listen(scheduler.workers)
-    tasks, warnings = registry_tasks(registry, config.server.workers_file)
-    servicer = SchedulerServicer(scheduler, registry, warnings)  # type: ignore[abstract]  # the rest: UNIMPLEMENTED
+    link = NatsLink(config.nats, "kvscout-scheduler") if config.nats is not None else None
+    backends = Backends(registry, config.server, link)
+    servicer = SchedulerServicer(scheduler, registry, backends)  # type: ignore[abstract]  # the rest: UNIMPLEMENTED
 
     async def expire() -> None:
         while True:
@@ -112,7 +136,11 @@ async def build(config: SchedulerConfig) -> App:
 
     async def drain() -> None:
         scheduler.drain()
+        await servicer.drain_streams()
 
+    tasks = {**backends.tasks, "booking-leases": expire, **({"nats": link.run} if link is not None else {})}
+    if config.scrape_seconds:
+        tasks["engine-metrics"] = EngineScraper(scheduler, registry, config.scrape_seconds).run
     return App(
         name="scheduler",
         services=[
@@ -121,8 +149,9 @@ async def build(config: SchedulerConfig) -> App:
                 lambda server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server),
             )
         ],
-        tasks={**tasks, "booking-leases": expire},
+        tasks=tasks,
         drain=drain,
+        close=link.close if link is not None else None,
         metrics=registry_of(SchedulerCollector(scheduler)),
     )
 

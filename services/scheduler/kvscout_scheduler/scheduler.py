@@ -6,6 +6,7 @@ decide on the same load. The clock and the random generator are passed in.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from random import Random
@@ -42,6 +43,7 @@ from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.stats import SchedulerStats
 from kvscout_scheduler.thresholds import BusyThresholds, ThresholdTable
 from kvscout_scheduler.waiting import Answer, Waiter, WaitingLine, queued_listing
+from kvscout_scheduler.watching import Watchers
 from kvscout_scheduler.workers import Workers
 
 DEFAULT_SETTINGS = SchedulerSettings()
@@ -71,6 +73,7 @@ class Scheduler:
         clock: Monotonic seconds.
         rng: For ties and temperatures.
         policies: None = this package's and those of installed packages.
+        wall_clock: Seconds since the Unix epoch, for those who watch.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -84,6 +87,7 @@ class Scheduler:
         clock: Callable[[], float],
         rng: Random,
         policies: PolicyRegistry | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.settings = settings.validate()
         self.policies = installed_policies() if policies is None else policies
@@ -94,6 +98,7 @@ class Scheduler:
         self.workers = Workers(settings, self.bookings, clock)
         """Give it to the registry as a listener."""
         self.draining = False
+        self.watchers = Watchers(wall_clock)
         self._clock = clock
         self._selector = Selector(settings, self.policies, rng)
 
@@ -458,10 +463,16 @@ class Scheduler:
             self._require_open()
             pool = self.workers.pool(request.pool)
             thresholds = self.thresholds.get(request.tenant, request.model)
-            selected = self._selector.select(pool, request, thresholds, now, books=books)
+            explained = request.explain or not self.watchers.explain(request)
+            asked = request if explained else replace(request, explain=True)
+            selected = self._selector.select(pool, asked, thresholds, now, books=books)
         except KvscoutError as error:
             self.stats.refusals[type(error).__name__] += 1
+            self.watchers.tell(request, error)
             raise
+        self.watchers.tell(request, selected.decision)
+        if not explained:
+            selected = selected._replace(decision=replace(selected.decision, explanation=None))
         self.stats.decisions[selected.decision.policy] += 1
         pool.decisions += 1
         return selected

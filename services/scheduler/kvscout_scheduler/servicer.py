@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from kvscout_common.errors import InvalidArgument
+from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.identity import current_identity
 from kvscout_common.registry import ALL_TENANTS, Registry
+from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import service_info
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_from_proto, role_to_proto
 from kvscout_common.worker_rpcs import WorkerRpcs
 from kvscout_scheduler import translate
+from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.lifecycle_rpc import LifecycleRpc
 from kvscout_scheduler.pool import EngineMetrics
-from kvscout_scheduler.request import Prompt, RequestKey, pack_hashes
+from kvscout_scheduler.request import Prompt, RequestKey, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.thresholds import BusyThresholds
+from kvscout_scheduler.watch_rpcs import WatchRpcs
 
 DEFAULT_LIST_LIMIT = 1_000
 MAX_LIST_LIMIT = 100_000
 
 
-class SchedulerServicer(WorkerRpcs, scheduler_pb2_grpc.SchedulerServicer):
+# Lifecycle writes to its context itself, which grpc allows and its stubs do not know.
+class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.SchedulerServicer):  # type: ignore[misc]
     """Translates; every decision is made in the core."""
 
-    def __init__(self, scheduler: Scheduler, registry: Registry, warnings: Callable[[], list[str]]) -> None:
-        super().__init__(registry)
+    def __init__(self, scheduler: Scheduler, registry: Registry, backends: Backends) -> None:
+        WorkerRpcs.__init__(self, registry, backends.registrar)
+        WatchRpcs.__init__(self, scheduler)
+        LifecycleRpc.__init__(self, scheduler)
         self._scheduler = scheduler
-        self._warnings = warnings
+        self._warnings = backends.warnings
         self._started = time.monotonic()
 
     def active_requests(self, tenant: str, worker_id: str) -> int:
@@ -44,9 +51,25 @@ class SchedulerServicer(WorkerRpcs, scheduler_pb2_grpc.SchedulerServicer):
         self, request: scheduler_pb2.SelectRequest, context: Any
     ) -> scheduler_pb2.SelectResponse:
         wanted = translate.selection_from_proto(request)
-        decision = self._scheduler.select_and_reserve(wanted, lease_seconds=request.lease_seconds)
+        decision = await self._reserved(wanted, request.lease_seconds)
         self._undo_if_undelivered(context, wanted.key, wanted.attempt_id)
         return translate.decision_to_proto(decision)
+
+    async def _reserved(self, wanted: SelectionRequest, lease_seconds: float) -> Decision:
+        """The decision, once there is room; a caller that goes away meanwhile leaves nothing."""
+        decided: asyncio.Future[Decision | KvscoutError] = asyncio.get_running_loop().create_future()
+        answer = decided.set_result
+        self._scheduler.reserve_or_wait(wanted, answer, lease_seconds=lease_seconds)
+        try:
+            outcome = decided.result() if decided.done() else await asyncio.shield(decided)
+        except asyncio.CancelledError:
+            if decided.done():
+                self._scheduler.undelivered(wanted.key, wanted.attempt_id)
+            self._scheduler.abandon(wanted.key, wanted.attempt_id, answer)
+            raise
+        if isinstance(outcome, KvscoutError):
+            raise outcome
+        return outcome
 
     async def Reserve(self, request: scheduler_pb2.ReserveRequest, context: Any) -> scheduler_pb2.ReserveResponse:
         wanted = translate.reserve_from_proto(request)
@@ -71,27 +94,15 @@ class SchedulerServicer(WorkerRpcs, scheduler_pb2_grpc.SchedulerServicer):
         return scheduler_pb2.MarkPrefillCompleteResponse(changed=changed)
 
     async def AddOutput(self, request: scheduler_pb2.AddOutputRequest, context: Any) -> scheduler_pb2.AddOutputResponse:
-        ref = request.request
-        if request.tenant and ref.tenant and request.tenant != ref.tenant:
-            raise InvalidArgument(f"{ref.tenant!r} is not {request.tenant!r}", field="request.tenant")
-        key = translate.key_from_proto(ref, request.tenant)
-        output = self._scheduler.add_output(key, request.blocks, ref.attempt_id)
+        key = translate.output_key_from_proto(request)
+        output = self._scheduler.add_output(key, request.blocks, request.request.attempt_id)
         return scheduler_pb2.AddOutputResponse(output_blocks=output)
 
     async def Free(self, request: scheduler_pb2.RequestRef, context: Any) -> scheduler_pb2.FreeResponse:
         return translate.outcome_to_proto(self._scheduler.free(translate.key_from_proto(request), request.attempt_id))
 
     async def Renew(self, request: scheduler_pb2.RenewRequest, context: Any) -> scheduler_pb2.RenewResponse:
-        if not request.requests:
-            raise InvalidArgument("names no request", field="requests")
-        keys = [(translate.key_from_proto(ref, request.tenant), ref.attempt_id) for ref in request.requests]
-        return scheduler_pb2.RenewResponse(
-            unknown=[
-                index
-                for index, (key, attempt_id) in enumerate(keys)
-                if not self._scheduler.renew(key, attempt_id, lease_seconds=request.lease_seconds)
-            ]
-        )
+        return translate.renew(self._scheduler, request)
 
     async def GetPotentialLoads(
         self, request: scheduler_pb2.PotentialLoadsRequest, context: Any
@@ -194,6 +205,7 @@ class SchedulerServicer(WorkerRpcs, scheduler_pb2_grpc.SchedulerServicer):
                     active_prefill_tokens=sum(pool.load.prefill_tokens[slot] for slot in pool.order),
                     active_decode_blocks=sum(pool.load.decode_blocks[slot] for slot in pool.order),
                     decisions=pool.decisions,
+                    queued=self._scheduler.waiting.length(pool.id),
                 )
                 for pool in sorted(pools, key=lambda pool: pool.id)
             ],

@@ -19,7 +19,7 @@ from kvscout_scheduler.request import (
     SelectionRequest,
     pack_hashes,
 )
-from kvscout_scheduler.scheduler import WorkerLoad
+from kvscout_scheduler.scheduler import Scheduler, WorkerLoad
 
 _OUTCOMES = {
     FreeOutcome.FREED: scheduler_pb2.FREE_OUTCOME_FREED,
@@ -61,8 +61,8 @@ def _override(message: scheduler_pb2.SelectRequest) -> ConfigOverride:
     )
 
 
-def selection_from_proto(message: scheduler_pb2.SelectRequest) -> SelectionRequest:
-    """A request that wants a worker.
+def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str = "") -> SelectionRequest:
+    """A request that wants a worker; an unset tenant is that of the message around it.
 
     Raises:
         InvalidArgument: If a field cannot be read; the core checks the rest.
@@ -79,7 +79,7 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest) -> SelectionReque
             Prompt(pack_hashes(p.block_hashes), p.block_size, p.eagle, overlaps_from_proto(p.overlaps))
             for p in message.other_pools
         ),
-        tenant=message.tenant or DEFAULT_TENANT,
+        tenant=message.tenant or outer_tenant or DEFAULT_TENANT,
         role=role_from_proto(message.role),
         request_id=message.request_id,
         attempt_id=message.attempt_id,
@@ -136,15 +136,18 @@ def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
     )
 
 
-def reserve_from_proto(message: scheduler_pb2.ReserveRequest) -> ReserveRequest:
-    """A request to be booked on a given worker.
+def reserve_from_proto(message: scheduler_pb2.ReserveRequest, outer_tenant: str = "") -> ReserveRequest:
+    """A request to be booked on a given worker; an unset tenant is that of the message around it.
 
     Raises:
         InvalidArgument: If it names no worker, or a hash is out of range.
     """
     return ReserveRequest(
         key=RequestKey(
-            message.tenant or DEFAULT_TENANT, message.model, role_from_proto(message.role), message.request_id
+            message.tenant or outer_tenant or DEFAULT_TENANT,
+            message.model,
+            role_from_proto(message.role),
+            message.request_id,
         ),
         rank=rank_from_proto(message.worker),
         isl_tokens=message.isl_tokens,
@@ -167,6 +170,49 @@ def key_from_proto(message: scheduler_pb2.RequestRef, outer_tenant: str = "") ->
         raise InvalidArgument("must not be empty", field="model")
     tenant = message.tenant or outer_tenant or DEFAULT_TENANT
     return RequestKey(tenant, message.model, role_from_proto(message.role), message.request_id)
+
+
+def output_key_from_proto(message: scheduler_pb2.AddOutputRequest, outer_tenant: str = "") -> RequestKey:
+    """The name of the booking that output is added to.
+
+    Raises:
+        InvalidArgument: If it names no request or no model, or two tenants.
+    """
+    ref = message.request
+    if message.tenant and ref.tenant and message.tenant != ref.tenant:
+        raise InvalidArgument(f"{ref.tenant!r} is not {message.tenant!r}", field="request.tenant")
+    return key_from_proto(ref, message.tenant or outer_tenant)
+
+
+def renew(
+    scheduler: Scheduler, message: scheduler_pb2.RenewRequest, outer_tenant: str = ""
+) -> scheduler_pb2.RenewResponse:
+    """Renews the leases that a message names.
+
+    Raises:
+        InvalidArgument: If it names none, or one that cannot be read.
+    """
+    if not message.requests:
+        raise InvalidArgument("names no request", field="requests")
+    keys = [(key_from_proto(ref, message.tenant or outer_tenant), ref.attempt_id) for ref in message.requests]
+    return scheduler_pb2.RenewResponse(
+        unknown=[
+            index
+            for index, (key, attempt_id) in enumerate(keys)
+            if not scheduler.renew(key, attempt_id, lease_seconds=message.lease_seconds)
+        ]
+    )
+
+
+def key_to_proto(key: RequestKey, attempt_id: int) -> scheduler_pb2.RequestRef:
+    """The name of a booking."""
+    return scheduler_pb2.RequestRef(
+        model=key.model,
+        tenant=key.tenant,
+        role=role_to_proto(key.role),
+        request_id=key.request_id,
+        attempt_id=attempt_id,
+    )
 
 
 def outcome_to_proto(outcome: FreeOutcome) -> scheduler_pb2.FreeResponse:
@@ -193,13 +239,7 @@ def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
 def active_to_proto(active: ActiveRequest) -> scheduler_pb2.ActiveRequest:
     """An active request."""
     return scheduler_pb2.ActiveRequest(
-        request=scheduler_pb2.RequestRef(
-            model=active.key.model,
-            tenant=active.key.tenant,
-            role=role_to_proto(active.key.role),
-            request_id=active.key.request_id,
-            attempt_id=active.attempt_id,
-        ),
+        request=key_to_proto(active.key, active.attempt_id),
         worker=rank_to_proto(active.rank),
         phase=_PHASES[active.phase],
         blocks=active.prompt_blocks,
@@ -211,6 +251,6 @@ def active_to_proto(active: ActiveRequest) -> scheduler_pb2.ActiveRequest:
     )
 
 
-def pool_from_request(message: scheduler_pb2.PotentialLoadsRequest) -> PoolId:
+def pool_from_request(message: scheduler_pb2.PotentialLoadsRequest | scheduler_pb2.WatchLoadsRequest) -> PoolId:
     """Whose loads are asked for."""
     return PoolId(message.tenant or DEFAULT_TENANT, message.model, role_from_proto(message.role))

@@ -1,0 +1,136 @@
+"""Lifecycle: the open stream of one owner. Its operations in, results out as they are ready, several a message.
+
+::
+
+    read ──▶ operations.py ──▶ results ──▶ one writer ──▶ caller
+                  └── waits in line ──later──▲
+
+The stream is what an owner's bookings hang on: they outlive it by the grace time, in which the owner may come back and
+say what it still has in flight. Results that could not be sent need no undoing: the owner does not list what it never
+heard of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvscout.v1 import scheduler_pb2
+from kvscout_common.errors import Draining, InvalidArgument
+from kvscout_scheduler import translate
+from kvscout_scheduler.operations import MAX_OPERATIONS, Operations
+from kvscout_scheduler.scheduler import Scheduler
+
+MAX_RESULTS = 16 * MAX_OPERATIONS
+"""Results that wait for a slow caller; above, nothing more is read from it."""
+
+LEAVE_SECONDS = 1.0
+"""How long owners may take to leave a scheduler that drains; what they have in flight they tell the next one."""
+
+
+class LifecycleRpc:
+    """The rpc, for the servicer to inherit.
+
+    Args:
+        scheduler: Decides.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._lifecycles = scheduler
+        self._streams: set[_Outbox] = set()
+        self._readers: set[asyncio.Task[Any]] = set()
+        self._ending: set[asyncio.Task[Any]] = set()
+        """Readers that are cancelled by us."""
+
+    async def Lifecycle(self, request_iterator: AsyncIterator[scheduler_pb2.LifecycleRequest], context: Any) -> None:
+        first = await anext(request_iterator, None)
+        if first is None:
+            return
+        if not first.HasField("hello") or not first.hello.owner_id:
+            raise InvalidArgument("the first message of a stream names its owner", field="hello.owner_id")
+        scheduler, owner_id = self._lifecycles, first.hello.owner_id
+        in_flight = [(translate.key_from_proto(ref, first.tenant), ref.attempt_id) for ref in first.hello.in_flight]
+        session, unknown = scheduler.connect_owner(owner_id, in_flight)
+        outbox = _Outbox(draining=scheduler.draining)
+        outbox.next.unknown_in_flight.extend(translate.key_to_proto(*name) for name in unknown)
+        # Even an empty answer tells the owner that it is known: its bookings are safe from here on.
+        outbox.news.set()
+        operations = Operations(scheduler, owner_id, first.tenant, outbox.put)
+        self._streams.add(outbox)
+        writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner_id}")
+        reader = asyncio.current_task()
+        assert reader is not None
+        self._readers.add(reader)
+        try:
+            operations.carry_out(first.operations, outbox.next.results)
+            async for message in request_iterator:
+                if message.HasField("hello"):
+                    raise InvalidArgument("comes first, once", field="hello")
+                operations.carry_out(message.operations, outbox.next.results)
+                outbox.news.set()
+                if len(outbox.next.results) > MAX_RESULTS:
+                    await outbox.room()
+            await outbox.flushed()
+        except asyncio.CancelledError:
+            if reader not in self._ending:
+                raise
+            reader.uncancel()
+            raise Draining("the scheduler is draining") from None
+        finally:
+            self._ending.discard(reader)
+            self._streams.discard(outbox)
+            self._readers.discard(reader)
+            writer.cancel()
+            operations.close()
+            scheduler.disconnect_owner(owner_id, session)
+
+    async def drain_streams(self) -> None:
+        """Tells every owner to go to the next scheduler, and ends the streams of those that stay."""
+        for outbox in self._streams:
+            outbox.next.draining = True
+            outbox.news.set()
+        readers = set(self._readers)
+        if readers:
+            _, staying = await asyncio.wait(readers, timeout=LEAVE_SECONDS)
+            self._ending.update(staying)
+            for reader in staying:
+                reader.cancel()
+            await asyncio.gather(*staying, return_exceptions=True)
+
+
+class _Outbox:
+    """What one stream has still to send."""
+
+    def __init__(self, *, draining: bool) -> None:
+        self.next = scheduler_pb2.LifecycleResponse(draining=draining)
+        """What goes out next."""
+        self.news = asyncio.Event()
+        self._sent = asyncio.Event()
+        self._writing = False
+
+    def put(self, result: scheduler_pb2.LifecycleResult) -> None:
+        """Adds a result that came later."""
+        self.next.results.append(result)
+        self.news.set()
+
+    async def write_to(self, context: Any) -> None:
+        """Sends until cancelled; what gathers while a message goes out is one message."""
+        while True:
+            await self.news.wait()
+            self.news.clear()
+            message, self.next = self.next, scheduler_pb2.LifecycleResponse()
+            self._writing = True
+            await context.write(message)
+            self._writing = False
+            self._sent.set()
+
+    async def room(self) -> None:
+        """Waits until something was sent."""
+        self._sent.clear()
+        await self._sent.wait()
+
+    async def flushed(self) -> None:
+        """Waits until everything that is there was sent."""
+        while self.news.is_set() or self._writing:
+            await self.room()

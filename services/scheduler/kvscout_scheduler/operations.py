@@ -1,0 +1,147 @@
+"""The operations of a Lifecycle stream: one message in, one result out, now or when there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kvscout.v1 import scheduler_pb2
+from kvscout_common.errors import InvalidArgument, KvscoutError, status_code
+from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_scheduler import translate
+from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.request import RequestKey
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.waiting import Answer
+
+MAX_OPERATIONS = 1024
+"""In one message."""
+
+Later = Callable[[scheduler_pb2.LifecycleResult], None]
+
+
+class WaitingCall(NamedTuple):
+    """A select_and_reserve of a stream that waits in line."""
+
+    key: RequestKey
+    attempt_id: int
+    answer: Answer
+
+
+class Operations:
+    """Carries out the operations of one stream.
+
+    Args:
+        scheduler: Decides.
+        owner_id: Whose bookings these are.
+        tenant: Of operations that name none; "" = the default one.
+        later: Takes the results of operations that waited.
+    """
+
+    def __init__(self, scheduler: Scheduler, owner_id: str, tenant: str, later: Later) -> None:
+        self._scheduler = scheduler
+        self._owner_id = owner_id
+        self._tenant = tenant or DEFAULT_TENANT
+        self._later = later
+        self._waiting: dict[int, WaitingCall] = {}
+        """By operation id."""
+        self._kinds: dict[str, Callable[[Any, scheduler_pb2.LifecycleResult], None]] = {
+            "select": self._select,
+            "reserve": self._reserve,
+            "prefill_complete": self._prefill_complete,
+            "add_output": self._add_output,
+            "free": self._free,
+            "renew": self._renew,
+        }
+
+    def carry_out(self, operations: Any, results: Any) -> None:
+        """Carries out the operations of one message, in order.
+
+        Args:
+            operations: `LifecycleOperation`s.
+            results: Repeated field that takes a result for each, those that have to wait excepted.
+
+        Raises:
+            InvalidArgument: There are too many.
+        """
+        if len(operations) > MAX_OPERATIONS:
+            raise InvalidArgument(f"{len(operations)} in one message, at most {MAX_OPERATIONS}", field="operations")
+        for operation in operations:
+            kind = operation.WhichOneof("operation")
+            if kind == "select_and_reserve":
+                result = self._select_and_reserve(operation.id, operation.select_and_reserve)
+                if result is not None:
+                    results.append(result)
+                continue
+            result = results.add(id=operation.id)
+            try:
+                if kind is None:
+                    raise InvalidArgument("names none", field="operation")
+                self._kinds[kind](getattr(operation, kind), result)
+            except KvscoutError as error:
+                _refuse(result, error)
+
+    def close(self) -> None:
+        """The stream has ended: nobody waits for what is still in line."""
+        waiting, self._waiting = self._waiting, {}
+        for call in waiting.values():
+            self._scheduler.abandon(call.key, call.attempt_id, call.answer)
+
+    def _select(self, message: scheduler_pb2.SelectRequest, result: scheduler_pb2.LifecycleResult) -> None:
+        decision = self._scheduler.select(translate.selection_from_proto(message, self._tenant))
+        result.select.CopyFrom(translate.decision_to_proto(decision))
+
+    def _select_and_reserve(
+        self, operation_id: int, message: scheduler_pb2.SelectRequest
+    ) -> scheduler_pb2.LifecycleResult | None:
+        told: list[scheduler_pb2.LifecycleResult] = []
+        waits = False
+
+        def answer(outcome: Decision | KvscoutError) -> None:
+            result = scheduler_pb2.LifecycleResult(id=operation_id)
+            if isinstance(outcome, KvscoutError):
+                _refuse(result, outcome)
+            else:
+                result.select.CopyFrom(translate.decision_to_proto(outcome))
+            if not waits:
+                told.append(result)
+            elif self._waiting.pop(operation_id, None) is not None:
+                self._later(result)
+
+        try:
+            wanted = translate.selection_from_proto(message, self._tenant)
+            self._scheduler.reserve_or_wait(
+                wanted, answer, owner_id=self._owner_id, lease_seconds=message.lease_seconds
+            )
+        except KvscoutError as error:
+            answer(error)
+        if told:
+            return told[0]
+        waits = True
+        self._waiting[operation_id] = WaitingCall(wanted.key, wanted.attempt_id, answer)
+        return None
+
+    def _reserve(self, message: scheduler_pb2.ReserveRequest, result: scheduler_pb2.LifecycleResult) -> None:
+        wanted = translate.reserve_from_proto(message, self._tenant)
+        result.reserve.uncached_tokens = self._scheduler.reserve(
+            wanted, owner_id=self._owner_id, lease_seconds=message.lease_seconds
+        )
+
+    def _prefill_complete(self, message: scheduler_pb2.RequestRef, result: scheduler_pb2.LifecycleResult) -> None:
+        key = translate.key_from_proto(message, self._tenant)
+        result.prefill_complete.changed = self._scheduler.mark_prefill_complete(key, message.attempt_id)
+
+    def _add_output(self, message: scheduler_pb2.AddOutputRequest, result: scheduler_pb2.LifecycleResult) -> None:
+        key = translate.output_key_from_proto(message, self._tenant)
+        result.add_output.output_blocks = self._scheduler.add_output(key, message.blocks, message.request.attempt_id)
+
+    def _free(self, message: scheduler_pb2.RequestRef, result: scheduler_pb2.LifecycleResult) -> None:
+        key = translate.key_from_proto(message, self._tenant)
+        result.free.CopyFrom(translate.outcome_to_proto(self._scheduler.free(key, message.attempt_id)))
+
+    def _renew(self, message: scheduler_pb2.RenewRequest, result: scheduler_pb2.LifecycleResult) -> None:
+        result.renew.CopyFrom(translate.renew(self._scheduler, message, self._tenant))
+
+
+def _refuse(result: scheduler_pb2.LifecycleResult, error: KvscoutError) -> None:
+    result.code, result.message = status_code(error).value[0], str(error)

@@ -1,0 +1,87 @@
+"""WatchLoads and WatchDecisions: loads when they change, decisions as they are made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+from kvscout.v1 import scheduler_pb2
+from kvscout_common.errors import InvalidArgument, KvscoutError, status_code
+from kvscout_common.identity import current_identity
+from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_scheduler import translate
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.watching import DecisionRecord, Watcher
+
+DEFAULT_INTERVAL_MS = 500
+MIN_INTERVAL_MS = 10
+MAX_INTERVAL_MS = 60_000
+
+
+class WatchRpcs:
+    """The two rpcs, for the servicer to inherit.
+
+    Args:
+        scheduler: What is watched.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._watched = scheduler
+
+    async def WatchLoads(
+        self, request: scheduler_pb2.WatchLoadsRequest, context: Any
+    ) -> AsyncGenerator[scheduler_pb2.WatchLoadsResponse, None]:
+        interval = request.min_interval_ms or DEFAULT_INTERVAL_MS
+        if not MIN_INTERVAL_MS <= interval <= MAX_INTERVAL_MS:
+            raise InvalidArgument(f"must be between {MIN_INTERVAL_MS} and {MAX_INTERVAL_MS}", field="min_interval_ms")
+        pool = translate.pool_from_request(request)
+        last: list[Any] | None = None
+        while True:
+            loads = self._watched.potential_loads(pool)
+            # What counts down by itself is no change.
+            shown = [replace(load, cooldown_seconds=float(load.cooldown_seconds > 0)) for load in loads]
+            if shown != last:
+                last = shown
+                yield scheduler_pb2.WatchLoadsResponse(loads=map(translate.load_to_proto, loads))
+            await asyncio.sleep(interval / 1000)
+
+    async def WatchDecisions(
+        self, request: scheduler_pb2.WatchDecisionsRequest, context: Any
+    ) -> AsyncGenerator[scheduler_pb2.WatchDecisionsResponse, None]:
+        tenant = request.tenant or DEFAULT_TENANT
+        if tenant == ALL_TENANTS:
+            tenant = current_identity().tenant
+        news = asyncio.Event()
+        watcher = Watcher(tenant, request.model, request.explain, news.set)
+        self._watched.watchers.add(watcher)
+        try:
+            # Headers go out at once: the caller knows from when on it misses nothing.
+            await context.send_initial_metadata(())
+            while True:
+                await news.wait()
+                news.clear()
+                lost, records = watcher.take()
+                for record in records:
+                    yield _to_proto(record, lost=lost, explain=request.explain)
+                    lost = 0
+        finally:
+            self._watched.watchers.remove(watcher)
+
+
+def _to_proto(record: DecisionRecord, *, lost: int, explain: bool) -> scheduler_pb2.WatchDecisionsResponse:
+    asked, outcome = record.request, record.outcome
+    message = scheduler_pb2.WatchDecisionsResponse(
+        timestamp=record.timestamp,
+        request=translate.key_to_proto(asked.key, asked.attempt_id),
+        isl_tokens=asked.isl_tokens,
+        lost=lost,
+    )
+    if isinstance(outcome, KvscoutError):
+        message.code, message.message = status_code(outcome).value[0], str(outcome)
+    else:
+        shown = outcome if explain or outcome.explanation is None else replace(outcome, explanation=None)
+        message.decision.CopyFrom(translate.decision_to_proto(shown))
+    return message
