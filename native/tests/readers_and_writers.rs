@@ -100,7 +100,7 @@ fn the_bound_makes_no_holes_while_queries_mark_what_they_use() {
                 }
             });
         }
-        for round in 0..5000_u64 {
+        for round in 0..1500_u64 {
             let local = prompt(mix(round, 9) % 4096);
             let chain = sequence_hashes(local.iter().copied());
             apply(&index, "only", stored(None, &chain, &local));
@@ -110,6 +110,6 @@ fn the_bound_makes_no_holes_while_queries_mark_what_they_use() {
         }
         done.store(true, Ordering::Relaxed);
     });
-    assert!(index.stats().evicted > 5 * MAX_BLOCKS as u64, "the bound was at work");
+    assert!(index.stats().evicted > MAX_BLOCKS as u64, "the bound was at work");
     index.check_invariants().expect("invariants after all writes");
 }
