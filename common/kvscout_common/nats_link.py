@@ -47,8 +47,8 @@ HOOK_RETRY_SECONDS = 1.0
 def end_if_cancelled() -> None:
     """Nothing, unless this task was told to end; for every loop that calls nats-py.
 
-    It waits with `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that comes together with the result: a
-    loop would go on, and the process that waits for it never end.
+    It waits with `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that comes together with the result:
+    a loop would go on, and the process that waits for it never end.
 
     Raises:
         asyncio.CancelledError: It was.
