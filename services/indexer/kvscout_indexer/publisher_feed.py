@@ -87,7 +87,9 @@ class PublisherFeed:
         self._source: SourceInput | None = None
         self._received = 0
         self._unanswered = 0
-        """Requests in a row that nobody answered while events came."""
+        """Requests in a row that nobody answered, with events between them."""
+        self._received_before = 0
+        """Messages that had come when the last one of them failed."""
         self._heal_at: float | None = None
         self._heal_seconds = HEAL_SECONDS
 
@@ -144,7 +146,6 @@ class PublisherFeed:
 
     async def history(self, first_id: int) -> History:
         """See `Feed.history`; over NATS, and where that fails by rpc."""
-        asked_at = self._received
         parts = 0
         try:
             async with aclosing(self._ask(self._over_nats, first_id)) as items:
@@ -158,16 +159,16 @@ class PublisherFeed:
                     async for item in items:
                         yield item
             else:
-                raise self._judge(broken, answered=parts > 0, alive=self._received > asked_at) from broken
+                raise self._judge(broken, answered=parts > 0) from broken
         self._unanswered = 0
 
-    def _judge(self, broken: HistoryBroken, *, answered: bool, alive: bool) -> HistoryBroken:
+    def _judge(self, broken: HistoryBroken, *, answered: bool) -> HistoryBroken:
         """Whether to ask again: a publisher that sends events and never answers keeps none of them."""
-        assert self._source is not None
         if answered:
             self._unanswered = 0
-        elif alive or self._unanswered == 0:
+        elif self._received > self._received_before:
             self._unanswered += 1
+            self._received_before = self._received
         if self._unanswered >= UNANSWERED:
             # One more silence will do the next time.
             self._unanswered = UNANSWERED - 1

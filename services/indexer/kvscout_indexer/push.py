@@ -228,12 +228,10 @@ class Resend:
 
     Args:
         first_id: From which event on it was asked.
-        target: Highest event that came live before; -1 = none.
     """
 
-    def __init__(self, first_id: int, target: int) -> None:
+    def __init__(self, first_id: int) -> None:
         self.first_id = first_id
-        self.target = target
         self.begun = False
         """Whether the publisher has turned back."""
         self.over = asyncio.Event()
@@ -263,11 +261,6 @@ class Resend:
             return True
         return item.event_id <= self.first_id or (previous is not None and item.event_id <= previous)
 
-    def caught_up(self, item: Item) -> bool:
-        """Whether all that came live before is sent again with this one."""
-        last = item.last_event_id if isinstance(item, SourceState) else item.event_id
-        return last is not None and last >= self.target
-
 
 class Stream:
     """One publisher's stream.
@@ -282,8 +275,8 @@ class Stream:
         self._malformed = 0
         self._previous: int | None = None
         """Event id of the last batch that came."""
-        self._highest = -1
-        """Highest event id that came live."""
+        self._live: int | None = None
+        """Event id of the last one that came live; None = none did."""
         self._resend: Resend | None = None
         self._last_resend: Resend | None = None
         self._asked: int | None = None
@@ -339,7 +332,7 @@ class Stream:
 
     def ask(self, first_id: int) -> Resend:
         """Asks the publisher to go back; what it then sends is in the answer."""
-        self._resend = self._last_resend = Resend(first_id, self._highest)
+        self._resend = self._last_resend = Resend(first_id)
         if self._asked != first_id:
             self._asked = self._tell_resend = first_id
             self._due.set()
@@ -374,12 +367,14 @@ class Stream:
             resend.begun = True
             self._asked = None
             await resend.put(item)
-            if resend.caught_up(item):
+            last = item.last_event_id if isinstance(item, SourceState) else item.event_id
+            if self._live is None or (last is not None and last >= self._live):
+                # All that came live meanwhile is sent again.
                 await self._end_resend()
         elif isinstance(item, SourceState):
             self.feed.source.on_state(item)
         else:
-            self._highest = max(self._highest, item.event_id)
+            self._live = item.event_id
             self.feed.source.on_batch(item)
         if isinstance(item, SequencedBatch):
             self._previous = item.event_id
