@@ -1,0 +1,255 @@
+"""The bridge's parts, put together: engines in, NATS out, and what is asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import nats.errors
+import zmq
+
+from kvscout.v1 import bridge_pb2
+from kvscout_blocks.incarnation import Record
+from kvscout_blocks.incarnation_store import IncarnationStore
+from kvscout_blocks.publishing import Outbox
+from kvscout_blocks.publishing_nats import CoreLane, Lane, Sender, StreamLane
+from kvscout_blocks.recovery import RecoveryService, serve_recovery
+from kvscout_bridge.config import BridgeConfig
+from kvscout_bridge.rank import BridgedRank
+from kvscout_bridge.registration import Registrations
+from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_common.nats_link import NatsLink
+from kvscout_common.registry import ALL_TENANTS, Registry
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.worker import DEFAULT_TENANT, Transport, WorkerRank, WorkerSpec
+from kvscout_common.workers_file import WorkersFile
+
+log = logging.getLogger("kvscout.bridge")
+
+MAX_RECOVERIES = 16
+"""Replays that run at once."""
+TICK_SECONDS = 0.1
+RECORD_SECONDS = 1.0
+"""How often the last batch of each rank is put on record; it must still be among what the engine replays."""
+
+Key = tuple[str, WorkerRank]
+
+
+class Bridge:
+    """Every rank that is bridged, and what they share."""
+
+    def __init__(self, config: BridgeConfig) -> None:
+        self.started = time.monotonic()
+        self.config = config
+        self.registry = Registry(time.monotonic)
+        self.link = NatsLink(config.nats, "kvscout-bridge")
+        lane: Lane = CoreLane(self.link)
+        if config.transport is Transport.JETSTREAM:
+            lane = StreamLane(self.link, self._streams, max_age_seconds=config.stream_max_age_seconds)
+        # The order of hooks: what is on record is known before anything is sent.
+        self._store = IncarnationStore(self.link)
+        self.sender = Sender(self.link, lane)
+        self.outbox = Outbox(config.max_buffered_bytes, self.sender.wake)
+        self.registrations = Registrations(self.link, config)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._recoveries = asyncio.Semaphore(MAX_RECOVERIES)
+        self._warnings = RateLimitedLog(log)
+        self._ranks: dict[Key, BridgedRank] = {}
+        self._services: dict[Key, RecoveryService] = {}
+        self._read: dict[Key, Record | None] = {}
+        """What was on record before."""
+        self._record_due = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._file = WorkersFile(config.server.workers_file, self.registry) if config.server.workers_file else None
+        self.registry.listen(self)
+        if self._file is not None:
+            self._file.load()
+        if config.worker is not None:
+            self.registry.register(config.worker)
+
+    def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """What runs beside the server, by name."""
+        tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "nats": self.link.run,
+            "send": lambda: self.sender.run(self.outbox),
+            "records": self._keep_records,
+            "ticks": self._tick,
+            "ingest": self._watch_ingest,
+        }
+        if self._file is not None:
+            tasks["workers-file"] = self._file.watch
+        if self.config.register_workers:
+            tasks["registration"] = self.registrations.run
+        return tasks
+
+    async def drain(self) -> None:
+        """Reads no more, and waits until NATS has what was read."""
+        for rank in self._ranks.values():
+            self._let_end(rank.close())
+        await self.sender.drained(self.outbox)
+        await self._write_records()
+
+    async def close(self) -> None:
+        """Closes every socket."""
+        for rank in self._ranks.values():
+            self._let_end(rank.close())
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for service in self._services.values():
+            await service.close()
+        await self.link.close()
+        self._context.destroy(linger=0)
+
+    def warnings(self) -> list[str]:
+        """What an operator should know."""
+        found = [text for text in (self.link.problem, self.sender.problem, self.registrations.problem) if text]
+        if self._file is not None and self._file.error:
+            found.append(f"workers file not in effect: {self._file.error}")
+        for _, rank in sorted(self._ranks.items()):
+            found += [f"worker {rank.rank.worker_id}/{rank.rank.dp_rank}: {text}" for text in _problems(rank)]
+        return found
+
+    def ranks(self, tenant: str) -> Iterator[BridgedRank]:
+        """Every bridged rank of a tenant ("*" = all), in order."""
+        for (owner, _), rank in sorted(self._ranks.items()):
+            if tenant in (ALL_TENANTS, owner):
+                yield rank
+
+    def recover(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
+        """Answers a request for lost events.
+
+        Raises:
+            InvalidArgument: It names no worker.
+            NotFound: The rank is not bridged here.
+            FailedPrecondition: This bridge keeps nothing to answer from.
+            Unavailable: The engine's incarnation is not known yet.
+        """
+        if not request.worker.worker_id:
+            raise InvalidArgument("must not be empty", field="worker")
+        wanted = WorkerRank(request.worker.worker_id, request.worker.dp_rank)
+        rank = self._ranks.get((request.tenant or DEFAULT_TENANT, wanted))
+        if rank is None:
+            raise NotFound(f"rank {wanted.dp_rank} of worker {wanted.worker_id!r} is not bridged here")
+        return rank.answer(request)
+
+    def worker_added(self, spec: WorkerSpec) -> None:
+        """Bridges a worker's ranks, as far as they publish events."""
+        for rank in spec.ranks:
+            endpoint = spec.event_endpoint(rank.dp_rank)
+            if endpoint is None:
+                log.warning("worker %s/%d has no event endpoint: nothing of it is bridged", *rank)
+                continue
+            bridged = BridgedRank(
+                spec,
+                rank,
+                endpoint,
+                context=self._context,
+                outbox=self.outbox,
+                recoveries=self._recoveries,
+                clock=time.monotonic,
+                wall_clock=time.time,
+                warnings=self._warnings,
+                failed=self._fail,
+                changed=self._record_due.set,
+                answers=self.config.local_indexer,
+            )
+            self._ranks[spec.tenant, rank] = bridged
+            bridged.open()
+        self.registrations.add(spec)
+        self._record_due.set()
+
+    def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
+        """Bridges a worker anew, unless it only drains."""
+        if old.with_draining(new.draining) == new:
+            self.registrations.add(new)
+            return
+        self.worker_removed(old, "replaced")
+        self.worker_added(new)
+
+    def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
+        """Ends a worker's bridges."""
+        for rank in spec.ranks:
+            key = (spec.tenant, rank)
+            bridged = self._ranks.pop(key, None)
+            if bridged is None:
+                continue
+            self._let_end(bridged.close())
+            self.outbox.remove(bridged.publication)
+            self._read.pop(key, None)
+            service = self._services.pop(key, None)
+            if service is not None:
+                self._let_end(asyncio.get_running_loop().create_task(service.close()))
+        self.registrations.remove(spec)
+
+    def _streams(self) -> set[tuple[str, str]]:
+        return {(rank.spec.tenant, rank.spec.model) for rank in self._ranks.values()}
+
+    def _let_end(self, task: asyncio.Task[None] | None) -> None:
+        if task is not None and not task.done():
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._crash.done():
+            self._crash.set_exception(error)
+
+    async def _watch_ingest(self) -> None:
+        """Ends with the first defect met while reading events, and the process with it."""
+        await asyncio.shield(self._crash)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            for rank in list(self._ranks.values()):
+                rank.tick(time.monotonic())
+
+    async def _keep_records(self) -> None:
+        """Decides which incarnation each engine is, writes it down, and answers for it from then on."""
+        write_at = 0.0
+        while True:
+            try:
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._record_due.wait()
+            except TimeoutError:
+                pass
+            self._record_due.clear()
+            if not self.link.connected or self._store.kept is None:
+                continue
+            try:
+                await self._decide()
+                if time.monotonic() >= write_at:
+                    write_at = time.monotonic() + RECORD_SECONDS
+                    await self._write_records()
+            except (nats.errors.Error, TimeoutError, OSError) as error:
+                self._warnings.warning("records", "NATS does not keep what is published: %r; trying again", error)
+
+    async def _decide(self) -> None:
+        for key, rank in list(self._ranks.items()):
+            if not rank.decided:
+                if key not in self._read:
+                    self._read[key] = await self._store.load(*key)
+                rank.decide(self._read[key])
+            if rank.awaits_record and (record := rank.unwritten) is not None:
+                await self._store.save(*key, record)
+                rank.on_written(record)
+            if self.config.local_indexer and key not in self._services and key in self._ranks:
+                subject = self.link.names.recover(*key)
+                self._services[key] = await serve_recovery(self.link.client, subject, rank.answer)
+
+    async def _write_records(self) -> None:
+        for key, rank in list(self._ranks.items()):
+            if (record := rank.unwritten) is not None:
+                await self._store.save(*key, record)
+                rank.on_written(record)
+
+
+def _problems(rank: BridgedRank) -> list[str]:
+    """What is wrong with a rank's events, in words."""
+    sequence = rank.source.sequence
+    stats = rank.index.worker_stats(rank.rank)
+    incomplete = f"events are missing: {sequence.missing}" if sequence.history_incomplete else ""
+    incompatible = stats.incompatible if stats is not None else ""
+    return [text for text in (rank.source.feed.broken, sequence.misconfigured, incompatible, incomplete) if text]

@@ -1,0 +1,37 @@
+"""What the bridge can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvscout_blocks.event_stream import STREAM_MAX_AGE_SECONDS
+from kvscout_blocks.publishing import MAX_BUFFERED_BYTES
+from kvscout_common.config import ServerConfig
+from kvscout_common.nats_link import NatsConfig
+from kvscout_common.worker import Transport, WorkerSpec
+
+LEASE_SECONDS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeConfig:
+    """Configuration of one bridge process."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    nats: NatsConfig = field(default_factory=NatsConfig)
+    worker: WorkerSpec | None = None
+    """The engine that the flags name; None: the workers file names them all."""
+    transport: Transport = Transport.JETSTREAM
+    """NATS_CORE or JETSTREAM."""
+    local_indexer: bool = True
+    """Whether requests for lost events are answered."""
+    max_buffered_bytes: int = MAX_BUFFERED_BYTES
+    """Batches that wait for NATS."""
+    stream_max_age_seconds: float = STREAM_MAX_AGE_SECONDS
+    """Retention of a stream that is not there yet."""
+    register_workers: bool = True
+    """Whether the engines are registered in NATS, and their leases kept."""
+    lease_seconds: int = LEASE_SECONDS
+    """After so long without this bridge its engines are no longer registered."""
+    advertised: str = ""
+    """host:port under which others reach this bridge's gRPC server; "" = the address it is bound to."""

@@ -1,0 +1,204 @@
+"""`kvscout-bridge`: flags and environment → one frozen config → serve."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import click
+
+from kvscout_bridge.config import LEASE_SECONDS, BridgeConfig
+from kvscout_common.config import ServerConfig
+from kvscout_common.errors import ConfigError, InvalidArgument
+from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, flag, server_flags
+from kvscout_common.nats_link import DEFAULT_SERVER, NatsConfig, nats_flags
+from kvscout_common.serving import App, run
+from kvscout_common.telemetry import registry_of
+from kvscout_common.worker import (
+    DEFAULT_TENANT,
+    CopyMode,
+    EngineKind,
+    EventEndpoint,
+    Role,
+    Transport,
+    WorkerSpec,
+)
+
+ENGINE = "Engine"
+
+
+def _values(kind: type[StrEnum]) -> list[str]:
+    return [member.value for member in kind]
+
+
+@click.command(cls=SectionedCommand)
+@flag("--worker-id", section=ENGINE, help="Name of the engine. Without it --workers-file names the engines.")
+@flag("--model", section=ENGINE, help="Model it serves.")
+@flag("--block-size", type=click.IntRange(min=1), section=ENGINE, help="Tokens of a KV block.")
+@flag("--tenant", default=DEFAULT_TENANT, section=ENGINE, help="Tenant it belongs to.")
+@flag("--engine", default="vllm", type=click.Choice(_values(EngineKind)), section=ENGINE, help="Kind of engine.")
+@flag(
+    "--role", default="aggregated", type=click.Choice(_values(Role)), section=ENGINE, help="What it does of a request."
+)
+@flag("--http-endpoint", default="", section=ENGINE, help="Base URL of its HTTP API.")
+@flag(
+    "--event-endpoint",
+    multiple=True,
+    section=ENGINE,
+    help="Where a rank publishes its events, as we connect to it, such as tcp://localhost:5557; "
+    "repeat for further ranks, in order.",
+)
+@flag(
+    "--replay-endpoint",
+    multiple=True,
+    section=ENGINE,
+    help="Where a rank answers replays; repeat in the order of --event-endpoint.",
+)
+@flag("--topic", default="", section=ENGINE, help="Prefix of the topics to subscribe to.")
+@flag("--bind-events", is_flag=True, section=ENGINE, help="Bind the event endpoints: the engine connects to them.")
+@flag("--dp-start-rank", default=0, type=click.IntRange(min=0), section=ENGINE, help="Rank of the first endpoint.")
+@flag("--eagle", is_flag=True, section=ENGINE, help="Its blocks are EAGLE windows.")
+@flag(
+    "--copies", default="count", type=click.Choice(_values(CopyMode)), section=ENGINE, help="How repeated stores count."
+)
+@flag("--total-kv-blocks", default=0, type=click.IntRange(min=0), section=ENGINE, help="Its device cache; 0 = unknown.")
+@flag(
+    "--transport",
+    default="jetstream",
+    type=click.Choice([Transport.NATS_CORE.value, Transport.JETSTREAM.value]),
+    section=BEHAVIOUR,
+    help="nats-core: who listens now hears events, and asks this bridge for what it lost; jetstream: they are kept.",
+)
+@flag(
+    "--enable-local-indexer/--no-enable-local-indexer",
+    default=True,
+    section=BEHAVIOUR,
+    help="Answer requests for lost events from the state and the last batches of each engine.",
+)
+@flag(
+    "--stream-max-age",
+    default=3600.0,
+    type=click.FloatRange(min=1),
+    section=BEHAVIOUR,
+    help="Seconds that JetStream keeps events; counts where this bridge makes the stream.",
+)
+@flag(
+    "--register/--no-register",
+    default=True,
+    section=BEHAVIOUR,
+    help="Register the engines in NATS and keep their leases.",
+)
+@flag(
+    "--lease-seconds",
+    default=LEASE_SECONDS,
+    type=click.IntRange(1, 86_400),
+    section=BEHAVIOUR,
+    help="Registrations end so long after this bridge has gone.",
+)
+@flag(
+    "--advertise", default="", section=BEHAVIOUR, help="host:port under which others reach this bridge's gRPC server."
+)
+@flag(
+    "--max-buffered-bytes",
+    default=64 * 1024 * 1024,
+    type=click.IntRange(min=1024),
+    section=PERFORMANCE,
+    help="Events that wait while NATS is away; more, and the state of their engine is sent in their place.",
+)
+@nats_flags(default=(DEFAULT_SERVER,))
+@server_flags("bridge", port=50053, metrics_port=9094)
+def main(**values: Any) -> None:
+    """Bring the KV events of an engine to NATS, and tell indexers what they lost of them."""
+    try:
+        nats = NatsConfig.from_flags(values)
+        if nats is None:
+            raise ConfigError("a bridge needs NATS", field="nats_server")
+        server = ServerConfig.from_flags(values)
+        config = BridgeConfig(
+            server=server,
+            nats=nats,
+            worker=worker_of(values),
+            transport=Transport(values["transport"]),
+            local_indexer=values["enable_local_indexer"],
+            max_buffered_bytes=values["max_buffered_bytes"],
+            stream_max_age_seconds=values["stream_max_age"],
+            register_workers=values["register"],
+            lease_seconds=values["lease_seconds"],
+            advertised=values["advertise"] or _address(server),
+        )
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    run(config.server, lambda: build(config))
+
+
+def _address(server: ServerConfig) -> str:
+    """Where others reach the gRPC server, if the flags tell: over NATS it is reached in any case."""
+    return f"{server.host}:{server.port}" if server.port and server.host not in ("0.0.0.0", "::") else ""
+
+
+def worker_of(values: dict[str, Any]) -> WorkerSpec | None:
+    """The engine that the flags name; None where the workers file names them.
+
+    Raises:
+        ConfigError: Neither names one, a flag is missing or wrong.
+    """
+    if not values["worker_id"]:
+        if values["workers_file"] is None:
+            raise ConfigError("name the engine, or give --workers-file", field="worker_id")
+        return None
+    for name in ("model", "block_size", "event_endpoint"):
+        if not values[name]:
+            raise ConfigError("is needed with --worker-id", field=name)
+    endpoints, replays, first = values["event_endpoint"], values["replay_endpoint"], values["dp_start_rank"]
+    if replays and len(replays) != len(endpoints):
+        raise ConfigError(f"{len(replays)} for {len(endpoints)} of --event-endpoint", field="replay_endpoint")
+    spec = WorkerSpec(
+        worker_id=values["worker_id"],
+        model=values["model"],
+        block_size=values["block_size"],
+        tenant=values["tenant"],
+        role=Role(values["role"]),
+        engine=EngineKind(values["engine"]),
+        http_endpoint=values["http_endpoint"],
+        dp_start_rank=first,
+        dp_size=len(endpoints),
+        event_endpoints=tuple(
+            EventEndpoint(rank, endpoint, replays[number] if replays else "", values["topic"], values["bind_events"])
+            for number, (rank, endpoint) in enumerate(enumerate(endpoints, first))
+        ),
+        total_kv_blocks=values["total_kv_blocks"],
+        eagle=values["eagle"],
+        copies=CopyMode(values["copies"]),
+    )
+    try:
+        return spec.validate()
+    except InvalidArgument as error:
+        raise ConfigError(error.message, field=error.field) from error
+
+
+async def build(config: BridgeConfig) -> App:
+    """The bridge as an app to serve."""
+    from kvscout.v1 import bridge_pb2, bridge_pb2_grpc
+    from kvscout_bridge.bridge import Bridge
+    from kvscout_bridge.metrics import BridgeCollector
+    from kvscout_bridge.servicer import BridgeServicer
+
+    bridge = Bridge(config)
+    servicer = BridgeServicer(bridge)
+    return App(
+        name="bridge",
+        services=[
+            (
+                bridge_pb2.DESCRIPTOR.services_by_name["Bridge"].full_name,
+                lambda server: bridge_pb2_grpc.add_BridgeServicer_to_server(servicer, server),
+            )
+        ],
+        tasks=bridge.tasks(),
+        drain=bridge.drain,
+        close=bridge.close,
+        metrics=registry_of(BridgeCollector(bridge)),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""One rank of an engine: its events in, through the local index, and out to what is published."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import zmq
+
+from kvscout.v1 import bridge_pb2
+from kvscout_blocks.events import DecodedBatch
+from kvscout_blocks.incarnation import Comparison, Record, Verdict, next_epoch
+from kvscout_blocks.index import WorkerOptions
+from kvscout_blocks.local_index import LocalIndex
+from kvscout_blocks.native_index import make_index
+from kvscout_blocks.publishing import Confirmed, Outbox, Publication
+from kvscout_blocks.sequence import SequencedBatch
+from kvscout_blocks.source import Source
+from kvscout_blocks.zmq_feed import ZmqFeed
+from kvscout_common.errors import FailedPrecondition, Unavailable
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
+
+HELD_BYTES: Final = 64 * 1024 * 1024
+"""Batches held until it is known which incarnation they belong to; beyond, the state stands for them."""
+DEMOTED_SECONDS: Final = 120.0
+"""How long blocks whose history was lost can still be named as parents."""
+
+
+class BridgedRank:
+    """Reads one rank and says what of it is to be published; a `SourceObserver`.
+
+    An epoch is decided once the record of the last one was read, and used once its own record was written: until then
+    nothing is published, and batches are held.
+
+    Args:
+        spec: The worker.
+        rank: Which of its ranks.
+        endpoint: Where the engine publishes.
+        context: For its sockets.
+        outbox: Where what is to be sent waits.
+        recoveries: Bounds the replays that run at once.
+        clock: Monotonic seconds.
+        wall_clock: Seconds since the Unix epoch.
+        warnings: Where what is wrong with an engine is logged.
+        failed: Told of a defect of ours.
+        changed: Called when a record is due.
+        answers: Whether requests for lost events are answered.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        rank: WorkerRank,
+        endpoint: EventEndpoint,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]],
+        outbox: Outbox,
+        recoveries: asyncio.Semaphore,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        warnings: RateLimitedLog,
+        failed: Callable[[BaseException], None],
+        changed: Callable[[], None],
+        answers: bool,
+    ) -> None:
+        self.spec = spec
+        self.rank = rank
+        options = WorkerOptions.of(spec)
+        self.index = make_index(spec.block_size, spec.eagle)
+        self.index.add_worker(rank, options)
+        self.source = Source(
+            spec,
+            rank,
+            ZmqFeed(rank, endpoint, self.index, context=context, clock=clock, warnings=warnings, failed=failed),
+            self.index,
+            recoveries=recoveries,
+            clock=clock,
+            ttl_seconds=DEMOTED_SECONDS,
+            warnings=warnings,
+            incomplete=self._on_incomplete,
+            failed=failed,
+            observer=self,
+        )
+        local = LocalIndex(
+            rank, spec.pool, self.index, history_incomplete=lambda: self.source.sequence.history_incomplete
+        )
+        self.publication = Publication(rank, spec.pool, options.adapters, local, outbox)
+        self.publication.held_back = True
+        self.written: Record | None = None
+        """What is on record."""
+        self._outbox = outbox
+        self._wall_clock = wall_clock
+        self._changed = changed
+        self._answers = answers
+        self._comparison: Comparison | None = Comparison()
+        """None: the incarnation is known."""
+        self._held: deque[SequencedBatch[DecodedBatch]] = deque()
+        self._held_bytes = 0
+        self._held_all = True
+        """Every batch since the start is held."""
+
+    def open(self) -> None:
+        """Begins to read."""
+        self.source.open()
+
+    def close(self) -> asyncio.Task[None] | None:
+        """Ends reading; returns the task to wait for. What is to be sent stays."""
+        return self.source.close()
+
+    @property
+    def decided(self) -> bool:
+        """Whether the incarnation is known."""
+        return self._comparison is None
+
+    def tick(self, now: float) -> None:
+        """Time passed: does what is due."""
+        self.source.tick()
+        self.index.maintain(now=now)
+
+    def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
+        """See `SourceObserver.applied`."""
+        if self._comparison is None:
+            self.publication.applied(batch)
+            return
+        self._comparison.applied(batch.event_id, batch.digest)
+        self._held.append(batch)
+        self._held_bytes += batch.size_bytes
+        while self._held_bytes > HELD_BYTES:
+            self._held_bytes -= self._held.popleft().size_bytes
+            self._held_all = False
+
+    def reset(self) -> None:
+        """See `SourceObserver.reset`: another incarnation, or the same one learnt anew, which readers need not tell."""
+        if self._comparison is None:
+            assert self.publication.local.epoch is not None
+            self._begin(next_epoch(self.publication.local.epoch, self._wall_clock()), None)
+        else:
+            self._comparison.restarted()
+            self._held.clear()
+            self._held_bytes = 0
+
+    def demoted(self, missing: str) -> None:
+        """See `SourceObserver.demoted`."""
+        self._lose()
+
+    def loaded(self) -> None:
+        """See `SourceObserver.loaded`."""
+        self._lose()
+
+    def decide(self, record: Record | None) -> bool:
+        """Decides which incarnation the engine is, if that can be told; whether it is decided.
+
+        Args:
+            record: What was on record when this process started.
+        """
+        if self._comparison is None:
+            return True
+        sequence = self.source.sequence
+        replayed = not sequence.replaying and (
+            sequence.last_id is not None or (sequence.counters["replays"] > 0 and not sequence.history_incomplete)
+        )
+        verdict = self._comparison.judge(record, replayed=replayed)
+        if verdict is None:
+            return False
+        self._comparison = None
+        last = self._held[-1] if self._held else None
+        seen = Confirmed(last.event_id, last.digest) if last is not None else None
+        if verdict is Verdict.OTHER:
+            self._begin(next_epoch(record.epoch if record is not None else 0, self._wall_clock()), seen)
+        else:
+            assert record is not None
+            assert record.event_id is not None
+            assert record.digest is not None
+            self.written = record
+            if self._held_all:
+                self.publication.resume(record.epoch, Confirmed(record.event_id, record.digest))
+                for batch in self._held:
+                    self.publication.applied(batch)
+            else:
+                self.publication.begin(record.epoch, seen)
+            self._release()
+        self._held.clear()
+        self._held_bytes = 0
+        return True
+
+    @property
+    def unwritten(self) -> Record | None:
+        """What must be on record, or should be; None: it is."""
+        epoch = self.publication.local.epoch
+        if epoch is None:
+            return None
+        confirmed = self.publication.confirmed
+        record = Record(epoch, *confirmed) if confirmed is not None else Record(epoch)
+        return record if record != self.written else None
+
+    @property
+    def awaits_record(self) -> bool:
+        """Whether nothing can be published before the record of the epoch is written."""
+        return self.decided and self.publication.held_back
+
+    def on_written(self, record: Record) -> None:
+        """A record was written."""
+        self.written = record
+        if record.epoch == self.publication.local.epoch:
+            self._release()
+
+    def answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
+        """The parts of the answer to a request for lost events.
+
+        Raises:
+            FailedPrecondition: This bridge keeps nothing to answer from.
+            Unavailable: The engine's incarnation is not known, or not on record yet.
+        """
+        if not self._answers:
+            raise FailedPrecondition("the bridge runs without a local index")
+        if not self.decided or self.awaits_record:
+            raise Unavailable("the engine's incarnation is not on record yet", retry_after_seconds=0.5)
+        return self.publication.local.answer(request)
+
+    def _begin(self, epoch: int, last: Confirmed | None) -> None:
+        self.publication.held_back = True
+        self.publication.begin(epoch, last)
+        self._changed()
+
+    def _release(self) -> None:
+        self.publication.held_back = False
+        self._outbox.tell_ready()
+
+    def _lose(self) -> None:
+        if self._comparison is None:
+            self.publication.lose()
+
+    def _on_incomplete(self, incomplete: bool) -> None:
+        if incomplete:
+            self._lose()

@@ -1,0 +1,222 @@
+"""Engine → bridge → NATS → index: whoever is killed, an index ends where the engine's own bytes would have led it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from bridge_stack import Stack, stacked
+from engine_events import CLEARED, batch, chain, prompt, removed, stored
+from event_listener import Listener
+from processes import eventually
+
+
+async def test_events_arrive_as_the_engine_sent_them(transport: str) -> None:
+    async with stacked(transport) as (stack, listener):
+        await stack.publish(*chain(20))
+        await listener.reaches(stack.payloads)
+        await stack.publish(batch(removed([20])), b"\xc1 malformed", batch(stored([30], prompt(1), medium="CPU")))
+        await listener.reaches([*stack.payloads[:21], batch(), stack.payloads[22]])
+        assert listener.events == [(listener.epoch, event_id) for event_id in range(23)]
+        assert not listener.incomplete
+        source = await stack.confirmed(22)
+        assert (source.epoch, source.dropped_batches, source.blocks) == (listener.epoch, 0, 19)
+
+
+async def test_who_comes_later_recovers_everything(transport: str) -> None:
+    async with stacked(transport) as (stack, listener):
+        await stack.publish(*chain(5))
+        await listener.reaches(stack.payloads)
+        async with stack.listening() as late:
+            await late.reaches(stack.payloads)
+
+
+async def test_nats_killed_and_started_again_loses_and_doubles_nothing(transport: str) -> None:
+    blocks = chain(30)
+    async with stacked(transport) as (stack, listener):
+        await stack.publish(*blocks[:10])
+        await listener.reaches(stack.payloads)
+        await stack.nats.kill()
+        await stack.publish(*blocks[10:20])
+        await eventually(lambda: _waiting(stack, 10), what="batches waiting for NATS")
+        await stack.nats.start()
+        await stack.publish(*blocks[20:])
+        await listener.reaches(stack.payloads)
+        source = await stack.confirmed(29)
+        assert source.dropped_batches == 0
+        assert not listener.incomplete
+        assert listener.source.sequence.counters["demotions"] == 0
+
+
+async def _waiting(stack: Stack, number: int) -> bool:
+    source = await stack.source()
+    return bool(source.buffered_batches >= number or source.dropped_batches)
+
+
+async def test_beyond_its_buffer_the_state_is_sent(transport: str) -> None:
+    blocks = chain(60)
+    async with stacked(transport, "--max-buffered-bytes", "2048") as (stack, listener):
+        await stack.publish(*blocks[:10])
+        await listener.reaches(stack.payloads)
+        states = len(listener.states)
+        await stack.nats.kill()
+        await stack.publish(*blocks[10:50])
+        await eventually(lambda: _dropped(stack), what="dropped batches")
+        await stack.nats.start()
+        await listener.reaches(stack.payloads)
+        await stack.publish(*blocks[50:])
+        await listener.reaches(stack.payloads)
+        await stack.confirmed(59)
+        assert len(listener.states) > states
+        assert not listener.states[-1].history_incomplete
+        assert not listener.incomplete
+
+
+async def _dropped(stack: Stack) -> bool:
+    return bool((await stack.source()).dropped_batches)
+
+
+async def test_a_bridge_killed_and_started_again_goes_on_in_the_same_epoch(transport: str) -> None:
+    blocks = chain(30)
+    async with stacked(transport) as (stack, listener):
+        await stack.publish(*blocks[:10], batch(stored([1], prompt(1))))
+        await listener.reaches(stack.payloads)
+        epoch = listener.epoch
+        await eventually(stack.on_record, what="a record in NATS")
+        await stack.kill_bridge()
+        await stack.publish(*blocks[10:20])
+        await stack.start_bridge()
+        await stack.publish(*blocks[20:])
+        await listener.reaches(stack.payloads)
+        assert listener.epoch == epoch
+        assert listener.source.sequence.counters["restarts"] == 0
+        assert (await stack.confirmed(30)).epoch == epoch
+
+
+async def test_an_engine_that_restarts_begins_a_higher_epoch(transport: str) -> None:
+    async with stacked(transport) as (stack, listener):
+        await stack.publish(*chain(10))
+        await listener.reaches(stack.payloads)
+        epoch = listener.epoch
+        await stack.restart_engine()
+        await stack.engine.subscribed()
+        await stack.publish(batch(stored([77], prompt(1, first=500))))
+        await listener.reaches(stack.payloads)
+        assert listener.epoch > epoch
+
+
+async def test_an_engine_that_restarts_behind_a_reconnect_is_found_out(transport: str) -> None:
+    other = [batch(stored([500 + n], prompt(1, first=4000 + 4 * n))) for n in range(15)]
+    async with stacked(transport) as (stack, listener):
+        await stack.publish(*chain(10))
+        await listener.reaches(stack.payloads)
+        epoch = listener.epoch
+        await stack.restart_engine(*other[:12])
+        await stack.engine.subscribed()
+        await stack.publish(*other[12:])
+        await listener.reaches(stack.payloads)
+        assert listener.epoch > epoch
+
+
+async def test_an_engine_that_restarts_while_the_bridge_is_away_is_found_out(transport: str) -> None:
+    other = [batch(stored([500 + n], prompt(1, first=4000 + 4 * n))) for n in range(15)]
+    async with stacked(transport) as (stack, listener):
+        await stack.publish(*chain(10))
+        await listener.reaches(stack.payloads)
+        epoch = listener.epoch
+        await eventually(stack.on_record, what="a record in NATS")
+        await stack.kill_bridge()
+        await stack.restart_engine(*other[:12])
+        await stack.start_bridge()
+        await stack.publish(*other[12:])
+        await listener.reaches(stack.payloads)
+        assert listener.epoch > epoch
+
+
+async def test_a_restarted_engine_that_has_sent_nothing_leaves_no_blocks_of_before() -> None:
+    async with stacked("jetstream") as (stack, listener):
+        await stack.publish(*chain(10))
+        await listener.reaches(stack.payloads)
+        await eventually(stack.on_record, what="a record in NATS")
+        await stack.kill_bridge()
+        await stack.restart_engine()
+        await stack.start_bridge()
+        await listener.reaches([])
+
+
+async def test_a_batch_larger_than_a_message_arrives_as_a_state(transport: str) -> None:
+    # 70,000 blocks: 16 bytes each are more than NATS takes in one message.
+    blocks = 70_000
+    async with stacked(transport) as (stack, listener):
+        await stack.publish(*chain(3))
+        await listener.reaches(stack.payloads)
+        await stack.publish(batch(stored(range(10, 10 + blocks), prompt(blocks, first=100))))
+        await stack.publish(batch(removed([1])))
+        await listener.reaches(stack.payloads)
+        assert listener.largest <= 512 * 1024
+        assert listener.states[-1].last_event_id in (3, 4)
+        assert not listener.incomplete
+
+
+async def test_history_that_the_engine_lost_is_told_and_a_cleared_cache_ends_it(transport: str) -> None:
+    blocks = chain(30)
+    async with stacked(transport, has_replay=False) as (stack, listener):
+        await stack.publish(*blocks[:10])
+        await listener.reaches(stack.payloads)
+        stack.engine.lose(*blocks[10:20])
+        stack.payloads.extend(blocks[10:20])
+        await stack.publish(*blocks[20:])
+        await eventually(lambda: _incomplete(listener), what="an incomplete history")
+        await eventually(lambda: _at(listener, 29), what="the last event")
+        assert listener.dump().blocks == ()
+        await stack.publish(batch(CLEARED, stored([1], prompt(1))))
+        await listener.reaches(stack.payloads)
+        assert not listener.incomplete
+
+
+async def _incomplete(listener: Listener) -> bool:
+    return bool(listener.incomplete)
+
+
+async def _at(listener: Listener, event_id: int) -> bool:
+    return bool(listener.source.sequence.last_id == event_id)
+
+
+async def test_another_block_size_is_visible_behind_the_bridge_and_in_its_status(transport: str) -> None:
+    async with stacked(transport) as (stack, listener):
+        await stack.publish(batch(stored([1, 2], prompt(4), block_size=8)))
+
+        async def incompatible() -> str:
+            stats = listener.index.worker_stats(listener.rank)
+            return stats.incompatible if stats is not None else ""
+
+        assert "8 tokens, the registration says 4" in await eventually(incompatible, what="an incompatible worker")
+        warnings = (await stack.status()).service.warnings
+        assert any("8 tokens, the registration says 4" in warning for warning in warnings)
+
+
+async def test_sigterm_sends_what_waits(transport: str) -> None:
+    async with stacked(transport) as (stack, listener):
+        await stack.publish(*chain(200))
+        await eventually(lambda: _read(stack, 1), what="a first batch")
+        assert stack.bridge is not None
+        assert await stack.bridge.stop() == 0
+        at = listener.source.sequence.last_id
+        assert at is not None or transport == "nats-core"
+        await stack.start_bridge()
+        await listener.reaches(stack.payloads)
+
+
+async def _read(stack: Stack, blocks: int) -> bool:
+    return bool((await stack.source()).blocks >= blocks)
+
+
+async def test_it_starts_before_nats_and_before_the_engine() -> None:
+    async with stacked("jetstream") as (stack, listener):
+        await stack.kill_bridge()
+        await stack.nats.kill()
+        await stack.engine.stop()
+        await stack.start_bridge()
+        await asyncio.gather(stack.engine.start(), stack.nats.start())
+        await stack.engine.subscribed()
+        await stack.publish(*chain(5))
+        await listener.reaches(stack.payloads)
