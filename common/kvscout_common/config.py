@@ -31,6 +31,8 @@ class ServerConfig:
     metrics_port: int = -1
     """-1 = no metrics endpoint, 0 = any free port."""
     workers_file: Path | None = None
+    workers_dns: tuple[str, ...] = ()
+    """`dns://name:port?fields` whose addresses are workers."""
     auth_tokens: Path | None = None
     allow_anonymous: bool = False
     tls: TlsFiles | None = None
@@ -62,6 +64,7 @@ class ServerConfig:
             port=values["port"],
             metrics_port=values["metrics_port"],
             workers_file=values["workers_file"],
+            workers_dns=tuple(values["workers_dns"]),
             auth_tokens=values["auth_tokens"],
             allow_anonymous=values["allow_anonymous"],
             tls=TlsFiles(certificate, key, client_ca) if certificate else None,

@@ -86,6 +86,11 @@ def server_flags(service: str, *, port: int, metrics_port: int) -> Callable[[F],
             help="Prometheus port; 0 = any free one, -1 = none.",
         ),
         server_flag("--workers-file", type=path, help="YAML file of workers, watched for changes."),
+        server_flag(
+            "--workers-dns",
+            multiple=True,
+            help="dns://name:port?model=…&block_size=…: each of its addresses is a worker; repeat for several names.",
+        ),
         server_flag("--auth-tokens", type=path, help="YAML file of bearer tokens; required beyond loopback."),
         server_flag(
             "--allow-anonymous",

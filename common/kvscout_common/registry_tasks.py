@@ -7,9 +7,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvscout_common.config import ServerConfig
+from kvscout_common.engine_discovery import Discovery
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.registrar import OwnRegistrar, Registrar
 from kvscout_common.registry import Registry
+from kvscout_common.registry_dns import DnsWorkers
 from kvscout_common.registry_nats import NatsRegistry
 from kvscout_common.workers_file import WorkersFile
 
@@ -29,7 +31,7 @@ class Backends:
             the link runs it.
 
     Raises:
-        ConfigError: If the file is wrong.
+        ConfigError: If the file or a DNS name is wrong.
     """
 
     def __init__(self, registry: Registry, config: ServerConfig, link: NatsLink | None = None) -> None:
@@ -43,6 +45,16 @@ class Backends:
             self._follow_file(WorkersFile(config.workers_file, registry))
         if link is not None:
             self._follow_nats(NatsRegistry(link, registry))
+        if config.workers_dns:
+            names = DnsWorkers(config.workers_dns, registry)
+            self.tasks["workers-dns"] = names.run
+            self._warnings.append(names.warnings)
+
+    def discover(self) -> None:
+        """Has the engines asked for what registrations leave open of their events."""
+        discovery = Discovery(self._registry)
+        self.tasks["discovery"] = discovery.run
+        self._warnings.append(discovery.warnings)
 
     def warnings(self) -> list[str]:
         """What an operator should know of them, one sentence each."""

@@ -63,14 +63,23 @@ def load_workers(path: Path) -> list[WorkerSpec]:
         raise ConfigError(f"{path} has no list 'workers'", field="workers_file")
     specs: dict[tuple[str, str], WorkerSpec] = {}
     for number, entry in enumerate(entries):
-        spec = _worker(entry, f"workers.{number}")
+        spec = worker_from_mapping(entry, f"workers.{number}")
         if (spec.tenant, spec.worker_id) in specs:
             raise ConfigError(f"{spec.worker_id!r} is given twice", field=f"workers.{number}.worker_id")
         specs[spec.tenant, spec.worker_id] = spec
     return list(specs.values())
 
 
-def _worker(entry: Any, where: str) -> WorkerSpec:
+def worker_from_mapping(entry: Any, where: str) -> WorkerSpec:
+    """Reads one worker as the file writes it.
+
+    Args:
+        entry: A mapping of the fields of `kvscout.v1.Worker`.
+        where: Name of the entry, for errors.
+
+    Raises:
+        ConfigError: A key or value is wrong.
+    """
     if not isinstance(entry, dict):
         raise ConfigError("is not a mapping", field=where)
     values = dict(entry)

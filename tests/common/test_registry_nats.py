@@ -82,6 +82,14 @@ class Node:
         await self.link.require().publish(f"$KV.{self.link.names.workers_bucket}.{key}", value)
 
 
+async def until_listed(node: Node, worker_ids: list[str]) -> None:
+    await node.until(lambda: node.worker_ids == worker_ids)
+
+
+async def until_spec(node: Node, spec: WorkerSpec) -> None:
+    await node.until(lambda: node.registry.get(*NAME).spec == spec)
+
+
 class World:
     """A server and the nodes of one namespace of it."""
 
@@ -160,7 +168,7 @@ async def test_a_lease_ends_everywhere_unless_any_service_renews_it(world: World
         await asyncio.sleep(1)
         assert await other.shared.keep_alive("default", ["a"]) == []
     for node in (one, other):
-        await node.until(lambda node=node: node.worker_ids == ["a"])
+        await until_listed(node, ["a"])
         assert node.heard.count("-dead:lease") == 1
         assert "-a:lease" not in node.heard
     assert await other.shared.keep_alive("default", ["dead"]) == ["dead"]
@@ -194,7 +202,7 @@ async def test_the_last_of_two_writers_wins_and_everyone_agrees(world: World) ->
     stored = await one.bucket.get(NAME)
     assert isinstance(stored, Stored)
     for node in (one, other):
-        await node.until(lambda node=node: node.registry.get(*NAME).spec == stored.spec)
+        await until_spec(node, stored.spec)
         assert node.heard[0] == "+a" and set(node.heard[1:]) <= {"~a"}
 
 

@@ -61,6 +61,7 @@ class Gateway:
         self.registry = Registry(time.monotonic)
         self.nats = NatsLink(config.nats, "kvscout-gateway") if config.nats is not None else None
         self.backends = Backends(self.registry, config.server, self.nats)
+        self.backends.discover()
         self.catalog = Catalog(self.registry)
         self.indexers = Indexers(config.indexers, config.security)
         self.schedulers: Schedulers = Failover("scheduler", config.schedulers, _scheduler_stub, config.security)

@@ -81,6 +81,7 @@ class Indexer:
         """None without NATS."""
         self.peers = Peers(config.peers, security=config.client)
         self.backends = Backends(self.registry, config.server, self.nats)
+        self.backends.discover()
         self.registry.listen(self)
 
     def _make_jetstream(self, config: IndexerConfig) -> JetStream | None:

@@ -1,0 +1,208 @@
+"""Workers behind a DNS name, such as a headless service: one an address, followed as the name resolves.
+
+::
+
+    dns://vllm.prod.svc:8000?role=decode&block_size=16
+
+The parameters are fields of `kvscout.v1.Worker`, written as in the workers file, that all of its workers share. What
+tells one from another is made from the address: `worker_id` and `http_endpoint`; model, block size, event endpoints and
+size of the cache are asked of the engine where they are left out. A lookup that fails changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import aiohttp
+
+from kvscout_common.engine_discovery import Ask
+from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
+from kvscout_common.engine_query import ask_engine
+from kvscout_common.errors import ConfigError, Unavailable
+from kvscout_common.registry import Registry, Source
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.worker import WorkerSpec
+from kvscout_common.workers_file import worker_from_mapping
+
+log = logging.getLogger("kvscout.registry")
+
+RESOLVE_SECONDS = 5.0
+"""How often a name is looked up: a few times within the readiness of a pod."""
+LOOKUP_SECONDS = 5.0
+MAX_ADDRESSES = 4096
+ASKED_AT_ONCE = 32
+FIELD = "workers_dns"
+GIVEN = {"worker_id", "http_endpoint", "event_endpoints", "dp_start_rank"}
+"""Fields that workers of one name cannot share."""
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class DnsName:
+    """One name to follow."""
+
+    url: str
+    host: str
+    port: int
+    shared: WorkerSpec
+    """What its workers have in common; model "?" and block size 1 stand for what the engine is asked for."""
+    asks_model: bool
+    asks_block_size: bool
+
+    @classmethod
+    def parse(cls, url: str) -> DnsName:
+        """Reads `dns://name:port?fields`.
+
+        Raises:
+            ConfigError: It is none, or a field is wrong.
+        """
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"{url!r}: {error}", field=FIELD) from error
+        if parts.scheme != "dns" or not host or not port or parts.path not in ("", "/"):
+            raise ConfigError(f"{url!r} is not dns://name:port", field=FIELD)
+        values = _fields(url, parts.query)
+        asked = ("model" not in values, "block_size" not in values)
+        filled = {"model": "?", "block_size": 1, **values, "worker_id": "?", "http_endpoint": f"http://{host}:{port}"}
+        return cls(url, host, port, worker_from_mapping(filled, FIELD), *asked)
+
+    def worker(self, address: str, facts: EngineFacts | None) -> WorkerSpec:
+        """The worker at an address.
+
+        Raises:
+            Unavailable: The engine does not tell what the URL leaves open.
+        """
+        where = f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
+        spec = replace(self.shared, worker_id=where, http_endpoint=f"http://{where}")
+        if facts is None:
+            return spec
+        if self.asks_model:
+            spec = replace(spec, model=facts.models[0] if facts.models else "")
+        if self.asks_block_size:
+            spec = replace(spec, block_size=facts.block_size)
+        if not spec.model or not spec.block_size:
+            raise Unavailable(f"{where} does not tell its model and block size: give them in {self.url}")
+        return facts.complete(spec).validate()
+
+
+@dataclass(slots=True)
+class _State:
+    name: DnsName
+    addresses: tuple[str, ...] = ()
+    facts: dict[str, EngineFacts] = field(default_factory=dict)
+    problem: str = ""
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Addresses whose engine did not tell yet what is to be known, and why."""
+
+
+async def resolve(host: str, port: int) -> Sequence[str]:
+    """The addresses of a name.
+
+    Raises:
+        OSError: It has none, or the lookup failed.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(entry[4][0]) for entry in found})
+
+
+class DnsWorkers:
+    """Keeps a registry equal to what names resolve to. `run` is a task of the process.
+
+    Args:
+        urls: The names, as `DnsName.parse` reads them.
+        registry: What is kept.
+        resolve: How a name is looked up.
+        ask: How an engine is asked.
+
+    Raises:
+        ConfigError: A URL is wrong.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], registry: Registry, resolve: Resolve = resolve, ask: Ask = ask_engine
+    ) -> None:
+        self._names = [_State(DnsName.parse(url)) for url in urls]
+        self._registry = registry
+        self._resolve = resolve
+        self._ask = ask
+        self._slots = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._log = RateLimitedLog(log)
+
+    def warnings(self) -> list[str]:
+        """What an operator should know, one sentence each."""
+        found = [f"{state.name.url}: {state.problem}" for state in self._names if state.problem]
+        return found + [
+            f"{address} of {state.name.url} is no worker yet: {why}"
+            for state in self._names
+            for address, why in sorted(state.unknown.items())
+        ]
+
+    async def run(self) -> None:
+        """Follows the names for ever."""
+        async with aiohttp.ClientSession() as http:
+            while True:
+                await self.follow(http)
+                await asyncio.sleep(RESOLVE_SECONDS)
+
+    async def follow(self, http: aiohttp.ClientSession) -> None:
+        """One round: looks every name up, and asks the engines that are new."""
+        specs: dict[tuple[str, str], WorkerSpec] = {}
+        for state, workers in zip(
+            self._names, await asyncio.gather(*(self._workers(http, state) for state in self._names)), strict=True
+        ):
+            for spec in workers:
+                specs.setdefault((spec.tenant, spec.worker_id), spec)
+            if state.problem:
+                self._log.warning(state.name.url, "%s: %s", state.name.url, state.problem)
+        self._registry.replace_source(Source.DNS, specs.values())
+
+    async def _workers(self, http: aiohttp.ClientSession, state: _State) -> list[WorkerSpec]:
+        try:
+            async with asyncio.timeout(LOOKUP_SECONDS):
+                addresses = tuple(await self._resolve(state.name.host, state.name.port))
+        except (OSError, TimeoutError) as error:
+            state.problem = f"not resolved, its {len(state.addresses)} addresses stay: {str(error) or 'timeout'}"
+        else:
+            state.problem = "" if len(addresses) <= MAX_ADDRESSES else f"more than {MAX_ADDRESSES} addresses"
+            state.addresses = addresses[:MAX_ADDRESSES]
+        state.facts = {address: facts for address, facts in state.facts.items() if address in state.addresses}
+        state.unknown.clear()
+        found = await asyncio.gather(*(self._worker(http, state, address) for address in state.addresses))
+        return [spec for spec in found if spec is not None]
+
+    async def _worker(self, http: aiohttp.ClientSession, state: _State, address: str) -> WorkerSpec | None:
+        plain = state.name.worker(address, None)
+        complete = not (state.name.asks_model or state.name.asks_block_size or lacks_event_endpoints(plain))
+        if complete:
+            return plain
+        try:
+            if address not in state.facts:
+                async with self._slots:
+                    state.facts[address] = await self._ask(http, plain.http_endpoint, plain.engine)
+            return state.name.worker(address, state.facts[address])
+        except Unavailable as error:
+            state.facts.pop(address, None)
+            state.unknown[address] = error.message
+            return None
+
+
+def _fields(url: str, query: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, text in parse_qsl(query, keep_blank_values=True):
+        head, _, label = key.partition(".")
+        if head in GIVEN or key in values:
+            raise ConfigError(f"{key!r} cannot be given in {url!r}, or not twice", field=FIELD)
+        if head == "labels" and label:
+            values.setdefault("labels", {})[label] = text
+        else:
+            values[key] = {"true": True, "false": False}.get(text, text)
+    return values
