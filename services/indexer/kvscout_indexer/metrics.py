@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.status import index_status, source_status
+from kvscout_indexer.stream_metrics import stream_metrics
 
 _POOL = ["tenant", "model", "block_size"]
 _SOURCE = ["tenant", "model", "worker", "dp_rank"]
@@ -59,6 +60,8 @@ class IndexerCollector(Collector):
             lag.add_metric(labels, seen.lag_batches)
             state.add_metric(labels, float(not seen.reason))
         yield from (events, age, lag, state)
+        if self._indexer.jetstream is not None:
+            yield from stream_metrics(self._indexer.jetstream)
         routed = CounterMetricFamily(
             "kvscout_routed_prompts", "Prompts reported as routed, by what became of them", labels=["outcome"]
         )

@@ -114,7 +114,8 @@ class Lanes:
         self._max_lane_bytes = max_lane_bytes
         self._max_bytes = max_bytes
         self._lanes: dict[str, Lane] = {}
-        self._parked_bytes = 0
+        self.parked_bytes = 0
+        """Kept of all lanes that are not live."""
         self.forgotten = 0
         """Lanes whose parked messages were dropped."""
 
@@ -140,20 +141,20 @@ class Lanes:
     def park(self, lane: Lane, data: bytes) -> None:
         """Keeps a message until the lane is live, within the bounds."""
         lane.park(data)
-        self._parked_bytes += len(data)
+        self.parked_bytes += len(data)
         self._bound(lane)
 
     def load(self, lane: Lane, messages: Iterable[bytes]) -> None:
         """Parks a state in place of what is parked, within the bounds."""
-        self._parked_bytes -= lane.parked_bytes
+        self.parked_bytes -= lane.parked_bytes
         lane.replace(messages)
-        self._parked_bytes += lane.parked_bytes
+        self.parked_bytes += lane.parked_bytes
         self._bound(lane)
 
     def unpark(self, lane: Lane) -> list[bytes]:
         """Takes what is parked."""
         parked = lane.parked
-        self._parked_bytes -= lane.parked_bytes
+        self.parked_bytes -= lane.parked_bytes
         lane.unpark()
         return parked
 
@@ -168,7 +169,7 @@ class Lanes:
     def _bound(self, lane: Lane) -> None:
         if lane.parked_bytes > self._max_lane_bytes:
             self._forget(lane)
-        while self._parked_bytes > self._max_bytes:
+        while self.parked_bytes > self._max_bytes:
             self._forget(max(self._lanes.values(), key=lambda each: each.parked_bytes))
 
     def _forget(self, lane: Lane) -> None:

@@ -31,10 +31,10 @@ from kvscout_common.nats_link import NatsLink
 from kvscout_common.shards import Shard
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank
-from kvscout_indexer.stream_lanes import Lane, Lanes, Taker
 from kvscout_indexer.position import Resume, SnapshotId, SnapshotSchedule, StreamState, follows, resume
 from kvscout_indexer.snapshot import Snapshot, SourceCut
 from kvscout_indexer.snapshots import SnapshotBroken, Snapshots
+from kvscout_indexer.stream_lanes import Lane, Lanes, Taker
 from kvscout_indexer.stream_pull import PullBroken, StreamMessage, StreamPull
 
 log = logging.getLogger("kvscout.jetstream")
@@ -126,6 +126,11 @@ class StreamReader:
         self._unreadable: dict[SnapshotId, int] = {}
         """Failed attempts by snapshot."""
         self._stopped = False
+
+    @property
+    def lag(self) -> int:
+        """Messages that the stream had when it was seen last, and that were not read."""
+        return max(0, self.stream.last - self.position) if self.stream is not None else 0
 
     # --- takers ---------------------------------------------------------------------------------------
 
