@@ -127,6 +127,7 @@ async def build(config: SchedulerConfig) -> App:
     registry.listen(scheduler.workers)
     link = NatsLink(config.nats, "kvscout-scheduler") if config.nats is not None else None
     backends = Backends(registry, config.server, link)
+    backends.discover()
     servicer = SchedulerServicer(scheduler, registry, backends)  # type: ignore[abstract]  # the rest: UNIMPLEMENTED
 
     async def expire() -> None:
