@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -12,13 +12,10 @@ from kvscout.v1 import indexer_pb2_grpc
 from kvscout_common.channel import ClientSecurity
 from kvscout_common.shards import Shard, shard_of
 from kvscout_gateway.failover import Failover, Member
+from kvscout_gateway.match_stream import MatchStream
 
 Replicas: TypeAlias = "Failover[indexer_pb2_grpc.IndexerAsyncStub]"
 IndexerMember: TypeAlias = "Member[indexer_pb2_grpc.IndexerAsyncStub]"
-
-
-def _stub(channel: grpc.aio.Channel) -> indexer_pb2_grpc.IndexerAsyncStub:
-    return indexer_pb2_grpc.IndexerStub(channel)
 
 
 class Indexers:
@@ -31,10 +28,11 @@ class Indexers:
             shards: Addresses of each shard's replicas in order of preference; empty = there is no indexer.
             security: How they are called.
         """
+        self._streams: list[MatchStream] = []
         count = len(shards)
         names = [str(Shard(index, count)) if count > 1 else "" for index in range(count)]
         self.shards: tuple[Replicas, ...] = tuple(
-            Failover("indexer", addresses, _stub, security, shard=name)
+            Failover("indexer", addresses, self._stub, security, shard=name)
             for name, addresses in zip(names, shards, strict=True)
         )
 
@@ -48,5 +46,13 @@ class Indexers:
         return shard_of(tenant, worker_id, len(self.shards))
 
     async def close(self) -> None:
-        """Closes every channel."""
+        """Ends every stream and closes every channel."""
+        await asyncio.gather(*(stream.close() for stream in self._streams))
         await asyncio.gather(*(shard.close() for shard in self.shards))
+
+    def _stub(self, channel: grpc.aio.Channel) -> indexer_pb2_grpc.IndexerAsyncStub:
+        """A stub whose FindMatches goes over a stream."""
+        stub: Any = indexer_pb2_grpc.IndexerStub(channel)
+        stub.FindMatches = MatchStream(stub)
+        self._streams.append(stub.FindMatches)
+        return stub  # type: ignore[no-any-return]
