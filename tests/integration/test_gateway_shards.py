@@ -7,7 +7,7 @@ from array import array
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from gateway_stack import CALL_SECONDS, MODEL, Stack, fresh_prompt, running_stack
+from gateway_stack import CALL_SECONDS, MODEL, Stack, connected, fresh_prompt, running_stack
 from process_metrics import scrape
 from processes import Running, eventually, running
 
@@ -79,6 +79,36 @@ async def test_each_indexer_reads_its_own_workers_and_lists_them_all() -> None:
         # These indexers predict nothing: they say so, and are not bothered with decisions.
         assert all("predictions are off" in helper.decisions_problem for helper in helpers)
         assert not any(helper.decisions_delivered + helper.decisions_lost for helper in helpers)
+
+
+async def warnings_of(stack: Stack, *indexers: str) -> list[str]:
+    """What a gateway with these --indexer says once it has asked them all."""
+    flags = [part for one in indexers for part in ("--indexer", one)]
+    async with (
+        running("kvscout_gateway.main", *flags, "--scheduler", stack.scheduler.address) as gateway,
+        connected(gateway, stack.scheduler, stack.indexer) as client,
+    ):
+
+        async def warned() -> list[str]:
+            warnings = (await client.status()).service.warnings
+            return sorted(one for one in warnings if "shard" in one) if len(warnings) >= len(indexers) else []
+
+        found: list[str] = await eventually(warned)
+        return found
+
+
+async def test_indexers_that_have_other_workers_than_the_gateway_was_told_are_named() -> None:
+    async with running_stack(mockers=[], shards=2) as stack:
+        first, second = (indexer.address for indexer in stack.indexers)
+        swapped, alone = await asyncio.gather(
+            warnings_of(stack, f"1/2={first}", f"0/2={second}"), warnings_of(stack, first)
+        )
+        assert swapped == [
+            f"indexer 0/2 {second} has shard 1/2 of the workers, --indexer expects 0/2 there",
+            f"indexer 1/2 {first} has shard 0/2 of the workers, --indexer expects 1/2 there",
+        ]
+        assert alone == [f"indexer {first} has shard 0/2 of the workers, --indexer expects 0/1 there"]
+        assert not (await stack.client.status()).service.warnings
 
 
 async def test_a_shard_that_dies_under_load_costs_its_own_workers_overlaps_until_it_is_back() -> None:

@@ -36,6 +36,7 @@ from kvscout_gateway.registration import Registration, problem
 from kvscout_gateway.releases import Bookings
 from kvscout_gateway.reporter import Reporter
 from kvscout_gateway.routing import RoutingFlow
+from kvscout_gateway.shard_check import ShardCheck
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -64,6 +65,7 @@ class Gateway:
         self.backends.discover()
         self.catalog = Catalog(self.registry)
         self.indexers = Indexers(config.indexers, config.security)
+        self.shard_check = ShardCheck(self.indexers)
         self.schedulers: Schedulers = Failover("scheduler", config.schedulers, _scheduler_stub, config.security)
         self.members: tuple[Member[Any], ...] = (*self.indexers.members, *self.schedulers.members)
         self.registration = Registration(
@@ -119,6 +121,7 @@ class Gateway:
             **({"nats": self.nats.run} if self.nats is not None else {}),
             **syncs,
             **self.reporter.tasks(),
+            "shard-check": self.shard_check.run,
             "renew": self.bookings.renew,
             "scheduler-settings": self._follow_settings,
         }
@@ -150,6 +153,7 @@ class Gateway:
     def info(self) -> types_pb2.ServiceInfo:
         """What this process is, with what an operator should know."""
         warnings = [f"{member.name}: {why}" for member in self.registration.members if (why := problem(member))]
+        warnings += self.shard_check.warnings()
         return service_info(
             self.started, draining=self.generate.draining, warnings=[*warnings, *self.backends.warnings()]
         )
