@@ -24,6 +24,7 @@ from kvscout_blocks.recovery import recover, recover_request
 from kvscout_blocks.sequence import SequencedBatch
 from kvscout_blocks.source import Source
 from kvscout_blocks.wire import decode_batch
+from kvscout_common.nats_barrier import NatsBarrier
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
@@ -163,6 +164,8 @@ async def listening(url: str, names: NatsNames, spec: WorkerSpec, *, stream: boo
         reading = asyncio.create_task(_read_stream(client, names.stream(spec.tenant, spec.model), listener))
     else:
         await client.subscribe(names.core_events(spec.tenant, spec.model, listener.rank), cb=listener.on_message)
+        barrier = NatsBarrier(client)
+        await barrier.wait(barrier.generation, seconds=10)
         listener.reconnected()
     try:
         yield listener

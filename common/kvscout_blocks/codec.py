@@ -66,6 +66,7 @@ def encode_dump(
         current.last = following is None
         current.history_incomplete = history_incomplete
         if index == 0:
+            current.incompatible = dump.incompatible
             current.groups.extend(
                 events_pb2.CacheGroup(
                     group=group,
@@ -331,6 +332,7 @@ class DumpReader:
     _further: dict[int, list[Copies]] = field(default_factory=dict)
     _orphans: list[DumpedOrphan] = field(default_factory=list)
     _groups: tuple[tuple[int, bool], ...] = ()
+    _incompatible: str = ""
 
     def feed(self, batch: events_pb2.KvEventBatch) -> Dumped | None:
         """Takes the next message; returns the dump with the last one, else None.
@@ -347,6 +349,7 @@ class DumpReader:
             raise InvalidArgument(f"chunk {chunk.index} where {self._next_index} comes next", field="state.index")
         if self._header is None:
             self._header = batch
+            self._incompatible = chunk.incompatible
             self._groups = tuple(
                 (group.group, group.attention_kind != events_pb2.ATTENTION_KIND_OTHER) for group in chunk.groups
             )
@@ -391,6 +394,7 @@ class DumpReader:
             groups=self._groups,
             blocks=tuple(self._blocks),
             orphans=tuple(self._orphans),
+            incompatible=self._incompatible,
         )
         return Dumped(source_of(header)[1], dump, history_incomplete)
 

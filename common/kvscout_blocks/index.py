@@ -214,6 +214,8 @@ class WorkerDump:
     blocks: tuple[DumpedBlock, ...] = ()
     orphans: tuple[DumpedOrphan, ...] = ()
     """Sorted by engine hash."""
+    incompatible: str = ""
+    """Why the worker is not indexed; then it has no blocks. "": it is."""
 
 
 @dataclass(frozen=True, slots=True)

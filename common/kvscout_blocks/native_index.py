@@ -127,7 +127,7 @@ class NativeIndex:
         dump = self._index.dump(worker)
         if dump is None:
             return None
-        epoch, last_event_id, groups, blocks, orphans = dump
+        epoch, last_event_id, groups, blocks, orphans, incompatible = dump
         return WorkerDump(
             worker,
             epoch,
@@ -135,11 +135,20 @@ class NativeIndex:
             tuple(groups),
             tuple(DumpedBlock(engine, parent, local, _copies(copies)) for engine, parent, local, copies in blocks),
             tuple(DumpedOrphan(engine, parent, local, _copies(copies)) for engine, parent, local, copies in orphans),
+            incompatible,
         )
 
     def load(self, dump: WorkerDump) -> None:
         """See `BlockIndex.load`."""
-        self._index.load(dump.worker, dump.epoch, dump.last_event_id, dump.groups, dump.blocks, dump.orphans)
+        self._index.load(
+            dump.worker,
+            dump.epoch,
+            dump.last_event_id,
+            dump.groups,
+            dump.blocks,
+            dump.orphans,
+            dump.incompatible,
+        )
 
     def dump_messages(
         self, worker: WorkerRank, pool: PoolKey, *, history_incomplete: bool, epoch: int | None = None

@@ -350,7 +350,13 @@ class ReferenceIndex:
             return None
         blocks, orphans = state_dump.dump_holdings(known.holdings)
         return WorkerDump(
-            worker, known.epoch, known.last_event_id, tuple(sorted(known.groups.items())), blocks, orphans
+            worker,
+            known.epoch,
+            known.last_event_id,
+            tuple(sorted(known.groups.items())),
+            blocks,
+            orphans,
+            known.incompatible,
         )
 
     def load(self, dump: WorkerDump) -> None:
@@ -361,6 +367,7 @@ class ReferenceIndex:
         state_dump.check(dump)
         self.reset(dump.worker)
         known.epoch, known.last_event_id = dump.epoch, dump.last_event_id
+        known.incompatible = dump.incompatible
         known.groups = dict(dump.groups)
         known.holdings.set_full_groups(known.full_groups)
         state_dump.load_holdings(known.holdings, dump)

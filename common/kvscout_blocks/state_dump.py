@@ -79,6 +79,8 @@ def check(dump: WorkerDump) -> None:
             raise InvalidArgument("its parent is known", field=f"orphans.{position}")
     if len(dump.orphans) > ORPHAN_LIMIT:
         raise InvalidArgument(f"more than {ORPHAN_LIMIT}", field="orphans")
+    if dump.incompatible and (dump.blocks or dump.orphans):
+        raise InvalidArgument("a worker that is not indexed has blocks", field="incompatible")
 
 
 def _check_entry(field: str, engine_hash: int | None, copies: Iterable[Copies], full: set[int], seen: set[int]) -> None:

@@ -104,10 +104,11 @@ class BlockIndex:
             list[tuple[int, bool]],
             list[tuple[int | None, int, int, list[_Copies]]],
             list[tuple[int, int, int, list[_Copies]]],
+            str,
         ]
         | None
     ):
-        """Epoch, last event id, groups, blocks, orphans; as in `WorkerDump`."""
+        """Epoch, last event id, groups, blocks, orphans, incompatible; as in `WorkerDump`."""
 
     def load(
         self,
@@ -117,6 +118,7 @@ class BlockIndex:
         groups: Sequence[tuple[int, bool]],
         blocks: Sequence[tuple[int | None, int, int, Sequence[_Copies]]],
         orphans: Sequence[tuple[int, int, int, Sequence[_Copies]]],
+        incompatible: str,
     ) -> None: ...
     def workers(self) -> list[_Name]: ...
     def cursor(self, worker: _Name) -> tuple[int, int | None] | None: ...

@@ -6,7 +6,7 @@ import json
 import os
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgpack
@@ -14,17 +14,19 @@ import pytest
 
 from kvscout_blocks.codec import decode_events, encode_events, parse_batch
 from kvscout_blocks.events import Cleared, Event, EventBatch, Removed, Stored, Tier
-from kvscout_blocks.index import BlockIndex, Ignored, WorkerOptions
+from kvscout_blocks.index import BlockIndex, Copies, DumpedBlock, Ignored, WorkerOptions
 from kvscout_blocks.native_index import (
     NativeIndex,
     apply_decoded,
     decode_for,
     decode_message,
     encode_batch,
+    load_state,
     state_messages,
 )
 from kvscout_blocks.reference_index import ReferenceIndex
 from kvscout_blocks.wire import MalformedBatch, parse_message
+from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank
 
@@ -214,3 +216,22 @@ def test_a_state_carries_the_publishers_epoch(kind: type[BlockIndex]) -> None:
     (message,) = state_messages(index, RANK, pool, history_incomplete=True, epoch=77)
     batch = parse_batch(message)
     assert (batch.epoch, batch.event_id, batch.events[0].state.history_incomplete) == (77, 5, True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", KINDS)
+def test_a_state_tells_that_its_worker_is_not_indexed(kind: type[BlockIndex], other: type[BlockIndex]) -> None:
+    pool = PoolKey("m", "t", 16, False)
+    payload = msgpack.packb([1.0, [["BlockStored", [1, 2], None, list(range(16)), 8]], None])
+    direct, _ = relayed(kind, pool, [payload])
+    behind = other(16)  # type: ignore[call-arg]
+    behind.add_worker(RANK, WorkerOptions())
+    load_state(behind, RANK, pool, state_messages(direct, RANK, pool, history_incomplete=False, epoch=9))
+    assert behind.dump(RANK) == direct.dump(RANK)
+    stats = behind.worker_stats(RANK)
+    assert stats is not None
+    assert "8 tokens, the registration says 16" in stats.incompatible
+    dump = behind.dump(RANK)
+    assert dump is not None
+    with pytest.raises(InvalidArgument, match="incompatible"):
+        behind.load(replace(dump, blocks=(DumpedBlock(1, -1, 2, (Copies(0, Tier.DEVICE, 1),)),)))

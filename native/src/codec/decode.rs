@@ -67,6 +67,7 @@ struct Reading {
     further: Vec<(u64, Copies)>,
     orphans: Vec<DumpedOrphan>,
     history_incomplete: bool,
+    incompatible: String,
 }
 
 const NO_MESSAGE: &str = "is no message";
@@ -146,12 +147,14 @@ impl Reading {
 
     fn chunk(&mut self, chunk: &[u8]) -> Result<bool, DecodeError> {
         let (mut index, mut last, mut incomplete) = (0, false, false);
+        let mut incompatible = String::new();
         // The number comes first on the wire of any writer we know, but need not.
         fields("state", chunk, |number, field| {
             match (number, field) {
                 (1, Field::Varint(value)) => index = value,
                 (2, Field::Varint(value)) => last = value != 0,
                 (7, Field::Varint(value)) => incomplete = value != 0,
+                (8, Field::Bytes(value)) => incompatible = text("state.incompatible", value)?,
                 _ => {}
             }
             Ok(())
@@ -164,6 +167,9 @@ impl Reading {
         }
         self.next_index += 1;
         self.history_incomplete |= incomplete;
+        if index == 0 {
+            self.incompatible = incompatible;
+        }
         fields("state", chunk, |number, field| match (number, field) {
             (3, Field::Bytes(value)) if index == 0 => self.group(value),
             (4, Field::Bytes(value)) => self.run(value),
@@ -265,7 +271,8 @@ impl Reading {
         }
         let (identity, epoch, last_event_id) = self.identity.unwrap_or_default();
         let (groups, blocks, orphans) = (self.groups, self.blocks, self.orphans);
-        let dump = WorkerDump { epoch, last_event_id, groups, blocks, orphans };
+        let incompatible = self.incompatible;
+        let dump = WorkerDump { epoch, last_event_id, groups, blocks, orphans, incompatible };
         Ok(Dumped { identity, dump, history_incomplete: self.history_incomplete })
     }
 }

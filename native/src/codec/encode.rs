@@ -157,6 +157,9 @@ fn message(
         state.append(&part);
     }
     state.varint(7, u64::from(history_incomplete));
+    if index == 0 {
+        state.string(8, &dump.incompatible);
+    }
     let mut event = Writer::default();
     event.bytes(5, state.as_bytes());
     let mut batch = Writer::default();

@@ -41,6 +41,8 @@ pub struct WorkerDump {
     pub blocks: Vec<DumpedBlock>,
     /// Sorted by engine hash.
     pub orphans: Vec<DumpedOrphan>,
+    /// Why the worker is not indexed; then it has no blocks. Empty: it is.
+    pub incompatible: String,
 }
 
 /// Why a dump cannot be loaded.
@@ -86,6 +88,7 @@ impl Index {
             groups: worker.groups.clone(),
             blocks: state.ledger.dump_blocks(rank.slot),
             orphans,
+            incompatible: rank.incompatible.clone(),
         })
     }
 
@@ -98,6 +101,7 @@ impl Index {
         self.forget(state, worker);
         let rank = &mut state.ranks[worker];
         (rank.epoch, rank.last_event_id) = (dump.epoch, dump.last_event_id);
+        rank.incompatible.clone_from(&dump.incompatible);
         let slot = rank.slot;
         state.ledger.worker_mut(slot).groups.clone_from(&dump.groups);
         state.ledger.refresh_groups(slot);
@@ -311,6 +315,9 @@ fn check(dump: &WorkerDump) -> Result<(), LoadError> {
     }
     if dump.orphans.len() > ORPHAN_LIMIT {
         return contradiction("orphans".into(), &format!("more than {ORPHAN_LIMIT}"));
+    }
+    if !dump.incompatible.is_empty() && !(dump.blocks.is_empty() && dump.orphans.is_empty()) {
+        return contradiction("incompatible".into(), "a worker that is not indexed has blocks");
     }
     Ok(())
 }

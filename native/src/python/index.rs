@@ -182,6 +182,7 @@ impl BlockIndex {
             dump.groups.clone(),
             blocks.collect::<Vec<_>>(),
             orphans.collect::<Vec<_>>(),
+            dump.incompatible.clone(),
         );
         columns.into_pyobject(py).map(Some)
     }
@@ -196,6 +197,7 @@ impl BlockIndex {
         groups: Vec<(u32, bool)>,
         blocks: Vec<(Option<u64>, i64, u64, Vec<CopiesTuple>)>,
         orphans: Vec<(u64, u64, u64, Vec<CopiesTuple>)>,
+        incompatible: String,
     ) -> PyResult<()> {
         let blocks = blocks.into_iter().map(|(engine_hash, parent, local_hash, counts)| DumpedBlock {
             engine_hash,
@@ -207,8 +209,8 @@ impl BlockIndex {
         let orphans = orphans.into_iter().map(|(engine_hash, parent_engine_hash, local_hash, counts)| {
             DumpedOrphan { engine_hash, parent_engine_hash, local_hash, counts: counts_from_python(counts) }
         });
-        let mut dump =
-            WorkerDump { epoch, last_event_id, groups, blocks: blocks.collect(), orphans: orphans.collect() };
+        let (blocks, orphans) = (blocks.collect(), orphans.collect());
+        let mut dump = WorkerDump { epoch, last_event_id, groups, blocks, orphans, incompatible };
         dump.groups.sort_unstable();
         py.detach(|| self.index.load(worker.get(), &dump))
             .map_err(|error| load_error(py, worker.get(), error))

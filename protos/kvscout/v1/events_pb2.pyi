@@ -316,12 +316,17 @@ class StateChunk(_message.Message):
     FURTHER_COPIES_FIELD_NUMBER: _builtins.int
     ORPHANS_FIELD_NUMBER: _builtins.int
     HISTORY_INCOMPLETE_FIELD_NUMBER: _builtins.int
+    INCOMPATIBLE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Number of this chunk, from 0."""
     last: _builtins.bool
     """True on the last chunk."""
     history_incomplete: _builtins.bool
     """True = events before this cut may be missing: the state is a lower bound."""
+    incompatible: _builtins.str
+    """Why the worker is not indexed, such as blocks of another size than registered; then it has no blocks. Unset = it
+    is indexed. Chunk 0 only.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheGroup]:
         """Known cache groups and their kinds, by number; chunk 0 only."""
@@ -348,10 +353,11 @@ class StateChunk(_message.Message):
         further_copies: _abc.Iterable[Global___StateCopies] | None = ...,
         orphans: _abc.Iterable[Global___StateOrphan] | None = ...,
         history_incomplete: _builtins.bool = ...,
+        incompatible: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["further_copies", b"further_copies", "groups", b"groups", "history_incomplete", b"history_incomplete", "index", b"index", "last", b"last", "orphans", b"orphans", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["further_copies", b"further_copies", "groups", b"groups", "history_incomplete", b"history_incomplete", "incompatible", b"incompatible", "index", b"index", "last", b"last", "orphans", b"orphans", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
