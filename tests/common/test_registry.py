@@ -1,7 +1,10 @@
 """The registry: names, leases, sources and what listeners hear."""
 
+from dataclasses import replace
+
 import pytest
 
+from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.registry import Registry, Source
 from kvscout_common.worker import EventEndpoint, WorkerSpec
@@ -137,3 +140,52 @@ def test_a_registration_out_of_range_names_the_field(fields: dict[str, object], 
     with pytest.raises(InvalidArgument) as caught:
         spec(**{**good, **fields}).validate()  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+def test_leases_of_the_bucket_end_only_by_the_time_that_its_follower_names(registry: Registry, clock: Clock) -> None:
+    registry.register(spec("own"), lease_seconds=10)
+    registry.register(spec("shared"), source=Source.NATS, lease_seconds=10)
+    clock.now += 10
+    assert [ended.worker_id for ended in registry.expire()] == ["own"]
+    assert registry.expire_shared(by=clock.now - 1) == []
+    registry.restart_leases(Source.NATS)
+    assert registry.expire_shared(by=clock.now) == []
+    assert [ended.worker_id for ended in registry.expire_shared(by=clock.now + 10)] == ["shared"]
+
+
+def test_the_file_wins_over_dns_and_dns_over_the_others(registry: Registry) -> None:
+    registry.register(spec("a", total_kv_blocks=1), source=Source.NATS)
+    registry.replace_source(Source.DNS, [spec("a", total_kv_blocks=2)])
+    for source in (Source.RPC, Source.NATS):
+        with pytest.raises(FailedPrecondition, match="DNS"):
+            registry.register(spec("a"), source=source)
+    registry.replace_source(Source.FILE, [spec("a", total_kv_blocks=3)])
+    registry.replace_source(Source.DNS, [spec("a", total_kv_blocks=4)])
+    assert registry.get("default", "a").spec.total_kv_blocks == 3
+    registry.replace_source(Source.FILE, [])
+    registry.replace_source(Source.DNS, [spec("a", total_kv_blocks=4)])
+    registry.replace_source(Source.DNS, [])
+    assert registry.entries() == []
+
+
+def test_what_an_engine_told_stays_while_its_worker_registers_again_and_changes(registry: Registry) -> None:
+    recorder = Recorder()
+    registry.listen(recorder)
+    asked = spec("a", http_endpoint="http://a")
+    facts = EngineFacts("http://a", (EventEndpoint(0, "tcp://a:1"),), total_kv_blocks=9)
+    registry.register(asked)
+    registry.complete("default", "a", facts)
+    registry.complete("default", "a", facts)
+    registry.register(asked)
+    registry.set_draining("default", "a", True)
+    entry = registry.get("default", "a")
+    assert (entry.spec.total_kv_blocks, entry.spec.draining, entry.registered) == (9, True, asked.with_draining(True))
+    registry.update(spec("a", http_endpoint="http://elsewhere"))
+    assert registry.get("default", "a").spec.event_endpoints == ()
+    registry.complete("default", "a", replace(facts, http_endpoint="http://elsewhere"))
+    registry.remove("default", "a")
+    registry.register(asked)
+    assert registry.get("default", "a").spec == asked
+    assert recorder.heard == ["+a", "~a", "~a", "~a", "~a", "-a:removed", "+a"]
+    with pytest.raises(NotFound):
+        registry.complete("default", "ghost", facts)

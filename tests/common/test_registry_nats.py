@@ -35,7 +35,8 @@ async def test_what_one_service_writes_every_service_shows(world: World) -> None
     one, other = await world.node(), await world.node()
     assert await one.shared.register(A, 0)
     assert one.worker_ids == ["a"]  # shown where it was written when the call returns
-    assert not await other.shared.register(A, 30) or other.worker_ids == []
+    await until_listed(other, ["a"])
+    assert not await other.shared.register(A, 0)
     await one.shared.register(B, 30)
     await other.until(lambda: other.worker_ids == ["a", "b:1"])
     entry = other.registry.get("team x", "b:1")
