@@ -31,6 +31,8 @@ VERSION = 1
 CALL_SECONDS = 2.0
 MARKER_SECONDS = 3600
 """How long a removal can be told from a lease that ended: longer than any network split that heals by itself."""
+MAX_VALUE_BYTES = 512 * 1024
+"""NATS refuses more than 1 MiB by default."""
 ATTEMPTS = 8
 """Of a change that others overtake."""
 
@@ -222,6 +224,8 @@ class WorkerBucket:
         import nats.errors
         import nats.js.errors
 
+        if len(value) > MAX_VALUE_BYTES:
+            raise InvalidArgument(f"{len(value)} bytes, at most {MAX_VALUE_BYTES} are kept in NATS", field="worker")
         if self.keeps_time is None:
             await self.open()
         if ttl_seconds and self.keeps_time:
