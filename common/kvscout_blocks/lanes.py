@@ -44,9 +44,10 @@ def make_lanes(*, failed: Callable[[BaseException], None]) -> Lanes | None:
     addresses = libzmq_addresses()
     reader = make_reader(addresses) if addresses else None
     if reader is not None:
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        for option, value in _MALLOPT.items() if mallopt is not None else ():
-            mallopt(option, value)
+        process = ctypes.CDLL(None)
+        if hasattr(process, "mallopt"):
+            for option, value in _MALLOPT.items():
+                process.mallopt(option, value)
     return Lanes(reader, failed=failed) if reader is not None else None
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from kvscout_bench.harness import Row
 from kvscout_bench.index_bench import PEERS, IndexBench
+from kvscout_bench.ingest import IngestBench
 from kvscout_cli.connection import option
 from kvscout_cli.output import stderr, stdout
 from kvscout_common.flags import SectionedCommand
@@ -21,6 +22,7 @@ def command(context: click.Context) -> None:
     """Measure on this machine; without a subcommand, everything."""
     if context.invoked_subcommand is None:
         context.invoke(index)
+        context.invoke(ingest)
 
 
 @command.command(cls=SectionedCommand)
@@ -31,9 +33,24 @@ def command(context: click.Context) -> None:
 @option("--quick", is_flag=True, help="Tiny sizes, one short round: shows that it works, judges nothing.")
 def index(peer: str | None, as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
     """Measure the block index against its goals."""
-    bench = IndexBench(peer=peer or "", rounds=rounds, only=only, quick=quick)
-    progress = stderr()
-    rows = bench.run(lambda text: progress.print(f"[dim]{text}[/]"))
+    _print(IndexBench(peer=peer or "", rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
+
+
+@command.command(cls=SectionedCommand)
+@option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each workload.")
+@option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
+@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
+def ingest(as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
+    """Measure what taking events in costs an indexer process, and how soon they are found."""
+    _print(IngestBench(rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
+
+
+def _say(text: str) -> None:
+    stderr().print(f"[dim]{text}[/]")
+
+
+def _print(rows: Iterator[Row], *, as_json: bool) -> None:
     if as_json:
         for row in rows:
             click.echo(json.dumps(row.as_json(), ensure_ascii=False))

@@ -1,0 +1,225 @@
+"""Events over the engines' own sockets: CPU of the indexer process, and how soon an event is found."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from threading import Event, Thread
+from typing import Any
+
+import zmq
+
+from kvscout.v1 import indexer_pb2
+from kvscout_bench.harness import Case, Goal, Row, Side, compare
+from kvscout_bench.ingest_process import MODEL, IndexerProcess
+from kvscout_bench.ingest_publisher import BLOCK_SIZE, Engine, scattered
+from kvscout_bench.machine import Machine, this_machine
+from kvscout_bench.peer import Driver
+from kvscout_bench.report import percentile
+
+NAME = "zmq"
+PUBLISHER = [sys.executable, "-m", "kvscout_bench.ingest_publisher"]
+ENGINES = 64
+IDLE_ENGINES = 512
+PROBE_SECONDS = 0.02
+"""Between two probes."""
+PROBE_HASHES = 1 << 63
+"""Block hashes of probes begin here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is published while something is measured."""
+
+    messages: int
+    per_second: float
+    blocks: int
+    probed: bool = False
+    """Somebody asks meanwhile."""
+
+
+FULL_RATE = Load(100_000, 20_000, 4)
+BATCHES = Load(1_500, 300, 1024)
+FLOOD = Load(1_500, 0, 1024, probed=True)
+MODEST = Load(10_000, 1_000, 4, probed=True)
+QUICK_DIVISOR = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestCase(Case):
+    """One row. Its workload is the name of a sample's key."""
+
+    peer: tuple[float, float] | None = None
+    """Least and largest of what the peer's measurements have shown: it is not run here."""
+
+
+def _sample(key: str) -> Callable[[Any], float]:
+    return lambda sample: float(sample[key])
+
+
+def _case(name: str, title: str, unit: str, goal: float | None, *, p99: str = "", **more: Any) -> IngestCase:
+    return IngestCase(
+        name=f"zmq/{name}",
+        title=title,
+        unit=unit,
+        goal=Goal(goal) if goal is not None else None,
+        workload=name,
+        value=_sample(name),
+        p99=_sample(p99) if p99 else None,
+        **more,
+    )
+
+
+_MESSAGES = f"{FULL_RATE.per_second:,.0f} messages/s of 4 blocks, {ENGINES} sockets"
+CASES = {
+    FULL_RATE: (
+        _case("message", f"CPU a message, {_MESSAGES} (peer: published)", "µs", 8.0, peer=(17.0, 25.0)),
+        _case("message_io", "of it libzmq's own thread", "µs", None),
+    ),
+    BATCHES: (
+        _case("block", "CPU a block, batches of 1,024 (peer: published)", "µs", 0.15, peer=(0.54, 0.68)),
+        _case("block_io", "of it libzmq's own thread", "µs", None),
+    ),
+    FLOOD: (
+        _case("flood", "blocks a second, batches of 1,024 as fast as they come", "1/s", None),
+        _case("find", "FindMatches meanwhile, median", "ms", None, p99="find_p99"),
+    ),
+    MODEST: (
+        _case("visible", "event to FindMatches, median, 1,000 messages/s", "ms", None),
+        _case("visible_p99", "event to FindMatches, p99, 1,000 messages/s", "ms", 5.0),
+    ),
+}
+IDLE = _case("idle", f"CPU with {IDLE_ENGINES} silent sockets", "% of a core", None)
+ROWS: Sequence[str] = [*(case.name for cases in CASES.values() for case in cases), IDLE.name]
+
+
+def run(*, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None]) -> Iterator[Row]:
+    """See `ingest.Part.run`."""
+    machine = this_machine()
+    for load, cases in CASES.items():
+        chosen = [case for case in cases if wanted(case.name)]
+        if chosen:
+            shown = replace(load, messages=max(load.messages // QUICK_DIVISOR, ENGINES)) if quick else load
+            yield from _rows(chosen, [_measure(shown, say) for _ in range(rounds)], quick, machine)
+    if wanted(IDLE.name):
+        engines, seconds = (ENGINES, 0.5) if quick else (IDLE_ENGINES, 10.0)
+        yield from _rows([IDLE], [_idle(engines, seconds, say) for _ in range(rounds)], quick, machine)
+
+
+def _rows(cases: Sequence[IngestCase], samples: Sequence[Any], quick: bool, machine: Machine) -> Iterator[Row]:
+    for case in cases:
+        p99s = tuple(case.p99(sample) for sample in samples) if case.p99 else ()
+        ours = Side(tuple(case.value(sample) for sample in samples), p99s)
+        # The ratio is to the best that was published.
+        peer = Side(case.peer[:1]) if case.peer else None
+        row = compare(case, ours, peer, judge=not quick, machine=machine)
+        yield replace(row, peer_spread=case.peer)
+
+
+def _measure(load: Load, say: Callable[[str], None]) -> dict[str, float]:
+    """Publishes a load to a new indexer process; what it cost, and what was seen by one who asks meanwhile."""
+    with ExitStack() as stack:
+        publisher = stack.enter_context(Driver(PUBLISHER))
+        indexer = stack.enter_context(IndexerProcess())
+        _connect(publisher, indexer, ENGINES, load.blocks)
+        publisher.ask("prepare", messages=load.messages)
+        prober = stack.enter_context(Prober(indexer)) if load.probed else None
+        before, threads = indexer.cpu_seconds(), indexer.cpu_by_thread()
+        started = time.monotonic()
+        published = publisher.ask("publish", rate=load.per_second)
+        if prober is not None:
+            prober.stop()
+        indexer.until_applied(load.messages + (prober.probes if prober is not None else 0))
+        seconds = time.monotonic() - started
+        used, after = indexer.cpu_seconds() - before, indexer.cpu_by_thread()
+        late_ms = published["late_p99_ms"]
+        say(f"{load.messages} messages in {published['seconds']:.2f} s, late by {late_ms:.1f} ms at p99")
+    io = sum(after[name] - threads.get(name, 0.0) for name in after if name.startswith("ZMQ"))
+    blocks = load.messages * load.blocks
+    sample = {
+        "message": used / load.messages * 1e6,
+        "message_io": io / load.messages * 1e6,
+        "block": used / blocks * 1e6,
+        "block_io": io / blocks * 1e6,
+        "flood": blocks / seconds,
+    }
+    if prober is not None:
+        sample |= prober.sample()
+    return sample
+
+
+def _idle(engines: int, seconds: float, say: Callable[[str], None]) -> dict[str, float]:
+    with Driver(PUBLISHER) as publisher, IndexerProcess() as indexer:
+        _connect(publisher, indexer, engines, 4)
+        before = indexer.cpu_seconds()
+        say(f"{engines} sockets, nothing comes")
+        time.sleep(seconds)
+        return {"idle": (indexer.cpu_seconds() - before) / seconds * 100}
+
+
+def _connect(publisher: Driver, indexer: IndexerProcess, engines: int, blocks: int) -> None:
+    for number, endpoint in enumerate(publisher.ask("open", sockets=engines, blocks=blocks)["endpoints"]):
+        indexer.register(f"worker-{number}", endpoint)
+    publisher.ask("await")
+
+
+class Prober:
+    """An engine of its own in a thread: publishes a block from time to time and asks until it is found."""
+
+    def __init__(self, indexer: IndexerProcess) -> None:
+        self.probes = 0
+        self._indexer = indexer
+        self._visible: list[float] = []
+        self._finds: list[float] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._engine = Engine(self._context, 1, scattered(PROBE_HASHES))
+        self._random = random.Random(2)
+        self._ended = Event()
+        self._thread = Thread(target=self._run, name="prober")
+
+    def __enter__(self) -> Prober:
+        self._indexer.register("probe", self._engine.endpoint)
+        self._engine.until_subscribed()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._context.destroy(linger=0)
+
+    def stop(self) -> None:
+        """Ends after the probe that is out."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def sample(self) -> dict[str, float]:
+        """Milliseconds: `visible` from publishing to being found, `find` of one FindMatches."""
+        visible, finds = sorted(self._visible), sorted(self._finds)
+        return {
+            "visible": (percentile(visible, 50) or 0.0) * 1e3,
+            "visible_p99": (percentile(visible, 99) or 0.0) * 1e3,
+            "find": (percentile(finds, 50) or 0.0) * 1e3,
+            "find_p99": (percentile(finds, 99) or 0.0) * 1e3,
+        }
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            tokens = [self._random.getrandbits(17) for _ in range(BLOCK_SIZE)]
+            request = indexer_pb2.FindMatchesRequest(model=MODEL, token_ids=tokens)
+            self._engine.prepare_prompt(tokens)
+            published = time.perf_counter()
+            self._engine.send()
+            self.probes += 1
+            found = False
+            while not found:
+                asked = time.perf_counter()
+                answer = self._indexer.stub.FindMatches(request, timeout=30)
+                self._finds.append(time.perf_counter() - asked)
+                found = bool(answer.overlaps.worker_ids)
+            self._visible.append(time.perf_counter() - published)
+            self._ended.wait(PROBE_SECONDS)
