@@ -51,7 +51,7 @@ class CountedDumps(RawQueries):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         super().add_to(server)
-        handler = grpc.unary_stream_rpc_method_handler(
+        handler: grpc.RpcMethodHandler[Any, bytes] = grpc.unary_stream_rpc_method_handler(
             self.dump, request_deserializer=indexer_pb2.DumpRequest.FromString
         )
         server.add_registered_method_handlers("kvscout.v1.Indexer", {"Dump": handler})
