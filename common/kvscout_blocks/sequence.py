@@ -374,10 +374,12 @@ class SourceSequence(Generic[T]):
             else:
                 self._give_up("the replay was empty", out)
             return out
+        before = self.last_id
         self._apply_held(out, until_gap=True)
         if not self._held:
             self._end_replay()
-        elif self._progress or self._healing:
+        elif self._progress or self._healing or self.last_id != before:
+            # The answer may have been given before what is missing was published.
             self._fill_gap(out)
         else:
             self._give_up("the replay ended early", out)
