@@ -197,7 +197,8 @@ async def overlap(client: IndexerClient, blocks: int, worker_id: str = "w") -> i
     """How many blocks of the chain 1, 2, 3, ... a worker holds."""
     request = indexer_pb2.FindMatchesRequest(model=MODEL, block_hashes=range(1, blocks + 1))
     found = (await client.rpc("FindMatches", request)).overlaps
-    return dict(zip(found.worker_ids, found.device_blocks, strict=True)).get(worker_id, 0)
+    held: dict[str, int] = dict(zip(found.worker_ids, found.device_blocks, strict=True))
+    return held.get(worker_id, 0)
 
 
 async def until_overlap(client: IndexerClient, blocks: int, worker_id: str = "w") -> None:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 
 import nats.errors
 import pytest
@@ -37,6 +38,7 @@ from kvscout_indexer import publisher_feed, snapshotter, stream_reader
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.jetstream import JetStream
+from kvscout_indexer.snapshot import Snapshot
 from kvscout_indexer.snapshotter import Snapshotter
 from kvscout_indexer.stream_reader import StreamReader
 
@@ -156,7 +158,7 @@ async def _stays(_: StreamReader) -> None:
 async def acknowledged(world: World, consumer: str) -> int:
     info = await world.js.consumer_info(STREAM, consumer)
     assert info.ack_floor is not None
-    return info.ack_floor.stream_seq
+    return int(info.ack_floor.stream_seq)
 
 
 async def test_what_is_purged_is_in_both_snapshots_that_are_kept(world: World) -> None:
@@ -404,6 +406,50 @@ async def test_a_snapshot_amid_the_chunks_of_a_state_does_not_lose_it(world: Wor
         assert await dump(client, indexer) == before
 
 
+async def test_a_holder_of_the_lock_that_was_stopped_beyond_its_life_does_no_harm(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshotter, "LOCK_SECONDS", 0.5)
+    monkeypatch.setattr(snapshotter, "LOOK_SECONDS", 3600)
+    w = world.publisher()
+    async with local_indexer(config(world)) as (one, holder), local_indexer(config(world)) as (_, other):
+        await register(one)
+        await w.grow(5)
+        await until_overlap(one, 5)
+        await until(lambda: position(other), 5)
+        for indexer in (holder, other):
+            monkeypatch.setattr(taker(indexer), "_due", lambda: True)
+        stopped, resumed = asyncio.Event(), asyncio.Event()
+        write = reader(holder).snapshots.write
+
+        async def stop(cut: Snapshot) -> int:
+            stopped.set()
+            await resumed.wait()
+            return await write(cut)
+
+        monkeypatch.setattr(reader(holder).snapshots, "write", stop)
+        taking = asyncio.create_task(taker(holder).take())
+        await stopped.wait()
+        assert not await taker(other).take(), "the lock is held"
+        await until(taker(other).take, True)
+        last = await w.grow(5)
+        await until(lambda: position(other), last)
+        assert await taker(other).take()
+        assert await world.snapshots() == [5, 10]
+        last = await w.grow(5)
+        await until(lambda: position(other), last)
+        assert await taker(other).take()
+        assert (await world.snapshots(), await world.first_sequence()) == ([10, 15], 11)
+        resumed.set()
+        assert await taking
+        assert (await world.snapshots(), await world.first_sequence()) == ([10, 15], 11)
+        before = await dump(one, holder)
+    async with local_indexer(config(world)) as (client, indexer):
+        await register(client)
+        await until_overlap(client, 15)
+        assert await dump(client, indexer) == before
+
+
 async def test_snapshots_carry_sources_that_nobody_has_registered_here(world: World) -> None:
     w, unknown = world.publisher(), world.publisher("unknown")
     async with local_indexer(config(world)) as (client, indexer):
@@ -509,6 +555,7 @@ async def test_replicas_that_join_at_any_time_have_the_same_state(world: World, 
             client, indexer = await stack.enter_async_context(local_indexer(config(world)))
             for w in chance.sample(publishers, chance.randrange(5)):
                 await register(client, w.worker_id)
+            await indexer.warm()
             replicas.append((client, indexer))
             publishing = asyncio.create_task(publish())
             while not publishing.done():
@@ -520,11 +567,11 @@ async def test_replicas_that_join_at_any_time_have_the_same_state(world: World, 
                 await register(client, w.worker_id)
         last = (await world.js.stream_info(STREAM)).state.last_seq
         for client, indexer in replicas:
-            await until(lambda indexer=indexer: position(indexer), last)
+            await until(partial(position, indexer), last)
             for w in publishers:
-                await client.until(
-                    lambda s, w=w: s.state == LIVE and s.last_event_id == max(w.next_id - 1, 0), w.worker_id
-                )
+                if w.next_id:
+                    status = await client.until_applied(w.next_id - 1, w.worker_id)
+                    assert status.state == LIVE
         for w in publishers:
             dumps = [await dump(client, indexer, w.worker_id) for client, indexer in replicas]
             assert all(each == dumps[0] for each in dumps), w.worker_id

@@ -1,0 +1,105 @@
+"""Where a replica goes on in a stream, and when a snapshot is due."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvscout_indexer.position import Resume, SnapshotId, SnapshotSchedule, StreamState, follows, resume, retention
+
+NOW, OLD = 2_000, 1_000
+"""Incarnations."""
+
+
+def at(*sequences: int, incarnation: int = NOW) -> list[SnapshotId]:
+    return [SnapshotId(incarnation, sequence) for sequence in sequences]
+
+
+@pytest.mark.parametrize(
+    ("stream", "snapshots", "expected"),
+    [
+        pytest.param(StreamState(NOW, 0, 0), [], Resume(None, 0, False), id="an empty stream"),
+        pytest.param(StreamState(NOW, 1, 9), [], Resume(None, 0, False), id="no snapshot"),
+        pytest.param(StreamState(NOW, 1, 9), at(7, 4), Resume(at(7)[0], 7, False), id="the newest"),
+        pytest.param(StreamState(NOW, 5, 9), at(4, 7), Resume(at(7)[0], 7, False), id="purged to the older"),
+        pytest.param(StreamState(NOW, 8, 9), at(4, 7), Resume(at(7)[0], 7, False), id="purged to the newest"),
+        pytest.param(StreamState(NOW, 9, 9), at(4, 7), Resume(at(7)[0], 8, True), id="purged beyond it"),
+        pytest.param(StreamState(NOW, 6, 9), [], Resume(None, 5, True), id="purged, no snapshot"),
+        pytest.param(StreamState(NOW, 1, 5), at(4, 7), Resume(at(4)[0], 4, False), id="one of a longer stream"),
+        pytest.param(
+            StreamState(NOW, 1, 5), at(70, incarnation=OLD), Resume(at(70, incarnation=OLD)[0], 0, True), id="of before"
+        ),
+        pytest.param(
+            StreamState(NOW, 1, 5), [*at(70, incarnation=OLD), *at(2)], Resume(at(2)[0], 2, False), id="of both"
+        ),
+    ],
+)
+def test_a_replica_starts_after_the_newest_snapshot(
+    stream: StreamState, snapshots: list[SnapshotId], expected: Resume
+) -> None:
+    assert resume(stream, snapshots) == expected
+
+
+@pytest.mark.parametrize(
+    ("stream", "snapshots", "expected"),
+    [
+        pytest.param(StreamState(NOW, 20, 40), at(19, 30), Resume(at(30)[0], 30, False), id="overtaken by a purge"),
+        pytest.param(StreamState(NOW, 20, 40), at(5), Resume(None, 19, True), id="no snapshot is newer"),
+        pytest.param(StreamState(NOW, 35, 40), at(30), Resume(at(30)[0], 34, True), id="purged beyond snapshots"),
+        pytest.param(StreamState(NOW + 1, 1, 3), at(5), Resume(None, 0, True, anew=True), id="made anew"),
+        pytest.param(StreamState(NOW + 1, 0, 0), [], Resume(None, 0, True, anew=True), id="made anew, empty"),
+        pytest.param(StreamState(NOW, 1, 7), at(5), Resume(at(5)[0], 5, True, anew=True), id="lost its end"),
+    ],
+)
+def test_a_replica_at_10_goes_on(stream: StreamState, snapshots: list[SnapshotId], expected: Resume) -> None:
+    assert not follows(stream, NOW, 10)
+    assert resume(stream, snapshots, NOW, 10) == expected
+
+
+@pytest.mark.parametrize("stream", [StreamState(NOW, 1, 10), StreamState(NOW, 11, 10), StreamState(NOW, 11, 30)])
+def test_a_replica_at_10_can_stay_where_it_is(stream: StreamState) -> None:
+    assert follows(stream, NOW, 10)
+
+
+def test_two_snapshots_are_kept_and_what_both_have_is_purged() -> None:
+    assert retention(at(5), NOW) == ((), 0)
+    assert retention(at(9, 5), NOW) == ((), 5)
+    assert retention(at(5, 9, 14), NOW) == (tuple(at(5)), 9)
+
+
+def test_snapshots_of_a_stream_that_is_gone_are_dropped_first_and_purge_nothing() -> None:
+    old = at(90, 80, incarnation=OLD)
+    assert retention([*old, *at(3)], NOW) == (tuple(at(80, incarnation=OLD)), 0)
+    assert retention([*old, *at(3, 6)], NOW) == (tuple(old), 3)
+
+
+def test_a_snapshot_is_due_after_so_many_messages() -> None:
+    schedule = SnapshotSchedule(threshold=3, max_age_seconds=400)
+    assert not schedule.due(0, now=1e9)
+    for sequence in (1, 2):
+        schedule.on_message(sequence, 1000.0)
+        assert not schedule.due(sequence, now=1000.0)
+    schedule.on_message(3, 1000.0)
+    assert schedule.due(3, now=1000.0)
+    schedule.on_snapshot(3, cut_at=1000.0, position=3)
+    assert not schedule.due(3, now=1e9)
+
+
+def test_a_snapshot_is_due_once_a_message_in_none_is_a_quarter_of_the_retention_old() -> None:
+    schedule = SnapshotSchedule(threshold=1000, max_age_seconds=400)
+    schedule.on_message(1, 1000.0)
+    assert not schedule.due(1, now=1099.0)
+    assert schedule.due(1, now=1100.0)
+    schedule.on_message(2, 1100.0)
+    schedule.on_snapshot(1, cut_at=1100.0, position=2)
+    assert not schedule.due(2, now=1199.0)
+    assert schedule.due(2, now=1200.0)
+
+
+def test_a_snapshot_of_another_replica_that_is_ahead_covers_what_is_read_later() -> None:
+    schedule = SnapshotSchedule(threshold=5, max_age_seconds=400)
+    schedule.on_snapshot(10, cut_at=1000.0, position=4)
+    schedule.on_message(9, 900.0)
+    assert not schedule.due(9, now=1e9)
+    schedule.on_message(11, 1000.0)
+    assert not schedule.due(11, now=1000.0)
+    assert schedule.due(15, now=1000.0)

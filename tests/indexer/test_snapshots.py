@@ -1,0 +1,129 @@
+"""Snapshots: their bytes, and what an object store that loses some of them does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from nats.js.api import ObjectMeta
+from stream_world import BUCKET, World, stream_world
+
+from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
+from kvscout_common.shards import WHOLE, Shard
+from kvscout_common.worker import WorkerRank
+from kvscout_indexer import snapshots as snapshots_module
+from kvscout_indexer.position import SnapshotId
+from kvscout_indexer.snapshot import Snapshot, SourceCut, decode, encode
+from kvscout_indexer.snapshots import SnapshotBroken, Snapshots
+
+INCARNATION = 1_700_000_000_000_000
+
+
+def snapshot(sequence: int = 7, payload: bytes = b"chunk") -> Snapshot:
+    cuts = [
+        SourceCut(WorkerRank("a", 0), sequence, (payload, b"", payload * 2)),
+        SourceCut(WorkerRank("b", 3), sequence + 2, (payload,), unverified=True, unregistered_since=12.5),
+    ]
+    return Snapshot(SnapshotId(INCARNATION, sequence), 1000.25, cuts)
+
+
+def test_a_snapshot_is_read_as_it_was_written() -> None:
+    assert decode(b"".join(encode(snapshot()))) == snapshot()
+
+
+def test_every_snapshot_that_was_cut_short_is_refused() -> None:
+    data = b"".join(encode(snapshot()))
+    for length in range(len(data)):
+        with pytest.raises(KvscoutError):
+            decode(data[:length])
+
+
+def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvscout_indexer.snapshot.VERSION", 3)
+    data = b"".join(encode(snapshot()))
+    monkeypatch.undo()
+    with pytest.raises(FailedPrecondition):
+        decode(data)
+    with pytest.raises(InvalidArgument):
+        decode(b"\x02\x00\x00\x00\xff\xff")
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    async with stream_world() as started:
+        yield started
+
+
+@pytest.fixture
+def store(world: World) -> Snapshots:
+    return Snapshots(world.js, BUCKET, WHOLE)
+
+
+async def test_an_empty_store_has_none(store: Snapshots) -> None:
+    assert await store.complete() == {WHOLE: []}
+    with pytest.raises(SnapshotBroken):
+        await store.read(SnapshotId(INCARNATION, 1))
+    await store.clear()
+
+
+async def test_a_snapshot_of_many_chunks_is_stored_and_read(store: Snapshots) -> None:
+    large = snapshot(payload=bytes(range(256)) * 4096)
+    size = await store.write(large)
+    assert size == len(b"".join(encode(large))) > 4 * snapshots_module.CHUNK_BYTES
+    assert await store.complete() == {WHOLE: [large.id]}
+    assert await store.read(large.id) == large
+
+
+async def test_a_snapshot_is_never_written_over(store: Snapshots) -> None:
+    await store.write(snapshot(payload=b"first"))
+    await store.write(snapshot(payload=b"second"))
+    assert await store.read(snapshot().id) == snapshot(payload=b"first")
+
+
+async def test_dropped_snapshots_leave_no_trace(world: World, store: Snapshots) -> None:
+    ids = [snapshot(sequence).id for sequence in (3, 5)]
+    for each in (3, 5):
+        await store.write(snapshot(each))
+    await store.drop([ids[0], SnapshotId(INCARNATION, 99)])
+    assert await store.complete() == {WHOLE: [ids[1]]}
+    await store.drop([ids[1]])
+    assert (await world.js.stream_info(f"OBJ_{BUCKET}")).state.messages == 0
+
+
+async def test_a_snapshot_whose_content_was_lost_or_changed_is_broken(world: World, store: Snapshots) -> None:
+    await store.write(snapshot())
+    objects = await world.js.object_store(BUCKET)
+    (info,) = await objects.list()
+    content = f"$O.{BUCKET}.C.{info.nuid}"
+    await world.js.purge_stream(f"OBJ_{BUCKET}", subject=content)
+    with pytest.raises(SnapshotBroken):
+        await store.read(snapshot().id)
+    await world.js.publish(content, bytes(info.size or 0))
+    with pytest.raises(SnapshotBroken):
+        await store.read(snapshot().id)
+
+
+async def test_what_a_broken_upload_left_is_swept_up_later(world: World, store: Snapshots) -> None:
+    await store.write(snapshot())
+    await world.js.publish(f"$O.{BUCKET}.C.abandoned", b"half a snapshot")
+    assert await store.sweep(time.time()) == 0
+    assert await store.sweep(time.time() + snapshots_module.SWEEP_AFTER_SECONDS + 1) == 1
+    assert await store.read(snapshot().id) == snapshot()
+
+
+async def test_shards_have_snapshots_of_their_own(world: World) -> None:
+    halves = [Shard(0, 2), Shard(1, 2)]
+    stores = [Snapshots(world.js, BUCKET, half) for half in halves]
+    await stores[0].write(snapshot(4))
+    await stores[1].write(snapshot(6))
+    expected = {halves[0]: [snapshot(4).id], halves[1]: [snapshot(6).id]}
+    assert await stores[0].complete() == await stores[1].complete() == expected
+    assert await Snapshots(world.js, BUCKET, WHOLE).complete() == {WHOLE: []}
+
+
+async def test_objects_of_others_are_left_alone(world: World, store: Snapshots) -> None:
+    await store.write(snapshot())
+    objects = await world.js.object_store(BUCKET)
+    await objects.put("notes", b"of an operator", meta=ObjectMeta(name="notes"))
+    assert await store.complete() == {WHOLE: [snapshot().id]}
