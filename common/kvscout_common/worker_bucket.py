@@ -33,6 +33,8 @@ MARKER_SECONDS = 3600
 """How long a removal can be told from a lease that ended: longer than any network split that heals by itself."""
 MAX_VALUE_BYTES = 512 * 1024
 """NATS refuses more than 1 MiB by default."""
+ENDED = "Kvscout-Ended"
+"""Header of a deletion that only says that a lease ended."""
 ATTEMPTS = 8
 """Of a change that others overtake."""
 
@@ -163,9 +165,11 @@ class WorkerBucket:
             return Renewal.LOST
         except (nats.errors.Error, TimeoutError, OSError) as error:
             raise _unavailable(error) from error
-        operation = (message.headers or {}).get("KV-Operation")
-        if operation is not None or not message.data:
-            return Renewal.REMOVED if operation == "PURGE" else Renewal.LOST
+        headers = message.headers or {}
+        if "KV-Operation" in headers and ENDED not in headers:
+            return Renewal.REMOVED  # by us, or by an operator's tools
+        if not message.data:
+            return Renewal.LOST
         return decode(name, message.data, message.seq or 0)
 
     async def change(
@@ -200,7 +204,7 @@ class WorkerBucket:
 
     async def end(self, stored: Stored) -> None:
         """Deletes what has ended, unless it was written meanwhile; for servers that do not do it themselves."""
-        headers = {"KV-Operation": "DEL", "Nats-Expected-Last-Subject-Sequence": str(stored.revision)}
+        headers = {"KV-Operation": "DEL", ENDED: "lease", "Nats-Expected-Last-Subject-Sequence": str(stored.revision)}
         await self._publish_if(stored.name, b"", headers, MARKER_SECONDS)
 
     async def _write_after(self, stored: Stored, revision: int) -> int | None:

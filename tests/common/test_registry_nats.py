@@ -106,6 +106,10 @@ async def test_renewals_neither_bring_back_what_was_removed_nor_undo_a_change(wo
     assert await bucket.change(WorkerName("default", "never"), None) is Renewal.LOST
     await node.until(lambda: node.worker_ids == [])
     assert await bucket.create(first) is None
+    await bucket.put(first)
+    kv, _ = await bucket.open()
+    await kv.delete(node.link.names.worker_key(*NAME))  # as NATS' own tools do it
+    assert await bucket.change(NAME, None) is Renewal.REMOVED
     assert await node.shared.register(A, 30)
 
 
