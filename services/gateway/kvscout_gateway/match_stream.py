@@ -135,6 +135,7 @@ class _Session:
         try:
             await self._write(stream, reading)
             async with asyncio.timeout(STUCK_SECONDS):
+                await stream.done_writing()
                 await reading
             broke = False
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError):
@@ -162,7 +163,6 @@ class _Session:
             except TimeoutError:
                 if not self._unsent:  # else it came in the last moment
                     break
-        await stream.done_writing()
 
     def _over(self, number: int) -> None:
         """A request is answered or given up."""
