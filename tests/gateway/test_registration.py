@@ -11,9 +11,10 @@ from processes import eventually
 from worker_service import WorkerService, worker_service
 
 from kvscout.v1 import scheduler_pb2_grpc
+from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.errors import FailedPrecondition, Unavailable
 from kvscout_common.registry import Registry, Source
-from kvscout_common.worker import DEFAULT_TENANT, WorkerSpec
+from kvscout_common.worker import DEFAULT_TENANT, EventEndpoint, WorkerSpec
 from kvscout_gateway import member_sync, registration
 from kvscout_gateway.registration import Registration, problem
 
@@ -45,10 +46,11 @@ class Fleet:
     stubs: "list[scheduler_pb2_grpc.SchedulerAsyncStub]"
     stack: AsyncExitStack
 
-    def node(self, services: Sequence[int] = (0, 1)) -> Node:
-        """One more gateway."""
+    def node(self, services: Sequence[int] = (0, 1), *, shared: bool = False) -> Node:
+        """One more gateway; `shared`: its registry is the one in NATS."""
         registry = Registry(time.monotonic)
-        registration = Registration(registry, [(f"service {index}", self.stubs[index]) for index in services])
+        members = [(f"service {index}", self.stubs[index]) for index in services]
+        registration = Registration(registry, members, shared=shared)
         node = Node(registry, registration)
         node.tasks = [asyncio.ensure_future(registration.keep(member)) for member in registration.members]
         node.tasks.append(asyncio.ensure_future(_expire(registry)))
@@ -302,3 +304,52 @@ async def test_workers_of_a_members_own_file_are_changed_there_only(fleet: Fleet
     await rounds(node)
     assert (fleet.services[0].specs["a"].total_kv_blocks, fleet.services[1].specs["a"].total_kv_blocks) == (0, 5)
     assert node.sources() == {"a": Source.RPC}
+
+
+async def test_what_is_in_the_shared_registry_is_neither_told_nor_learned(fleet: Fleet) -> None:
+    node = fleet.node(shared=True)
+    for service in fleet.services:
+        service.registry.register(A, source=Source.NATS)
+    node.registry.register(A, source=Source.NATS)
+    node.registration.announce(A)
+    node.registration.keep_alive("default", ["a"])
+    await node.registration.flush()
+    await rounds(node)
+    node.registry.remove("default", "a", source=Source.NATS)
+    await rounds(node)  # members hear of it later; until then it must not come back from them
+    assert node.sources() == {}
+    assert all(not service.calls for service in fleet.services)
+    assert all(service.worker_ids == ["a"] for service in fleet.services)
+
+
+async def test_a_member_that_does_not_follow_the_shared_registry_is_told_of(fleet: Fleet) -> None:
+    node = fleet.node(shared=True)
+    node.registry.register(A, source=Source.NATS)
+    fleet.services[0].registry.register(A, source=Source.NATS)
+    follows, does_not = node.registration.members
+    await until(lambda: "does not follow" in problem(does_not))
+    assert problem(follows) == ""
+    fleet.services[1].registry.register(A, source=Source.NATS)
+    await until(lambda: not problem(does_not))
+
+
+async def test_workers_of_a_dns_name_are_told_and_taken_back(fleet: Fleet) -> None:
+    node = fleet.node(shared=True)
+    node.registry.replace_source(Source.DNS, [A])
+    await until(lambda: all(service.worker_ids == ["a"] for service in fleet.services))
+    assert all(e.lease_seconds == member_sync.FILE_LEASE_SECONDS for s in fleet.services for e in s.registry.entries())
+    node.registry.replace_source(Source.DNS, [])
+    await until(lambda: all(service.worker_ids == [] for service in fleet.services))
+
+
+async def test_what_engines_told_a_member_is_no_change_by_another_gateway(fleet: Fleet) -> None:
+    node = fleet.node()
+    asked = replace(A, http_endpoint="http://a")
+    node.registry.register(asked)
+    await node.registration.flush()
+    facts = EngineFacts("http://a", (EventEndpoint(0, "tcp://a:1"),))
+    for service in fleet.services:
+        service.registry.complete("default", "a", facts)
+    await rounds(node)
+    assert node.sources() == {"a": Source.RPC}
+    assert all(service.specs["a"] == facts.complete(asked) for service in fleet.services)
