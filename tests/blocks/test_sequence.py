@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvscout_blocks.sequence import (
@@ -203,6 +205,16 @@ def test_a_replay_that_ends_early_is_asked_again_while_it_brings_something(drive
     assert driver.end() == ["demote 7..9", "apply a10"]
 
 
+def test_an_empty_replay_after_which_live_batches_go_on_is_asked_for_again() -> None:
+    driver = Driver()
+    driver.reconnect()
+    driver.live(at(0), at(3))
+    # It was answered before anything was published.
+    assert driver.end() == ["apply a0", "replay 0"]
+    assert driver.replayed(at(0), at(1), at(2)) == ["apply a1", "apply a2"]
+    assert driver.end() == ["apply a3"]
+
+
 def test_an_empty_replay_beside_newer_live_batches_is_a_loss(driver: Driver) -> None:
     driver.live(at(8), at(9))
     assert driver.end() == ["demote 6..7", "apply a8", "apply a9"]
@@ -334,6 +346,153 @@ def test_after_a_loaded_state_the_sequence_goes_on_behind_it(driver: Driver) -> 
     assert not driver.machine.replaying
     assert driver.live(at(21)) == ["apply a21"]
     assert driver.live(at(23)) == ["replay 21"]
+
+
+class Stateful(Driver):
+    """A machine of a source with epochs, whose states are in words as well."""
+
+    def __init__(self, *, can_replay: bool = True, epoch: int = 1) -> None:
+        super().__init__(can_replay=can_replay)
+        self.epoch = epoch
+        self.live(*(at(n, epoch=epoch) for n in range(6)))
+
+    def state(self, last_id: int | None, *, epoch: int = 1, live: bool = True, **fields: Any) -> list[str]:
+        attempt = None if live else self.machine.attempt
+        if not self.machine.wants_state(attempt, epoch=epoch, last_id=last_id):
+            return ["unwanted"]
+        return ["load", *_words(self.machine.on_state(attempt, epoch=epoch, last_id=last_id, **fields))]
+
+
+def test_a_state_as_new_as_what_is_known_is_wanted_and_an_older_one_is_not() -> None:
+    driver = Stateful()
+    assert driver.state(4) == ["unwanted"]
+    assert driver.state(5) == ["load"]
+    assert driver.state(9) == ["load"]
+    assert driver.machine.last_id == 9
+    assert driver.state(99, epoch=0) == ["unwanted"]
+    assert driver.state(0, epoch=2) == ["load"]
+    assert (driver.machine.epoch, driver.machine.last_id) == (2, 0)
+    assert driver.live(at(10, epoch=1)) == ["stale 10"]
+
+
+def test_a_live_state_drops_what_is_held_below_it_and_applies_the_rest() -> None:
+    driver = Stateful()
+    driver.live(at(8, epoch=1), at(9, epoch=1), at(10, epoch=1))
+    old = driver.machine.attempt
+    assert driver.state(8) == ["load", "stale 8", "apply a9", "apply a10"]
+    assert not driver.machine.replaying
+    assert driver.machine.on_replay(old, at(6, epoch=1)) == []
+
+
+def test_a_live_state_that_does_not_reach_what_is_held_asks_for_the_rest() -> None:
+    driver = Stateful()
+    driver.live(at(9, epoch=1))
+    assert driver.state(7) == ["load", "replay 7"]
+    assert driver.replayed(at(7, epoch=1), at(8, epoch=1)) == ["apply a8"]
+    assert driver.end() == ["apply a9"]
+    mute = Stateful(can_replay=False)
+    mute.machine.expect_state()
+    mute.live(at(9, epoch=1))
+    assert mute.state(7) == ["load", "demote 8..8", "apply a9"]
+
+
+def test_answers_of_a_replay_that_is_over_are_no_states_either() -> None:
+    driver = Stateful()
+    driver.live(at(8, epoch=1))
+    driver.live(at(9, epoch=1, cleared=True))
+    assert driver.state(20, live=False) == ["unwanted"]
+
+
+def test_batches_of_a_lower_epoch_in_a_replay_are_old() -> None:
+    driver = Stateful(epoch=3)
+    driver.live(at(8, epoch=3))
+    assert driver.replayed(at(6, epoch=2), at(7, epoch=2)) == ["stale 6", "stale 7"]
+    assert driver.machine.epoch == 3
+
+
+def test_a_replay_of_a_higher_epoch_drops_what_is_held_of_the_former_one() -> None:
+    driver = Driver()
+    assert driver.live(at(5, epoch=1)) == ["replay 0"]
+    assert driver.replayed(at(0, "b", epoch=2)) == ["stale 5", "reset", "replay 0"]
+    assert driver.replayed(at(0, "b", epoch=2), at(1, "b", epoch=2)) == ["apply b0", "apply b1"]
+    assert driver.end() == []
+
+
+def test_with_epochs_a_held_batch_that_comes_again_in_other_bytes_is_a_duplicate() -> None:
+    driver = Stateful()
+    driver.live(at(8, epoch=1, size_bytes=10))
+    assert driver.live(at(8, "encoded anew", epoch=1, size_bytes=10)) == ["duplicate 8"]
+    driver.replayed(at(6, epoch=1), at(7, epoch=1))
+    assert driver.end() == ["apply a8"]
+    assert driver.machine._held_bytes == 0
+
+
+def test_a_second_hand_state_is_confirmed_or_refuted_by_its_last_batch() -> None:
+    for life, expected in (("a", []), ("b", ["reset", "replay 0"])):
+        driver = Stateful(epoch=0)
+        driver.machine.restore(epoch=0, last_id=None)
+        driver.machine.expect_state()
+        digest_of_a = at(9).digest
+        assert driver.state(9, epoch=0, live=False, second_hand=True, last_digest=digest_of_a) == ["load"]
+        assert driver.machine.last_digest == digest_of_a
+        assert driver.replayed(at(9, life)) == expected
+    # An engine that has not got that far any more is another one.
+    driver = Stateful(epoch=0)
+    driver.machine.restore(epoch=0, last_id=None)
+    driver.machine.expect_state()
+    driver.state(9, epoch=0, live=False, second_hand=True)
+    assert driver.end() == ["reset", "replay 0"]
+
+
+def test_a_source_without_history_is_asked_once(driver: Driver) -> None:
+    driver.live(at(8))
+    assert _words(driver.machine.on_no_history(driver.machine.attempt, "it keeps none")) == [
+        "demote 6..7",
+        "apply a8",
+    ]
+    assert not driver.machine.replaying
+    fresh = Driver()
+    fresh.reconnect()
+    assert _words(fresh.machine.on_no_history(fresh.machine.attempt, "it keeps none")) == []
+    assert not fresh.machine.history_incomplete
+    assert fresh.live(at(0)) == ["apply a0"]
+    assert _words(fresh.machine.on_no_history(fresh.machine.attempt, "late")) == []
+
+
+def test_healing_asks_for_everything_and_a_failure_costs_nothing() -> None:
+    driver = Stateful()
+    assert _words(driver.machine.on_heal()) == []
+    driver.live(at(8, epoch=1))
+    driver.machine.on_no_history(driver.machine.attempt, "")
+    assert driver.machine.history_incomplete
+    assert _words(driver.machine.on_heal()) == ["replay 0"]
+    assert driver.live(at(9, epoch=1)) == []
+    assert driver.fail() == ["apply a9"]
+    assert driver.machine.retry_at is None
+    assert driver.machine.counters["demotions"] == 1
+    assert _words(driver.machine.on_heal()) == ["replay 0"]
+    # A gap that came meanwhile is a gap all the same.
+    assert driver.live(at(11, epoch=1)) == []
+    assert driver.fail() == ["replay 9"]
+    assert driver.replayed(at(10, epoch=1)) == ["apply a10"]
+    assert driver.end() == ["apply a11"]
+    assert _words(driver.machine.on_heal()) == ["replay 0"]
+    assert driver.state(12, live=False) == ["load"]
+    assert driver.end() == []
+    assert not driver.machine.history_incomplete
+
+
+def test_what_has_no_place_in_the_sequence_counts_for_the_quarantine(driver: Driver) -> None:
+    for _ in range(QUARANTINE_AFTER - 1):
+        driver.machine.on_malformed(0.0)
+    assert driver.machine.quarantined_until is None
+    driver.machine.on_malformed(0.0)
+    assert driver.machine.quarantined_until == QUARANTINE_SECONDS
+    driver.machine.on_malformed(1.0)
+    assert driver.live(at(6)) == ["quarantined 6"]
+    for _ in range(3):
+        driver.machine.on_malformed(QUARANTINE_SECONDS + 1)
+    assert driver.machine.quarantined_until == QUARANTINE_SECONDS
 
 
 def test_every_drop_is_counted(driver: Driver) -> None:
