@@ -134,11 +134,18 @@ async def test_where_a_stream_breaks_the_unary_rpc_answers_and_a_stream_is_tried
 
 async def test_a_stream_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(match_stream, "RENEW_SECONDS", 0.1)
-    monkeypatch.setattr(match_stream, "STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(match_stream, "STUCK_SECONDS", 0.2)
     async with streaming() as (stream, servicer):
         servicer.goes_on.clear()
-        assert await ask(stream, 7, 7) == 2  # by the unary rpc
-        assert (servicer.streams, servicer.unary) == (1, 1)
+        hanging = asyncio.create_task(ask(stream, 7, 7))
+
+        async def sent() -> bool:
+            return servicer.messages == [1]
+
+        await eventually(sent)
+        behind = asyncio.create_task(ask(stream, 7))  # waits for the message under way
+        assert list(await asyncio.gather(hanging, behind)) == [2, 1]  # by the unary rpc
+        assert (servicer.streams, servicer.unary) == (1, 2)
         servicer.goes_on.set()
 
 

@@ -1,7 +1,8 @@
 """FindMatches of one indexer over an open stream, called like the unary rpc: half the CPU for the indexer.
 
 What comes while a message is under way goes in the next one; each request keeps its own deadline. A stream is renewed
-every second and not kept open while nothing is asked, so that an indexer that drains does not wait for its gateways.
+after a second or two and not kept open while nothing is asked, so that an indexer that drains does not wait for its
+gateways.
 Where the stream breaks, what waits on it is asked by the unary rpc, within what is left of its time.
 """
 
@@ -157,10 +158,14 @@ class _Session:
             if self._unsent and not self._sent:
                 async with asyncio.timeout(STUCK_SECONDS):
                     await stream.write(self._message())
+            left = max(0.0, self.ends_at - self._clock())
             try:
-                async with asyncio.timeout(max(0.0, self.ends_at - self._clock())):
+                # While a message is under way nothing else can be done, also past the end.
+                async with asyncio.timeout(max(left, STUCK_SECONDS) if self._sent else left):
                     await self._wake.wait()
             except TimeoutError:
+                if self._unsent and self._sent:
+                    raise  # no answer
                 if not self._unsent:  # else it came in the last moment
                     break
 
