@@ -202,3 +202,25 @@ async def test_the_gateway_tells_of_a_helper_that_does_not_follow(tmp_path: Path
 
             await eventually(told)
             await channel.close()
+
+
+async def test_services_start_and_stop_without_their_nats() -> None:
+    async with nats_server() as server:
+        await server.kill()
+        flags = ("--nats-server", server.url)
+        modules = ("kvscout_indexer.main", "kvscout_scheduler.main", "kvscout_gateway.main")
+        async with together(*(running(module, *flags) for module in modules)) as started:
+            assert [process.ready["ready"] for process in started] == [True] * 3
+            # One that had its NATS and lost it must end, too.
+            await server.start()
+            channel = open_channel(started[0].address)
+            stub: indexer_pb2_grpc.IndexerAsyncStub = indexer_pb2_grpc.IndexerStub(channel)
+
+            async def quiet() -> bool:
+                status = await call(stub.GetStatus, types_pb2.GetStatusRequest(tenant="*"), timeout=SECONDS)
+                return not any("NATS" in warning for warning in status.service.warnings)
+
+            await eventually(quiet)
+            await channel.close()
+            await server.kill()
+            assert [await process.stop() for process in started] == [0, 0, 0]
