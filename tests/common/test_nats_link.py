@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -168,3 +169,12 @@ async def test_what_was_published_is_sent_before_the_link_closes(tmp_path: Path)
                 assert await heard.get() == b"last words"
     finally:
         await server.kill()
+
+
+@pytest.mark.parametrize(
+    "module", ["kvscout_scheduler.main", "kvscout_gateway.gateway", "kvscout_common.registry_tasks"]
+)
+async def test_without_nats_its_library_is_not_missed(module: str) -> None:
+    program = f"import sys; sys.modules['nats'] = None; import {module}"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await process.wait() == 0
