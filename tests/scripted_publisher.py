@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,14 +19,17 @@ import nats
 from engine_events import BLOCK_SIZE, CLEARED, batch, removed, stored
 from grpc_server import serving
 from indexer_client import MODEL, IndexerClient, local_indexer
+from processes import DEADLINE_SECONDS
 
-from kvscout.v1 import bridge_pb2_grpc, indexer_pb2, indexer_pb2_grpc
+from kvscout.v1 import bridge_pb2_grpc, events_pb2, indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.codec import DumpReader, encode_events, parse_batch
 from kvscout_blocks.index import WorkerDump, WorkerOptions
 from kvscout_blocks.local_index import LocalIndex
 from kvscout_blocks.native_index import apply_decoded, decode_message, make_index
 from kvscout_blocks.recovery import serve_recovery
 from kvscout_blocks.wire import decode_batch
+from kvscout_common.channel import to_error
+from kvscout_common.errors import KvscoutError
 from kvscout_common.identity import IdentityInterceptor
 from kvscout_common.interceptors import ErrorInterceptor
 from kvscout_common.nats_link import DEFAULT_NAMESPACE, NatsConfig
@@ -236,6 +240,102 @@ async def served_indexer(
         raw = RawQueries(indexer.queries, IndexerServicer(indexer))
         async with serving(raw.add_to) as channel:
             yield client, indexer, indexer_pb2_grpc.IndexerStub(channel)
+
+
+@asynccontextmanager
+async def address_of(indexer: Indexer) -> AsyncIterator[str]:
+    """Where other processes could call an indexer of this loop."""
+    server = grpc.aio.server(interceptors=(ErrorInterceptor(), IdentityInterceptor(None)))
+    RawQueries(indexer.queries, IndexerServicer(indexer)).add_to(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+def greeting(publisher: ScriptedPublisher, **fields: Any) -> events_pb2.KvEventBatch:
+    """A message that only names the source."""
+    header: dict[str, Any] = {
+        "version": 1, "worker_id": publisher.rank.worker_id, "dp_rank": publisher.rank.dp_rank, "model": MODEL,
+        "block_size": publisher.pool.block_size, "epoch": publisher.epoch,
+    }  # fmt: skip
+    return events_pb2.KvEventBatch(**{**header, **fields})
+
+
+class Pushing:
+    """One stream of `PublishEvents`."""
+
+    def __init__(self, stub: indexer_pb2_grpc.IndexerStub, publisher: ScriptedPublisher | None = None) -> None:
+        publish: Any = stub.PublishEvents
+        self.call = publish()
+        self.answers: list[indexer_pb2.PublishEventsResponse] = []
+        self.error: KvscoutError | None = None
+        self._publisher = publisher
+        self._sending = asyncio.Lock()
+        self._came = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            async for answer in self.call:
+                self.answers.append(answer)
+                self._came.set()
+                if self._publisher is not None and answer.HasField("resend_from"):
+                    async with self._sending:
+                        await self._write(*self._publisher.again(answer.resend_from), greeting(self._publisher))
+        except grpc.aio.AioRpcError as error:
+            self.error = to_error(error)
+        self._came.set()
+
+    async def _write(self, *messages: bytes | events_pb2.KvEventBatch) -> None:
+        for message in messages:
+            await self.call.write(parse_batch(message) if isinstance(message, bytes) else message)
+
+    async def send(self, *messages: bytes | events_pb2.KvEventBatch) -> None:
+        """Sends messages, one after the other."""
+        async with self._sending:
+            await self._write(*messages)
+
+    async def answer(
+        self, reached: Callable[[indexer_pb2.PublishEventsResponse], bool]
+    ) -> indexer_pb2.PublishEventsResponse:
+        """Waits for an answer that meets a condition."""
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while True:
+                for answer in self.answers:
+                    if reached(answer):
+                        return answer
+                assert self.error is None, self.error
+                self._came.clear()
+                await self._came.wait()
+
+    async def ended(self) -> KvscoutError | None:
+        """Waits for the end of the stream; returns why."""
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await self._reading
+        return self.error
+
+    async def finish(self) -> KvscoutError | None:
+        """Ends it in order."""
+        await self.call.done_writing()
+        return await self.ended()
+
+    async def close(self) -> None:
+        """Breaks it off."""
+        self.call.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+
+@asynccontextmanager
+async def pushing(stub: indexer_pb2_grpc.IndexerStub, publisher: ScriptedPublisher) -> AsyncIterator[Pushing]:
+    """A stream that sends again what it is asked for."""
+    stream = Pushing(stub, publisher)
+    try:
+        yield stream
+    finally:
+        await stream.close()
 
 
 def nats_config(url: str, **fields: Any) -> IndexerConfig:

@@ -483,11 +483,11 @@ def test_healing_asks_for_everything_and_a_failure_costs_nothing() -> None:
 
 
 def test_what_has_no_place_in_the_sequence_counts_for_the_quarantine(driver: Driver) -> None:
-    for _ in range(QUARANTINE_AFTER - 1):
+    until = []
+    for _ in range(QUARANTINE_AFTER):
         driver.machine.on_malformed(0.0)
-    assert driver.machine.quarantined_until is None
-    driver.machine.on_malformed(0.0)
-    assert driver.machine.quarantined_until == QUARANTINE_SECONDS
+        until.append(driver.machine.quarantined_until)
+    assert until == [None] * (QUARANTINE_AFTER - 1) + [QUARANTINE_SECONDS]
     driver.machine.on_malformed(1.0)
     assert driver.live(at(6)) == ["quarantined 6"]
     for _ in range(3):

@@ -116,7 +116,7 @@ class World:
         self.loss = rng.choice([0.0, 0.05, 0.3])
         self.replay: deque[Batch | State | None] | None = None
         self.now = 0.0
-        self.states = self.engine.epochs and rng.random() < 0.7
+        self.states: bool = self.engine.epochs and rng.random() < 0.7
         """Whether the engine's publisher keeps its state."""
         self.others: State | None = None
         """What a third party has, until the first replay."""
@@ -185,7 +185,7 @@ class World:
         reply = self.replay.popleft()
         if isinstance(reply, State):
             self.load(attempt, reply)
-            if reply.second_hand and self.replay is not None and attempt == self.machine.attempt:
+            if reply.second_hand and attempt == self.machine.attempt:
                 # The rest of the replay is the source's own, from there on.
                 last_id = self.machine.last_id
                 self.replay = deque([*self.answer_to(last_id if last_id is not None else 0), None])

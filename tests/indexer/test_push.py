@@ -9,16 +9,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import pytest
 from engine_events import batch, chain, prompt, removed, stored
-from indexer_client import MODEL, IndexerClient
-from processes import DEADLINE_SECONDS, eventually
-from scripted_publisher import FaultyChannel, Life, ScriptedPublisher, dumped, follow, forget, served_indexer
+from indexer_client import IndexerClient
+from processes import eventually
+from scripted_publisher import (
+    FaultyChannel,
+    Life,
+    Pushing,
+    ScriptedPublisher,
+    dumped,
+    follow,
+    forget,
+    greeting,
+    served_indexer,
+)
 
-from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc
+from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.codec import parse_batch
-from kvscout_common.channel import to_error
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.worker import Transport
 from kvscout_indexer import push
@@ -28,66 +36,6 @@ SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
 INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE
 DISCONNECTED = indexer_pb2.SOURCE_STATE_DISCONNECTED
-
-
-def greeting(publisher: ScriptedPublisher, **fields: Any) -> events_pb2.KvEventBatch:
-    """A message that only names the source."""
-    header: dict[str, Any] = {
-        "version": 1, "worker_id": publisher.rank.worker_id, "dp_rank": publisher.rank.dp_rank, "model": MODEL,
-        "block_size": publisher.pool.block_size, "epoch": publisher.epoch,
-    }  # fmt: skip
-    return events_pb2.KvEventBatch(**{**header, **fields})
-
-
-class Pushing:
-    """One stream."""
-
-    def __init__(self, stub: indexer_pb2_grpc.IndexerStub) -> None:
-        publish: Any = stub.PublishEvents
-        self.call = publish()
-        self.answers: list[indexer_pb2.PublishEventsResponse] = []
-        self.error: KvscoutError | None = None
-        self._came = asyncio.Event()
-        self._reading = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        try:
-            async for answer in self.call:
-                self.answers.append(answer)
-                self._came.set()
-        except grpc.aio.AioRpcError as error:
-            self.error = to_error(error)
-        self._came.set()
-
-    async def send(self, *messages: bytes | events_pb2.KvEventBatch) -> None:
-        for message in messages:
-            await self.call.write(parse_batch(message) if isinstance(message, bytes) else message)
-
-    async def answer(self, reached: Any) -> indexer_pb2.PublishEventsResponse:
-        """Waits for an answer that meets a condition."""
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while True:
-                for answer in self.answers:
-                    if reached(answer):
-                        return answer
-                assert self.error is None, self.error
-                self._came.clear()
-                await self._came.wait()
-
-    async def ended(self) -> KvscoutError | None:
-        """Waits for the end of the stream; returns why."""
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            await self._reading
-        return self.error
-
-    async def finish(self) -> KvscoutError | None:
-        """Ends it in order."""
-        await self.call.done_writing()
-        return await self.ended()
-
-    async def close(self) -> None:
-        self.call.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
 
 
 class Stack:

@@ -80,9 +80,9 @@ class IndexerStub:
     same one. It is answered at once, so that a publisher that comes back learns where to go on; later answers come at
     least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to be told
     how far the indexer is before anything else.
-    A gap is answered with `resend_from`, once: go back to that event, or, if it is no longer there, send the state, or
-    go on from the oldest there is. Batches after the gap wait until then. A greeting amid the stream says that there
-    is nothing more to send again.
+    A gap is answered with `resend_from`, once: go back to that event and go on from there, or, if it is no longer
+    there, send the state. Batches after the gap wait until then. A greeting amid the stream says that neither can be,
+    or that nothing more is to be sent again.
     A stream of a source that has one already takes over; the older ends.
     INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
     worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
@@ -151,9 +151,9 @@ class IndexerAsyncStub(IndexerStub):
     same one. It is answered at once, so that a publisher that comes back learns where to go on; later answers come at
     least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to be told
     how far the indexer is before anything else.
-    A gap is answered with `resend_from`, once: go back to that event, or, if it is no longer there, send the state, or
-    go on from the oldest there is. Batches after the gap wait until then. A greeting amid the stream says that there
-    is nothing more to send again.
+    A gap is answered with `resend_from`, once: go back to that event and go on from there, or, if it is no longer
+    there, send the state. Batches after the gap wait until then. A greeting amid the stream says that neither can be,
+    or that nothing more is to be sent again.
     A stream of a source that has one already takes over; the older ends.
     INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
     worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
@@ -279,9 +279,9 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         same one. It is answered at once, so that a publisher that comes back learns where to go on; later answers come at
         least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to be told
         how far the indexer is before anything else.
-        A gap is answered with `resend_from`, once: go back to that event, or, if it is no longer there, send the state, or
-        go on from the oldest there is. Batches after the gap wait until then. A greeting amid the stream says that there
-        is nothing more to send again.
+        A gap is answered with `resend_from`, once: go back to that event and go on from there, or, if it is no longer
+        there, send the state. Batches after the gap wait until then. A greeting amid the stream says that neither can be,
+        or that nothing more is to be sent again.
         A stream of a source that has one already takes over; the older ends.
         INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
         worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,

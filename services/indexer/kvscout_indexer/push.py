@@ -255,11 +255,22 @@ class Resend:
             adding.cancel()
             over.cancel()
 
-    def turns_back(self, item: Item, previous: int | None) -> bool:
-        """Whether a message is the first that is sent again: no publisher goes back by itself."""
+    def turns_back(self, item: Item) -> bool:
+        """Whether a message is the first that is sent again: what is under way is newer than what we have."""
+        return isinstance(item, SourceState) or item.event_id <= self.first_id
+
+    def caught_up(self, item: Item, live: int | None, epoch: int) -> bool:
+        """Whether all that was asked for, and all that came live meanwhile, is sent again with this one.
+
+        Args:
+            item: What came.
+            live: Last event that came live; None = none did.
+            epoch: That was asked about.
+        """
+        target = max(self.first_id, live if live is not None else 0)
         if isinstance(item, SourceState):
-            return True
-        return item.event_id <= self.first_id or (previous is not None and item.event_id <= previous)
+            return item.last_event_id is None or item.last_event_id >= target or item.epoch != epoch
+        return item.event_id >= target
 
 
 class Stream:
@@ -273,8 +284,6 @@ class Stream:
         self.feed = feed
         self._reader = feed.reader()
         self._malformed = 0
-        self._previous: int | None = None
-        """Event id of the last batch that came."""
         self._live: int | None = None
         """Event id of the last one that came live; None = none did."""
         self._resend: Resend | None = None
@@ -363,21 +372,18 @@ class Stream:
 
     async def _take_item(self, item: Item) -> None:
         resend = self._resend
-        if resend is not None and (resend.begun or resend.turns_back(item, self._previous)):
+        if resend is not None and (resend.begun or resend.turns_back(item)):
             resend.begun = True
             self._asked = None
+            epoch = self.feed.source.cursor.epoch
             await resend.put(item)
-            last = item.last_event_id if isinstance(item, SourceState) else item.event_id
-            if self._live is None or (last is not None and last >= self._live):
-                # All that came live meanwhile is sent again.
+            if resend.caught_up(item, self._live, epoch):
                 await self._end_resend()
         elif isinstance(item, SourceState):
             self.feed.source.on_state(item)
         else:
             self._live = item.event_id
             self.feed.source.on_batch(item)
-        if isinstance(item, SequencedBatch):
-            self._previous = item.event_id
 
     async def _end_resend(self) -> None:
         """All that can be sent again was."""
