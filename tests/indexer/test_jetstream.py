@@ -223,7 +223,7 @@ async def test_a_purge_beyond_the_position_that_no_snapshot_covers_is_told(world
         await w.grow(2)
         await until_overlap(client, 2)
         async with reader(indexer)._turn:
-            await w.grow(600)
+            await w.grow(600)  # more than a reader has asked for
             await world.js.purge_stream(STREAM)
         for worker_id in ("w", "silent"):
             await client.until(lambda s: s.state == INCOMPLETE, worker_id)

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
@@ -43,6 +44,8 @@ CATCH_UP_SECONDS: Final = 30.0
 KEEP_BLOCKS: Final = 262_144
 """State of a rank that is kept when its worker is removed, in blocks: telling it takes 20 ms of the event loop."""
 RETRY_SECONDS: Final = 2.0
+ABANDONED_SECONDS: Final = 60.0
+"""A state whose next chunk has not come for so long has no end: its publisher died amid it."""
 
 
 class JetStream:
@@ -241,15 +244,18 @@ class JetStreamFeed(PublisherFeed):
         super().__init__(transport, spec, rank, index, security, transport=Transport.JETSTREAM, subject=subject)
         self.spec = spec
         self.rank = rank
+        self._received_at = 0.0
 
     @property
     def settled(self) -> bool:
         """See `Taker.settled`."""
         assert self._source is not None
-        return not self._source.replaying and not self._reader.amid_state
+        amid_state = self._reader.amid_state and time.monotonic() - self._received_at < ABANDONED_SECONDS
+        return not self._source.replaying and not amid_state
 
     def deliver(self, data: bytes) -> None:
         """See `Taker.deliver`."""
+        self._received_at = time.monotonic()
         self.receive(data)
 
     def verify(self) -> None:

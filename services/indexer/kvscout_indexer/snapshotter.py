@@ -133,7 +133,7 @@ class Snapshotter:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def take(self) -> bool:
-        """Takes one, if it is still due once we have the lock; False = another replica has it.
+        """Takes one, if it is still due once we have the lock; False = another replica has it, or it cannot be now.
 
         Raises:
             nats.errors.Error: The server cannot be asked.
@@ -143,9 +143,7 @@ class Snapshotter:
             return False
         try:
             await self._learn()
-            if self._due():
-                await self._take()
-            return True
+            return await self._take() if self._due() else True
         finally:
             await self._lock.release(revision)
 
@@ -162,12 +160,13 @@ class Snapshotter:
             # When it was cut it does not tell; its messages were in no other before it was stored.
             reader.schedule.on_snapshot(newest, time.time(), reader.position)
 
-    async def _take(self) -> None:
+    async def _take(self) -> bool:
         reader = self._reader
         started = time.monotonic()
         snapshot = await reader.cut()
-        if snapshot is None:
-            return
+        if snapshot is None or snapshot.id.sequence <= reader.schedule.covered:
+            # A source that is amid a state or a replay holds the snapshot back.
+            return False
         cut_seconds = time.monotonic() - started
         size = await reader.snapshots.write(snapshot)
         reader.schedule.on_snapshot(snapshot.id.sequence, snapshot.cut_at, reader.position)
@@ -178,6 +177,7 @@ class Snapshotter:
             time.monotonic() - started - cut_seconds,
         )  # fmt: skip
         await self.clean()
+        return True
 
     async def clean(self) -> None:
         """Keeps the two newest snapshots, and purges the stream of what the older one of every shard contains.

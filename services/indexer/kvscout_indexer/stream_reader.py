@@ -299,6 +299,8 @@ class StreamReader:
             await pull.open()
             check_at = time.monotonic() + CHECK_SECONDS
             while True:
+                # Before looking: what comes while we look is looked at again.
+                self._arrived.clear()
                 await self._deliver_parked()
                 messages = await pull.take()
                 if messages:
@@ -335,9 +337,6 @@ class StreamReader:
         await self._js.add_consumer(self.name, config)
 
     async def _wait(self, until: float) -> None:
-        self._arrived.clear()
-        if self._taken:
-            return
         try:
             async with asyncio.timeout(max(0.0, until - time.monotonic())):
                 await self._arrived.wait()
