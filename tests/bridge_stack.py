@@ -1,10 +1,12 @@
-"""A real bridge process between a scripted engine and a real NATS."""
+"""A bridge between a scripted engine and a real NATS: within the test's process, or as one of its own to be killed."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import nats
 from event_listener import Listener, listening
@@ -14,12 +16,73 @@ from recorded_engine import RecordedEngine, recorded_engine
 
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc, types_pb2
 from kvscout_blocks.incarnation import Record
+from kvscout_bridge.bridge import Bridge
+from kvscout_bridge.config import BridgeConfig
+from kvscout_bridge.servicer import BridgeServicer
 from kvscout_common.channel import call, open_channel
+from kvscout_common.nats_link import NatsConfig
 from kvscout_common.nats_names import NatsNames
-from kvscout_common.worker import WorkerSpec
+from kvscout_common.worker import EventEndpoint, Transport, WorkerSpec
 
 SPEC = WorkerSpec("engine.0", "org/model:1", 4)
 NAMES = NatsNames("test")
+
+
+class AnyBridge(Protocol):
+    """A running bridge."""
+
+    async def status(self) -> bridge_pb2.BridgeStatus:
+        """What it says of itself."""
+
+    async def stop(self) -> None:
+        """Ends it as SIGTERM does."""
+
+
+class BridgeHere:
+    """A bridge in this process."""
+
+    def __init__(self, config: BridgeConfig) -> None:
+        self.bridge = Bridge(config)
+        self._tasks = [asyncio.create_task(make(), name=name) for name, make in self.bridge.tasks().items()]
+
+    async def status(self) -> bridge_pb2.BridgeStatus:
+        failed = [task for task in self._tasks if task.done()]
+        for task in failed:
+            task.result()
+        return await BridgeServicer(self.bridge).GetStatus(types_pb2.GetStatusRequest(), None)
+
+    async def stop(self) -> None:
+        async with asyncio.timeout(10):
+            await self.bridge.drain()
+        for task in self._tasks:
+            task.cancel()
+        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.bridge.close()
+        assert all(isinstance(error, asyncio.CancelledError) for error in ended), ended
+
+
+@dataclass(slots=True)
+class BridgeProcess:
+    """A bridge in a process of its own."""
+
+    running: Running
+
+    async def status(self) -> bridge_pb2.BridgeStatus:
+        channel = open_channel(self.running.address)
+        try:
+            stub = bridge_pb2_grpc.BridgeStub(channel)
+            status: bridge_pb2.BridgeStatus = await call(stub.GetStatus, types_pb2.GetStatusRequest(), timeout=10)
+        finally:
+            await channel.close()
+        return status
+
+    async def stop(self) -> None:
+        assert await self.running.stop() == 0
+
+    async def kill(self) -> None:
+        """kill -9."""
+        self.running.process.kill()
+        await self.running.process.wait()
 
 
 @dataclass(slots=True)
@@ -31,23 +94,31 @@ class Stack:
     transport: str
     payloads: list[bytes] = field(default_factory=list)
     """What the engine published in this life."""
-    bridge: Running | None = None
+    bridge: AnyBridge | None = None
 
-    async def start_bridge(self, *flags: str) -> Running:
-        """Starts the bridge."""
-        replay = ("--replay-endpoint", self.engine.replay_endpoint) if self.engine.replay_endpoint else ()
-        self.bridge = await start(
+    def start_bridge(self, *, max_buffered_bytes: int = 1 << 26) -> None:
+        """Starts a bridge here."""
+        endpoint = EventEndpoint(0, self.engine.endpoint, self.engine.replay_endpoint)
+        self.bridge = BridgeHere(
+            BridgeConfig(
+                nats=NatsConfig((self.nats.url,), "test"),
+                worker=replace(SPEC, event_endpoints=(endpoint,)),
+                transport=Transport(self.transport),
+                max_buffered_bytes=max_buffered_bytes,
+                lease_seconds=1,
+            )
+        )
+
+    async def start_process(self, *flags: str) -> BridgeProcess:
+        """Starts a bridge as a process."""
+        running = await start(
             "kvscout_bridge.main", "--nats-server", self.nats.url, "--namespace", "test",
             "--worker-id", SPEC.worker_id, "--model", SPEC.model, "--block-size", str(SPEC.block_size),
-            "--event-endpoint", self.engine.endpoint, *replay, "--transport", self.transport, *flags,
+            "--event-endpoint", self.engine.endpoint, "--replay-endpoint", self.engine.replay_endpoint,
+            "--transport", self.transport, *flags,
         )  # fmt: skip
-        return self.bridge
-
-    async def kill_bridge(self) -> None:
-        """kill -9."""
-        assert self.bridge is not None
-        self.bridge.process.kill()
-        await self.bridge.process.wait()
+        self.bridge = process = BridgeProcess(running)
+        return process
 
     async def publish(self, *payloads: bytes) -> None:
         """The engine publishes."""
@@ -62,30 +133,19 @@ class Stack:
         self.engine.lose(*payloads)
         await self.engine.start()
 
-    async def status(self) -> bridge_pb2.BridgeStatus:
-        """What the bridge says of itself."""
-        assert self.bridge is not None
-        channel = open_channel(self.bridge.address)
-        try:
-            status: bridge_pb2.BridgeStatus = await call(
-                bridge_pb2_grpc.BridgeStub(channel).GetStatus, types_pb2.GetStatusRequest(), timeout=10
-            )
-        finally:
-            await channel.close()
-        return status
-
     async def source(self) -> bridge_pb2.BridgeSource:
-        """What it says of its only rank."""
-        (source,) = (await self.status()).sources
+        """What the bridge says of its only rank."""
+        assert self.bridge is not None
+        (source,) = (await self.bridge.status()).sources
         return source
 
-    async def on_record(self) -> Record | None:
-        """What is kept of its only rank in NATS, once that names a batch."""
-        async with await nats.connect(self.nats.url) as client:
-            bucket = await client.jetstream().key_value(NAMES.bridges_bucket)
-            entry = await bucket.get(NAMES.bridge_key(SPEC.tenant, SPEC.ranks[0]))
-        record = Record.decode(entry.value or b"")
-        return record if record is not None and record.event_id is not None else None
+    async def connected(self) -> None:
+        """Waits until the engine's incarnation is known and on its way."""
+
+        async def begun() -> bool:
+            return (await self.source()).epoch > 0
+
+        await eventually(begun, what="a connected bridge")
 
     async def confirmed(self, event_id: int) -> bridge_pb2.BridgeSource:
         """Waits until NATS has everything up to a batch."""
@@ -98,27 +158,40 @@ class Stack:
         found: bridge_pb2.BridgeSource = await eventually(there, what=f"event {event_id} at NATS")
         return found
 
+    async def recorded(self) -> Record:
+        """Waits until what is kept of the only rank in NATS names a batch."""
+
+        async def named() -> Record | None:
+            async with await nats.connect(self.nats.url) as client:
+                bucket = await client.jetstream().key_value(NAMES.bridges_bucket)
+                entry = await bucket.get(NAMES.bridge_key(SPEC.tenant, SPEC.ranks[0]))
+            record = Record.decode(entry.value or b"")
+            return record if record is not None and record.event_id is not None else None
+
+        found: Record = await eventually(named, what="a record in NATS")
+        return found
+
     def listening(self) -> AbstractAsyncContextManager[Listener]:
         """A listener; see `event_listener.listening`."""
         return listening(self.nats.url, NAMES, SPEC, stream=self.transport == "jetstream")
 
 
 @asynccontextmanager
-async def stacked(transport: str, *flags: str, has_replay: bool = True) -> AsyncIterator[tuple[Stack, Listener]]:
+async def stacked(
+    transport: str, *, process: bool = False, has_replay: bool = True, max_buffered_bytes: int = 1 << 26
+) -> AsyncIterator[tuple[Stack, Listener]]:
     """Engine, NATS, bridge and listener for the length of a block."""
     async with nats_server() as server, recorded_engine(has_replay=has_replay) as engine:
         stack = Stack(server, engine, transport)
-        await stack.start_bridge(*flags)
+        if process:
+            await stack.start_process()
+        else:
+            stack.start_bridge(max_buffered_bytes=max_buffered_bytes)
         try:
             await engine.subscribed()
-            await eventually(lambda: _connected(stack), what="a connected bridge")
-            async with listening(server.url, NAMES, SPEC, stream=transport == "jetstream") as listener:
+            await stack.connected()
+            async with stack.listening() as listener:
                 yield stack, listener
         finally:
-            if stack.bridge is not None and stack.bridge.process.returncode is None:
-                assert await stack.bridge.stop() == 0
-
-
-async def _connected(stack: Stack) -> bool:
-    source = await stack.source()
-    return source.epoch > 0
+            if stack.bridge is not None:
+                await stack.bridge.stop()

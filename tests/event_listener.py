@@ -25,6 +25,7 @@ from kvscout_blocks.sequence import SequencedBatch
 from kvscout_blocks.source import Source
 from kvscout_blocks.wire import decode_batch
 from kvscout_common.nats_barrier import NatsBarrier
+from kvscout_common.nats_link import end_if_cancelled
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
@@ -184,6 +185,7 @@ async def _read_stream(client: nats.aio.client.Client, stream: str, listener: Li
     js = client.jetstream(timeout=0.5)
     sequence = 1
     while True:
+        end_if_cancelled()
         try:
             message = await js.get_msg(stream, sequence)
         except (nats.errors.Error, TimeoutError):

@@ -27,7 +27,7 @@ from nats.js.api import PubAck
 from kvscout_blocks.event_stream import MSG_ID, chunk_message_id, ensure_stream, message_id
 from kvscout_blocks.publishing import Outbox, Outgoing, Publication
 from kvscout_common.nats_barrier import NatsBarrier
-from kvscout_common.nats_link import NatsLink
+from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.telemetry import RateLimitedLog
 
 log = logging.getLogger("kvscout.nats")
@@ -189,6 +189,7 @@ class Sender:
             self._work.clear()
             await self._connected.wait()
             while due := outbox.due:
+                end_if_cancelled()
                 if not self._link.connected:
                     self._connected.clear()
                     await self._connected.wait()

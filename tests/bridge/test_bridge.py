@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-from bridge_stack import Stack, stacked
+from bridge_stack import SPEC, Stack, stacked
 from engine_events import CLEARED, batch, chain, prompt, removed, stored
 from event_listener import Listener
+from nats_server import nats_server
 from processes import eventually
+from recorded_engine import recorded_engine
+
+from kvscout_common.errors import Unavailable
+from kvscout_common.nats_link import NatsConfig, NatsLink
+from kvscout_common.registry import WorkerName
+from kvscout_common.worker import Transport
+from kvscout_common.worker_bucket import Stored, WorkerBucket
 
 
 async def test_events_arrive_as_the_engine_sent_them(transport: str) -> None:
@@ -54,7 +62,7 @@ async def _waiting(stack: Stack, number: int) -> bool:
 
 async def test_beyond_its_buffer_the_state_is_sent(transport: str) -> None:
     blocks = chain(60)
-    async with stacked(transport, "--max-buffered-bytes", "2048") as (stack, listener):
+    async with stacked(transport, max_buffered_bytes=2048) as (stack, listener):
         await stack.publish(*blocks[:10])
         await listener.reaches(stack.payloads)
         states = len(listener.states)
@@ -73,23 +81,6 @@ async def test_beyond_its_buffer_the_state_is_sent(transport: str) -> None:
 
 async def _dropped(stack: Stack) -> bool:
     return bool((await stack.source()).dropped_batches)
-
-
-async def test_a_bridge_killed_and_started_again_goes_on_in_the_same_epoch(transport: str) -> None:
-    blocks = chain(30)
-    async with stacked(transport) as (stack, listener):
-        await stack.publish(*blocks[:10], batch(stored([1], prompt(1))))
-        await listener.reaches(stack.payloads)
-        epoch = listener.epoch
-        await eventually(stack.on_record, what="a record in NATS")
-        await stack.kill_bridge()
-        await stack.publish(*blocks[10:20])
-        await stack.start_bridge()
-        await stack.publish(*blocks[20:])
-        await listener.reaches(stack.payloads)
-        assert listener.epoch == epoch
-        assert listener.source.sequence.counters["restarts"] == 0
-        assert (await stack.confirmed(30)).epoch == epoch
 
 
 async def test_an_engine_that_restarts_begins_a_higher_epoch(transport: str) -> None:
@@ -115,32 +106,6 @@ async def test_an_engine_that_restarts_behind_a_reconnect_is_found_out(transport
         await stack.publish(*other[12:])
         await listener.reaches(stack.payloads)
         assert listener.epoch > epoch
-
-
-async def test_an_engine_that_restarts_while_the_bridge_is_away_is_found_out(transport: str) -> None:
-    other = [batch(stored([500 + n], prompt(1, first=4000 + 4 * n))) for n in range(15)]
-    async with stacked(transport) as (stack, listener):
-        await stack.publish(*chain(10))
-        await listener.reaches(stack.payloads)
-        epoch = listener.epoch
-        await eventually(stack.on_record, what="a record in NATS")
-        await stack.kill_bridge()
-        await stack.restart_engine(*other[:12])
-        await stack.start_bridge()
-        await stack.publish(*other[12:])
-        await listener.reaches(stack.payloads)
-        assert listener.epoch > epoch
-
-
-async def test_a_restarted_engine_that_has_sent_nothing_leaves_no_blocks_of_before() -> None:
-    async with stacked("jetstream") as (stack, listener):
-        await stack.publish(*chain(10))
-        await listener.reaches(stack.payloads)
-        await eventually(stack.on_record, what="a record in NATS")
-        await stack.kill_bridge()
-        await stack.restart_engine()
-        await stack.start_bridge()
-        await listener.reaches([])
 
 
 async def test_a_batch_larger_than_a_message_arrives_as_a_state(transport: str) -> None:
@@ -190,33 +155,66 @@ async def test_another_block_size_is_visible_behind_the_bridge_and_in_its_status
             return stats.incompatible if stats is not None else ""
 
         assert "8 tokens, the registration says 4" in await eventually(incompatible, what="an incompatible worker")
-        warnings = (await stack.status()).service.warnings
-        assert any("8 tokens, the registration says 4" in warning for warning in warnings)
-
-
-async def test_sigterm_sends_what_waits(transport: str) -> None:
-    async with stacked(transport) as (stack, listener):
-        await stack.publish(*chain(200))
-        await eventually(lambda: _read(stack, 1), what="a first batch")
         assert stack.bridge is not None
-        assert await stack.bridge.stop() == 0
-        at = listener.source.sequence.last_id
-        assert at is not None or transport == "nats-core"
-        await stack.start_bridge()
-        await listener.reaches(stack.payloads)
-
-
-async def _read(stack: Stack, blocks: int) -> bool:
-    return bool((await stack.source()).blocks >= blocks)
+        warnings = (await stack.bridge.status()).service.warnings
+        assert any("8 tokens, the registration says 4" in warning for warning in warnings)
 
 
 async def test_it_starts_before_nats_and_before_the_engine() -> None:
     async with stacked("jetstream") as (stack, listener):
-        await stack.kill_bridge()
+        assert stack.bridge is not None
+        await stack.bridge.stop()
         await stack.nats.kill()
         await stack.engine.stop()
-        await stack.start_bridge()
+        stack.start_bridge()
         await asyncio.gather(stack.engine.start(), stack.nats.start())
         await stack.engine.subscribed()
         await stack.publish(*chain(5))
         await listener.reaches(stack.payloads)
+
+
+async def test_an_engine_that_is_removed_or_that_others_remove_is_registered_no_more() -> None:
+    async with nats_server() as server, recorded_engine() as engine:
+        stack = Stack(server, engine, "nats-core")
+        stack.start_bridge()
+        link = NatsLink(NatsConfig((server.url,), "test"), "test")
+        running = asyncio.create_task(link.run())
+        bucket = WorkerBucket(link)
+
+        async def registered() -> Stored | None:
+            try:
+                stored = await bucket.get(WorkerName(SPEC.tenant, SPEC.worker_id))
+            except Unavailable:
+                return None
+            return stored if isinstance(stored, Stored) else None
+
+        async def gone() -> bool:
+            return await registered() is None
+
+        try:
+            stored: Stored = await eventually(registered, what="a registration")
+            assert (stored.spec.transport, stored.spec.block_size) == (Transport.NATS_CORE, 4)
+
+            async def renewed() -> bool:
+                now = await registered()
+                return now is not None and now.revision >= stored.revision + 2
+
+            await eventually(renewed, what="a lease that is kept")
+            assert stack.bridge is not None
+            await stack.bridge.stop()
+            await eventually(gone, what="a lease that ended")
+            stack.start_bridge()
+            await eventually(registered, what="a registration")
+            await bucket.remove(WorkerName(SPEC.tenant, SPEC.worker_id))
+
+            async def told() -> bool:
+                assert stack.bridge is not None
+                return any("somebody removed it" in text for text in (await stack.bridge.status()).service.warnings)
+
+            await eventually(told, what="a warning")
+            assert await gone()
+        finally:
+            assert stack.bridge is not None
+            await stack.bridge.stop()
+            running.cancel()
+            await link.close()

@@ -20,8 +20,10 @@ from kvscout_blocks.recovery import RecoveryService, serve_recovery
 from kvscout_bridge.config import BridgeConfig
 from kvscout_bridge.rank import BridgedRank
 from kvscout_bridge.registration import Registrations
+from kvscout_common.engine_discovery import Discovery
+from kvscout_common.engine_facts import lacks_event_endpoints
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_common.nats_link import NatsLink
+from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import DEFAULT_TENANT, Transport, WorkerRank, WorkerSpec
@@ -66,6 +68,7 @@ class Bridge:
         self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._file = WorkersFile(config.server.workers_file, self.registry) if config.server.workers_file else None
         self.registry.listen(self)
+        self._discovery = Discovery(self.registry)
         if self._file is not None:
             self._file.load()
         if config.worker is not None:
@@ -79,6 +82,7 @@ class Bridge:
             "records": self._keep_records,
             "ticks": self._tick,
             "ingest": self._watch_ingest,
+            "discovery": self._discovery.run,
         }
         if self._file is not None:
             tasks["workers-file"] = self._file.watch
@@ -105,7 +109,10 @@ class Bridge:
 
     def warnings(self) -> list[str]:
         """What an operator should know."""
-        found = [text for text in (self.link.problem, self.sender.problem, self.registrations.problem) if text]
+        found = [text for text in (self.link.problem, self.sender.problem) if text]
+        if self.config.register_workers:
+            found += self.registrations.warnings()
+        found += self._discovery.warnings()
         if self._file is not None and self._file.error:
             found.append(f"workers file not in effect: {self._file.error}")
         for _, rank in sorted(self._ranks.items()):
@@ -137,6 +144,10 @@ class Bridge:
 
     def worker_added(self, spec: WorkerSpec) -> None:
         """Bridges a worker's ranks, as far as they publish events."""
+        if not spec.event_endpoints:
+            if not lacks_event_endpoints(spec):
+                log.warning("worker %s has no event endpoint: nothing of it is bridged", spec.worker_id)
+            return
         for rank in spec.ranks:
             endpoint = spec.event_endpoint(rank.dp_rank)
             if endpoint is None:
@@ -166,11 +177,16 @@ class Bridge:
         if old.with_draining(new.draining) == new:
             self.registrations.add(new)
             return
-        self.worker_removed(old, "replaced")
+        # The registration stays, and is replaced: whoever follows it would forget the worker in between.
+        self._close(old)
         self.worker_added(new)
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
         """Ends a worker's bridges."""
+        self._close(spec)
+        self.registrations.remove(spec)
+
+    def _close(self, spec: WorkerSpec) -> None:
         for rank in spec.ranks:
             key = (spec.tenant, rank)
             bridged = self._ranks.pop(key, None)
@@ -182,7 +198,6 @@ class Bridge:
             service = self._services.pop(key, None)
             if service is not None:
                 self._let_end(asyncio.get_running_loop().create_task(service.close()))
-        self.registrations.remove(spec)
 
     def _streams(self) -> set[tuple[str, str]]:
         return {(rank.spec.tenant, rank.spec.model) for rank in self._ranks.values()}
@@ -210,6 +225,7 @@ class Bridge:
         """Decides which incarnation each engine is, writes it down, and answers for it from then on."""
         write_at = 0.0
         while True:
+            end_if_cancelled()
             try:
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._record_due.wait()

@@ -40,7 +40,12 @@ def _values(kind: type[StrEnum]) -> list[str]:
 @flag(
     "--role", default="aggregated", type=click.Choice(_values(Role)), section=ENGINE, help="What it does of a request."
 )
-@flag("--http-endpoint", default="", section=ENGINE, help="Base URL of its HTTP API.")
+@flag(
+    "--http-endpoint",
+    default="",
+    section=ENGINE,
+    help="Base URL of its HTTP API; without --event-endpoint it is asked where it publishes.",
+)
 @flag(
     "--event-endpoint",
     multiple=True,
@@ -146,9 +151,11 @@ def worker_of(values: dict[str, Any]) -> WorkerSpec | None:
         if values["workers_file"] is None:
             raise ConfigError("name the engine, or give --workers-file", field="worker_id")
         return None
-    for name in ("model", "block_size", "event_endpoint"):
+    for name in ("model", "block_size"):
         if not values[name]:
             raise ConfigError("is needed with --worker-id", field=name)
+    if not values["event_endpoint"] and not values["http_endpoint"]:
+        raise ConfigError("give it, or --http-endpoint, where the engine is asked for it", field="event_endpoint")
     endpoints, replays, first = values["event_endpoint"], values["replay_endpoint"], values["dp_start_rank"]
     if replays and len(replays) != len(endpoints):
         raise ConfigError(f"{len(replays)} for {len(endpoints)} of --event-endpoint", field="replay_endpoint")
@@ -161,7 +168,7 @@ def worker_of(values: dict[str, Any]) -> WorkerSpec | None:
         engine=EngineKind(values["engine"]),
         http_endpoint=values["http_endpoint"],
         dp_start_rank=first,
-        dp_size=len(endpoints),
+        dp_size=max(1, len(endpoints)),
         event_endpoints=tuple(
             EventEndpoint(rank, endpoint, replays[number] if replays else "", values["topic"], values["bind_events"])
             for number, (rank, endpoint) in enumerate(enumerate(endpoints, first))

@@ -91,6 +91,7 @@ class BridgedRank:
         self.publication.held_back = True
         self.written: Record | None = None
         """What is on record."""
+        self._closed = False
         self._outbox = outbox
         self._wall_clock = wall_clock
         self._changed = changed
@@ -107,7 +108,10 @@ class BridgedRank:
         self.source.open()
 
     def close(self) -> asyncio.Task[None] | None:
-        """Ends reading; returns the task to wait for. What is to be sent stays."""
+        """Ends reading, if it has not ended; returns the task to wait for. What is to be sent stays."""
+        if self._closed:
+            return None
+        self._closed = True
         return self.source.close()
 
     @property
@@ -117,7 +121,8 @@ class BridgedRank:
 
     def tick(self, now: float) -> None:
         """Time passed: does what is due."""
-        self.source.tick()
+        if not self._closed:
+            self.source.tick()
         self.index.maintain(now=now)
 
     def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
