@@ -73,6 +73,11 @@ async def core(server: NatsServer) -> AsyncIterator[CorePublisher]:
         yield started
 
 
+async def subscribed(client: IndexerClient) -> None:
+    """What is published from now on is received."""
+    await client.until(lambda s: s.replays >= 1)
+
+
 async def settled(client: IndexerClient) -> None:
     """The first recovery has ended."""
     await client.until(lambda s: s.replays >= 1 and s.state in (LIVE, indexer_pb2.SOURCE_STATE_WAITING))
@@ -180,6 +185,7 @@ async def test_without_an_answer_held_blocks_become_predictions_and_the_worker_h
     monkeypatch.setattr("kvscout_blocks.sequence.FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(publisher_feed, "HEAL_SECONDS", 0.05)
     async with core_publisher(server.url, ScriptedPublisher(), recovers=False) as core:
+        await subscribed(stack.client)
         await core.publish(*chain(3))
         status = await stack.client.until(lambda s: s.last_event_id == 2 and not s.lag_batches)
         core.lose(batch(removed([3])))
@@ -335,6 +341,7 @@ async def test_sources_that_nobody_registered_are_counted_and_not_indexed(core: 
 async def test_poison_quarantines_its_worker_and_no_other(server: NatsServer, stack: Stack) -> None:
     follow(stack.indexer, Transport.NATS_CORE, worker_id="healthy")
     async with core_publisher(server.url, ScriptedPublisher("healthy")) as healthy:
+        await subscribed(stack.client)
         subject = NAMES.core_events("default", MODEL, WorkerRank("w", 0))
         for number in range(120):
             await healthy.client.publish(subject, b"\xff" * (1 + number % 7))
@@ -346,7 +353,7 @@ async def test_poison_quarantines_its_worker_and_no_other(server: NatsServer, st
 
 async def test_a_publisher_with_another_block_size_is_shown_and_not_indexed(server: NatsServer, stack: Stack) -> None:
     async with core_publisher(server.url, ScriptedPublisher(block_size=8), recovers=False) as core:
-        await stack.client.until(lambda s: s.replays >= 1)
+        await subscribed(stack.client)
         await core.publish(batch(stored([1], prompt(2), block_size=8)))
         status = await stack.client.until(lambda s: s.state == indexer_pb2.SOURCE_STATE_MISCONFIGURED)
         assert "8 tokens" in status.reason
