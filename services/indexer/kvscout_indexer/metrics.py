@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_indexer.indexer import Indexer
+from kvscout_indexer.nats_core import NatsCore
 from kvscout_indexer.status import index_status, source_status
 from kvscout_indexer.stream_metrics import stream_metrics
 
@@ -24,6 +25,17 @@ _INDEX_GAUGES = {
     "kvscout_index_predictions": ("predictions", "Predicted (block, worker rank) pairs"),
 }
 _EVENT_KINDS = ("applied", "dropped", "gaps", "replays", "demotions", "resets", "malformed", "states")
+
+
+def _core_metrics(core: NatsCore) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "kvscout_events_unregistered", "Messages on NATS core of sources that are not registered",
+        value=core.unknown_messages,
+    )  # fmt: skip
+    yield CounterMetricFamily(
+        "kvscout_events_slow_consumer", "Messages on NATS core dropped because they were read too slowly",
+        value=core.dropped_messages,
+    )  # fmt: skip
 
 
 class IndexerCollector(Collector):
@@ -60,6 +72,14 @@ class IndexerCollector(Collector):
             lag.add_metric(labels, seen.lag_batches)
             state.add_metric(labels, float(not seen.reason))
         yield from (events, age, lag, state)
+        if self._indexer.nats_core is not None:
+            yield from _core_metrics(self._indexer.nats_core)
+        peers = CounterMetricFamily(
+            "kvscout_peer_searches", "Workers whose state peers were asked for", labels=["result"]
+        )
+        peers.add_metric(["found"], self._indexer.peers.found)
+        peers.add_metric(["not_found"], self._indexer.peers.not_found)
+        yield peers
         if self._indexer.jetstream is not None:
             yield from stream_metrics(self._indexer.jetstream)
         routed = CounterMetricFamily(
