@@ -1350,6 +1350,11 @@ class Replica(_message.Message):
     SILENT_SECONDS_FIELD_NUMBER: _builtins.int
     DIVERGED_FIELD_NUMBER: _builtins.int
     GAPS_FIELD_NUMBER: _builtins.int
+    LAG_EVENTS_FIELD_NUMBER: _builtins.int
+    LAG_SECONDS_FIELD_NUMBER: _builtins.int
+    DIVERGENCES_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """Replica id."""
     self: _builtins.bool
@@ -1366,6 +1371,16 @@ class Replica(_message.Message):
     """True = its digest disagrees at equal sequence; a snapshot was asked for."""
     gaps: _builtins.int
     """Gaps seen in its events."""
+    lag_events: _builtins.int
+    """Events of it that are known to exist and are not applied here yet."""
+    lag_seconds: _builtins.float
+    """Seconds since when there are such events; 0 = there are none."""
+    divergences: _builtins.int
+    """Times that its digest disagreed at equal sequence."""
+    snapshots: _builtins.int
+    """Snapshots of it that were applied."""
+    live: _builtins.bool
+    """True = it was heard of lately. A silent one's requests stay until their leases end, or another takes them over."""
     def __init__(
         self_,  # pyright: ignore[reportSelfClsParameterName]
         *,
@@ -1377,10 +1392,15 @@ class Replica(_message.Message):
         silent_seconds: _builtins.float = ...,
         diverged: _builtins.bool = ...,
         gaps: _builtins.int = ...,
+        lag_events: _builtins.int = ...,
+        lag_seconds: _builtins.float = ...,
+        divergences: _builtins.int = ...,
+        snapshots: _builtins.int = ...,
+        live: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["diverged", b"diverged", "epoch", b"epoch", "gaps", b"gaps", "owned_requests", b"owned_requests", "replica_id", b"replica_id", "self", b"self", "sequence", b"sequence", "silent_seconds", b"silent_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diverged", b"diverged", "divergences", b"divergences", "epoch", b"epoch", "gaps", b"gaps", "lag_events", b"lag_events", "lag_seconds", b"lag_seconds", "live", b"live", "owned_requests", b"owned_requests", "replica_id", b"replica_id", "self", b"self", "sequence", b"sequence", "silent_seconds", b"silent_seconds", "snapshots", b"snapshots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1393,18 +1413,30 @@ class GetReplicasResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICAS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    FORWARDED_FIELD_NUMBER: _builtins.int
+    TAKEN_OVER_FIELD_NUMBER: _builtins.int
+    problem: _builtins.str
+    """Why this replica works alone; "" = it does not."""
+    forwarded: _builtins.int
+    """Calls that this replica had the owner carry out."""
+    taken_over: _builtins.int
+    """Requests that it took over from others."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
-        """One entry a replica."""
+        """One entry a replica, in each incarnation that is not forgotten."""
 
     def __init__(
         self,
         *,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
+        problem: _builtins.str = ...,
+        forwarded: _builtins.int = ...,
+        taken_over: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forwarded", b"forwarded", "problem", b"problem", "replicas", b"replicas", "taken_over", b"taken_over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
