@@ -149,7 +149,7 @@ class SourceSequence(Generic[T]):
         """Why the source is refused, while its batches name another rank."""
         self.quarantined_until: float | None = None
         self.retry_at: float | None = None
-        """When to call `on_tick`, on the caller's clock."""
+        """When to call `on_tick`, on the caller's clock; as at `quarantined_until`."""
         self.attempt = 0
         """Number of the replay request that is answered now."""
         self.counters: Counter[str] = Counter()
@@ -421,8 +421,12 @@ class SourceSequence(Generic[T]):
             self._count_malformed(now, malformed=True)
 
     def on_tick(self, now: float) -> list[Decision[T]]:
-        """Time passed; asks for the replay again when it is due."""
+        """Time passed; asks for the replay again when it is due, and for what a quarantine dropped when that ends."""
         out: list[Decision[T]] = []
+        if self.quarantined_until is not None and now >= self.quarantined_until:
+            self.quarantined_until = None
+            if self._can_replay and not self.replaying:
+                self._request(out)
         if self.retry_at is not None and now >= self.retry_at:
             failures = self._failures
             self._request(out)

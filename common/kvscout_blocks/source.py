@@ -183,7 +183,8 @@ class Source:
         """Time passed: does what is due."""
         now = self._clock()
         # Of the sequence itself: while it is lent nothing is to be tried again.
-        if self._sequence.retry_at is not None and self._sequence.retry_at <= now:
+        due = (self._sequence.retry_at, self._sequence.quarantined_until)
+        if any(at is not None and at <= now for at in due):
             self._carry_out(self.sequence.on_tick(now))
         self.feed.tick(now)
 

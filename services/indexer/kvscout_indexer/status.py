@@ -54,6 +54,8 @@ def source_state(
     if source is None:
         if spec.transport is Transport.ZMQ:
             return indexer_pb2.SOURCE_STATE_MISCONFIGURED, "no event endpoint is registered for this rank"
+        if spec.transport in (Transport.NATS_CORE, Transport.JETSTREAM):
+            return indexer_pb2.SOURCE_STATE_MISCONFIGURED, f"transport {spec.transport} needs --nats-server"
         return indexer_pb2.SOURCE_STATE_NONE, f"transport {spec.transport}: no events are read from this rank"
     sequence = source.sequence
     # The order is that of what an operator has to fix first.
