@@ -9,13 +9,12 @@ import pytest
 import zmq
 import zmq.asyncio
 from recorded_engine import RecordedEngine, recorded_engine
+from zmq_publisher import DEADLINE_MS, Publisher
 
 from kvscout_blocks.feed import HistoryBroken
 from kvscout_blocks.subscriber import BURST, Subscription, replay
 from kvscout_blocks.wire import Message
 from kvscout_common.worker import EventEndpoint
-
-DEADLINE_MS = 10_000
 
 
 @pytest.fixture
@@ -23,44 +22,6 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     yield context
     context.destroy(linger=0)
-
-
-class Publisher:
-    """An engine's PUB socket on a context of its own, used without the event loop: the loop stands still meanwhile."""
-
-    def __init__(self) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.endpoint = ""
-        self.open()
-
-    def open(self) -> None:
-        self._socket = self._context.socket(zmq.XPUB)
-        self._socket.set(zmq.XPUB_VERBOSE, 1)
-        while True:
-            try:
-                self._socket.bind(self.endpoint or "tcp://127.0.0.1:*")
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EADDRINUSE:
-                    raise
-            else:
-                break
-        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
-
-    def await_subscription(self) -> None:
-        assert self._socket.poll(DEADLINE_MS), "no subscription came"
-        self._socket.recv()
-
-    def send(self, first: int, count: int) -> None:
-        for seq in range(first, first + count):
-            self._socket.send_multipart([b"topic", seq.to_bytes(8, "big"), b"payload"])
-
-    def reopen(self) -> None:
-        """The connection is lost, once all is sent; another one can be made."""
-        self._socket.close(linger=DEADLINE_MS)
-        self.open()
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 @pytest.fixture

@@ -7,11 +7,14 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+import zmq
 from engine_events import BLOCK_SIZE, CLEARED, batch, chain, prompt, removed, stored
-from indexer_client import IndexerClient, local_indexer
+from indexer_client import MODEL, IndexerClient, local_indexer
 from recorded_engine import RecordedEngine, recorded_engine
 
 from kvscout.v1 import indexer_pb2
+from kvscout.v1.types_pb2 import GetStatusRequest
+from kvscout.v1.workers_pb2 import EventEndpoint, RegisterWorkerRequest, Worker
 from kvscout_blocks import subscriber
 from kvscout_indexer.config import IndexerConfig
 
@@ -19,8 +22,11 @@ LIVE = indexer_pb2.SOURCE_STATE_LIVE
 INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[IndexerClient]:
+@pytest.fixture(params=["lanes", "loop"])
+async def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[IndexerClient]:
+    """An indexer whose sockets a native thread reads, or the event loop: nobody must be able to tell."""
+    if request.param == "loop":
+        monkeypatch.setattr("kvscout_indexer.transports.make_lanes", lambda **_: None)
     async with local_indexer() as (started, _):
         yield started
 
@@ -525,3 +531,32 @@ async def test_predictions_of_lost_history_end_after_their_time(mute: RecordedEn
             while (await client.matches(prompt(1))).overlaps.worker_ids:
                 await asyncio.sleep(0.01)
         assert (await client.matches(prompt(1))).lower_bound
+
+
+async def test_five_hundred_and_twelve_engines_on_one_indexer(client: IndexerClient) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 1024)
+    publishers = []
+    try:
+        for number in range(512):
+            publisher = context.socket(zmq.XPUB)
+            publisher.bind("tcp://127.0.0.1:*")
+            endpoint = EventEndpoint(endpoint=publisher.get_string(zmq.LAST_ENDPOINT))
+            worker = Worker(
+                worker_id=f"w{number}", model=MODEL, block_size=BLOCK_SIZE, dp_size=1, event_endpoints=[endpoint]
+            )
+            await client.rpc("RegisterWorker", RegisterWorkerRequest(worker=worker))
+            publishers.append(publisher)
+        for publisher in publishers:
+            assert await asyncio.to_thread(publisher.poll, 10_000)
+        batches = chain(3)
+        for seq, payload in enumerate(batches):
+            for publisher in publishers:
+                publisher.send_multipart([b"", seq.to_bytes(8, "big"), payload])
+        async with asyncio.timeout(30):
+            while set((found := await client.overlaps(prompt(3))).values()) != {3} or len(found) < 512:
+                await asyncio.sleep(0.02)
+        status = await client.rpc("GetStatus", GetStatusRequest())
+        assert {(source.state, source.applied) for source in status.sources} == {(LIVE, 3)}
+    finally:
+        context.destroy(linger=0)
