@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -145,11 +146,15 @@ class World:
 
     async def snapshots(self) -> list[int]:
         """S of every complete snapshot, in order."""
+        prefix = f"$O.{BUCKET}.M."
         try:
-            infos = await (await self.js.object_store(BUCKET)).list(ignore_deletes=True)
+            info = await self.js.stream_info(f"OBJ_{BUCKET}", subjects_filter=prefix + ">")
         except nats.js.errors.NotFoundError:
             return []
-        return sorted(int(info.name.split("-")[1]) for info in infos if not info.deleted)
+        names = [
+            base64.urlsafe_b64decode(subject.removeprefix(prefix)).decode() for subject in info.state.subjects or ()
+        ]
+        return sorted(int(name.split("-")[1]) for name in names)
 
     async def first_sequence(self) -> int:
         """Of the stream's first message."""

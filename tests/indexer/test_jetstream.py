@@ -33,6 +33,7 @@ from stream_world import (
 )
 
 from kvscout.v1 import indexer_pb2
+from kvscout_common import registry_nats
 from kvscout_common.shards import Shard
 from kvscout_indexer import publisher_feed, snapshotter, stream_reader
 from kvscout_indexer.config import IndexerConfig
@@ -49,7 +50,9 @@ NEVER = 1_000_000
 
 @pytest.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(registry_nats, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(stream_reader, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(stream_reader, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(snapshotter, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(snapshotter, "RETRY_SECONDS", 0.1)
     monkeypatch.setattr(publisher_feed, "UNANSWERED", 1)
