@@ -333,6 +333,14 @@ def test_many_malformed_batches_in_a_row_are_quarantined(driver: Driver) -> None
     assert driver.machine.quarantined_until is None
 
 
+def test_what_a_quarantine_dropped_is_asked_for_when_it_ends(driver: Driver) -> None:
+    driver.live(*(at(6 + n, malformed=True) for n in range(QUARANTINE_AFTER)), at(106))
+    assert driver.tick(QUARANTINE_SECONDS - 1) == []
+    assert driver.tick(QUARANTINE_SECONDS) == ["replay 105"]
+    assert driver.machine.quarantined_until is None
+    assert driver.replayed(at(105, malformed=True), at(106)) == ["apply a106"]
+
+
 def test_a_batch_of_another_rank_is_refused_and_shown(driver: Driver) -> None:
     assert driver.live(at(6, dp_rank=1)) == ["wrong_rank 6"]
     assert "rank 1" in driver.machine.misconfigured

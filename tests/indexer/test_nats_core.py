@@ -351,6 +351,16 @@ async def test_poison_quarantines_its_worker_and_no_other(server: NatsServer, st
         assert (await stack.client.until_applied(1, "healthy")).state == LIVE
 
 
+async def test_without_nats_a_worker_of_nats_is_shown_as_misconfigured() -> None:
+    async with served_indexer() as (client, indexer, _):
+        follow(indexer, Transport.NATS_CORE)
+        status = await client.status()
+        assert (status.state, status.reason) == (
+            indexer_pb2.SOURCE_STATE_MISCONFIGURED,
+            "transport nats-core needs --nats-server",
+        )
+
+
 async def test_a_publisher_with_another_block_size_is_shown_and_not_indexed(server: NatsServer, stack: Stack) -> None:
     async with core_publisher(server.url, ScriptedPublisher(block_size=8), recovers=False) as core:
         await subscribed(stack.client)
