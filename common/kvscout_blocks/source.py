@@ -252,14 +252,18 @@ class Source:
     def _reset(self) -> None:
         self.index.reset(self.rank)
         self.resets += 1
+        self._over_capacity = self._incompatible = False
+        if self._observer is not None:
+            self._observer.reset()
+
+    def _restart(self) -> None:
+        """The source lives anew."""
         if self._search is not None:
             # What others have is of the life that has just ended.
             self._search.cancel()
             self._search = None
             self.searched.set()
-        self._over_capacity = self._incompatible = False
-        if self._observer is not None:
-            self._observer.reset()
+        self._reset()
 
     def _carry_out(self, decisions: list[Decision[DecodedBatch]]) -> None:
         for decision in decisions:
@@ -267,7 +271,7 @@ class Source:
                 self._apply(decision.batch)
             elif isinstance(decision, Reset):
                 log.warning("worker %s/%d restarted: its blocks are forgotten", *self.rank)
-                self._reset()
+                self._restart()
             elif isinstance(decision, Demote):
                 log.warning("worker %s/%d: events %s are lost", *self.rank, decision.missing)
                 self.index.demote(self.rank, ttl_seconds=self._ttl_seconds, now=self._clock())
@@ -289,7 +293,7 @@ class Source:
 
     def _apply(self, batch: SequencedBatch[DecodedBatch]) -> None:
         if batch.reset:
-            self._reset()
+            self._restart()
         faults = batch.content.faults
         if faults:
             self.faulty_events += len(faults)

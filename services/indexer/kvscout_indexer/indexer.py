@@ -65,7 +65,7 @@ class Indexer:
         self._recoveries = asyncio.Semaphore(MAX_RECOVERIES)
         self._warnings = RateLimitedLog(log)
         self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.push = GrpcPush(self.registry)
+        self.push = GrpcPush(self.registry, failed=self._fail)
         self._transports: dict[Transport, EventTransport] = {
             Transport.ZMQ: ZmqDirect(warnings=self._warnings, failed=self._fail),
             Transport.GRPC: self.push,

@@ -18,13 +18,15 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Hashable, Mapping
 from typing import Any, Final, NamedTuple
 
+import grpc
+
 from kvscout_blocks.codec import check_version, parse_batch, source_of
 from kvscout_blocks.events import DecodedBatch
 from kvscout_blocks.feed import Cursor, Feed, HistoryBroken, SourceInput, SourceState
 from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.published import PublishedReader
 from kvscout_blocks.sequence import SequencedBatch
-from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound
+from kvscout_common.errors import FailedPrecondition, InternalError, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.registry import Registry
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
 
@@ -54,10 +56,12 @@ class GrpcPush:
 
     Args:
         registry: The workers.
+        failed: Told of a defect of ours.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, *, failed: Callable[[BaseException], None]) -> None:
         self._registry = registry
+        self._failed = failed
         self._feeds: dict[tuple[str, WorkerRank], PushFeed] = {}
 
     def feed(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> Feed | None:
@@ -94,7 +98,9 @@ class GrpcPush:
         finally:
             reader.cancel()
             stream.feed.detach(stream)
-            await asyncio.gather(reader, return_exceptions=True)
+            (outcome,) = await asyncio.gather(reader, return_exceptions=True)
+            if isinstance(outcome, Exception):
+                self._failed(outcome)
 
     def _feed_of(self, first: bytes) -> PushFeed:
         """The feed that a stream is for.
@@ -273,6 +279,15 @@ class Resend:
         return item.event_id >= target
 
 
+async def _until_broken_off(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The messages; a call that is over is no error of ours."""
+    try:
+        async for message in messages:
+            yield message
+    except grpc.aio.BaseError as error:
+        log.info("a publisher's stream broke off: %s", error)
+
+
 class Stream:
     """One publisher's stream.
 
@@ -303,7 +318,7 @@ class Stream:
         try:
             await self._take(first)
             self._due.set()
-            async for message in messages:
+            async for message in _until_broken_off(messages):
                 await self._take(message)
             if self._resend is not None:
                 await self._resend.put(HistoryBroken("the publisher ended its stream"))
@@ -312,6 +327,9 @@ class Stream:
                 await self._last_resend.over.wait()
         except KvscoutError as error:
             self.end(error)
+        except Exception:
+            self.end(InternalError("internal error; the service's log has the details"))
+            raise
         else:
             self._finished = True
             self._due.set()
