@@ -23,7 +23,8 @@ const MAX_GROUP: i128 = 65_535;
 const REASON_CHARS: usize = 200;
 const FULL_ATTENTION: [&str; 3] = ["full_attention", "mla_attention", "sink_full_attention"];
 
-const STORED_FIELDS: [&str; 11] = [
+/// In the order of the array form; the last ones are of the map form only.
+const STORED_FIELDS: [&str; 13] = [
     "block_hashes",
     "parent_block_hash",
     "token_ids",
@@ -35,7 +36,10 @@ const STORED_FIELDS: [&str; 11] = [
     "group_idx",
     "kv_cache_spec_kind",
     "kv_cache_spec_sliding_window",
+    "lookahead_token_ids",
+    "cache_salt",
 ];
+const STORED_ARRAY_FIELDS: usize = 11;
 const REMOVED_FIELDS: [&str; 3] = ["block_hashes", "medium", "group_idx"];
 const BATCH_FIELDS: [&str; 3] = ["ts", "events", "data_parallel_rank"];
 
@@ -204,15 +208,25 @@ fn for_each_field<'a>(
             Ok(())
         }
         Value::Map(length) => {
+            // Engines send the fields in order, so each is looked for after the one before it first.
+            let mut next = 0;
             for _ in 0..length {
                 let key = reader.value()?;
                 if matches!(key, Value::Array(_) | Value::Map(_)) {
                     return broken("the key of a map is no scalar");
                 }
                 let field = match key {
-                    Value::Str(key) => names.iter().position(|name| name.as_bytes() == key),
+                    Value::Str(key) => {
+                        let is_it = |name: &&str| name.as_bytes() == key;
+                        if names.get(next).is_some_and(is_it) {
+                            Some(next)
+                        } else {
+                            names.iter().position(is_it)
+                        }
+                    }
                     _ => None,
                 };
+                next = field.map_or(next, |field| field + 1);
                 match field {
                     Some(field) => read(reader, field)?,
                     None => reader.skip()?,
@@ -356,14 +370,14 @@ fn read_tag<'a>(reader: &mut Reader<'a>) -> Read<(Option<&'a [u8]>, Value<'a>)> 
 
 fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>) -> Read<Stored> {
     let mut stored = Stored { full_attention: true, ..Stored::default() };
-    let mut seen = [false; STORED_FIELDS.len() + 2];
+    let mut seen = [false; STORED_FIELDS.len()];
     let mut kind = None;
     let (mut extra_keys, mut lookahead, mut salt) = (None, None, None);
-    let mut names = STORED_FIELDS.to_vec();
-    if matches!(head, Value::Map(_)) {
-        names.extend(["lookahead_token_ids", "cache_salt"]);
-    }
-    for_each_field(reader, head, &names, |reader, field| {
+    let names = match head {
+        Value::Map(_) => &STORED_FIELDS[..],
+        _ => &STORED_FIELDS[..STORED_ARRAY_FIELDS],
+    };
+    for_each_field(reader, head, names, |reader, field| {
         seen[field] = true;
         match field {
             0 => read_hashes(reader, &mut stored.engine_hashes)?,
@@ -497,34 +511,38 @@ fn read_tokens(reader: &mut Reader<'_>, tokens: &mut Vec<u32>) -> Read<(bool, Op
         return read_pairs(reader, length, tokens);
     }
     *reader = first;
-    tokens.reserve_exact(length);
-    for _ in 0..length {
-        match reader.bytes.get(reader.at..).and_then(short_unsigned) {
-            Some((token, bytes)) => {
-                tokens.push(token);
-                reader.at += bytes;
-            }
-            None => tokens.push(token_of(read_scalar(reader)?)?),
+    tokens.resize(length, 0);
+    let mut rest = &reader.bytes[reader.at..];
+    for token in tokens.iter_mut() {
+        if let Some((number, bytes)) = rest.first_chunk().and_then(short_unsigned) {
+            *token = number;
+            rest = &rest[bytes..];
+        } else {
+            reader.at = reader.bytes.len() - rest.len();
+            *token = token_of(read_scalar(reader)?)?;
+            rest = &reader.bytes[reader.at..];
         }
     }
+    reader.at = reader.bytes.len() - rest.len();
     Ok((false, None))
 }
 
-/// An integer in one of the forms that tokens have, and its length; None: it is another, or near the end.
+/// The integer that begins these bytes, if it has one of the forms that tokens have, and its length.
 ///
 /// Tokens of one, three and five bytes mix without a pattern, so that a branch on their form would be mispredicted for
 /// every other one: at 16,384 tokens a batch that costs more than all else that is done with them.
-fn short_unsigned(bytes: &[u8]) -> Option<(u32, usize)> {
-    let word = u64::from_be_bytes(*bytes.first_chunk()?);
-    let tag = (word >> 56) as u8;
+#[inline]
+fn short_unsigned(bytes: &[u8; 8]) -> Option<(u32, usize)> {
+    let tag = bytes[0];
     if !matches!(tag, 0x00..=0x7f | 0xcc..=0xce) {
         return None;
     }
     // The bytes after the tag: none, or 1, 2 and 4 for 0xcc, 0xcd and 0xce.
     let following = u32::from(tag >> 7) << (tag & 3);
-    let number = (word << 8 >> 8) >> (56 - 8 * following);
-    let token = if following == 0 { u32::from(tag) } else { number as u32 };
-    Some((token, 1 + following as usize))
+    let number = (u64::from_be_bytes(*bytes) << 8 >> 8) >> (56 - 8 * following);
+    // Without a mask both sides would be branches again.
+    let of_tag = u32::from(tag >> 7).wrapping_sub(1);
+    Some(((number as u32 & !of_tag) | (u32::from(tag) & of_tag), 1 + following as usize))
 }
 
 fn read_pairs(reader: &mut Reader<'_>, length: usize, tokens: &mut Vec<u32>) -> Read<(bool, Option<u32>)> {
@@ -585,6 +603,11 @@ fn text_of(value: Value<'_>, name: &str) -> Read<String> {
 }
 
 fn read_tier(reader: &mut Reader<'_>) -> Read<u8> {
+    const USUAL: &[u8] = b"\xa3GPU";
+    if reader.bytes[reader.at..].starts_with(USUAL) {
+        reader.at += USUAL.len();
+        return Ok(0);
+    }
     let medium = read_text(reader, "medium")?;
     Ok(match medium.to_uppercase().as_str() {
         "" | "GPU" | "DEVICE" => 0,
