@@ -356,6 +356,19 @@ async def test_where_others_know_nothing_better_the_source_is_asked_from_the_sta
     assert not world.incomplete()
 
 
+async def test_a_reset_on_request_leaves_the_search_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "CONNECT_SECONDS", 0.0)
+    go = asyncio.Event()
+    feed = ScriptedFeed(can_replay=False)
+    world = World(feed, elsewhere=lambda spec, rank: elsewhere_of(state(4, epoch=0), go))
+    world.source.on_batch(batch(5, epoch=0))
+    world.source.recover()
+    world.source.on_batch(batch(6, epoch=0))
+    go.set()
+    await world.settled()
+    assert world.cursor() == (0, 6)
+
+
 async def test_a_source_that_is_closed_ends_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(ScriptedFeed(), elsewhere=lambda spec, rank: elsewhere_of(None, asyncio.Event()))
     await asyncio.sleep(0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engine_events import batch, chain, prompt, removed, stored
 from indexer_client import IndexerClient
-from processes import eventually
+from processes import DEADLINE_SECONDS, eventually
 from scripted_publisher import (
     FaultyChannel,
     Life,
@@ -27,7 +27,7 @@ from scripted_publisher import (
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.codec import parse_batch
-from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound
+from kvscout_common.errors import FailedPrecondition, InternalError, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.worker import Transport
 from kvscout_indexer import push
 from kvscout_indexer.indexer import Indexer
@@ -319,6 +319,24 @@ async def test_a_message_of_another_source_ends_the_stream(stack: Stack, publish
         await stream.send(greeting(publisher), wrong)
         assert isinstance(await stream.ended(), InvalidArgument)
     assert (await stack.client.status("other")).applied == 0
+
+
+async def test_a_defect_while_a_stream_is_read_is_told(
+    publisher: ScriptedPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    with pytest.raises(ExceptionGroup) as crash:
+        async with pushed() as stack:
+            stream = stack.push()
+            await stream.send(greeting(publisher))
+            await stream.answer(lambda a: True)
+            monkeypatch.setattr("kvscout_blocks.source.Source.on_batch", broken)
+            await stream.send(publisher.make(chain(1)[0]))
+            assert isinstance(await stream.ended(), InternalError)
+            await asyncio.sleep(DEADLINE_SECONDS)
+    assert crash.group_contains(ZeroDivisionError)
 
 
 async def push_until_all_is_there(stack: Stack, publisher: ScriptedPublisher, rng: random.Random, batches: int) -> None:
