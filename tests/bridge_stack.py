@@ -96,7 +96,7 @@ class Stack:
     """What the engine published in this life."""
     bridge: AnyBridge | None = None
 
-    def start_bridge(self, *, max_buffered_bytes: int = 1 << 26) -> None:
+    def start_bridge(self, *, max_buffered_bytes: int = 1 << 26, local_indexer: bool = True) -> None:
         """Starts a bridge here."""
         endpoint = EventEndpoint(0, self.engine.endpoint, self.engine.replay_endpoint)
         self.bridge = BridgeHere(
@@ -105,6 +105,7 @@ class Stack:
                 worker=replace(SPEC, event_endpoints=(endpoint,)),
                 transport=Transport(self.transport),
                 max_buffered_bytes=max_buffered_bytes,
+                local_indexer=local_indexer,
                 lease_seconds=1,
             )
         )
@@ -178,15 +179,21 @@ class Stack:
 
 @asynccontextmanager
 async def stacked(
-    transport: str, *, process: bool = False, has_replay: bool = True, max_buffered_bytes: int = 1 << 26
+    transport: str,
+    *,
+    process: bool = False,
+    has_replay: bool = True,
+    max_buffered_bytes: int = 1 << 26,
+    local_indexer: bool = True,
+    jetstream: bool = True,
 ) -> AsyncIterator[tuple[Stack, Listener]]:
     """Engine, NATS, bridge and listener for the length of a block."""
-    async with nats_server() as server, recorded_engine(has_replay=has_replay) as engine:
+    async with nats_server(jetstream=jetstream) as server, recorded_engine(has_replay=has_replay) as engine:
         stack = Stack(server, engine, transport)
         if process:
             await stack.start_process()
         else:
-            stack.start_bridge(max_buffered_bytes=max_buffered_bytes)
+            stack.start_bridge(max_buffered_bytes=max_buffered_bytes, local_indexer=local_indexer)
         try:
             await engine.subscribed()
             await stack.connected()

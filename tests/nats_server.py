@@ -26,12 +26,12 @@ def server_binary() -> str:
 class NatsServer:
     """A nats-server process; the port and the store outlive a `kill`, so that `start` is a restart."""
 
-    def __init__(self, store: Path, *, extra_flags: tuple[str, ...] = ()) -> None:
+    def __init__(self, store: Path, *, extra_flags: tuple[str, ...] = (), jetstream: bool = True) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         self.store = store
-        self._extra_flags = extra_flags
+        self._flags = (*(("-js", "-sd", str(store)) if jetstream else ()), *extra_flags)
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -42,7 +42,7 @@ class NatsServer:
     async def start(self) -> None:
         """Starts it and waits until it accepts clients."""
         self._process = await asyncio.create_subprocess_exec(
-            server_binary(), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self.store), *self._extra_flags,
+            server_binary(), "-a", "127.0.0.1", "-p", str(self.port), *self._flags,
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         async with asyncio.timeout(DEADLINE_SECONDS):
@@ -74,10 +74,10 @@ class NatsServer:
 
 
 @asynccontextmanager
-async def nats_server(*, extra_flags: tuple[str, ...] = ()) -> AsyncIterator[NatsServer]:
+async def nats_server(*, extra_flags: tuple[str, ...] = (), jetstream: bool = True) -> AsyncIterator[NatsServer]:
     """A running server for the length of a block."""
     with tempfile.TemporaryDirectory(prefix="kvscout-nats-") as folder:
-        server = NatsServer(Path(folder), extra_flags=extra_flags)
+        server = NatsServer(Path(folder), extra_flags=extra_flags, jetstream=jetstream)
         await server.start()
         try:
             yield server

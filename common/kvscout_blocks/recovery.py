@@ -70,7 +70,7 @@ async def recover(
     """
     try:
         inbox = await client.subscribe(client.new_inbox())
-    except nats.errors.Error as error:
+    except (nats.errors.Error, OSError) as error:
         raise HistoryBroken(f"cannot ask {subject}: {error!r}") from error
     try:
         await client.publish(subject, request.SerializeToString(), reply=inbox.subject)
@@ -85,10 +85,10 @@ async def recover(
             await client.publish(message.reply, b"")
     except TimeoutError as error:
         raise HistoryBroken(f"the publisher was silent for {idle_seconds:g} s") from error
-    except nats.errors.Error as error:
+    except (nats.errors.Error, OSError) as error:
         raise HistoryBroken(f"asking the publisher failed: {error!r}") from error
     finally:
-        with contextlib.suppress(nats.errors.Error):
+        with contextlib.suppress(nats.errors.Error, OSError):
             await inbox.unsubscribe()
 
 
@@ -130,7 +130,7 @@ class RecoveryService:
     async def close(self) -> None:
         """Ends it, and what is being answered."""
         if self._subscription is not None:
-            with contextlib.suppress(nats.errors.Error):
+            with contextlib.suppress(nats.errors.Error, OSError):
                 await self._subscription.unsubscribe()
         for task in self._tasks:
             task.cancel()
@@ -158,7 +158,7 @@ class RecoveryService:
                 return
             await self._send(message.reply, parts)
             self.answered += 1
-        except (TimeoutError, nats.errors.Error) as error:
+        except (TimeoutError, nats.errors.Error, OSError) as error:
             log.info("a recovery was given up, its reader is gone: %r", error)
         except Exception:
             # A reader gets no answer and asks again; what happens is in the log each time.
@@ -176,7 +176,7 @@ class RecoveryService:
                 await self._client.publish(reply, part.SerializeToString(), reply="" if part.last else flow.subject)
                 unread += 1
         finally:
-            with contextlib.suppress(nats.errors.Error):
+            with contextlib.suppress(nats.errors.Error, OSError):
                 await flow.unsubscribe()
 
 

@@ -38,7 +38,7 @@ class NatsBarrier:
         Raises:
             ConnectionReconnectingError: The connection was lost since then: some of it may be lost.
             TimeoutError: The server is silent.
-            nats.errors.Error: The client is closed.
+            nats.errors.Error, OSError: The client is closed, or its connection was lost.
         """
         if not self._inbox:
             self._inbox = self._client.new_inbox()

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 
-from bridge_stack import SPEC, Stack, stacked
+import nats
+import pytest
+from bridge_stack import NAMES, SPEC, Stack, stacked
 from engine_events import CLEARED, batch, chain, prompt, removed, stored
 from event_listener import Listener
 from nats_server import nats_server
 from processes import eventually
 from recorded_engine import recorded_engine
 
-from kvscout_common.errors import Unavailable
+from kvscout_blocks.feed import HistoryBroken
+from kvscout_blocks.recovery import recover, recover_request
+from kvscout_bridge.servicer import BridgeServicer
+from kvscout_common.errors import FailedPrecondition, Unavailable
 from kvscout_common.nats_link import NatsConfig, NatsLink
 from kvscout_common.registry import WorkerName
 from kvscout_common.worker import Transport
@@ -218,3 +225,79 @@ async def test_an_engine_that_is_removed_or_that_others_remove_is_registered_no_
             await stack.bridge.stop()
             running.cancel()
             await link.close()
+
+
+async def test_plain_nats_suffices_and_a_restarted_bridge_is_learnt_anew() -> None:
+    async with stacked("nats-core", jetstream=False) as (stack, listener):
+        await stack.publish(*chain(10))
+        await listener.reaches(stack.payloads)
+        epoch = listener.epoch
+        assert stack.bridge is not None
+        await stack.bridge.stop()
+        stack.start_bridge()
+        await stack.publish(*chain(12)[10:])
+        await listener.reaches(stack.payloads)
+        assert listener.epoch > epoch
+
+
+async def test_without_a_local_index_requests_are_refused_and_events_go_on() -> None:
+    async with stacked("nats-core", local_indexer=False) as (stack, listener):
+        await stack.publish(*chain(3))
+        assert stack.bridge is not None
+        servicer = BridgeServicer(stack.bridge.bridge)  # type: ignore[attr-defined]
+        with pytest.raises(FailedPrecondition, match="without a local index"):
+            await anext(servicer.Recover(recover_request(SPEC.tenant, SPEC.ranks[0], None), None))
+        with pytest.raises(HistoryBroken, match="no publisher answers"):
+            async with await nats.connect(stack.nats.url) as client:
+                subject = NAMES.recover(SPEC.tenant, SPEC.ranks[0])
+                await anext(recover(client, subject, recover_request(SPEC.tenant, SPEC.ranks[0], None)))
+        await eventually(lambda: _heard(listener, 2), what="live events")
+
+
+async def _heard(listener: Listener, event_id: int) -> bool:
+    return any(number == event_id for _, number in listener.events)
+
+
+async def test_chaos_ends_in_the_engines_truth(transport: str) -> None:
+    seed = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"KVSCOUT_TEST_SEED={seed}")
+    rng = random.Random(seed)
+    async with stacked(transport) as (stack, listener):
+        number, held = 0, [0]
+        for _ in range(30):
+            for _ in range(rng.randrange(6)):
+                number += 1
+                kind = rng.random()
+                if kind < 0.1:
+                    payload = batch(CLEARED, stored([number], prompt(1, first=4 * number)))
+                    held = [number]
+                elif kind < 0.4:
+                    payload = batch(removed([held.pop(rng.randrange(len(held)))] if len(held) > 1 else [999_999]))
+                else:
+                    parent = rng.choice(held) or None
+                    payload = batch(stored([number], prompt(1, first=4 * number), parent=parent))
+                    held.append(number)
+                if rng.random() < 0.05:
+                    stack.payloads.append(payload)
+                    stack.engine.lose(payload)
+                else:
+                    await stack.publish(payload)
+            chance = rng.random()
+            if chance < 0.08:
+                await stack.nats.kill()
+                await asyncio.sleep(rng.random() * 0.05)
+                await stack.nats.start()
+            elif chance < 0.16:
+                assert stack.bridge is not None
+                await stack.bridge.stop()
+                stack.start_bridge()
+                await stack.engine.subscribed()
+            elif chance < 0.24:
+                await stack.restart_engine()
+                held = [0]
+            else:
+                await asyncio.sleep(rng.random() * 0.02)
+        # Something must come after what was lost last.
+        await stack.engine.subscribed()
+        await stack.publish(batch(stored([number + 1], prompt(1, first=7))))
+        await listener.reaches(stack.payloads)
