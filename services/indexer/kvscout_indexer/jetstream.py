@@ -22,7 +22,7 @@ from typing import Any, Final
 import nats.errors
 from nats.js.errors import NotFoundError
 
-from kvscout_blocks.feed import Feed
+from kvscout_blocks.feed import Cursor, Feed
 from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.native_index import NativeIndex, state_messages
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
@@ -252,6 +252,12 @@ class JetStreamFeed(PublisherFeed):
         assert self._source is not None
         amid_state = self._reader.amid_state and time.monotonic() - self._received_at < ABANDONED_SECONDS
         return not self._source.replaying and not amid_state
+
+    @property
+    def cursor(self) -> Cursor:
+        """See `Taker.cursor`."""
+        assert self._source is not None
+        return self._source.cursor
 
     def deliver(self, data: bytes) -> None:
         """See `Taker.deliver`."""

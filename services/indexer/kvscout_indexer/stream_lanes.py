@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Protocol
 
+from kvscout_blocks.feed import Cursor
 from kvscout_common.worker import WorkerRank
 
 PARKED_BYTES: Final = 512 * 1024 * 1024
@@ -30,6 +31,10 @@ class Taker(Protocol):
     @property
     def settled(self) -> bool:
         """Whether everything that was delivered is in its index, and nothing waits."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """How far its source is."""
 
     def deliver(self, data: bytes) -> None:
         """Takes the next message; what cannot be read costs itself."""

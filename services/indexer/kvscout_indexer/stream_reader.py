@@ -401,11 +401,21 @@ class StreamReader:
             pass
         elif lane.live:
             assert lane.taker is not None
-            self._hand_over(lane, lane.taker, message.data)
-            if lane.taker.settled:
-                lane.contained, lane.doubtful = message.sequence, False
+            self._deliver_live(lane, lane.taker, message)
         else:
             self.lanes.park(lane, message.data)
+
+    def _deliver_live(self, lane: Lane, taker: Taker, message: StreamMessage) -> None:
+        if lane.unverified:
+            before = taker.cursor
+            lane.unverified = False
+            self._hand_over(lane, taker, message.data)
+            # What continues the cursor proves that nothing was missed; what leaves a gap has its source ask by itself.
+            lane.unverified = lane.unverified or (taker.settled and taker.cursor == before)
+        else:
+            self._hand_over(lane, taker, message.data)
+        if taker.settled:
+            lane.contained, lane.doubtful = message.sequence, False
 
     def _new_lane(self, subject: str) -> Lane | None:
         try:
