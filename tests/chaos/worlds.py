@@ -40,7 +40,9 @@ class World:
         self.nats = NatsServer(folder)
         nats = ("--nats-server", self.nats.url)
         self.bridges = [self._bridge(engine, *nats, "--transport", transport) for engine in self.engines]
-        self.indexers = [Indexer(number, *nats) for number in range(2)]
+        # Snapshots as often as a minute of load allows: replicas start from them, and the stream is purged behind them.
+        snapshots = ("--router-snapshot-threshold", "1000") if transport == "jetstream" else ()
+        self.indexers = [Indexer(number, *nats, *snapshots) for number in range(2)]
 
     async def start(self) -> None:
         """Starts everything."""

@@ -1,0 +1,20 @@
+"""A short `make chaos-events` of each transport: a few faults, then the index must be the engines' truth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from chaos import events
+from scheduler_builders import test_seed as seed
+
+SECONDS = 4.0
+
+
+@pytest.mark.parametrize("transport", ["direct", "peers", "nats-core", "jetstream"])
+async def test_after_faults_the_index_is_the_engines_truth(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "SECONDS", SECONDS)
+    assert await events.run(transport, tmp_path, Random(seed())) == []
