@@ -47,6 +47,21 @@ CLEARED = events_pb2.KvEvent(cleared=events_pb2.CacheCleared())
 RESET = events_pb2.KvEvent(reset=events_pb2.SourceReset())
 
 
+def state_events(hashes: Sequence[int], *, chunks: int = 1) -> list[events_pb2.KvEvent]:
+    """The chunks of a state with one chain of blocks."""
+    size = -(-len(hashes) // chunks)
+    events = []
+    for index in range(chunks):
+        part = hashes[index * size : (index + 1) * size]
+        run = events_pb2.StateRun(local_hashes=part, engine_hashes=part)
+        groups = [] if index else [events_pb2.CacheGroup(attention_kind=events_pb2.ATTENTION_KIND_FULL)]
+        if index:
+            run.parent_position = index * size - 1
+        chunk = events_pb2.StateChunk(index=index, last=index == chunks - 1, groups=groups, runs=[run])
+        events.append(events_pb2.KvEvent(state=chunk))
+    return events
+
+
 @dataclass
 class Publisher:
     """What a bridge publishes of one worker rank."""
@@ -89,18 +104,8 @@ class Publisher:
 
     async def state(self, hashes: Sequence[int], *, chunks: int = 1) -> list[bytes]:
         """The messages of a state with one chain of blocks, which contains everything published so far."""
-        size = -(-len(hashes) // chunks)
-        messages = []
-        for index in range(chunks):
-            part = hashes[index * size : (index + 1) * size]
-            run = events_pb2.StateRun(local_hashes=part, engine_hashes=part)
-            groups = [] if index else [events_pb2.CacheGroup(attention_kind=events_pb2.ATTENTION_KIND_FULL)]
-            if index:
-                run.parent_position = index * size - 1
-            chunk = events_pb2.StateChunk(index=index, last=index == chunks - 1, groups=groups, runs=[run])
-            message = self.message(events_pb2.KvEvent(state=chunk), event_id=self.next_id - 1)
-            messages.append(message.SerializeToString())
-        return messages
+        chunk_events = state_events(hashes, chunks=chunks)
+        return [self.message(event, event_id=self.next_id - 1).SerializeToString() for event in chunk_events]
 
     async def publish_state(self, hashes: Sequence[int], *, chunks: int = 1) -> int:
         """Publishes that state; returns the last stream sequence."""

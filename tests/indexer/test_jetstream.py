@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from nats.js.errors import NotFoundError
 from stream_world import (
     BUCKET,
     CLEARED,
+    NAMES,
     RESET,
     STREAM,
     TENANT,
@@ -25,6 +26,7 @@ from stream_world import (
     overlap,
     register,
     removed,
+    state_events,
     stored,
     stream_world,
     unregister,
@@ -32,7 +34,8 @@ from stream_world import (
     until_overlap,
 )
 
-from kvscout.v1 import indexer_pb2
+from kvscout.v1 import bridge_pb2, indexer_pb2
+from kvscout_blocks.recovery import RecoveryService, serve_recovery
 from kvscout_common import registry_nats
 from kvscout_common.shards import Shard
 from kvscout_indexer import publisher_feed, snapshotter, stream_reader
@@ -388,6 +391,39 @@ async def test_a_gap_that_nobody_can_fill_is_told_until_a_state_comes(world: Wor
         assert (await client.status()).state == LIVE
         await w.publish(RESET, stored([1]))
         await until_overlap(client, 1)
+
+
+async def test_what_the_stream_lost_is_asked_of_the_publisher(world: World) -> None:
+    w, silent = world.publisher(), world.publisher("silent")
+
+    async def answers(publisher: Publisher) -> RecoveryService:
+        def answer(_: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
+            state = publisher.message(*state_events(range(1, publisher.blocks + 1)), event_id=publisher.next_id - 1)
+            yield bridge_pb2.RecoverResponse(
+                outcome=bridge_pb2.RECOVER_OUTCOME_DUMP, batch=state, last=True, last_event_id=publisher.next_id - 1
+            )
+
+        return await serve_recovery(world.client, NAMES.recover(TENANT, publisher.rank), answer)
+
+    services = [await answers(publisher) for publisher in (w, silent)]
+    async with local_indexer(config(world)) as (client, indexer):
+        await register(client)
+        await register(client, "silent")
+        await w.grow(2)
+        await silent.grow(1)
+        await until_overlap(client, 2)
+        async with reader(indexer)._turn:
+            await silent.grow(3)
+            await w.grow(600)
+            await world.js.purge_stream(STREAM)
+        await w.grow(1)
+        await until_overlap(client, w.blocks)
+        await until_overlap(client, 4, "silent")
+        for worker_id in ("w", "silent"):
+            status = await client.status(worker_id)
+            assert (status.state, status.demotions) == (LIVE, 0)
+    for service in services:
+        await service.close()
 
 
 async def test_a_snapshot_amid_the_chunks_of_a_state_does_not_lose_it(world: World) -> None:
