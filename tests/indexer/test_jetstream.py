@@ -568,7 +568,7 @@ async def test_a_replica_reads_the_workers_of_its_shard_only(world: World) -> No
         assert await world.first_sequence() == 1
 
 
-@pytest.mark.parametrize("seed", [random.randrange(10**6)])
+@pytest.mark.parametrize("seed", [random.randrange(10**6)], ids=["random seed"])
 async def test_replicas_that_join_at_any_time_have_the_same_state(world: World, seed: int) -> None:
     print(f"seed {seed}")
     chance = random.Random(seed)

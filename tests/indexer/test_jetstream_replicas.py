@@ -75,7 +75,9 @@ class Traffic:
             await client.until_applied(w.next_id - 1, w.worker_id)
 
 
-@pytest.mark.parametrize("seed", [int(os.environ.get("KVSCOUT_TEST_SEED", random.randrange(10**6)))])
+@pytest.mark.parametrize(
+    "seed", [int(os.environ.get("KVSCOUT_TEST_SEED", random.randrange(10**6)))], ids=["random seed"]
+)
 async def test_replicas_killed_at_any_time_have_equal_states_and_so_has_one_that_starts_alone(
     world: World, seed: int
 ) -> None:
