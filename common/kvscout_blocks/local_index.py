@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Final, NamedTuple
 
 from kvscout.v1 import bridge_pb2
@@ -95,6 +96,28 @@ class LocalIndex:
         self._ring_bytes += len(message)
         while len(self._ring) > self._max_batches or self._ring_bytes > self._max_bytes:
             self._ring_bytes -= len(self._ring.popleft())
+
+    @property
+    def oldest_event_id(self) -> int | None:
+        """Of the batches in the ring; None: it is empty."""
+        return self.last_event_id - len(self._ring) + 1 if self._ring and self.last_event_id is not None else None
+
+    def batches(self, first_id: int, *, max_bytes: int) -> list[bytes]:
+        """Messages of consecutive batches from one that is in the ring on: as many as fit, at least one."""
+        oldest = self.oldest_event_id
+        assert oldest is not None
+        assert self.last_event_id is not None
+        assert oldest <= first_id <= self.last_event_id
+        newest_first = list(islice(reversed(self._ring), self.last_event_id - first_id + 1))
+        taken, size_bytes = [newest_first.pop()], 0
+        while newest_first and (size_bytes := size_bytes + len(taken[-1])) + len(newest_first[-1]) <= max_bytes:
+            taken.append(newest_first.pop())
+        return taken
+
+    def bytes_from(self, first_id: int) -> int:
+        """Size of what the ring has from a batch on."""
+        number = max(0, self.last_event_id - first_id + 1) if self.last_event_id is not None else 0
+        return sum(map(len, islice(reversed(self._ring), number)))
 
     def state(self) -> list[bytes]:
         """One consistent cut as serialised messages, in order.

@@ -9,7 +9,8 @@
 
 A state replaces what readers know. It is due where batches do not follow one another, where one is too large for a
 message, and where the queue was dropped; it is cut when it is sent, so that what waits for NATS is bounded and a
-state is never older than the batches that come after it. Pure: no socket, no clock.
+state is never older than the batches that come after it. Who keeps no state has a gap in its batches instead, which
+readers see. Pure: no socket, no clock.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ class Publication:
         local: Its local index; batches are published after they were applied to it.
         outbox: Bounds what waits.
         max_message_bytes: A batch above this is not sent; the state is.
+        has_state: Whether batches are applied to the local index; if not, only the empty state of an incarnation that
+            has just begun can be sent.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class Publication:
         outbox: Outbox,
         *,
         max_message_bytes: int = MAX_CHUNK_BYTES,
+        has_state: bool = True,
     ) -> None:
         self.rank = rank
         self.pool = pool
@@ -156,6 +160,7 @@ class Publication:
         self._adapters = adapters
         self._outbox = outbox
         self._max_message_bytes = max_message_bytes
+        self._has_state = has_state
         self._queue: deque[_Waiting] = deque()
         self._state_due = False
         self._last_digest: int | None = None
@@ -213,10 +218,15 @@ class Publication:
         self._last_digest = batch.digest
         if self.confirmed is not None and batch.event_id <= self.confirmed.event_id:
             return
-        if self._state_due:
-            return
-        if message is None or not follows:
-            self.lose()
+        if self._has_state:
+            if self._state_due:
+                return
+            if message is None or not follows:
+                self.lose()
+                return
+        # An incarnation tells itself by its first batch as well.
+        self._state_due = False
+        if message is None:
             return
         waiting = _Waiting(self._outbox.number(), Outgoing(local.epoch, batch.event_id, message, digest=batch.digest))
         self._queue.append(waiting)
@@ -226,7 +236,7 @@ class Publication:
     def lose(self) -> None:
         """Batches do not tell what readers must know: the state is due, and has all that waits."""
         self._drop_queue()
-        self._state_due = True
+        self._state_due = self._has_state or self.local.last_event_id is None
         self._outbox.tell_ready()
 
     def overflow(self) -> None:
@@ -287,7 +297,12 @@ class Publication:
         taken, self.in_flight = self.in_flight, []
         batches = [waiting for waiting in taken if waiting.outgoing.chunk is None]
         stale = any(waiting.outgoing.epoch != self.local.epoch for waiting in taken)
-        if len(batches) < len(taken) or out_of_order or stale or self._state_due:
+        if not self._has_state:
+            again = [waiting for waiting in batches if waiting.outgoing.epoch == self.local.epoch]
+            self._outbox.account(sum(w.size_bytes for w in again) - sum(w.size_bytes for w in batches))
+            self._queue.extendleft(reversed(again))
+            self._state_due = self.local.last_event_id is None
+        elif len(batches) < len(taken) or out_of_order or stale or self._state_due:
             self._outbox.account(-sum(waiting.size_bytes for waiting in batches))
             self.lose()
         else:

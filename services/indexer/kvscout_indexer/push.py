@@ -201,6 +201,9 @@ class PushFeed:
             # What was asked of the former stream is asked of this one. And without epochs only the last batch, sent
             # again, tells whether the source is still the same.
             source.on_reconnect()
+        elif source.incomplete:
+            # A publisher that comes back may have its whole state by now.
+            source.heal()
 
     def detach(self, stream: Stream) -> None:
         """A stream is over."""
