@@ -1,0 +1,200 @@
+"""Events over JetStream: CPU of the indexer process, and how soon one that restarts serves again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvscout.v1 import events_pb2, indexer_pb2, types_pb2, workers_pb2
+from kvscout_bench.harness import Case, Goal, Row, Side, compare
+from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, READY_SECONDS, IndexerProcess, until
+from kvscout_bench.ingest_publisher import scattered
+from kvscout_bench.machine import this_machine
+from kvscout_bench.nats_process import NatsProcess
+from kvscout_blocks.codec import VERSION
+from kvscout_common.nats_names import NatsNames
+from kvscout_common.worker import DEFAULT_TENANT, WorkerRank
+
+NAME = "jetstream"
+NAMESPACE = "bench"
+WORKERS = 16
+CHAIN_MESSAGES = 8
+"""Messages of a worker in a row that continue one prompt."""
+QUICK_DIVISOR = 50
+FLUSH_EVERY = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is published."""
+
+    messages: int
+    blocks: int
+
+
+SMALL = Load(40_000, 4)
+LARGE = Load(2_000, 1024)
+STATE = Load(992, 1024)
+"""A million memberships."""
+
+
+def _case(name: str, title: str, unit: str, goal: float) -> Case:
+    return Case(
+        name=f"jetstream/{name}",
+        title=title,
+        unit=unit,
+        goal=Goal(goal),
+        workload=name,
+        value=lambda sample: float(sample[name]),
+    )
+
+
+CASES = {
+    SMALL: _case("message", "CPU a message of 4 blocks", "µs", 125.0),
+    LARGE: _case("block", "CPU a block, messages of 1,024", "µs", 5.0),
+    STATE: _case("restart", "started to SERVING, a snapshot of 1 million memberships", "s", 5.0),
+}
+ROWS: Sequence[str] = [case.name for case in CASES.values()]
+
+
+def run(*, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None]) -> Iterator[Row]:
+    """See `ingest.Part.run`."""
+    machine = this_machine()
+    for load, case in CASES.items():
+        if not wanted(case.name):
+            continue
+        shown = Load(max(load.messages // QUICK_DIVISOR, WORKERS), load.blocks) if quick else load
+        measure = _restart if load is STATE else _ingest
+        samples = [measure(shown, say) for _ in range(rounds)]
+        ours = Side(tuple(case.value(sample) for sample in samples))
+        yield compare(case, ours, None, judge=not quick, machine=machine)
+
+
+def _ingest(load: Load, say: Callable[[str], None]) -> dict[str, float]:
+    """Publishes a load to a new indexer process; what it cost."""
+    with ExitStack() as stack:
+        server = stack.enter_context(NatsProcess())
+        indexer = stack.enter_context(_indexer(server))
+        _register(indexer)
+        before, started = indexer.cpu_seconds(), time.monotonic()
+        asyncio.run(_publish(server.url, load))
+        indexer.until_applied(load.messages)
+        used = indexer.cpu_seconds() - before
+        say(f"{load.messages} messages of {load.blocks} blocks in {time.monotonic() - started:.2f} s")
+    return {"message": used / load.messages * 1e6, "block": used / (load.messages * load.blocks) * 1e6}
+
+
+def _restart(load: Load, say: Callable[[str], None]) -> dict[str, float]:
+    """Has a snapshot taken, starts another indexer process, and waits until health says SERVING with everything."""
+    threshold = ("--router-snapshot-threshold", str(load.messages))
+    with NatsProcess() as server:
+        with _indexer(server, *threshold) as indexer:
+            _register(indexer)
+            asyncio.run(_publish(server.url, load))
+            indexer.until_applied(load.messages)
+            until(lambda: asyncio.run(_has_snapshot(server.url)), "a snapshot")
+        started = time.monotonic()
+        with _indexer(server) as indexer:
+            until(lambda: _serving(indexer.address), "SERVING")
+            seconds = time.monotonic() - started
+            until(lambda: _memberships(indexer) == load.messages * load.blocks, "all memberships")
+            say(f"SERVING after {seconds:.2f} s, all workers known after {time.monotonic() - started:.2f} s")
+    return {"restart": seconds}
+
+
+def _indexer(server: NatsProcess, *flags: str) -> IndexerProcess:
+    return IndexerProcess("--nats-server", server.url, "--namespace", NAMESPACE, *flags)
+
+
+def _register(indexer: IndexerProcess) -> None:
+    def connected() -> bool:
+        try:
+            for number in range(WORKERS):
+                worker = workers_pb2.Worker(
+                    worker_id=f"worker-{number}",
+                    model=MODEL,
+                    block_size=BLOCK_SIZE,
+                    dp_size=1,
+                    transport=workers_pb2.EVENT_TRANSPORT_JETSTREAM,
+                )
+                indexer.stub.RegisterWorker(workers_pb2.RegisterWorkerRequest(worker=worker), timeout=READY_SECONDS)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return False
+        return True
+
+    until(connected, "the indexer is connected to NATS")
+
+
+def _memberships(indexer: IndexerProcess) -> int:
+    status: indexer_pb2.IndexerStatus = indexer.stub.GetStatus(types_pb2.GetStatusRequest(), timeout=READY_SECONDS)
+    return sum(index.memberships for index in status.indexes)
+
+
+def _serving(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        answer: Any = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=READY_SECONDS)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def _publish(url: str, load: Load) -> None:
+    """Publishes the load as a bridge would, but without waiting for each acknowledgement."""
+    # The library of NATS is an extra: who measures something else needs none.
+    import nats
+
+    from kvscout_blocks.event_stream import MSG_ID, ensure_stream, message_id
+
+    names = NatsNames(NAMESPACE)
+    client = await nats.connect(url)
+    try:
+        await ensure_stream(client.jetstream(), names, DEFAULT_TENANT, MODEL)
+        hashes = scattered(1)
+        last = [0] * WORKERS
+        for number in range(load.messages):
+            worker, event_id = number % WORKERS, number // WORKERS
+            rank = WorkerRank(f"worker-{worker}", 0)
+            blocks = [next(hashes) for _ in range(load.blocks)]
+            parent = last[worker] if event_id % CHAIN_MESSAGES else None
+            last[worker] = blocks[-1]
+            run = events_pb2.BlocksStored(engine_hashes=blocks, local_hashes=blocks, parent_engine_hash=parent)
+            message = events_pb2.KvEventBatch(
+                version=VERSION,
+                worker_id=rank.worker_id,
+                model=MODEL,
+                block_size=BLOCK_SIZE,
+                epoch=1,
+                event_id=event_id,
+                events=[events_pb2.KvEvent(stored=run)],
+            )
+            await client.publish(
+                names.stream_events(DEFAULT_TENANT, MODEL, rank),
+                message.SerializeToString(),
+                headers={MSG_ID: message_id(rank, 1, event_id)},
+            )
+            if number % FLUSH_EVERY == 0:
+                await client.flush()
+        await client.flush()
+    finally:
+        await client.close()
+
+
+async def _has_snapshot(url: str) -> bool:
+    import nats
+
+    client = await nats.connect(url)
+    try:
+        bucket = NatsNames(NAMESPACE).snapshots_bucket(DEFAULT_TENANT, MODEL)
+        info = await client.jetstream().stream_info(f"OBJ_{bucket}", subjects_filter=f"$O.{bucket}.M.>")
+        return bool(info.state.subjects)
+    except nats.js.errors.NotFoundError:
+        return False
+    finally:
+        await client.close()
