@@ -1,0 +1,202 @@
+"""A real scheduler process under measurement, and one gateway's Lifecycle stream to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, workers_pb2
+from kvscout_bench.ingest_process import READY_SECONDS, cpu_of
+from kvscout_bench.peer import DriverFailed
+
+MODEL = "bench"
+BLOCK_SIZE = 16
+SYSTEM_BLOCKS = 8
+"""Leading blocks that a quarter of the prompts share."""
+SYSTEM_PROMPTS = 4
+
+
+class SchedulerProcess:
+    """A scheduler on a free port; a context manager that ends it.
+
+    Args:
+        workers: Registered at once, of one rank each.
+        environment: Added to this process's.
+
+    Raises:
+        DriverFailed: It does not become ready.
+    """
+
+    def __init__(self, workers: int, *, environment: Mapping[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "kvscout_scheduler.main", "--port", "0", "--metrics-port", "0"]
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise DriverFailed(f"the scheduler ended with {self._process.wait()} before it was ready")
+        self.address = f"127.0.0.1:{json.loads(line)['port']}"
+        self.worker_ids = [f"worker-{number:04}" for number in range(workers)]
+        with grpc.insecure_channel(self.address) as channel:
+            grpc.channel_ready_future(channel).result(READY_SECONDS)
+            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+            for worker_id in self.worker_ids:
+                worker = workers_pb2.Worker(worker_id=worker_id, model=MODEL, block_size=BLOCK_SIZE, dp_size=1)
+                stub.RegisterWorker(workers_pb2.RegisterWorkerRequest(worker=worker), timeout=READY_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def cpu_seconds(self) -> float:
+        """User and system time of the process so far, in seconds."""
+        return cpu_of(Path(f"/proc/{self._process.pid}/stat"))
+
+
+def prompts(count: int, blocks: int, worker_ids: Sequence[str], seed: int) -> list[bytes]:
+    """Serialised `SelectRequest`s without a request id: different prompts, each cached in part on every worker.
+
+    Args:
+        count: How many.
+        blocks: Complete blocks of each.
+        worker_ids: The workers.
+        seed: Same seed, same prompts.
+    """
+    random = Random(seed)
+    shared = min(SYSTEM_BLOCKS, blocks)
+    systems = [[random.getrandbits(64) for _ in range(shared)] for _ in range(SYSTEM_PROMPTS)]
+    made = []
+    for number in range(count):
+        hashes = [*systems[number % SYSTEM_PROMPTS], *(random.getrandbits(64) for _ in range(blocks - shared))]
+        overlaps = types_pb2.Overlaps(
+            worker_ids=worker_ids, device_blocks=[random.randrange(1, blocks + 1) for _ in worker_ids]
+        )
+        request = scheduler_pb2.SelectRequest(
+            model=MODEL, block_hashes=hashes, isl_tokens=blocks * BLOCK_SIZE, overlaps=overlaps
+        )
+        made.append(request.SerializeToString())
+    return made
+
+
+class Gateway:
+    """Runs requests through their lives on one stream, so many at once: booked, prefill complete, freed.
+
+    What is answered in one message goes on in one message.
+
+    Args:
+        requests: Serialised `SelectRequest`s, taken in turns.
+        outstanding: Requests at once.
+        operations: In one message at first; after that as the answers come.
+    """
+
+    def __init__(self, requests: Sequence[bytes], *, outstanding: int, operations: int) -> None:
+        self._requests = requests
+        self._outstanding = outstanding
+        self._operations = operations
+        self._begun = self._done = 0
+        self.messages = 0
+        """Received."""
+
+    async def run(self, address: str, lifecycles: int, begins: Callable[[], None]) -> None:
+        """Runs so many lives; returns when the last one is over.
+
+        Args:
+            address: Of the scheduler.
+            lifecycles: How many are counted; a tenth more comes first.
+            begins: Called when the first one that counts begins.
+
+        Raises:
+            DriverFailed: An operation was refused.
+        """
+        warm = lifecycles // 10 + 1
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+            call = stub.Lifecycle()
+            hello = scheduler_pb2.LifecycleHello(owner_id="bench")
+            await call.write(scheduler_pb2.LifecycleRequest(hello=hello))
+            await call.read()
+            await self._live(call, warm)
+            begins()
+            await self._live(call, lifecycles)
+            await call.done_writing()
+
+    async def _live(self, call: Any, lifecycles: int) -> None:
+        last = self._begun + lifecycles
+        while self._begun < min(last, self._done + self._outstanding):
+            await call.write(self._message(self._begin(last) for _ in range(self._operations)))
+        while self._done < last:
+            message = await call.read()
+            if message is grpc.aio.EOF:
+                raise DriverFailed(f"the scheduler ended the stream: {await call.details()}")
+            self.messages += 1
+            following = [self._next(result, last) for result in message.results]
+            for start in range(0, len(following), self._operations):
+                request = self._message(following[start : start + self._operations])
+                if request.operations:
+                    await call.write(request)
+
+    def _begin(self, last: int) -> scheduler_pb2.LifecycleOperation | None:
+        if self._begun == last:
+            return None
+        number = self._begun
+        self._begun += 1
+        operation = scheduler_pb2.LifecycleOperation(id=number * 3)
+        operation.select_and_reserve.MergeFromString(self._requests[number % len(self._requests)])
+        operation.select_and_reserve.request_id = f"request-{number}"
+        operation.select_and_reserve.attempt_id = number + 1
+        return operation
+
+    def _next(self, result: scheduler_pb2.LifecycleResult, last: int) -> scheduler_pb2.LifecycleOperation | None:
+        if result.code:
+            raise DriverFailed(f"the scheduler refused an operation: {result.message}")
+        number, stage = divmod(result.id, 3)
+        if stage == 2:
+            if result.free.outcome != scheduler_pb2.FREE_OUTCOME_FREED:
+                raise DriverFailed("the scheduler lost a booking")
+            self._done += 1
+            return self._begin(last)
+        ref = scheduler_pb2.RequestRef(model=MODEL, request_id=f"request-{number}", attempt_id=number + 1)
+        if stage == 0:
+            return scheduler_pb2.LifecycleOperation(id=result.id + 1, prefill_complete=ref)
+        return scheduler_pb2.LifecycleOperation(id=result.id + 1, free=ref)
+
+    @staticmethod
+    def _message(operations: Any) -> scheduler_pb2.LifecycleRequest:
+        return scheduler_pb2.LifecycleRequest(operations=filter(None, operations))
+
+
+def lifecycle_cpu_us(process: SchedulerProcess, gateway: Gateway, lifecycles: int) -> float:
+    """CPU time of the process a lifecycle, in microseconds; blocks."""
+    before = 0.0
+
+    def begins() -> None:
+        nonlocal before
+        before = process.cpu_seconds()
+
+    asyncio.run(gateway.run(process.address, lifecycles, begins))
+    return (process.cpu_seconds() - before) / lifecycles * 1e6
