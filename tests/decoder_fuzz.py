@@ -120,7 +120,9 @@ def plain(batch: EventBatch) -> Plain:
         else:
             assert isinstance(event, Stored)
             fields = asdict(event)
+            # What only publishers say.
             assert not fields.pop("local_hashes")
+            assert not fields.pop("foreign")
             fields["mm_items"] = [list(items) for items in event.mm_items]
             for name in ("engine_hashes", "tokens"):
                 fields[name] = list(fields[name])
