@@ -58,6 +58,17 @@ def test_other_subjects_carry_no_events(subject: str) -> None:
         NAMES.parse_events(subject)
 
 
+@given(tenant=names.filter(bool), model=names.filter(bool))
+def test_a_stream_tells_whose_events_it_has(tenant: str, model: str) -> None:
+    assert NAMES.parse_stream(NAMES.stream(tenant, model)) == (tenant, model)
+    assert NatsNames("other").parse_stream(NAMES.stream(tenant, model)) is None
+
+
+@pytest.mark.parametrize("stream", ["", "KVSCOUT", "KV_kvscout-workers", NAMES.stream("t", "m") + "-1", "KVSCOUT-a-b"])
+def test_other_streams_have_no_events(stream: str) -> None:
+    assert NAMES.parse_stream(stream) is None
+
+
 def test_namespaces_share_no_name() -> None:
     def everything(names: NatsNames) -> set[str]:
         worker = WorkerRank("w", 0)

@@ -38,7 +38,7 @@ from kvscout.v1 import bridge_pb2, indexer_pb2
 from kvscout_blocks.recovery import RecoveryService, serve_recovery
 from kvscout_common import registry_nats
 from kvscout_common.shards import Shard
-from kvscout_indexer import publisher_feed, snapshotter, stream_reader
+from kvscout_indexer import publisher_feed, snapshotter, stream_pull, stream_reader
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.jetstream import JetStream
@@ -352,6 +352,23 @@ async def test_messages_that_cannot_be_read_cost_themselves_only(world: World) -
         assert (status.malformed, status.gaps, status.state) == (2, 0, LIVE)
         assert reader(indexer).ignored == 1
         assert await position(indexer) == last
+
+
+@pytest.mark.parametrize("batch_bytes", [4 * 1024 * 1024, 100_000])
+async def test_large_messages_are_read_a_few_at_a_time(
+    world: World, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
+) -> None:
+    monkeypatch.setattr(stream_pull, "BATCH_BYTES", batch_bytes)
+    w = world.publisher()
+    for event_id in range(24):
+        large = w.message(stored(range(event_id * 30_000 + 1, (event_id + 1) * 30_000 + 1), event_id * 30_000 or None))
+        await w.send(large.SerializeToString(), event_id)
+    async with local_indexer(config(world)) as (client, indexer):
+        await register(client)
+        async with asyncio.timeout(5):
+            await client.until_applied(23)
+        assert (await client.status()).blocks == 24 * 30_000
+        assert reader(indexer).reloads == 0
 
 
 async def test_a_defect_met_in_a_message_ends_nothing_and_is_not_met_again(

@@ -86,6 +86,8 @@ class Indexer:
 
     def _make_jetstream(self, config: IndexerConfig) -> JetStream | None:
         if self.nats is None or not config.kv_events:
+            if config.reset_states:
+                log.warning("--router-reset-states has no effect without --nats-server or with --no-kv-events")
             return None
         from kvscout_indexer.jetstream import JetStream
 
