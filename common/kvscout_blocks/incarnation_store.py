@@ -25,12 +25,14 @@ class IncarnationStore:
 
     Args:
         link: The connection.
+        required: A NATS without JetStream is waited for, as one that has not got it yet.
     """
 
-    def __init__(self, link: NatsLink) -> None:
+    def __init__(self, link: NatsLink, *, required: bool) -> None:
         self.kept: bool | None = None
         """Whether records are kept; None = not known yet."""
         self._link = link
+        self._required = required
         self._bucket: KeyValue | None = None
         link.on_connected(self._open)
 
@@ -46,6 +48,8 @@ class IncarnationStore:
                 )
                 self._bucket = await js.create_key_value(config)
         except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError):
+            if self._required:
+                raise
             if self.kept is None:
                 log.warning("this NATS has no JetStream: each start of this process is a new epoch of its engines")
             self._bucket, self.kept = None, False
@@ -72,5 +76,13 @@ class IncarnationStore:
         Raises:
             nats.errors.Error, TimeoutError: It may not be kept.
         """
-        if self._bucket is not None:
-            await self._bucket.put(self._link.names.bridge_key(tenant, rank), record.encode())
+        if self._bucket is None:
+            return
+        key = self._link.names.bridge_key(tenant, rank)
+        try:
+            await self._bucket.put(key, record.encode())
+        except nats.js.errors.NoStreamResponseError:
+            # Somebody deleted the bucket.
+            await self._open()
+            if self._bucket is not None:
+                await self._bucket.put(key, record.encode())

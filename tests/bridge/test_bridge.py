@@ -258,6 +258,26 @@ async def _heard(listener: Listener, event_id: int) -> bool:
     return any(number == event_id for _, number in listener.events)
 
 
+async def test_a_deleted_bucket_and_a_deleted_stream_are_made_again() -> None:
+    async with stacked("jetstream") as (stack, _):
+        await stack.publish(*chain(3))
+        await stack.confirmed(2)
+        async with await nats.connect(stack.nats.url) as client:
+            js = client.jetstream()
+            await js.delete_key_value(NAMES.bridges_bucket)
+            stream = NAMES.stream(SPEC.tenant, SPEC.model)
+            await js.delete_stream(stream)
+            await stack.publish(*chain(6)[3:])
+            await stack.confirmed(5)
+            assert (await js.stream_info(stream)).state.messages > 0
+            await stack.restart_engine()
+            await stack.engine.subscribed()
+            await stack.publish(*chain(1))
+            await stack.confirmed(0)
+            record = await stack.recorded()
+            assert record.epoch == (await stack.source()).epoch
+
+
 async def test_chaos_ends_in_the_engines_truth(transport: str) -> None:
     seed = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
     print(f"KVSCOUT_TEST_SEED={seed}")

@@ -52,7 +52,7 @@ class Bridge:
         if config.transport is Transport.JETSTREAM:
             lane = StreamLane(self.link, self._streams, max_age_seconds=config.stream_max_age_seconds)
         # The order of hooks: what is on record is known before anything is sent.
-        self._store = IncarnationStore(self.link)
+        self._store = IncarnationStore(self.link, required=config.transport is Transport.JETSTREAM)
         self.sender = Sender(self.link, lane)
         self.outbox = Outbox(config.max_buffered_bytes, self.sender.wake)
         self.registrations = Registrations(self.link, config)

@@ -31,6 +31,8 @@ class Registrations:
         self._config = config
         self._leases: dict[WorkerName, WorkerLease] = {}
         self._changed = asyncio.Event()
+        self._connected = asyncio.Event()
+        link.on_connected(self._on_connected)
 
     def warnings(self) -> list[str]:
         """What an operator should know, one sentence a worker."""
@@ -58,6 +60,7 @@ class Registrations:
 
     async def run(self) -> None:
         """Keeps them for ever."""
+        await self._connected.wait()
         kept: dict[WorkerName, tuple[WorkerLease, asyncio.Task[None]]] = {}
         async with asyncio.TaskGroup() as group:
             while True:
@@ -71,6 +74,9 @@ class Registrations:
                     if name not in kept:
                         kept[name] = lease, group.create_task(lease.run(), name=f"lease {name.worker_id}")
                 await self._changed.wait()
+
+    async def _on_connected(self) -> None:
+        self._connected.set()
 
     @staticmethod
     async def _end(lease: WorkerLease) -> None:
