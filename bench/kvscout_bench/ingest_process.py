@@ -49,7 +49,8 @@ class IndexerProcess:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            raise DriverFailed(f"the indexer ended with {self._process.wait()} before it was ready")
+            self._process.communicate()
+            raise DriverFailed(f"the indexer ended with {self._process.returncode} before it was ready")
         self.address = f"127.0.0.1:{json.loads(line)['port']}"
         self._channel = grpc.insecure_channel(self.address)
         grpc.channel_ready_future(self._channel).result(READY_SECONDS)

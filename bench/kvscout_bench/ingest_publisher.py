@@ -139,6 +139,10 @@ class Publisher:
             engine.prepare(self._random)
         return {}
 
+    def close(self) -> None:
+        """Closes every socket."""
+        self._context.destroy(linger=0)
+
     def publish(self, rate: float) -> dict[str, Any]:
         """See the module. Each batch is sent when it is due, so that none waits to be part of a burst."""
         late: list[float] = []
@@ -162,22 +166,28 @@ class Publisher:
 def serve(lines: Iterable[str], out: TextIO) -> None:
     """Answers commands until the input ends."""
     publisher = Publisher()
-    for line in lines:
-        verb, *words = line.split()
-        arguments = dict(word.split("=", maxsplit=1) for word in words)
-        match verb:
-            case "open":
-                answer = publisher.open(int(arguments["sockets"]), int(arguments["blocks"]))
-            case "await":
-                answer = publisher.wait()
-            case "prepare":
-                answer = publisher.prepare(int(arguments["messages"]))
-            case "publish":
-                answer = publisher.publish(float(arguments["rate"]))
-            case _:
-                answer = {"error": "not a command"}
-        out.write(json.dumps(answer) + "\n")
-        out.flush()
+    try:
+        for line in lines:
+            out.write(json.dumps(_answer(publisher, line)) + "\n")
+            out.flush()
+    finally:
+        publisher.close()
+
+
+def _answer(publisher: Publisher, line: str) -> dict[str, Any]:
+    verb, *words = line.split()
+    arguments = dict(word.split("=", maxsplit=1) for word in words)
+    match verb:
+        case "open":
+            return publisher.open(int(arguments["sockets"]), int(arguments["blocks"]))
+        case "await":
+            return publisher.wait()
+        case "prepare":
+            return publisher.prepare(int(arguments["messages"]))
+        case "publish":
+            return publisher.publish(float(arguments["rate"]))
+        case _:
+            return {"error": "not a command"}
 
 
 if __name__ == "__main__":

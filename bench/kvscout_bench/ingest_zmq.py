@@ -43,7 +43,7 @@ class Load:
 
 
 FULL_RATE = Load(100_000, 20_000, 4)
-BATCHES = Load(1_500, 300, 1024)
+BATCHES = Load(2_000, 1_000, 1024)
 FLOOD = Load(1_500, 0, 1024, probed=True)
 MODEST = Load(10_000, 1_000, 4, probed=True)
 QUICK_DIVISOR = 50

@@ -1,0 +1,78 @@
+"""The ingest benchmark end to end, short, over a real indexer process; and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from kvscout_bench.ingest import PARTS, IngestBench
+from kvscout_bench.ingest_process import TICKS, IndexerProcess, cpu_of, until
+from kvscout_bench.ingest_publisher import serve, stored
+from kvscout_bench.peer import DriverFailed
+from kvscout_blocks.events import Stored
+from kvscout_blocks.wire import decode_batch
+from kvscout_common.errors import InvalidArgument
+
+
+def test_a_quick_run_gives_rows_without_a_verdict_beside_the_published_figures() -> None:
+    said: list[str] = []
+    rows = list(IngestBench(only=("zmq/message", "zmq/visible"), quick=True).run(said.append))
+    assert [row.workload for row in rows] == ["zmq/message", "zmq/message_io", "zmq/visible", "zmq/visible_p99"]
+    message, _, visible, visible_p99 = rows
+    assert message.value > 0
+    assert (message.met, message.goal, message.peer, message.peer_spread) == (None, 8.0, 17.0, (17.0, 25.0))
+    assert 0 < visible.value <= visible_p99.value
+    assert (visible.peer, visible.ratio) == (None, None)
+    assert json.loads(json.dumps(message.as_json()))["unit"] == "µs"
+    assert "zmq" in said
+
+
+def test_names_of_rows_are_unique_and_those_of_their_part() -> None:
+    names = [row for part in PARTS for row in part.ROWS]
+    assert len(set(names)) == len(names)
+    assert all(row.startswith(f"{part.NAME}/") for part in PARTS for row in part.ROWS)
+
+
+@pytest.mark.parametrize(("bench", "field"), [({"rounds": 0}, "rounds"), ({"only": ("x/y",)}, "only")])
+def test_a_wrong_value_is_refused_by_name(bench: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        IngestBench(**bench)  # type: ignore[arg-type]
+    assert refused.value.field == field
+
+
+def test_a_batch_is_what_an_engine_sends() -> None:
+    decoded = decode_batch(stored([1, 2], 7, list(range(32))))
+    assert decoded.faults == ()
+    (event,) = decoded.events
+    assert isinstance(event, Stored)
+    assert (event.engine_hashes, event.parent, event.block_size, len(event.tokens)) == ((1, 2), 7, 16, 32)
+
+
+def test_the_publisher_answers_every_line() -> None:
+    out = io.StringIO()
+    serve(["open sockets=2 blocks=1", "prepare messages=3", "publish rate=0", "dance"], out)
+    opened, prepared, published, refused = map(json.loads, out.getvalue().splitlines())
+    assert len(set(opened["endpoints"])) == 2
+    assert prepared == {}
+    assert (published["sent"], published["late_p99_ms"]) == (3, 0.0)
+    assert refused == {"error": "not a command"}
+
+
+def test_cpu_time_is_read_past_a_name_with_spaces(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text(f"7 (a ) b) S {' '.join(str(number) for number in range(4, 24))}\n")
+    # Fields 14 and 15 of proc(5).
+    assert cpu_of(stat) == (14 + 15) / TICKS
+
+
+def test_an_indexer_that_does_not_start_is_told() -> None:
+    with pytest.raises(DriverFailed, match="before it was ready"):
+        IndexerProcess("--no-such-flag")
+
+
+def test_what_does_not_come_in_time_is_told() -> None:
+    with pytest.raises(DriverFailed, match="a wonder: not within 0 s"):
+        until(lambda: False, "a wonder", within_seconds=0.0)
