@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvscout_blocks.index import WorkerOptions
 from kvscout_blocks.reference_index import ReferenceIndex
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.worker import Adapter, CopyMode, PoolKey, WorkerRank, WorkerSpec
-from kvscout_indexer.pools import Pools, worker_options
+from kvscout_indexer.pools import Pools
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_a_rank_can_be_dropped_alone(pools: Pools) -> None:
 
 
 def test_the_index_is_told_of_adapters_copies_and_capacity() -> None:
-    options = worker_options(
+    options = WorkerOptions.of(
         spec(adapters=(Adapter("x", 3), Adapter("unnumbered")), copies=CopyMode.SET, total_kv_blocks=9)
     )
     assert (options.adapters, options.copies, options.total_kv_blocks) == ({3: "x"}, CopyMode.SET, 9)

@@ -11,15 +11,6 @@ from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import PoolKey, WorkerRank, WorkerSpec
 
 
-def worker_options(spec: WorkerSpec) -> WorkerOptions:
-    """What the index must know of a worker."""
-    return WorkerOptions(
-        copies=spec.copies,
-        adapters={adapter.lora_id: adapter.name for adapter in spec.adapters if adapter.lora_id},
-        total_kv_blocks=spec.total_kv_blocks,
-    )
-
-
 class Pools:
     """Indexes by pool; each exists while a worker of its pool is registered.
 
@@ -53,7 +44,7 @@ class Pools:
         self._workers.setdefault(spec.pool, set()).add(spec.worker_id)
         if indexed:
             for rank in spec.ranks:
-                index.add_worker(rank, worker_options(spec))
+                index.add_worker(rank, WorkerOptions.of(spec))
         return index
 
     def remove(self, spec: WorkerSpec) -> None:
