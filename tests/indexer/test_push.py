@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 from engine_events import batch, chain, prompt, removed, stored
+from grpc_server import serving
 from indexer_client import IndexerClient
 from processes import DEADLINE_SECONDS, eventually
 from scripted_publisher import (
@@ -27,10 +30,21 @@ from scripted_publisher import (
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.codec import parse_batch
-from kvscout_common.errors import FailedPrecondition, InternalError, InvalidArgument, KvscoutError, NotFound
+from kvscout_common.channel import to_error
+from kvscout_common.errors import (
+    FailedPrecondition,
+    InternalError,
+    InvalidArgument,
+    KvscoutError,
+    NotFound,
+    PermissionDenied,
+)
+from kvscout_common.identity import AccessRole, Identity, TokenTable
 from kvscout_common.worker import Transport
 from kvscout_indexer import push
 from kvscout_indexer.indexer import Indexer
+from kvscout_indexer.raw_queries import RawQueries
+from kvscout_indexer.servicer import IndexerServicer
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
@@ -310,6 +324,25 @@ async def test_what_a_first_message_must_say(
     ended = await stream.ended()
     assert type(ended) is error
     assert says in str(ended)
+
+
+@pytest.mark.parametrize(("tenant", "error"), [("t", PermissionDenied), ("default", None)])
+async def test_a_publisher_sends_for_its_own_tenant_only(
+    stack: Stack, publisher: ScriptedPublisher, tenant: str, error: type[KvscoutError] | None
+) -> None:
+    table = TokenTable({hashlib.sha256(b"secret").hexdigest(): Identity(AccessRole.WORKER, "default")})
+    raw = RawQueries(None, IndexerServicer(stack.indexer))
+    async with serving(raw.add_to, tokens=table) as channel:
+        publish: Any = indexer_pb2_grpc.IndexerStub(channel).PublishEvents
+        call = publish(metadata=(("authorization", "Bearer secret"),))
+        await call.write(greeting(publisher, tenant=tenant))
+        if error is None:
+            assert await call.read() is not grpc.aio.EOF
+            call.cancel()
+            return
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert type(to_error(refused.value)) is error
 
 
 async def test_a_message_of_another_source_ends_the_stream(stack: Stack, publisher: ScriptedPublisher) -> None:

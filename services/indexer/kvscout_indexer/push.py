@@ -86,6 +86,7 @@ class GrpcPush:
             NotFound: The worker or rank is not registered.
             FailedPrecondition: Its events are not taken: see `PublishEvents`.
         """
+        messages = _until_broken_off(messages)
         first = await anext(messages, None)
         if first is None:
             return
@@ -321,7 +322,7 @@ class Stream:
         try:
             await self._take(first)
             self._due.set()
-            async for message in _until_broken_off(messages):
+            async for message in messages:
                 await self._take(message)
             if self._resend is not None:
                 await self._resend.put(HistoryBroken("the publisher ended its stream"))
