@@ -187,10 +187,22 @@ async def test_what_is_purged_is_in_both_snapshots_that_are_kept(world: World) -
 
 async def test_a_snapshot_comes_before_events_are_old(world: World) -> None:
     w = world.publisher()
-    async with local_indexer(config(world, stream_max_age_seconds=2.0)) as (client, _):
+    # What the indexer was told is for streams that it makes.
+    await world.js.update_stream(name=STREAM, subjects=[NAMES.stream_subjects(TENANT, MODEL)], max_age=2.0)
+    async with local_indexer(config(world)) as (client, _):
         await register(client)
         await w.grow(3)
         await until(world.snapshots, [3])
+
+
+async def test_a_worker_whose_name_is_too_long_for_nats_is_listed_and_not_read(world: World) -> None:
+    w = world.publisher()
+    async with local_indexer(config(world)) as (client, indexer):
+        await register(client)
+        indexer.registry.register(replace(indexer.registry.get(TENANT, "w").spec, worker_id="x" * 256))
+        assert (await client.status("x" * 256)).state != LIVE
+        await w.grow(1)
+        await until_overlap(client, 1)
 
 
 async def test_a_replica_that_is_overtaken_by_a_purge_loads_the_newest_snapshot(world: World) -> None:

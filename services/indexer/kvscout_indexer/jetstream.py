@@ -26,6 +26,7 @@ from kvscout_blocks.feed import Cursor, Feed
 from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.native_index import NativeIndex, state_messages
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
+from kvscout_common.errors import InvalidArgument
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.telemetry import RateLimitedLog
@@ -93,7 +94,12 @@ class JetStream:
 
     def feed(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> Feed | None:
         """See `EventTransport.feed`."""
-        return JetStreamFeed(self, spec, rank, index, self._security)
+        try:
+            self.reader_of(spec.tenant, spec.model)
+            return JetStreamFeed(self, spec, rank, index, self._security)
+        except InvalidArgument as error:
+            log.error("worker %s/%d cannot have events in NATS: %s", *rank, error)
+            return None
 
     def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
         """What reads the streams."""

@@ -124,8 +124,8 @@ class SnapshotSchedule:
     """
 
     def __init__(self, threshold: int, max_age_seconds: float) -> None:
+        self.max_age_seconds = max_age_seconds
         self._threshold = threshold
-        self._max_wait = max_age_seconds / SNAPSHOTS_PER_AGE
         self.covered = 0
         """Sequence of the newest snapshot known."""
         self._uncovered_since: float | None = None
@@ -167,4 +167,5 @@ class SnapshotSchedule:
         """
         if self._uncovered_since is None or position <= self.covered:
             return False
-        return position - self.covered >= self._threshold or now - self._uncovered_since >= self._max_wait
+        max_wait = self.max_age_seconds / SNAPSHOTS_PER_AGE
+        return position - self.covered >= self._threshold or now - self._uncovered_since >= max_wait

@@ -214,6 +214,9 @@ class StreamReader:
                 replicas=self._link.config.replicas,
             )
             info = await self._js.stream_info(self.name)
+        if info.config.max_age:
+            # Who made it decided; an operator may have changed it.
+            self.schedule.max_age_seconds = info.config.max_age
         created = round(info.created.timestamp() * 1_000_000) if info.created is not None else 0
         return StreamState(created, info.state.first_seq, info.state.last_seq)
 
@@ -361,7 +364,7 @@ class StreamReader:
             ):
                 # The rest was removed from the stream.
                 self._target = self.position
-        self.lanes.expire(self._max_age_seconds)
+        self.lanes.expire(self.schedule.max_age_seconds)
 
     async def _deliver(self, messages: list[StreamMessage]) -> None:
         at = 0
