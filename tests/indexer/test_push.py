@@ -8,13 +8,14 @@ import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from engine_events import batch, chain, prompt, removed, stored
 from grpc_server import serving
-from indexer_client import IndexerClient
+from indexer_client import MODEL, IndexerClient, indexer_process
 from processes import DEADLINE_SECONDS, eventually
 from scripted_publisher import (
     FaultyChannel,
@@ -32,6 +33,7 @@ from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.codec import parse_batch
 from kvscout_common.channel import to_error
 from kvscout_common.errors import (
+    Draining,
     FailedPrecondition,
     InternalError,
     InvalidArgument,
@@ -370,6 +372,24 @@ async def test_a_defect_while_a_stream_is_read_is_told(
             assert isinstance(await stream.ended(), InternalError)
             await asyncio.sleep(DEADLINE_SECONDS)
     assert crash.group_contains(ZeroDivisionError)
+
+
+async def test_an_indexer_that_shuts_down_sends_its_publishers_away_at_once(
+    publisher: ScriptedPublisher, tmp_path: Path
+) -> None:
+    file = tmp_path / "workers.yaml"
+    file.write_text(f"workers: [{{worker_id: w, model: {MODEL}, block_size: 4, transport: grpc}}]\n")
+    # Longer than this test may take: whoever waits for streams to end by themselves fails it.
+    flags = ("--workers-file", str(file), "--drain-seconds", "1000")
+    async with indexer_process(*flags) as (_, running), grpc.aio.insecure_channel(running.address) as channel:
+        stream = Pushing(indexer_pb2_grpc.IndexerStub(channel))
+        await stream.send(publisher.make(chain(1)[0]))
+        await stream.answer(lambda a: a.last_event_id == 0)
+        running.process.terminate()
+        assert isinstance(await stream.ended(), Draining)
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            assert await running.process.wait() == 0
+        await stream.close()
 
 
 async def push_until_all_is_there(stack: Stack, publisher: ScriptedPublisher, rng: random.Random, batches: int) -> None:

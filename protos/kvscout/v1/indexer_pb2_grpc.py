@@ -197,7 +197,7 @@ class IndexerServicer:
         INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
         worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
         transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
-        help before that has changed.
+        help before that has changed. UNAVAILABLE: the indexer shuts down; try another one, or again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

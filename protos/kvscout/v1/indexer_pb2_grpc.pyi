@@ -87,7 +87,7 @@ class IndexerStub:
     INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
     worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
     transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
-    help before that has changed.
+    help before that has changed. UNAVAILABLE: the indexer shuts down; try another one, or again.
     """
     Dump: _grpc.UnaryStreamMultiCallable[_indexer_pb2.DumpRequest, _events_pb2.KvEventBatch]
     """Streams the state of the index as state chunks, source by source, each one consistent cut.
@@ -158,7 +158,7 @@ class IndexerAsyncStub(IndexerStub):
     INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
     worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
     transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
-    help before that has changed.
+    help before that has changed. UNAVAILABLE: the indexer shuts down; try another one, or again.
     """
     Dump: _aio.UnaryStreamMultiCallable[_indexer_pb2.DumpRequest, _events_pb2.KvEventBatch]  # type: ignore[assignment]
     """Streams the state of the index as state chunks, source by source, each one consistent cut.
@@ -286,7 +286,7 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
         worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
         transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
-        help before that has changed.
+        help before that has changed. UNAVAILABLE: the indexer shuts down; try another one, or again.
         """
 
     @_abc_1.abstractmethod

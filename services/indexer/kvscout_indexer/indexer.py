@@ -139,6 +139,10 @@ class Indexer:
         except TimeoutError:
             log.warning("serving before peers have told of every worker")
 
+    async def drain(self) -> None:
+        """Sends away who would stay: publishers that push."""
+        self.push.drain()
+
     async def close(self) -> None:
         """Ends every source and transport."""
         for source in self._sources.values():

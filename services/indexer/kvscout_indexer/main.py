@@ -125,6 +125,7 @@ async def build(config: IndexerConfig) -> App:
         services=[(SERVICE, RawQueries(indexer.queries, servicer).add_to)],
         tasks=indexer.tasks(),
         warm=indexer.warm,
+        drain=indexer.drain,
         close=indexer.close,
         metrics=registry_of(IndexerCollector(indexer)),
     )

@@ -26,7 +26,7 @@ from kvscout_blocks.feed import Cursor, Feed, HistoryBroken, SourceInput, Source
 from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.published import PublishedReader
 from kvscout_blocks.sequence import SequencedBatch
-from kvscout_common.errors import FailedPrecondition, InternalError, InvalidArgument, KvscoutError, NotFound
+from kvscout_common.errors import Draining, FailedPrecondition, InternalError, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.registry import Registry
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
 
@@ -71,6 +71,11 @@ class GrpcPush:
     def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
         """None."""
         return {}
+
+    def drain(self) -> None:
+        """Ends every stream: publishers find another indexer sooner than this one would let them go."""
+        for feed in self._feeds.values():
+            feed.end_stream(Draining("the indexer shuts down"))
 
     async def close(self) -> None:
         """Nothing is held: streams end with their server."""
@@ -179,8 +184,12 @@ class PushFeed:
         """See `Feed.close`."""
         if self._feeds.get((self._spec.tenant, self._rank)) is self:
             del self._feeds[self._spec.tenant, self._rank]
+        self.end_stream(FailedPrecondition(f"worker {self.name} was removed, or its registration replaced"))
+
+    def end_stream(self, error: KvscoutError) -> None:
+        """Ends the stream that there is, if there is one; its publisher is told why."""
         if self._stream is not None:
-            self._stream.end(FailedPrecondition(f"worker {self.name} was removed, or its registration replaced"))
+            self._stream.end(error)
             self._stream = None
 
     def tick(self, now: float) -> None:
