@@ -1,7 +1,10 @@
-//! An engine's bytes → events → a bounded index.
+//! An engine's bytes → events → a bounded index, at once and by way of a publisher's message.
 
 #![no_main]
 
+use kvscout_native::acceptance::Rules;
+use kvscout_native::codec::{Identity, decode_events, encode_events};
+use kvscout_native::events::Batch;
 use kvscout_native::index::WorkerOptions;
 use kvscout_native::wire::decode_batch;
 use kvscout_native_fuzz::{bounded, check, found, index, name, prompts};
@@ -27,4 +30,22 @@ fuzz_target!(|payload: &[u8]| {
             blocks.iter().all(|(_, levels)| levels.iter().all(|&blocks| blocks as usize <= prompt.len()))
         );
     }
+    published_alike(&batch);
 });
+
+/// What a publisher sends does to an index what the engine's own bytes do.
+fn published_alike(batch: &Batch) {
+    let (adapters, (direct, behind)) = (Default::default(), (index(0), index(0)));
+    let rules = Rules { block_size: 4, eagle: false, adapters: &adapters };
+    let identity = Identity { worker_id: "w".to_owned(), block_size: 4, ..Identity::default() };
+    let message = encode_events(&identity, rules, batch, 1, Some(0));
+    let published = decode_events(&message).expect("a message of our own").batch;
+    assert!(published.faults.is_empty());
+    for (index, batch) in [(&direct, batch), (&behind, &published)] {
+        index.add_worker(name("w"), WorkerOptions::default());
+        for event_id in 0..2 {
+            index.apply(name("w"), batch, 1, Some(event_id));
+        }
+    }
+    assert_eq!(direct.dump(name("w")), behind.dump(name("w")));
+}
