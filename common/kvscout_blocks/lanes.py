@@ -101,6 +101,7 @@ class Lanes:
 
         Raises:
             zmq.ZMQError: The endpoint cannot be used.
+            OSError: The system watches no more sockets.
         """
         lane = make_lane(index, rank)
         if lane is None:
@@ -112,7 +113,11 @@ class Lanes:
             self._reader.remove(number)
             close_sockets(socket, monitor)
 
-        number = self._reader.add(lane, socket.underlying, socket.FD, monitor.underlying, monitor.FD)
+        try:
+            number = self._reader.add(lane, socket.underlying, socket.FD, monitor.underlying, monitor.FD)
+        except OSError:
+            close_sockets(socket, monitor)
+            raise
         subscription = LaneSubscription(
             lane, close, on_message=on_message, on_malformed=on_malformed, on_connected=on_connected
         )

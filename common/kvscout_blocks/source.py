@@ -230,11 +230,10 @@ class Source:
         assert self._lane is not None
         self._lent = False
         progress = self._lane.take()
-        if progress is None or not progress.applied:
-            return
-        self._sequence.advance(last_id=progress.last_id, digests=progress.digests, applied=progress.applied)
-        self.received_at = self._clock() - (progress.age_seconds or 0.0)
-        self._judge(Applied(0, 0, progress.over_capacity, progress.incompatible))
+        if progress is not None and progress.applied:
+            self._sequence.advance(last_id=progress.last_id, digests=progress.digests, applied=progress.applied)
+            self.received_at = self._clock() - (progress.age_seconds or 0.0)
+            self._judge(Applied(0, 0, progress.over_capacity, progress.incompatible))
 
     def _lend(self) -> None:
         """Leaves what is usual to the lane; who observes needs every batch, and so does what is wrong with a worker."""

@@ -105,7 +105,7 @@ class ZmqFeed:
         assert source is not None
         try:
             self._subscription = self._subscription_of(source)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, OSError) as error:
             reason = f"{self.address.endpoint}: {error}"
             if reason != self.broken:
                 log.error("worker %s/%d publishes where nothing can be read: %s", *self._rank, reason)

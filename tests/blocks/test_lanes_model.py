@@ -30,7 +30,7 @@ from kvscout_common.hashing import native_available
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
 
-SEQUENCES = int(os.environ.get("KVSCOUT_SEQUENCES", "60"))
+SEQUENCES = int(os.environ.get("KVSCOUT_SEQUENCES", "40"))
 ONE_SEED = os.environ.get("KVSCOUT_LANES_SEED")
 OPERATIONS = 250
 RANK = WorkerRank("w", 0)

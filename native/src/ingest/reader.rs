@@ -163,14 +163,18 @@ impl Reader {
     /// Reads a source's sockets from now on; its number.
     pub fn add(&self, lane: Arc<Lane>, sockets: Sockets) -> io::Result<usize> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let fds = [(sockets.data_fd, 2 * number), (sockets.monitor_fd, 2 * number + 1)];
+        let (data_fd, monitor_fd) = (sockets.data_fd, sockets.monitor_fd);
+        self.registry.register(&mut SourceFd(&data_fd), Token(2 * number), Interest::READABLE)?;
+        let watched =
+            self.registry.register(&mut SourceFd(&monitor_fd), Token(2 * number + 1), Interest::READABLE);
+        if watched.is_err() {
+            self.registry.deregister(&mut SourceFd(&data_fd))?;
+        }
+        watched?;
         let source = Arc::new(Source { lane, sockets: Mutex::new(Some(sockets)) });
         self.sources.lock().insert(number, Arc::clone(&source));
         // The descriptors tell of news only, so the thread looks once by itself.
         self.shared.inbox.lock().added.push((number, source));
-        for (fd, token) in fds {
-            self.registry.register(&mut SourceFd(&fd), Token(token), Interest::READABLE)?;
-        }
         self.waker.wake()?;
         Ok(number)
     }
