@@ -5,9 +5,15 @@
     async with Router("localhost:50050", model="llama-3-8b") as router:
         async for chunk in router.generate(token_ids, stop=StopConditions(max_tokens=64)):
             print(chunk.token_ids)
+
+    async with KvEventPublisher(worker_id="w", model="llama-3-8b", block_size=16, transport="grpc",
+                                indexers=["localhost:50051"]) as events:
+        events.publish_stored(token_ids, [16, 16], block_hashes)
 """
 
 from kvscout_client.booking import Booking
+from kvscout_client.kv_publisher import KvEventPublisher, PublisherStatus
+from kvscout_client.kv_publisher_thread import ThreadedKvEventPublisher
 from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions
 from kvscout_client.results import (
     BusyThresholds,
@@ -26,6 +32,7 @@ from kvscout_client.results import (
 )
 from kvscout_client.router import Router
 from kvscout_client.tokens import Tokens
+from kvscout_client.zmq_publisher import ZmqKvEventPublisher
 from kvscout_common.channel import ClientSecurity
 
 __all__ = [
@@ -38,7 +45,9 @@ __all__ = [
     "FreeOutcome",
     "GenerateChunk",
     "HelperState",
+    "KvEventPublisher",
     "OutputOptions",
+    "PublisherStatus",
     "RegisteredWorker",
     "RouteDecision",
     "Router",
@@ -46,8 +55,10 @@ __all__ = [
     "RouterStatus",
     "SamplingOptions",
     "StopConditions",
+    "ThreadedKvEventPublisher",
     "Tokens",
     "Usage",
     "WorkerLoad",
     "WorkerRecord",
+    "ZmqKvEventPublisher",
 ]

@@ -1,0 +1,129 @@
+"""A publisher's way over NATS: a bounded outbox, recovery from the local index, and the registration in the bucket."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from kvscout.v1 import bridge_pb2
+from kvscout_blocks.event_stream import STREAM_MAX_AGE_SECONDS
+from kvscout_blocks.events import DecodedBatch
+from kvscout_blocks.publishing import Outbox, Publication
+from kvscout_blocks.publishing_nats import CoreLane, Lane, Sender, StreamLane
+from kvscout_blocks.recovery import RecoveryService, serve_recovery
+from kvscout_blocks.sequence import SequencedBatch
+from kvscout_client.kv_publisher_rank import PublishedRank
+from kvscout_common.errors import Unavailable
+from kvscout_common.nats_link import NatsConfig, NatsLink
+from kvscout_common.worker import Transport
+from kvscout_common.worker_lease import WorkerLease
+
+log = logging.getLogger("kvscout.publisher")
+
+
+class NatsOutlet:
+    """`Outlet` over NATS core or JetStream.
+
+    Args:
+        rank: What is published.
+        config: The connection.
+        max_buffered_bytes: What may wait; more, and the state stands for it, or it is lost.
+        lease_seconds: Of the registration; None = it is somebody else's.
+        stream_max_age_seconds: Of a stream that is not there yet.
+    """
+
+    def __init__(
+        self,
+        rank: PublishedRank,
+        config: NatsConfig,
+        *,
+        max_buffered_bytes: int,
+        lease_seconds: int | None,
+        stream_max_age_seconds: float = STREAM_MAX_AGE_SECONDS,
+    ) -> None:
+        spec = rank.spec
+        self._rank = rank
+        self._link = NatsLink(config, f"kvscout-publisher {spec.worker_id}")
+        self._service: RecoveryService | None = None
+        # Before anything is sent: who misses something can ask.
+        self._link.on_connected(self._serve)
+        lane: Lane = CoreLane(self._link)
+        if spec.transport is Transport.JETSTREAM:
+            streams = {(spec.tenant, spec.model)}
+            lane = StreamLane(self._link, lambda: streams, max_age_seconds=stream_max_age_seconds)
+        self._sender = Sender(self._link, lane)
+        self._outbox = Outbox(max_buffered_bytes, self._sender.wake)
+        self._publication = Publication(rank.rank, spec.pool, {}, rank.local, self._outbox, has_state=rank.has_state)
+        self._lease = WorkerLease(self._link, spec, lease_seconds=lease_seconds) if lease_seconds else None
+        self._publication.begin(rank.epoch, None)
+
+    def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
+        """See `Outlet.applied`."""
+        self._publication.applied(batch)
+
+    def began(self, epoch: int) -> None:
+        """See `Outlet.began`."""
+        self._publication.begin(epoch, None)
+
+    def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """What runs while it is open, by name."""
+        tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "nats": self._link.run,
+            "send": lambda: self._sender.run(self._outbox),
+        }
+        if self._lease is not None:
+            tasks["lease"] = self._lease.run
+        return tasks
+
+    @property
+    def connected(self) -> bool:
+        """Whether NATS is there now."""
+        return self._link.connected
+
+    @property
+    def problem(self) -> str:
+        """What an operator should know; "" = nothing."""
+        lease = self._lease.problem if self._lease is not None else ""
+        return self._link.problem or self._sender.problem or (lease and f"not registered: {lease}")
+
+    @property
+    def buffered(self) -> tuple[int, int]:
+        """Batches and bytes that NATS has not confirmed."""
+        return self._publication.waiting, self._outbox.buffered_bytes
+
+    @property
+    def dropped(self) -> int:
+        """Batches that were not sent as batches: too many waited, or one was too large."""
+        return self._publication.dropped + self._publication.oversized
+
+    @property
+    def states(self) -> int:
+        """States sent, or begun."""
+        return self._publication.states
+
+    async def drained(self) -> None:
+        """Returns when NATS has confirmed everything."""
+        await self._sender.drained(self._outbox)
+
+    async def close(self, *, deregister: bool) -> None:
+        """Ends it, after its tasks have ended."""
+        if self._lease is not None and deregister:
+            try:
+                await self._lease.remove()
+            except Unavailable as error:
+                log.warning("the registration of worker %s ends with its lease: %s", self._rank.rank.worker_id, error)
+        if self._service is not None:
+            await self._service.close()
+        await self._link.close()
+
+    async def _serve(self) -> None:
+        if self._service is None:
+            subject = self._link.names.recover(self._rank.spec.tenant, self._rank.rank)
+            self._service = await serve_recovery(self._link.client, subject, self._answer)
+
+    def _answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
+        if self._rank.is_known:
+            return self._rank.local.answer(request)
+        # Who is told that there is nothing goes on at once; who is told nothing asks again and again.
+        return iter((bridge_pb2.RecoverResponse(outcome=bridge_pb2.RECOVER_OUTCOME_TOO_NEW, last=True),))

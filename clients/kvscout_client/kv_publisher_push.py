@@ -1,0 +1,360 @@
+"""A publisher's way over gRPC: a stream to each indexer, each of which is somewhere else.
+
+::
+
+    ring ── batches from its next one on ──▶ indexer a    acks: last event id; resend_from: go back
+         └─ state, then batches ───────────▶ indexer b    has nothing, or what it needs is no longer in the ring
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
+
+import grpc
+
+from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
+from kvscout_blocks.codec import MAX_CHUNK_BYTES
+from kvscout_blocks.events import DecodedBatch
+from kvscout_blocks.native_index import encode_batch
+from kvscout_blocks.publishing import BURST_BYTES
+from kvscout_blocks.sequence import SequencedBatch
+from kvscout_client.kv_publisher_rank import PublishedRank
+from kvscout_client.kv_publisher_registration import RpcRegistration
+from kvscout_common.channel import PLAINTEXT, ClientSecurity, open_channel, to_error
+from kvscout_common.errors import KvscoutError, NotFound, Unavailable
+from kvscout_common.telemetry import RateLimitedLog
+
+log = logging.getLogger("kvscout.publisher")
+
+FIRST_RETRY_SECONDS: Final = 0.1
+MAX_RETRY_SECONDS: Final = 1.0
+
+
+class PushPosition:
+    """Where one indexer is, and what it is sent next. Pure.
+
+    Args:
+        rank: What is published.
+    """
+
+    def __init__(self, rank: PublishedRank) -> None:
+        self.dropped = 0
+        """Batches that left the ring before they were sent."""
+        self.states = 0
+        """States sent."""
+        self.problem = ""
+        """Why it takes nothing; "" = it does, as far as is known."""
+        self._rank = rank
+        self._local = rank.local
+        self._acked: tuple[int, int | None] | None = None
+        """Epoch and last event id as of its last answer; None = it has not answered on this stream."""
+        self._epoch: int | None = None
+        """Incarnation that `_next` counts in."""
+        self._next: int | None = None
+        """Event that is sent next; None = the state comes first."""
+        self._resend: int | None = None
+        """From where it wants to have events again."""
+
+    def begin(self) -> None:
+        """A stream begins; what it has is not known before it answers."""
+        self._acked = self._resend = None
+
+    def on_answer(self, answer: indexer_pb2.PublishEventsResponse) -> None:
+        """It says how far it is."""
+        last = answer.last_event_id if answer.HasField("last_event_id") else None
+        if self._acked is None:
+            self._epoch = self._rank.epoch
+            self._next = last + 1 if last is not None and answer.epoch == self._epoch else None
+        self._acked = (answer.epoch, last)
+        if answer.HasField("resend_from"):
+            self._resend = answer.resend_from
+        self.problem = (
+            f"has events of incarnation {answer.epoch}, which is newer than ours, {self._rank.epoch}"
+            if answer.epoch > self._rank.epoch
+            else ""
+        )
+
+    def take(self) -> Sequence[bytes]:
+        """The messages to send next; none: it has been sent everything, or has not answered yet."""
+        if self._acked is None:
+            return ()
+        if self._epoch != self._rank.epoch:
+            self._epoch, self._next, self._resend = self._rank.epoch, None, None
+        if self._resend is not None:
+            first_id, self._resend = self._resend, None
+            return self._again(first_id)
+        if self._next is None:
+            if self._rank.is_known:
+                return self._state()
+            self._next = 0
+        return self._batches(self._next)
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether it has everything."""
+        return self._acked == (self._rank.epoch, self._rank.last_event_id)
+
+    @property
+    def missing_from(self) -> int:
+        """The first event that it may not have."""
+        if self._acked is None or self._acked[0] != self._rank.epoch or self._acked[1] is None:
+            return 0
+        return self._acked[1] + 1
+
+    def _again(self, first_id: int) -> Sequence[bytes]:
+        last, oldest = self._local.last_event_id, self._local.oldest_event_id
+        if last is not None and first_id > last:
+            return (self._rank.greeting(),)
+        # From the beginning on: the state is shorter than all that led to it, and makes what is incomplete whole.
+        if self._rank.is_known and (first_id == 0 or oldest is None or first_id < oldest):
+            return self._state()
+        if oldest is None or first_id < oldest:
+            return (self._rank.greeting(),)
+        return self._batches(first_id)
+
+    def _batches(self, first_id: int) -> Sequence[bytes]:
+        last, oldest = self._local.last_event_id, self._local.oldest_event_id
+        if last is None or first_id > last:
+            return ()
+        available = oldest if oldest is not None else last + 1
+        if first_id < available:
+            self.dropped += available - first_id
+            if self._rank.has_state:
+                return self._state()
+            self._next = first_id = available
+            if first_id > last:
+                return ()
+        messages = self._local.batches(first_id, max_bytes=BURST_BYTES)
+        self._next = first_id + len(messages)
+        return messages
+
+    def _state(self) -> Sequence[bytes]:
+        self.states += 1
+        messages = self._local.state()
+        last = self._local.last_event_id
+        self._next = 0 if last is None else last + 1
+        return messages
+
+
+class PushTarget:
+    """One indexer: connects again for ever, and brings it up to date.
+
+    Args:
+        address: host:port.
+        rank: What is published.
+        security: How it is called.
+        lease_seconds: Of the registration there; None = it is somebody else's.
+    """
+
+    def __init__(
+        self, address: str, rank: PublishedRank, *, security: ClientSecurity, lease_seconds: int | None
+    ) -> None:
+        self.address = address
+        self.position = PushPosition(rank)
+        self.connected = False
+        """Whether it answers on its stream."""
+        self.moved: Callable[[], None] = lambda: None
+        """Called when it has more than before."""
+        self._rank = rank
+        self._problem = "not connected yet"
+        self._channel = open_channel(address, security)
+        self._publish: Any = self._channel.stream_stream(
+            "/kvscout.v1.Indexer/PublishEvents",
+            request_serializer=None,
+            response_deserializer=indexer_pb2.PublishEventsResponse.FromString,
+        )
+        self.registration: RpcRegistration | None = None
+        if lease_seconds is not None:
+            stub = indexer_pb2_grpc.IndexerStub(self._channel)
+            self.registration = RpcRegistration(stub, address, rank.spec, lease_seconds=lease_seconds)
+        self._work = asyncio.Event()
+        self._delay = FIRST_RETRY_SECONDS
+        self._warnings = RateLimitedLog(log)
+
+    @property
+    def problem(self) -> str:
+        """Why it gets nothing now; "" = it does."""
+        registration = self.registration.problem if self.registration is not None else ""
+        return (registration and f"not registered: {registration}") or self._problem or self.position.problem
+
+    def wake(self) -> None:
+        """There is something to send."""
+        self._work.set()
+
+    async def run(self) -> None:
+        """Keeps it up to date until cancelled."""
+        registered = 0
+        while True:
+            if self.registration is not None:
+                await self.registration.registered.wait()
+                if self.registration.times > registered:
+                    registered, self._delay = self.registration.times, FIRST_RETRY_SECONDS
+            try:
+                await self._session()
+            except NotFound as error:
+                self._problem = str(error)
+                if self.registration is not None:
+                    self.registration.lost()
+            except KvscoutError as error:
+                self._problem = str(error)
+            self._warnings.warning(
+                "stream", "events do not reach the indexer at %s: %s; trying again", self.address, self._problem
+            )
+            await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))
+            self._delay = min(2 * self._delay, MAX_RETRY_SECONDS)
+
+    async def close(self, *, deregister: bool) -> None:
+        """Closes the connection, after `run` has ended."""
+        if self.registration is not None and deregister:
+            await self.registration.remove()
+        await self._channel.close()
+
+    async def _session(self) -> None:
+        """One stream, to its end.
+
+        Raises:
+            KvscoutError: Why it ended.
+        """
+        self.position.begin()
+        call = self._publish()
+        answers = asyncio.get_running_loop().create_task(self._read(call), name=f"acks of {self.address}")
+        try:
+            await self._write(call, answers, [self._rank.greeting()])
+            while not answers.done():
+                while messages := self.position.take():
+                    await self._write(call, answers, messages)
+                await self._work.wait()
+                self._work.clear()
+            await answers
+            raise Unavailable("the indexer ended the stream")
+        finally:
+            self.connected = False
+            answers.cancel()
+            call.cancel()
+            await asyncio.gather(answers, return_exceptions=True)
+
+    async def _read(self, call: Any) -> None:
+        """Takes the answers until there are no more."""
+        try:
+            async for answer in call:
+                self.position.on_answer(answer)
+                self.connected, self._problem, self._delay = True, "", FIRST_RETRY_SECONDS
+                self._work.set()
+                self.moved()
+        except grpc.aio.AioRpcError as error:
+            raise to_error(error) from error
+        finally:
+            self._work.set()
+
+    @staticmethod
+    async def _write(call: Any, answers: asyncio.Task[None], messages: Sequence[bytes]) -> None:
+        try:
+            for message in messages:
+                await call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            # The stream is over; why, its answers tell.
+            await answers
+            raise Unavailable("the indexer ended the stream") from error
+
+
+class PushOutlet:
+    """`Outlet` over gRPC.
+
+    Args:
+        rank: What is published.
+        indexers: Their addresses, host:port.
+        security: How they are called.
+        lease_seconds: Of the registrations there; None = they are somebody else's.
+    """
+
+    def __init__(
+        self,
+        rank: PublishedRank,
+        indexers: Sequence[str],
+        *,
+        lease_seconds: int | None,
+        security: ClientSecurity = PLAINTEXT,
+    ) -> None:
+        self._rank = rank
+        self._moved = asyncio.Event()
+        self._oversized = 0
+        self.targets = [
+            PushTarget(address, rank, security=security, lease_seconds=lease_seconds) for address in indexers
+        ]
+        for target in self.targets:
+            target.moved = self._moved.set
+
+    def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
+        """See `Outlet.applied`."""
+        rank = self._rank
+        message: bytes | None = encode_batch(
+            rank.rank, rank.spec.pool, {}, batch.content, epoch=rank.epoch, event_id=batch.event_id
+        )
+        assert message is not None
+        if len(message) > MAX_CHUNK_BYTES:
+            self._oversized += 1
+            message = None
+        rank.local.add(batch.event_id, message)
+        self._wake()
+
+    def began(self, epoch: int) -> None:
+        """See `Outlet.began`."""
+        self._rank.local.restart(epoch)
+        self._wake()
+
+    def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """What runs while it is open, by name."""
+        tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
+        for target in self.targets:
+            tasks[f"push to {target.address}"] = target.run
+            if target.registration is not None:
+                tasks[f"lease at {target.address}"] = target.registration.run
+        return tasks
+
+    @property
+    def connected(self) -> bool:
+        """Whether every indexer answers."""
+        return all(target.connected for target in self.targets)
+
+    @property
+    def problem(self) -> str:
+        """What an operator should know; "" = nothing."""
+        return "; ".join(f"indexer {target.address}: {target.problem}" for target in self.targets if target.problem)
+
+    @property
+    def buffered(self) -> tuple[int, int]:
+        """Batches and bytes in the ring that not every indexer has acknowledged."""
+        local = self._rank.local
+        oldest = local.oldest_event_id
+        if oldest is None or local.last_event_id is None:
+            return 0, 0
+        first_id = max(oldest, min(target.position.missing_from for target in self.targets))
+        return max(0, local.last_event_id - first_id + 1), local.bytes_from(first_id)
+
+    @property
+    def dropped(self) -> int:
+        """Batches that some indexer was not sent as batches: they left the ring before, or one was too large."""
+        return self._oversized + sum(target.position.dropped for target in self.targets)
+
+    @property
+    def states(self) -> int:
+        """States sent."""
+        return sum(target.position.states for target in self.targets)
+
+    async def drained(self) -> None:
+        """Returns when every indexer has everything."""
+        while not all(target.position.caught_up for target in self.targets):
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def close(self, *, deregister: bool) -> None:
+        """Ends it, after its tasks have ended."""
+        await asyncio.gather(*(target.close(deregister=deregister) for target in self.targets))
+
+    def _wake(self) -> None:
+        for target in self.targets:
+            target.wake()

@@ -1,0 +1,257 @@
+"""What a publisher knows of its rank: the numbers of its events, its state, and its last messages.
+
+::
+
+    engine ── stored_events, removed_events ──▶ PublishedRank ──SequencedBatch──▶ Outlet: NATS or gRPC
+              tokens become local hashes          │ event id, epoch
+                                                  └▶ index ─▶ LocalIndex: state and ring, which the outlet fills
+
+Pure: no socket, and clocks are passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from kvscout.v1 import events_pb2
+from kvscout_blocks.codec import VERSION
+from kvscout_blocks.events import Cleared, DecodedBatch, Event, EventBatch, Removed, Stored, Tier
+from kvscout_blocks.incarnation import next_epoch
+from kvscout_blocks.index import WorkerOptions
+from kvscout_blocks.local_index import RING_BATCHES, RING_BYTES, LocalIndex
+from kvscout_blocks.native_index import make_index
+from kvscout_blocks.sequence import SequencedBatch
+from kvscout_blocks.wire import MEDIA
+from kvscout_client.zmq_publisher import full_blocks, u64
+from kvscout_common.hashing import MmItem, block_hashes
+from kvscout_common.worker import WorkerRank, WorkerSpec
+
+MAX_EVENT_BLOCKS: Final = 16_384
+"""Of one event: 256 KiB of hashes, half of what a message may have. More blocks become several events."""
+DEMOTED_SECONDS: Final = 120.0
+"""How long blocks whose history was lost can still be named as parents."""
+
+
+def tier_of(medium: str | None) -> Tier:
+    """The tier that an engine's name of a medium means; None = the device.
+
+    Raises:
+        ValueError: Nothing is known of that name.
+    """
+    if medium is None:
+        return Tier.DEVICE
+    tier = MEDIA.get(medium.upper())
+    if tier is None:
+        raise ValueError(f"medium {medium!r} is unknown, there are {', '.join(sorted(MEDIA))}")
+    return tier
+
+
+def stored_events(
+    token_ids: Sequence[int],
+    num_block_tokens: Sequence[int],
+    hashes: Sequence[int],
+    parent_hash: int | None,
+    *,
+    block_size: int,
+    lora_name: str | None,
+    medium: str | None,
+    cache_salt: str | None,
+    mm_items: Sequence[Sequence[str]],
+) -> list[Event]:
+    """The events that tell that blocks were stored; none where no block is full. See `KvEventPublisher.publish_stored`.
+
+    Raises:
+        ValueError: The arguments contradict each other.
+    """
+    tier = tier_of(medium)
+    if mm_items and len(mm_items) != len(hashes):
+        raise ValueError(f"mm_items of {len(mm_items)} blocks for {len(hashes)} block_hashes")
+    parent = None if parent_hash is None else u64(parent_hash)
+    if not token_ids and not num_block_tokens:
+        names = tuple(map(u64, hashes))
+        return [Stored(part, tier=tier, block_size=block_size) for part in _parts(names)]
+    blocks = full_blocks(token_ids, num_block_tokens, hashes, block_size)
+    local_hashes = tuple(
+        block_hashes(
+            blocks.token_ids,
+            block_size,
+            lora_name=lora_name or "",
+            # Block 0 of a prompt alone has the salt; those that follow have it through their parents.
+            cache_salt=(cache_salt or "") if parent is None else "",
+            mm_items=[
+                MmItem(item, number * block_size, 1)
+                for number, items in enumerate(mm_items[: len(blocks.block_hashes)])
+                for item in items
+            ],
+        )
+    )
+    events: list[Event] = []
+    for number, part in enumerate(_parts(blocks.block_hashes)):
+        first = number * MAX_EVENT_BLOCKS
+        events.append(
+            Stored(
+                part,
+                parent=parent,
+                block_size=block_size,
+                tier=tier,
+                local_hashes=local_hashes[first : first + len(part)],
+            )
+        )
+        parent = part[-1]
+    return events
+
+
+def removed_events(hashes: Sequence[int], *, medium: str | None) -> list[Event]:
+    """The events that tell that blocks were removed.
+
+    Raises:
+        ValueError: A hash has more than 64 bits, or the medium is unknown.
+    """
+    tier = tier_of(medium)
+    return [Removed(part, tier) for part in _parts(tuple(map(u64, hashes)))]
+
+
+def _parts(hashes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [hashes[first : first + MAX_EVENT_BLOCKS] for first in range(0, len(hashes), MAX_EVENT_BLOCKS)]
+
+
+class Outlet(Protocol):
+    """What brings batches to readers. Nothing of it waits for a network."""
+
+    def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
+        """A batch was applied to the index; it gives the message to the local index as well."""
+
+    def began(self, epoch: int) -> None:
+        """An incarnation begins: nothing of before is valid, for the local index too."""
+
+
+class PublishedRank:
+    """One rank: numbers its events, and keeps what readers recover from.
+
+    Args:
+        spec: The worker.
+        rank: Which of its ranks.
+        has_state: Whether a state is kept beside the ring.
+        epoch: First incarnation; None = from the clock.
+        ring_batches: Messages kept.
+        ring_bytes: Messages kept.
+        clock: Monotonic seconds.
+        wall_clock: Seconds since the Unix epoch.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        rank: WorkerRank,
+        *,
+        has_state: bool,
+        epoch: int | None = None,
+        ring_batches: int = RING_BATCHES,
+        ring_bytes: int = RING_BYTES,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.has_state = has_state
+        self.history_incomplete = False
+        """The engine's numbers had a gap."""
+        self.epoch = epoch if epoch is not None else next_epoch(0, wall_clock())
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._index = make_index(spec.block_size)
+        self._index.add_worker(rank, WorkerOptions.of(spec))
+        self.local = LocalIndex(
+            rank,
+            spec.pool,
+            self._index,
+            history_incomplete=lambda: self.history_incomplete,
+            max_batches=ring_batches,
+            max_bytes=ring_bytes,
+        )
+        self.local.restart(self.epoch)
+
+    @property
+    def last_event_id(self) -> int | None:
+        """Of the last batch; None = there was none in this incarnation."""
+        return self.local.last_event_id
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the local index tells the state: who keeps none knows it as long as nothing has happened."""
+        return self.has_state or self.last_event_id is None
+
+    def publish(self, outlet: Outlet, events: Sequence[Event], event_id: int | None) -> int | None:
+        """Numbers events, applies and publishes them.
+
+        Args:
+            outlet: What takes them.
+            events: Each becomes a batch.
+            event_id: The engine's number of the only event; None = the next ones.
+
+        Returns:
+            Number of the last one; None = there is no event, and none before.
+
+        Raises:
+            ValueError: The number was published already, or is too large, or there are several events for it.
+        """
+        if event_id is not None:
+            self._check(event_id, events)
+        for event in events:
+            self._publish(outlet, event, event_id if event_id is not None else self._expected)
+        return self.last_event_id
+
+    def restart(self, outlet: Outlet, epoch: int | None) -> None:
+        """Begins the next incarnation, which knows nothing and counts from 0.
+
+        Raises:
+            ValueError: Its epoch is not above the one before.
+        """
+        if epoch is not None and not self.epoch < epoch < 2**64:
+            raise ValueError(f"epoch {epoch} must be above {self.epoch}, the one before, and below 2**64")
+        self.epoch = epoch if epoch is not None else next_epoch(self.epoch, self._wall_clock())
+        self.history_incomplete = False
+        self._index.reset(self.rank)
+        outlet.began(self.epoch)
+
+    def greeting(self) -> bytes:
+        """A message that names the source and says nothing."""
+        pool = self.spec.pool
+        return events_pb2.KvEventBatch(
+            version=VERSION,
+            worker_id=self.rank.worker_id,
+            dp_rank=self.rank.dp_rank,
+            model=pool.model,
+            tenant=pool.tenant,
+            block_size=pool.block_size,
+            epoch=self.epoch,
+        ).SerializeToString()
+
+    @property
+    def _expected(self) -> int:
+        return 0 if self.last_event_id is None else self.last_event_id + 1
+
+    def _check(self, event_id: int, events: Sequence[Event]) -> None:
+        if not self._expected <= event_id < 2**64:
+            raise ValueError(
+                f"event_id {event_id} must be at least {self._expected}: what was published before is repeated only "
+                "in a new incarnation, see restart()"
+            )
+        if len(events) > 1:
+            raise ValueError(f"event_id {event_id} is one event, which has at most {MAX_EVENT_BLOCKS} blocks")
+
+    def _publish(self, outlet: Outlet, event: Event, event_id: int) -> None:
+        cleared = isinstance(event, Cleared)
+        gap = event_id > self._expected
+        now = self._clock()
+        if gap and not cleared and self.has_state:
+            # What was missed may have removed anything.
+            self._index.demote(self.rank, ttl_seconds=DEMOTED_SECONDS, now=now)
+        self.history_incomplete = (self.history_incomplete or gap) and not cleared
+        if self.history_incomplete:
+            self._index.maintain(now=now)
+        batch = EventBatch((event,), self._wall_clock(), self.rank.dp_rank)
+        if self.has_state:
+            self._index.apply(self.rank, batch, epoch=self.epoch, event_id=event_id)
+        outlet.applied(SequencedBatch(event_id, 0, batch, epoch=self.epoch, cleared=cleared))

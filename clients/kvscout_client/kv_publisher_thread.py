@@ -1,0 +1,154 @@
+"""A publisher for engines without an event loop: it has one of its own, in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from kvscout_blocks.events import Cleared, Event
+from kvscout_client.kv_publisher import CLOSE_SECONDS, KvEventPublisher, PublisherStatus
+from kvscout_client.kv_publisher_rank import removed_events, stored_events
+
+T = TypeVar("T")
+
+
+class ThreadedKvEventPublisher:
+    """`KvEventPublisher` for any thread; made by its `in_thread`. What the methods do, and their arguments: see there.
+
+    Args:
+        publisher: Not open; it is not used otherwise from now on.
+    """
+
+    def __init__(self, publisher: KvEventPublisher) -> None:
+        self._publisher = publisher
+        self._loop = asyncio.new_event_loop()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        """Of the thread's life: a call and a close exclude one another only at their beginning."""
+
+    def open(self) -> ThreadedKvEventPublisher:
+        """Begins to publish; `with` does it.
+
+        Raises:
+            ValueError: It was opened before.
+        """
+        if self._thread is not None or self._loop.is_closed():
+            raise ValueError("the publisher was opened before")
+        name = f"kv-events-{self._publisher.spec.worker_id}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        try:
+            self._wait(self._publisher.open())
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def publish_stored(
+        self,
+        token_ids: Sequence[int],
+        num_block_tokens: Sequence[int],
+        block_hashes: Sequence[int],
+        parent_hash: int | None = None,
+        *,
+        lora_name: str | None = None,
+        medium: str | None = None,
+        cache_salt: str | None = None,
+        mm_items: Sequence[Sequence[str]] = (),
+        event_id: int | None = None,
+    ) -> int | None:
+        """See `KvEventPublisher.publish_stored`."""
+        # Hashed in the caller's thread: the other one is left to the network.
+        events = stored_events(
+            token_ids,
+            num_block_tokens,
+            block_hashes,
+            parent_hash,
+            block_size=self._publisher.spec.block_size,
+            lora_name=lora_name,
+            medium=medium,
+            cache_salt=cache_salt,
+            mm_items=mm_items,
+        )
+        return self._wait(self._publish(events, event_id))
+
+    def publish_removed(
+        self, block_hashes: Sequence[int], *, medium: str | None = None, event_id: int | None = None
+    ) -> int | None:
+        """See `KvEventPublisher.publish_removed`."""
+        return self._wait(self._publish(removed_events(block_hashes, medium=medium), event_id))
+
+    def publish_cleared(self, *, event_id: int | None = None) -> int | None:
+        """See `KvEventPublisher.publish_cleared`."""
+        return self._wait(self._publish([Cleared()], event_id))
+
+    def restart(self, *, epoch: int | None = None) -> None:
+        """See `KvEventPublisher.restart`."""
+
+        async def restart() -> None:
+            self._publisher.restart(epoch=epoch)
+
+        self._wait(restart())
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """See `KvEventPublisher.flush`."""
+        return self._wait(self._publisher.flush(timeout))
+
+    @property
+    def status(self) -> PublisherStatus:
+        """How it is."""
+
+        async def status() -> PublisherStatus:
+            return self._publisher.status
+
+        return self._wait(status())
+
+    def close(self, *, timeout: float = CLOSE_SECONDS) -> None:
+        """See `KvEventPublisher.close`; publishing afterwards is an error."""
+        if self._thread is None:
+            return
+        try:
+            self._wait(self._publisher.close(timeout=timeout))
+        finally:
+            self._end()
+
+    def __enter__(self) -> ThreadedKvEventPublisher:
+        return self.open()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _publish(self, events: Sequence[Event], event_id: int | None) -> int | None:
+        return self._publisher.publish(events, event_id)
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs something on the loop. Waiting for it bounds what threads can have under way, and brings its errors."""
+        with self._lock:
+            if self._thread is None:
+                coroutine.close()
+                raise ValueError("the publisher is not open")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            # Calls that other threads made just before the end get their answer.
+            self._loop.run_until_complete(asyncio.sleep(0))
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    def _end(self) -> None:
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            thread.join()
