@@ -235,3 +235,19 @@ def test_a_state_tells_that_its_worker_is_not_indexed(kind: type[BlockIndex], ot
     assert dump is not None
     with pytest.raises(InvalidArgument, match="incompatible"):
         behind.load(replace(dump, blocks=(DumpedBlock(1, -1, 2, (Copies(0, Tier.DEVICE, 1),)),)))
+
+
+@pytest.mark.parametrize("eagle", [False, True])
+def test_damaged_payloads_do_the_same_through_a_publisher(eagle: bool) -> None:
+    print(f"KVSCOUT_TEST_SEED={SEED}")
+    rng = random.Random(SEED)
+    payloads = list(golden_payloads())
+    for _ in range(400):
+        damaged = []
+        for payload in rng.choices(payloads, k=3):
+            changed = bytearray(payload)
+            for _ in range(rng.randrange(4)):
+                changed[rng.randrange(len(changed))] = rng.choice([0, 1, 4, 0x7F, 0xC0, 0xCF, rng.randrange(256)])
+            damaged.append(bytes(changed))
+        for kind in KINDS:
+            assert_alike(*relayed(kind, PoolKey("m", "t", 4, eagle), damaged))
