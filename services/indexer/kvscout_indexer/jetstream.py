@@ -250,7 +250,13 @@ class JetStreamFeed(PublisherFeed):
         super().__init__(transport, spec, rank, index, security, transport=Transport.JETSTREAM, subject=subject)
         self.spec = spec
         self.rank = rank
+        self._transport = transport
         self._received_at = 0.0
+
+    @property
+    def outage(self) -> str:
+        """See `Feed.outage`."""
+        return self._transport.link.problem or self._transport.reader_of(self.spec.tenant, self.spec.model).problem
 
     @property
     def settled(self) -> bool:
