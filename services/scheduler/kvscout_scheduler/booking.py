@@ -44,6 +44,8 @@ class EndReason(StrEnum):
     WORKER_REMOVED = "worker_removed"
     UNDELIVERED = "undelivered"
     """Nobody got the answer."""
+    SUPERSEDED = "superseded"
+    """Another replica of the scheduler ended it, or booked the request elsewhere."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +74,11 @@ class Booking:
     output_blocks: int = 0
     answers: int = 1
     """Calls that were told of it and whose answer is not known to be lost."""
+    isl_tokens: int = 0
+    block_hashes: bytes = b""
+    """Packed hashes of the blocks that it shares; kept for other replicas only."""
+    mirror: bool = False
+    """Another replica owns it: it has neither lease nor owner here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """All active requests, by name: who books, renews, frees, and what ends by itself.
 
 Invariants
-1. A booking is here, in its pool's load, in its slot's members, and either among the leases or with one owner;
-   or in none of them.
+1. A booking is here, in its pool's load, in its slot's members, and either among the leases or with one owner, or it
+   mirrors one of another replica (`journal`); or in none of them.
 2. A name (tenant, model, role, request_id) has at most one booking; its attempt id says which call it answers.
 3. What ended is remembered for a while (`attempts`), so that a second Free can say so and a booking call that comes
    after its own Free books nothing. Attempt 0 means that the caller does not tell attempts apart: its Frees cancel
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
 from kvscout_scheduler.attempts import Ended, EndedAttempts
 from kvscout_scheduler.booking import ActiveRequest, Booking, EndReason, FreeOutcome, Phase
+from kvscout_scheduler.journal import Journal
 from kvscout_scheduler.leases import Leases
 from kvscout_scheduler.owners import Owners
 from kvscout_scheduler.pool import Pool
@@ -40,6 +41,8 @@ class Bookings:
         self._leases = Leases()
         self._owners = Owners(settings.owner_grace_seconds)
         self._attempts = EndedAttempts(settings.tombstone_seconds, settings.max_tombstones)
+        self.journal: Journal | None = None
+        """Told of every change; None = there are no replicas."""
 
     def __len__(self) -> int:
         return len(self._active)
@@ -49,6 +52,10 @@ class Bookings:
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._active
+
+    def find(self, key: RequestKey) -> Booking | None:
+        """The booking of a name."""
+        return self._active.get(key)
 
     def admit(self, key: RequestKey, attempt_id: int, now: float) -> Booking | None:
         """Looks whether a request may be booked.
@@ -65,6 +72,7 @@ class Bookings:
         if active is not None:
             if active.attempt_id != attempt_id:
                 raise AlreadyExists(f"request {key.request_id!r} is active under attempt {active.attempt_id}")
+            self._own(active, now)
             active.answers += 1
             self._stats.repeated_calls += 1
             self._renew(active, now)
@@ -93,6 +101,8 @@ class Bookings:
         else:
             self._leases.set(booking, booking.booked_at + booking.lease_seconds)
         self._stats.bookings += 1
+        if self.journal is not None:
+            self.journal.booked(booking)
 
     def complete_prefill(self, key: RequestKey, attempt_id: int, now: float) -> bool:
         """Ends a request's prefill phase.
@@ -104,11 +114,14 @@ class Bookings:
             NotFound: If this attempt is not active.
         """
         booking = self._require(key, attempt_id)
+        self._own(booking, now)
         self._renew(booking, now)
         if booking.phase is Phase.DECODE:
             return False
         booking.phase = Phase.DECODE
         booking.pool.load.complete_prefill(booking.allocation)
+        if self.journal is not None:
+            self.journal.prefill_completed(booking)
         return True
 
     def add_output(self, key: RequestKey, attempt_id: int, blocks: int, now: float) -> int:
@@ -124,19 +137,25 @@ class Bookings:
         if not self._settings.track_output_blocks:
             raise FailedPrecondition("output blocks are not tracked (--router-track-output-blocks)")
         booking = self._require(key, attempt_id)
+        self._own(booking, now)
         self._renew(booking, now)
         booking.output_blocks += blocks
         booking.pool.load.add_private(booking.allocation, blocks)
+        if self.journal is not None:
+            self.journal.output_added(booking)
         return booking.output_blocks
 
     def free(self, key: RequestKey, attempt_id: int, now: float) -> FreeOutcome:
         """Releases all that an attempt holds, whatever its phase; a no-op if it holds nothing."""
         booking = self._active.get(key)
         if booking is not None and booking.attempt_id == attempt_id:
+            self._own(booking, now)
             self._end(booking, Ended.BY_CALLER, now)
             self._stats.freed += 1
             return FreeOutcome.FREED
         ended = self._attempts.get(key, attempt_id, now)
+        if self.journal is not None and ended in (None, Ended.BY_US):
+            self.journal.freed_unknown(key, attempt_id)
         if ended in (Ended.BY_CALLER, Ended.BY_US):
             outcome = FreeOutcome.ALREADY_FREED
             if ended is Ended.BY_US and attempt_id:
@@ -152,6 +171,8 @@ class Bookings:
         """Remembers that an attempt was freed before it was booked."""
         if attempt_id:
             self._attempts.add(key, attempt_id, Ended.BEFORE_BOOKING, now)
+            if self.journal is not None:
+                self.journal.freed_unknown(key, attempt_id)
 
     def renew(self, key: RequestKey, attempt_id: int, now: float, lease_seconds: float = 0.0) -> bool:
         """Renews a lease, from now.
@@ -168,9 +189,12 @@ class Bookings:
         booking = self._active.get(key)
         if booking is None or booking.attempt_id != attempt_id:
             return False
+        self._own(booking, now)
         if lease_seconds:
             booking.lease_seconds = lease_seconds
         self._renew(booking, now)
+        if self.journal is not None:
+            self.journal.held(booking)
         return True
 
     def undelivered(self, key: RequestKey, attempt_id: int, now: float) -> bool:
@@ -180,7 +204,7 @@ class Bookings:
             Whether the booking ended.
         """
         booking = self._active.get(key)
-        if booking is None or booking.attempt_id != attempt_id:
+        if booking is None or booking.attempt_id != attempt_id or booking.mirror:
             return False
         booking.answers -= 1
         if booking.answers > 0:
@@ -193,12 +217,13 @@ class Bookings:
     ) -> tuple[int, list[tuple[RequestKey, int]]]:
         """Opens a stream of an owner, who lists what it has in flight.
 
-        Bookings of the owner that it does not list end. Listed ones of unary callers become its own.
+        Bookings of the owner that it does not list end. Listed ones of unary callers become its own, and those of
+        other replicas ours.
 
         Returns:
             The session of the stream, and the listed requests that are not the owner's here.
         """
-        session = self._owners.connect(owner_id)
+        session = self._owners.connect(owner_id, now)
         listed = list(in_flight)
         names = set(listed)
         for booking in list(self._owners.bookings(owner_id)):
@@ -209,10 +234,17 @@ class Bookings:
             active = self._active.get(key)
             if active is None or active.attempt_id != attempt_id or active.owner_id not in ("", owner_id):
                 unknown.append((key, attempt_id))
-            elif not active.owner_id:
+            elif not self._owners.owns(active):
+                self._own(active, now)
                 self._leases.clear(active)
                 self._owners.add(active, owner_id, now)
+                if self.journal is not None:
+                    self.journal.held(active)
         return session, unknown
+
+    def owner_connected(self, owner_id: str, now: float) -> float:
+        """For how many seconds an owner has had a stream open here; 0 = it has none."""
+        return self._owners.connected(owner_id, now)
 
     def disconnect_owner(self, owner_id: str, session: int, now: float) -> None:
         """Ends a stream of an owner; its bookings end after the grace time unless it comes back."""
@@ -235,8 +267,47 @@ class Bookings:
         """Ends all bookings on a worker rank that is going away; returns how many."""
         members = list(self._members.get((pool, slot), ()))
         for booking in members:
-            self._expire(booking, EndReason.WORKER_REMOVED, now)
+            if booking.mirror:
+                self.remove_mirror(booking)
+                assert self.journal is not None
+                self.journal.displaced(booking)
+            else:
+                self._expire(booking, EndReason.WORKER_REMOVED, now)
         return len(members)
+
+    def add_mirror(self, booking: Booking) -> None:
+        """Adds a booking that another replica owns; its load is in its pool already."""
+        booking.mirror = True
+        self._active[booking.key] = booking
+        self._members.setdefault((booking.pool, booking.allocation.slot), {})[booking] = None
+
+    def remove_mirror(self, booking: Booking) -> None:
+        """Takes a mirror out, with its load."""
+        assert booking.mirror
+        self._take_out(booking)
+
+    def give_up(self, booking: Booking) -> None:
+        """Makes a booking of ours a mirror: another replica has taken it over."""
+        self._leases.clear(booking)
+        self._owners.drop(booking)
+        booking.mirror = True
+
+    def freed_elsewhere(self, key: RequestKey, attempt_id: int, now: float) -> None:
+        """A caller freed an attempt at another replica: no copy of its booking call books here any more."""
+        if attempt_id:
+            self._attempts.add(key, attempt_id, Ended.BY_CALLER, now)
+
+    def freed_by_caller(self, key: RequestKey, attempt_id: int, now: float) -> bool:
+        """Whether an attempt was freed by its caller, here or elsewhere."""
+        return bool(attempt_id) and self._attempts.get(key, attempt_id, now) in (Ended.BY_CALLER, Ended.BEFORE_BOOKING)
+
+    def end(self, booking: Booking, *, by_caller: bool, now: float) -> None:
+        """Ends a booking of ours because of what another replica said."""
+        if by_caller:
+            self._end(booking, Ended.BY_CALLER, now)
+            self._stats.freed += 1
+        else:
+            self._expire(booking, EndReason.SUPERSEDED, now)
 
     def listing(self, booking: Booking, now: float) -> ActiveRequest:
         """What is shown of a booking."""
@@ -259,7 +330,8 @@ class Bookings:
         for key, booking in self._active.items():
             assert booking.key == key
             assert booking in self._members[booking.pool, booking.allocation.slot]
-            assert self._owners.owns(booking) != (booking.lease_bucket is not None), "a lease or an owner"
+            holders = self._owners.owns(booking) + (booking.lease_bucket is not None)
+            assert holders == (not booking.mirror), "a lease or an owner, a mirror has neither"
         leased = [booking for booking in self._active.values() if booking.lease_bucket is not None]
         assert len(self._leases) == len(leased), "no lease without a booking"
         assert sum(map(len, self._members.values())) == len(self._active), "no member without a booking"
@@ -271,6 +343,20 @@ class Bookings:
         if booking.attempt_id != attempt_id:
             raise NotFound(f"request {key.request_id!r} is active, but under attempt {booking.attempt_id}")
         return booking
+
+    def _own(self, booking: Booking, now: float) -> None:
+        """Takes over a mirror, before it is written to. Its owner holds it if that is connected here, else a lease:
+        the owner may be well, and connected elsewhere."""
+        if not booking.mirror:
+            return
+        booking.mirror = False
+        booking.answers = 0
+        if booking.owner_id and self._owners.connected(booking.owner_id, now):
+            self._owners.add(booking, booking.owner_id, now)
+        else:
+            self._leases.set(booking, now + booking.lease_seconds)
+        assert self.journal is not None
+        self.journal.taken_over(booking)
 
     def _renew(self, booking: Booking, now: float) -> None:
         if booking.expires_at is not None:
@@ -291,13 +377,18 @@ class Bookings:
         )
 
     def _end(self, booking: Booking, how: Ended, now: float) -> None:
+        self._leases.clear(booking)
+        self._owners.drop(booking)
+        self._take_out(booking)
+        self._attempts.add(booking.key, booking.attempt_id, how, now)
+        if self.journal is not None:
+            self.journal.ended(booking, by_caller=how is Ended.BY_CALLER)
+
+    def _take_out(self, booking: Booking) -> None:
         del self._active[booking.key]
         place = (booking.pool, booking.allocation.slot)
         members = self._members[place]
         del members[booking]
         if not members:
             del self._members[place]
-        self._leases.clear(booking)
-        self._owners.drop(booking)
         booking.pool.load.remove(booking.allocation)
-        self._attempts.add(booking.key, booking.attempt_id, how, now)

@@ -14,6 +14,8 @@ class Owner:
 
     session: int = 0
     """Number of its newest stream."""
+    connected_at: float = 0.0
+    """When that stream began."""
     gone_at: float | None = None
     """When that stream ended; None = it is open."""
     bookings: set[Booking] = field(default_factory=set)
@@ -34,7 +36,7 @@ class Owners:
     def __len__(self) -> int:
         return len(self._owners)
 
-    def connect(self, owner_id: str) -> int:
+    def connect(self, owner_id: str, now: float) -> int:
         """Opens a stream of an owner; an older one of it counts no more.
 
         Returns:
@@ -42,7 +44,7 @@ class Owners:
         """
         self._sessions += 1
         owner = self._owners.setdefault(owner_id, Owner())
-        owner.session, owner.gone_at = self._sessions, None
+        owner.session, owner.connected_at, owner.gone_at = self._sessions, now, None
         return self._sessions
 
     def disconnect(self, owner_id: str, session: int, now: float) -> None:
@@ -53,6 +55,11 @@ class Owners:
                 owner.gone_at = now
             else:
                 del self._owners[owner_id]
+
+    def connected(self, owner_id: str, now: float) -> float:
+        """For how many seconds an owner has had its stream open; 0 = it has none, else above 0."""
+        owner = self._owners.get(owner_id)
+        return max(now - owner.connected_at, 1e-9) if owner is not None and owner.gone_at is None else 0.0
 
     def add(self, booking: Booking, owner_id: str, now: float) -> None:
         """Gives a booking to an owner; one without a stream counts as gone from now."""

@@ -26,6 +26,7 @@ from kvscout_scheduler.bookings import Bookings
 from kvscout_scheduler.candidates import Candidates, SelectionSettings
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.eligibility import busy, eligible
+from kvscout_scheduler.journal import MAX_HASHED_BLOCKS
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.pool import EngineMetrics, Pool
 from kvscout_scheduler.request import (
@@ -99,6 +100,8 @@ class Scheduler:
         """Give it to the registry as a listener."""
         self.draining = False
         self.watchers = Watchers(wall_clock)
+        self.on_cool_down: Callable[[str, WorkerRank, float], None] | None = None
+        """Told tenant, rank and end of each cool-down that was reported here."""
         self._clock = clock
         self._selector = Selector(settings, self.policies, rng)
 
@@ -152,6 +155,7 @@ class Scheduler:
             selected.slot,
             block_hashes=selected.block_hashes,
             total_blocks=selected.total_blocks,
+            isl_tokens=request.isl_tokens,
             uncached_tokens=decision.uncached_tokens,
             expected_output_tokens=request.expected_output_tokens,
             answer=decision if decision.explanation is None else replace(decision, explanation=None),
@@ -240,6 +244,7 @@ class Scheduler:
             slot,
             block_hashes=request.block_hashes,
             total_blocks=-(-request.isl_tokens // block_size),
+            isl_tokens=request.isl_tokens,
             uncached_tokens=request.isl_tokens - request.cached_tokens,
             expected_output_tokens=request.expected_output_tokens,
             answer=None,
@@ -340,6 +345,12 @@ class Scheduler:
             self.waiting.leave(waiter)
             waiter.answer(Draining("the scheduler is draining"))
 
+    def pump(self, pools: Iterable[PoolId]) -> None:
+        """Books whoever can go, after load went away by another way than a call."""
+        now = self._clock()
+        for pool in pools:
+            self._pump(pool, now)
+
     def report_failure(self, tenant: str, rank: WorkerRank, cooldown_seconds: float = 0.0) -> float:
         """Leaves a worker rank out of selections for a while; never shortens a cool-down.
 
@@ -357,12 +368,25 @@ class Scheduler:
         """
         if not 0 <= cooldown_seconds <= MAX_LEASE_SECONDS:
             raise InvalidArgument(f"must be between 0 and {MAX_LEASE_SECONDS}", field="cooldown_seconds")
-        pool, slot = self.workers.slot(tenant, rank)
         now = self._clock()
-        until = now + (cooldown_seconds or self.settings.cooldown_seconds)
-        until = pool.cooldown_until[slot] = max(until, pool.cooldown_until.get(slot, now))
+        until = self.cool_down(tenant, rank, now + (cooldown_seconds or self.settings.cooldown_seconds))
         self.stats.failures_reported += 1
+        if self.on_cool_down is not None:
+            self.on_cool_down(tenant, rank, until)
         return until - now
+
+    def cool_down(self, tenant: str, rank: WorkerRank, until: float) -> float:
+        """Leaves a worker rank out of selections until a time on the clock, or later if that was said before.
+
+        Returns:
+            Until when.
+
+        Raises:
+            NotFound: Unknown worker.
+        """
+        pool, slot = self.workers.slot(tenant, rank)
+        until = pool.cooldown_until[slot] = max(until, pool.cooldown_until.get(slot, until))
+        return until
 
     def report_metrics(self, tenant: str, rank: WorkerRank, metrics: EngineMetrics) -> None:
         """Takes what an engine says of itself; replaces what it said before.
@@ -532,11 +556,15 @@ class Scheduler:
         *,
         block_hashes: bytes,
         total_blocks: int,
+        isl_tokens: int,
         uncached_tokens: int,
         expected_output_tokens: int,
         answer: Decision | None,
         now: float,
     ) -> Booking:
+        replicated = self.bookings.journal is not None
+        if replicated:
+            block_hashes = block_hashes[: MAX_HASHED_BLOCKS * HASH_BYTES]
         allocation = pool.load.add(
             slot,
             pool.lane_of[slot],
@@ -555,6 +583,8 @@ class Scheduler:
             uncached_tokens=uncached_tokens,
             expected_output_tokens=expected_output_tokens,
             booked_at=now,
+            isl_tokens=isl_tokens,
+            block_hashes=block_hashes if replicated and pool.load.track_blocks else b"",
         )
 
     def _count_hits(self, pool: Pool, slot: int, isl_tokens: int, uncached_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
@@ -75,6 +76,8 @@ class ThresholdTable:
     def __init__(self, defaults: BusyThresholds) -> None:
         self._defaults = defaults.validate()
         self._own: dict[tuple[str, str], BusyThresholds] = {}
+        self.on_change: Callable[[str, str, BusyThresholds], None] | None = None
+        """Told tenant, model and what is in effect after each `change`."""
 
     def get(self, tenant: str, model: str) -> BusyThresholds:
         """Thresholds in effect for a model, known or not."""
@@ -96,10 +99,20 @@ class ThresholdTable:
             if name not in (DECODE_BLOCKS, PREFILL_TOKENS):
                 raise InvalidArgument(f"there is {DECODE_BLOCKS} and {PREFILL_TOKENS}", field=name)
         changed = replace(self.get(tenant, model), **changes).validate()  # type: ignore[arg-type]  # names are checked
+        self.put(tenant, model, changed)
+        if self.on_change is not None:
+            self.on_change(tenant, model, changed)
+        return changed
+
+    def put(self, tenant: str, model: str, thresholds: BusyThresholds) -> None:
+        """Replaces the thresholds of a model.
+
+        Raises:
+            ResourceExhausted: Too many models have thresholds of their own.
+        """
         if (tenant, model) not in self._own and len(self._own) >= MAX_MODELS:
             raise ResourceExhausted(f"{MAX_MODELS} models have thresholds of their own")
-        self._own[tenant, model] = changed
-        return changed
+        self._own[tenant, model] = thresholds
 
     def models(self, tenant: str) -> list[str]:
         """Models of a tenant that have thresholds of their own."""

@@ -1,0 +1,353 @@
+"""Whose a request is: the claims of all replicas, and what follows from them for our bookings.
+
+::
+
+    our bookings ──journal──▶ our log ───┐
+                                         ├──▶ the claim that holds ──▶ ours: a booking
+    views of others ────follower─────────┘                             another's: a mirror, a load without a lease
+
+Invariants, between two messages
+1. Our log has an active claim to a name exactly if the booking of that name is ours.
+2. Where the claim that holds is another's, there is its mirror, or its worker is not here: then the name is in
+   `unplaced`.
+3. A claim of ours that is beaten is given up at once; one that is over stays while it has others to cancel.
+
+Pure: the clock is passed in. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kvscout.v1 import replication_pb2
+from kvscout_common.worker import WorkerSpec
+from kvscout_scheduler.booking import Booking, EndReason
+from kvscout_scheduler.mirrors import Mirrors, claim_of
+from kvscout_scheduler.registers import Registers
+from kvscout_scheduler.replica_claim import Claim, ClaimState, Incarnation
+from kvscout_scheduler.replica_log import ReplicaLog
+from kvscout_scheduler.replica_view import View
+from kvscout_scheduler.request import RequestKey
+from kvscout_scheduler.scheduler import Scheduler
+
+log = logging.getLogger("kvscout.replicas")
+
+SECOND_TO_END_SECONDS = 2.0
+"""How long the other replicas wait for the first one to end what is overdue of a silent one."""
+
+
+class Held(NamedTuple):
+    """The claim that holds, and whose it is."""
+
+    by: Incarnation
+    claim: Claim
+
+
+class Ownership:
+    """The claims of all replicas. Is told of our bookings (`Journal`) and of what others claim (`Follower`).
+
+    Args:
+        scheduler: Its bookings are told of from now on; it must have none yet.
+        me: This incarnation.
+        clock: Monotonic seconds, the scheduler's.
+        wall_clock: Seconds since the Unix epoch.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, me: Incarnation, clock: Callable[[], float], wall_clock: Callable[[], float]
+    ) -> None:
+        self.me = me
+        self.log = ReplicaLog()
+        self.views: dict[Incarnation, View] = {}
+        self.registers = Registers(scheduler, self.log, me.replica_id, clock, wall_clock)
+        self.taken_over_count = 0
+        self._scheduler = scheduler
+        self._bookings = scheduler.bookings
+        self._clock = clock
+        self._mirrors = Mirrors(scheduler, clock)
+        self._over: dict[RequestKey, float] = {}
+        """Our claims that are over, and since when."""
+        self._unplaced: dict[tuple[str, str], dict[RequestKey, None]] = {}
+        """By tenant and worker id."""
+        self._unplaced_at: dict[RequestKey, tuple[str, str]] = {}
+        self._dirty: dict[RequestKey, None] = {}
+        self._yielding = False
+        self._bookings.journal = self
+
+    def holder(self, key: RequestKey) -> Held | None:
+        """The claim that holds a name, whoever has it."""
+        claims = list(self._claims(key))
+        over = [held.claim for held in claims if not held.claim.active]
+        active = [held for held in claims if held.claim.active and not any(each.cancels(held.claim) for each in over)]
+        return max(active, key=lambda held: (held.claim.term, held.by), default=None)
+
+    def elsewhere(self, key: RequestKey) -> Incarnation | None:
+        """The other replica that owns a request; None = we do, or nobody."""
+        booking = self._bookings.find(key)
+        if booking is not None and not booking.mirror:
+            return None
+        held = self.holder(key)
+        return held.by if held is not None and held.by != self.me else None
+
+    def settle(self) -> None:
+        """Puts into effect what followed from a message."""
+        while self._dirty:
+            key = next(iter(self._dirty))
+            del self._dirty[key]
+            self._resolve(key)
+        self._mirrors.pump()
+
+    def holds(self, of: Incarnation) -> bool:
+        """Whether any claim of another incarnation holds."""
+        return any(
+            claim.active and (held := self.holder(key)) is not None and held.by == of
+            for key, claim in self.views[of].claims.items()
+        )
+
+    def forget(self, of: Incarnation) -> None:
+        """Drops a view with all its claims."""
+        view, now = self.views.pop(of), self._clock()
+        for key in view.claims:
+            self._dirty[key] = None
+            if self._over.pop(key, None) is not None:
+                # Others forget it a little later: until then it must be cancelled for them.
+                self._over[key] = now
+        self.settle()
+
+    def end_overdue(self, now: float, *, first: bool) -> None:
+        """Ends requests of silent replicas whose lease is over, or whose owner is connected here and left them.
+
+        Args:
+            now: On the clock.
+            first: Whether it is ours to do; others only do what the first one does not.
+        """
+        grace = self._scheduler.settings.owner_grace_seconds
+        later = 0.0 if first else SECOND_TO_END_SECONDS
+        connected: dict[str, float] = {}
+        for of, view in list(self.views.items()):
+            if view.live(now):
+                continue
+            for key, claim in list(view.claims.items()):
+                if not claim.active:
+                    continue
+                owner = claim.owner_id
+                if owner not in connected:
+                    connected[owner] = self._bookings.owner_connected(owner, now) if owner else 0.0
+                if connected[owner] > grace:
+                    reason = EndReason.OWNER_FORGOT
+                elif now - view.heard_at >= claim.lease_seconds + later:
+                    reason = EndReason.LEASE
+                else:
+                    continue
+                held = self.holder(key)
+                if held is not None and held.by == of:
+                    self._end_elsewhere(held, reason, now)
+        self.settle()
+
+    def collect(self, now: float) -> None:
+        """Drops claims that are over, are old enough, and cancel nothing any more."""
+        settings = self._scheduler.settings
+        for key, since in list(self._over.items()):
+            if since + settings.tombstone_seconds > now and len(self._over) <= settings.max_tombstones:
+                break
+            if len(self._over) > settings.max_tombstones or all(key not in view.claims for view in self.views.values()):
+                del self._over[key]
+                self.log.drop(key)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if bookings and claims contradict each other."""
+        self.log.check_invariants()
+        ours = {booking.key for booking in self._bookings if not booking.mirror}
+        assert ours == {key for key, claim in self.log.claims.items() if claim.active}, "a claim for each of ours"
+        assert set(self._over) == {key for key, claim in self.log.claims.items() if not claim.active}
+        for view in self.views.values():
+            view.check_invariants()
+        for key in {key for view in self.views.values() for key in view.claims} | {b.key for b in self._bookings}:
+            held, booking = self.holder(key), self._bookings.find(key)
+            if booking is None:
+                assert held is None or key in self._unplaced_at, f"{key} is held by {held}, and not here"
+            else:
+                assert held is not None, f"{key} is here, and nobody's"
+                assert booking.mirror == (held.by != self.me)
+                claim = held.claim._replace(term=1)
+                assert claim_of(booking, 1)._replace(choice=None) == claim._replace(choice=None)
+
+    # Journal: what happened to our bookings.
+
+    def booked(self, booking: Booking) -> None:
+        """A booking is new, and ours."""
+        self._claim(claim_of(booking, self._next_term(booking.key)))
+
+    def prefill_completed(self, booking: Booking) -> None:
+        """Its first token is out."""
+        self.log.complete_prefill(booking.key)
+
+    def output_added(self, booking: Booking) -> None:
+        """It has more output."""
+        self.log.set_output(booking.key, booking.output_blocks)
+
+    def held(self, booking: Booking) -> None:
+        """Its owner or the length of its lease may be another."""
+        self.log.hold(booking.key, booking.owner_id, booking.lease_seconds)
+
+    def ended(self, booking: Booking, *, by_caller: bool) -> None:
+        """It is over."""
+        key, claim = booking.key, self.log.claims[booking.key]
+        if self._yielding or (claim.term == 1 and all(key not in view.claims for view in self.views.values())):
+            self.log.drop(key, by_caller=by_caller)
+        else:
+            # Others may still hold it to be theirs, and some of them may be away.
+            self._claim(_over(claim, ClaimState.FREED if by_caller else ClaimState.ENDED, claim.term))
+
+    def freed_unknown(self, key: RequestKey, attempt_id: int) -> None:
+        """A caller freed an attempt that has no booking here."""
+        held = self.holder(key)
+        if held is not None:
+            if held.claim.attempt_id == attempt_id and held.by != self.me:
+                self._claim(_over(held.claim, ClaimState.FREED, held.claim.term))
+        elif attempt_id:
+            term = max((each.claim.term for each in self._claims(key)), default=1)
+            self._claim(Claim(key, attempt_id, term, ClaimState.FREED))
+
+    def taken_over(self, mirror: Booking) -> None:
+        """A mirror has become ours."""
+        self.taken_over_count += 1
+        self._claim(claim_of(mirror, self._next_term(mirror.key)))
+
+    def displaced(self, mirror: Booking) -> None:
+        """The worker of a mirror is gone here; its replica may see it otherwise."""
+        self._unplace(mirror.key, (mirror.key.tenant, mirror.rank.worker_id))
+
+    # Follower: what others say.
+
+    def claim_changed(self, key: RequestKey) -> None:
+        """A view's claim to a name came, changed or went."""
+        self._dirty[key] = None
+
+    def freed_by_caller(self, key: RequestKey, attempt_id: int) -> None:
+        """A caller freed an attempt at another replica."""
+        now = self._clock()
+        self._bookings.freed_elsewhere(key, attempt_id, now)
+        booking = self._bookings.find(key)
+        if attempt_id and booking is not None and not booking.mirror and booking.attempt_id == attempt_id:
+            self._bookings.end(booking, by_caller=True, now=now)
+        self._dirty[key] = None
+
+    def thresholds_changed(self, event: replication_pb2.ThresholdsEvent) -> None:
+        """Thresholds of a model."""
+        self.registers.merge_thresholds(event)
+
+    def cool_down_changed(self, event: replication_pb2.CoolDownEvent) -> None:
+        """A cool-down."""
+        self.registers.merge_cool_down(event)
+
+    # Registry listener; comes after the scheduler's own.
+
+    def worker_added(self, spec: WorkerSpec) -> None:
+        """Places what waited for a worker."""
+        self.registers.worker_added(spec)
+        self._dirty.update(self._unplaced.get((spec.tenant, spec.worker_id), {}))
+        self.settle()
+
+    def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
+        """As if it were new: it may serve another model now."""
+        self._dirty.update(self._unplaced.get((new.tenant, new.worker_id), {}))
+        self.settle()
+
+    def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
+        """Its bookings have ended by now."""
+        self.registers.worker_removed(spec)
+
+    def _claims(self, key: RequestKey) -> Iterator[Held]:
+        own = self.log.claims.get(key)
+        if own is not None:
+            yield Held(self.me, own)
+        for of, view in self.views.items():
+            claim = view.claims.get(key)
+            if claim is not None:
+                yield Held(of, claim)
+
+    def _next_term(self, key: RequestKey) -> int:
+        return 1 + max((held.claim.term for held in self._claims(key)), default=0)
+
+    def _claim(self, claim: Claim) -> None:
+        self._over.pop(claim.key, None)
+        if claim.active:
+            self._placed(claim.key)
+        else:
+            self._over[claim.key] = self._clock()
+            self._dirty[claim.key] = None
+        self.log.put(claim)
+
+    def _end_elsewhere(self, held: Held, reason: EndReason, now: float) -> None:
+        claim = held.claim
+        self._scheduler.stats.ended[reason] += 1
+        log.warning(
+            "booking of request %s (model %s, attempt %d) of silent replica %s ended: %s",
+            claim.key.request_id,
+            claim.key.model,
+            claim.attempt_id,
+            held.by.replica_id,
+            reason,
+        )
+        self._claim(_over(claim, ClaimState.ENDED, claim.term + 1))
+
+    def _resolve(self, key: RequestKey) -> None:
+        """Makes our bookings what the claims say."""
+        held, booking = self.holder(key), self._bookings.find(key)
+        if booking is not None and not booking.mirror:
+            if held is not None and held.by == self.me:
+                return
+            self._give_up(booking, held)
+            booking = self._bookings.find(key)
+        if held is None or held.by == self.me:
+            self._placed(key)
+            if booking is not None:
+                self._mirrors.remove(booking)
+            return
+        claim = held.claim
+        if self._bookings.freed_by_caller(key, claim.attempt_id, self._clock()):
+            # Its caller freed it, and the replica that books it has not heard of that.
+            self._claim(_over(claim, ClaimState.FREED, claim.term))
+            return
+        if booking is not None:
+            if self._mirrors.adjust(booking, claim):
+                return
+            self._mirrors.remove(booking)
+        if self._mirrors.place(claim):
+            self._placed(key)
+        else:
+            self._unplace(key, (key.tenant, claim.rank.worker_id))
+
+    def _give_up(self, booking: Booking, held: Held | None) -> None:
+        """A claim of ours is beaten."""
+        key = booking.key
+        if held is not None and (held.claim.attempt_id, held.claim.rank) == (booking.attempt_id, booking.rank):
+            self._bookings.give_up(booking)
+            self.log.drop(key)
+            return
+        self._yielding = True
+        try:
+            self._bookings.end(booking, by_caller=False, now=self._clock())
+        finally:
+            self._yielding = False
+        self._mirrors.relieved.add(key.pool)
+
+    def _unplace(self, key: RequestKey, worker: tuple[str, str]) -> None:
+        self._placed(key)
+        self._unplaced.setdefault(worker, {})[key] = None
+        self._unplaced_at[key] = worker
+
+    def _placed(self, key: RequestKey) -> None:
+        worker = self._unplaced_at.pop(key, None)
+        if worker is not None:
+            keys = self._unplaced[worker]
+            del keys[key]
+            if not keys:
+                del self._unplaced[worker]
+
+
+def _over(claim: Claim, state: ClaimState, term: int) -> Claim:
+    return Claim(claim.key, claim.attempt_id, term, state)

@@ -1,0 +1,145 @@
+"""What replicas share beside requests: busy thresholds and cool-downs. Each is a register that merges in any order.
+
+Thresholds: the last writer wins, by (version, replica id); a version is a time, and above all that the writer knew.
+Cool-downs: the later end wins. Both travel as events, and with every snapshot.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvscout.v1 import replication_pb2, types_pb2
+from kvscout_common.errors import KvscoutError, NotFound
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_common.worker_proto import rank_from_proto, rank_to_proto
+from kvscout_scheduler.replica_log import ReplicaLog
+from kvscout_scheduler.request import MAX_LEASE_SECONDS
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.thresholds import BusyThresholds
+
+log = logging.getLogger("kvscout.replicas")
+
+MICROSECONDS = 1_000_000
+MAX_COOL_DOWNS = 100_000
+"""Ranks known or not that are told of; more are left to the replica that saw them fail."""
+
+
+class Registers:
+    """Thresholds and cool-downs of all replicas.
+
+    Args:
+        scheduler: Where they take effect.
+        replica_log: Takes what is changed here.
+        replica_id: Ours.
+        clock: Monotonic seconds.
+        wall_clock: Seconds since the Unix epoch.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        replica_log: ReplicaLog,
+        replica_id: str,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.thresholds: dict[tuple[str, str], replication_pb2.ThresholdsEvent] = {}
+        """By tenant and model."""
+        self.cool_downs: dict[tuple[str, WorkerRank], int] = {}
+        """By tenant and rank: the end, microseconds since the Unix epoch."""
+        self._scheduler = scheduler
+        self._log = replica_log
+        self._replica_id = replica_id
+        self._clock = clock
+        self._wall_clock = wall_clock
+        scheduler.thresholds.on_change = self._on_thresholds
+        scheduler.on_cool_down = self._on_cool_down
+
+    def merge_thresholds(self, event: replication_pb2.ThresholdsEvent) -> None:
+        """Takes what another replica knows."""
+        given = event.thresholds
+        name = (given.tenant, given.model)
+        ours = self.thresholds.get(name)
+        if ours is not None and (ours.version, ours.replica_id) >= (event.version, event.replica_id):
+            return
+        found = BusyThresholds(
+            given.active_decode_blocks_threshold if given.HasField("active_decode_blocks_threshold") else None,
+            given.active_prefill_tokens_threshold if given.HasField("active_prefill_tokens_threshold") else None,
+        )
+        try:
+            self._scheduler.thresholds.put(*name, found.validate())
+        except KvscoutError as error:
+            log.error("thresholds of model %s from replica %s are refused: %s", given.model, event.replica_id, error)
+            return
+        self.thresholds[name] = event
+
+    def merge_cool_down(self, event: replication_pb2.CoolDownEvent) -> None:
+        """Takes what another replica knows."""
+        name = (event.tenant, rank_from_proto(event.worker))
+        now = self._wall_now()
+        if not now < event.until <= now + 2 * MAX_LEASE_SECONDS * MICROSECONDS:
+            return
+        if self.cool_downs.get(name, 0) < event.until and (
+            name in self.cool_downs or len(self.cool_downs) < MAX_COOL_DOWNS
+        ):
+            self.cool_downs[name] = event.until
+            self._apply(*name)
+
+    def worker_added(self, spec: WorkerSpec) -> None:
+        """A worker is new here; others may have seen it fail."""
+        for rank in spec.ranks:
+            if (spec.tenant, rank) in self.cool_downs:
+                self._apply(spec.tenant, rank)
+
+    def worker_removed(self, spec: WorkerSpec) -> None:
+        """A worker is gone: one of the same name is another one."""
+        for rank in spec.ranks:
+            self.cool_downs.pop((spec.tenant, rank), None)
+
+    def expire(self) -> None:
+        """Forgets cool-downs that are over."""
+        now = self._wall_now()
+        for name in [name for name, until in self.cool_downs.items() if until <= now]:
+            del self.cool_downs[name]
+
+    def cool_down_events(self) -> list[replication_pb2.CoolDownEvent]:
+        """All cool-downs, for a snapshot."""
+        return [
+            replication_pb2.CoolDownEvent(tenant=tenant, worker=rank_to_proto(rank), until=until)
+            for (tenant, rank), until in self.cool_downs.items()
+        ]
+
+    def _wall_now(self) -> int:
+        return int(self._wall_clock() * MICROSECONDS)
+
+    def _apply(self, tenant: str, rank: WorkerRank) -> None:
+        remaining = (self.cool_downs[tenant, rank] - self._wall_now()) / MICROSECONDS
+        try:
+            self._scheduler.cool_down(tenant, rank, self._clock() + remaining)
+        except NotFound:
+            log.debug("worker %s of a cool-down is not known yet", rank.worker_id)
+
+    def _on_thresholds(self, tenant: str, model: str, thresholds: BusyThresholds) -> None:
+        known = self.thresholds.get((tenant, model))
+        event = replication_pb2.ThresholdsEvent(
+            thresholds=types_pb2.BusyThresholds(
+                model=model,
+                tenant=tenant,
+                active_decode_blocks_threshold=thresholds.active_decode_blocks_threshold,
+                active_prefill_tokens_threshold=thresholds.active_prefill_tokens_threshold,
+            ),
+            version=max(self._wall_now(), known.version + 1 if known is not None else 0),
+            replica_id=self._replica_id,
+        )
+        self.thresholds[tenant, model] = event
+        self._log.tell_thresholds(event)
+
+    def _on_cool_down(self, tenant: str, rank: WorkerRank, until: float) -> None:
+        end = self._wall_now() + int((until - self._clock()) * MICROSECONDS)
+        if end > self.cool_downs.get((tenant, rank), 0):
+            self.cool_downs[tenant, rank] = end
+        event = replication_pb2.CoolDownEvent(
+            tenant=tenant, worker=rank_to_proto(rank), until=self.cool_downs[tenant, rank]
+        )
+        self._log.tell_cool_down(event)

@@ -1,0 +1,163 @@
+"""A claim: what a replica says of a request that it owns. Pure values and their protobuf form.
+
+Of several claims to a name, those that are *over* cancel the active ones of a lower term, and those of the same attempt
+at the same term; of the active ones left the highest (term, replica id, epoch) holds.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from hashlib import blake2b
+from typing import NamedTuple
+
+from kvscout.v1 import replication_pb2, scheduler_pb2
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.worker import WorkerRank
+from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
+from kvscout_scheduler.request import HASH_BYTES, MAX_LEASE_SECONDS, RequestKey
+from kvscout_scheduler.translate import key_from_proto
+
+
+class Incarnation(NamedTuple):
+    """One life of a replica."""
+
+    replica_id: str
+    epoch: int
+    """Its start, microseconds since the Unix epoch."""
+
+
+class ClaimState(IntEnum):
+    """Where a claimed request is; the numbers of the protocol."""
+
+    PREFILL = replication_pb2.CLAIM_STATE_PREFILL
+    DECODE = replication_pb2.CLAIM_STATE_DECODE
+    FREED = replication_pb2.CLAIM_STATE_FREED
+    """By its caller: this attempt is never booked again."""
+    ENDED = replication_pb2.CLAIM_STATE_ENDED
+
+    @property
+    def active(self) -> bool:
+        """Whether it occupies a worker."""
+        return self <= ClaimState.DECODE
+
+
+class Choice(NamedTuple):
+    """How the worker was chosen: what a repeated call is answered with."""
+
+    policy: str
+    overlap_blocks: int
+    effective_overlap_blocks: float
+    cost: float
+
+
+_STATES = frozenset(state.value for state in ClaimState)
+
+NOWHERE = WorkerRank("", 0)
+"""The worker of a claim that is over."""
+
+
+class Claim(NamedTuple):
+    """One replica's claim to a request; never changed, only replaced."""
+
+    key: RequestKey
+    attempt_id: int
+    term: int
+    state: ClaimState
+    rank: WorkerRank = NOWHERE
+    block_hashes: bytes = b""
+    isl_tokens: int = 0
+    uncached_tokens: int = 0
+    expected_output_tokens: int = 0
+    output_blocks: int = 0
+    owner_id: str = ""
+    lease_seconds: float = 0.0
+    choice: Choice | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether it occupies a worker."""
+        return self.state <= ClaimState.DECODE
+
+    def cancels(self, other: Claim) -> bool:
+        """Whether this claim, which is over, cancels an active one."""
+        return self.term > other.term or (self.term == other.term and self.attempt_id == other.attempt_id)
+
+    def mark(self) -> int:
+        """Its part in its replica's digest: 64 bits over all that can change, and its name."""
+        key = self.key
+        text = (
+            f"{key.tenant}\0{key.model}\0{key.role}\0{key.request_id}\0{self.attempt_id}\0{self.term}\0{self.state:d}\0"
+            f"{self.rank.worker_id}\0{self.rank.dp_rank}\0{self.output_blocks}\0{self.owner_id}\0{self.lease_seconds!r}"
+        )
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def size(self) -> int:
+        """About its bytes in a message."""
+        return len(self.block_hashes) + len(self.key.request_id) + len(self.key.model) + len(self.owner_id) + 128
+
+
+def name_to_proto(claim: Claim) -> scheduler_pb2.RequestRef:
+    """The request and attempt of a claim."""
+    key = claim.key
+    return scheduler_pb2.RequestRef(
+        model=key.model,
+        tenant=key.tenant,
+        role=role_to_proto(key.role),
+        request_id=key.request_id,
+        attempt_id=claim.attempt_id,
+    )
+
+
+def claim_to_proto(claim: Claim) -> replication_pb2.Claim:
+    """A claim, for others."""
+    choice = claim.choice
+    return replication_pb2.Claim(
+        request=name_to_proto(claim),
+        term=claim.term,
+        state=claim.state.value,
+        worker=rank_to_proto(claim.rank) if claim.active else None,
+        block_hashes=claim.block_hashes,
+        isl_tokens=claim.isl_tokens,
+        uncached_tokens=claim.uncached_tokens,
+        expected_output_tokens=claim.expected_output_tokens,
+        output_blocks=claim.output_blocks,
+        owner_id=claim.owner_id,
+        lease_seconds=claim.lease_seconds,
+        choice=replication_pb2.ClaimChoice(**choice._asdict()) if choice is not None else None,
+    )
+
+
+def claim_from_proto(message: replication_pb2.Claim) -> Claim:
+    """A claim of another replica.
+
+    Raises:
+        InvalidArgument: It is none; the field is named.
+    """
+    if message.state not in _STATES:
+        raise InvalidArgument(f"{message.state} is none", field="claim.state")
+    if not message.term:
+        raise InvalidArgument("must be at least 1", field="claim.term")
+    if len(message.block_hashes) % HASH_BYTES:
+        raise InvalidArgument("packed hashes must be whole u64s", field="claim.block_hashes")
+    lease = message.lease_seconds
+    if not (math.isfinite(lease) and 0 <= lease <= MAX_LEASE_SECONDS):
+        raise InvalidArgument(f"must be between 0 and {MAX_LEASE_SECONDS}", field="claim.lease_seconds")
+    choice = message.choice
+    return Claim(
+        key=key_from_proto(message.request),
+        attempt_id=message.request.attempt_id,
+        term=message.term,
+        state=ClaimState(message.state),
+        rank=rank_from_proto(message.worker) if message.HasField("worker") else NOWHERE,
+        block_hashes=message.block_hashes,
+        isl_tokens=message.isl_tokens,
+        uncached_tokens=message.uncached_tokens,
+        expected_output_tokens=message.expected_output_tokens,
+        output_blocks=message.output_blocks,
+        owner_id=message.owner_id,
+        lease_seconds=lease,
+        choice=Choice(choice.policy, choice.overlap_blocks, choice.effective_overlap_blocks, choice.cost)
+        if message.HasField("choice")
+        else None,
+    )

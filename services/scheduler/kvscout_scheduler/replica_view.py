@@ -1,0 +1,293 @@
+"""What we know of one incarnation of another replica: its claims up to a sequence, and what we miss.
+
+::
+
+    sequence                  known
+    ───┴──── missing ───────────┴──▶        a batch that fits is applied; one after a gap waits for what is missing;
+     claims             [later batches]     if that does not come, a snapshot is asked for and replaces the claims
+
+Invariants
+1. `claims` are exactly those after the event `sequence` of that incarnation: the start of a log, sequence 0, has none.
+2. `digest` is the exclusive or of the claims' marks. Who took over what of these is kept elsewhere (`ownership`).
+3. Later batches are bounded by count; what does not fit is missed and comes with the snapshot.
+
+Pure: the clock is passed in, and whoever follows is told through a `Follower`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from kvscout.v1 import replication_pb2
+from kvscout_scheduler.replica_claim import Claim, ClaimState, Incarnation, claim_from_proto
+from kvscout_scheduler.replica_log import digest_of
+from kvscout_scheduler.request import RequestKey
+from kvscout_scheduler.translate import key_from_proto
+
+SILENT_SECONDS = 5.0
+"""Two heartbeats missed and a bit: nothing is forwarded any more."""
+REORDER_SECONDS = 0.02
+"""How long what is missing may come by itself."""
+RETRY_SECONDS = (0.1, 0.2, 0.25)
+"""Between requests for a snapshot; the last one for ever."""
+MAX_LATER_BATCHES = 256
+
+
+Change = (
+    replication_pb2.PrefillCompletedEvent
+    | replication_pb2.OutputAddedEvent
+    | replication_pb2.RenewedEvent
+    | replication_pb2.FreedEvent
+)
+"""Events that name a claim which must be there."""
+
+
+class Follower(Protocol):
+    """Hears what changed in a view."""
+
+    def claim_changed(self, key: RequestKey) -> None:
+        """The view's claim to a name came, changed or went."""
+
+    def freed_by_caller(self, key: RequestKey, attempt_id: int) -> None:
+        """A caller freed an attempt at that replica."""
+
+    def thresholds_changed(self, event: replication_pb2.ThresholdsEvent) -> None:
+        """Thresholds of a model."""
+
+    def cool_down_changed(self, event: replication_pb2.CoolDownEvent) -> None:
+        """A cool-down."""
+
+
+class View:
+    """One other incarnation.
+
+    Args:
+        of: Whose.
+        follower: Told of each change.
+        now: Monotonic seconds.
+    """
+
+    def __init__(self, of: Incarnation, follower: Follower, now: float) -> None:
+        self.of = of
+        self.claims: dict[RequestKey, Claim] = {}
+        self.sequence = 0
+        self.digest = 0
+        self.known = 0
+        """Highest sequence that is known to exist."""
+        self.heard_at = now
+        self.leaving = False
+        """It said that it stops."""
+        self.replaced = False
+        """A later incarnation was heard of."""
+        self.diverged = False
+        self.gaps = 0
+        self.divergences = 0
+        self.snapshots = 0
+        self._follower = follower
+        self._witnesses: dict[str, int] = {}
+        """Replicas that told how far they have followed it, beyond us."""
+        self._later: dict[int, replication_pb2.EventBatch] = {}
+        self._missing_since: float | None = None
+        self._asked_at = 0.0
+        self._tries = 0
+        self._request_id = 0
+        self._chunks: dict[int, replication_pb2.ReplicaSnapshotChunk] = {}
+
+    def live(self, now: float) -> bool:
+        """Whether it can be expected to answer."""
+        return not (self.leaving or self.replaced) and now - self.heard_at < SILENT_SECONDS
+
+    @property
+    def lag_events(self) -> int:
+        """Events known to exist and not applied."""
+        return self.known - self.sequence
+
+    def lag_seconds(self, now: float) -> float:
+        """For how long anything has been missing."""
+        return 0.0 if self._missing_since is None else now - self._missing_since
+
+    def take_batch(self, batch: replication_pb2.EventBatch, now: float) -> int:
+        """Applies what fits of a batch.
+
+        Returns:
+            Events applied, of later batches too.
+
+        Raises:
+            InvalidArgument: An event cannot be read; nothing of the batch is applied.
+        """
+        last = batch.first_sequence + len(batch.events) - 1
+        self._learn(last, now)
+        if last <= self.sequence:
+            return 0
+        if batch.first_sequence > self.sequence + 1:
+            self.gaps += not self._later
+            if len(self._later) < MAX_LATER_BATCHES:
+                self._later[batch.first_sequence] = batch
+            return 0
+        before = self.sequence
+        self._apply(batch)
+        self._drain(now)
+        return self.sequence - before
+
+    def take_heartbeat(self, heartbeat: replication_pb2.ReplicaHeartbeat, now: float) -> None:
+        """Compares where it is with what we have."""
+        self.leaving = heartbeat.leaving
+        self._learn(heartbeat.sequence, now)
+        if heartbeat.sequence == self.sequence:
+            agrees = (heartbeat.claims, heartbeat.digest) == (len(self.claims), self.digest)
+            if not agrees and not self.diverged:
+                self.divergences += 1
+            self.diverged = not agrees
+            self._settle(now)
+
+    def take_position(self, witness: str, sequence: int, now: float) -> None:
+        """Another replica tells how far it has followed this one."""
+        if sequence > self.sequence:
+            self._witnesses[witness] = sequence
+            self._learn(sequence, now)
+
+    def wanted(self, now: float, alive: Callable[[str], bool], request_id: int) -> str:
+        """Whom to ask for a snapshot now.
+
+        Args:
+            now: Monotonic seconds.
+            alive: Whether a replica can be expected to answer.
+            request_id: Names the request, if there is one.
+
+        Returns:
+            A replica id; "" = nobody.
+        """
+        if self._missing_since is None or now - self._missing_since < REORDER_SECONDS:
+            return ""
+        pause = RETRY_SECONDS[min(self._tries, len(RETRY_SECONDS)) - 1]
+        if self._tries and now - self._asked_at < pause:
+            return ""
+        targets = [self.of.replica_id] if self.live(now) else []
+        targets += sorted(w for w, sequence in self._witnesses.items() if sequence > self.sequence and alive(w))
+        if not targets:
+            if not self.live(now):
+                # Nobody has what is missing: it is gone with its replica.
+                self.known, self.diverged = self.sequence, False
+                self._later.clear()
+                self._settle(now)
+            return ""
+        self._request_id, self._asked_at, self._chunks = request_id, now, {}
+        self._tries += 1
+        return targets[(self._tries - 1) % len(targets)]
+
+    def take_chunk(self, chunk: replication_pb2.ReplicaSnapshotChunk, now: float) -> None:
+        """Takes a part of the snapshot that was asked for; the last one puts it into effect.
+
+        Raises:
+            InvalidArgument: A claim cannot be read; the snapshot is not in effect.
+        """
+        if not self._request_id or chunk.request_id != self._request_id:
+            return
+        self._asked_at = now
+        self._chunks[chunk.index] = chunk
+        last = max(self._chunks)
+        if not self._chunks[last].last or len(self._chunks) <= last:
+            return
+        chunks, self._chunks, self._request_id = self._chunks, {}, 0
+        if chunk.sequence < self.sequence:
+            return
+        claims = [claim_from_proto(each) for number in range(last + 1) for each in chunks[number].claims]
+        for event in chunks[0].thresholds:
+            self._follower.thresholds_changed(event)
+        for cool_down in chunks[0].cool_downs:
+            self._follower.cool_down_changed(cool_down)
+        self.snapshots += 1
+        self._replace({claim.key: claim for claim in claims}, chunk.sequence)
+        self.diverged = False
+        self.known = max(self.known, self.sequence)
+        self._drain(now)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the digest is not that of the claims."""
+        assert self.digest == digest_of(self.claims)
+
+    def _learn(self, sequence: int, now: float) -> None:
+        self.known = max(self.known, sequence)
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        """Notes since when anything is missing."""
+        if self.known > self.sequence or self.diverged:
+            if self._missing_since is None:
+                self._missing_since = now
+        else:
+            self._missing_since, self._tries, self._request_id = None, 0, 0
+            self._witnesses.clear()
+
+    def _drain(self, now: float) -> None:
+        """Applies the batches that fit now."""
+        while self._later:
+            first = min(self._later)
+            if first > self.sequence + 1:
+                break
+            batch = self._later.pop(first)
+            if first + len(batch.events) - 1 > self.sequence:
+                self._apply(batch)
+        self._settle(now)
+
+    def _apply(self, batch: replication_pb2.EventBatch) -> None:
+        events = batch.events[self.sequence + 1 - batch.first_sequence :]
+        added = {i: claim_from_proto(e.add_request) for i, e in enumerate(events) if e.HasField("add_request")}
+        self._apply_events(events, added)
+
+    def _apply_events(self, events: Sequence[replication_pb2.ReplicaEvent], added: Mapping[int, Claim]) -> None:
+        for index, event in enumerate(events):
+            self.sequence += 1
+            kind = event.WhichOneof("event")
+            match kind:
+                case "add_request":
+                    self._put(added[index])
+                case "thresholds":
+                    self._follower.thresholds_changed(event.thresholds)
+                case "cool_down":
+                    self._follower.cool_down_changed(event.cool_down)
+                case None:
+                    self.diverged = True
+                case _:
+                    self._change(getattr(event, kind))
+
+    def _change(self, event: Change) -> None:
+        """Applies an event to the claim that it names."""
+        key = key_from_proto(event.request)
+        claim = self.claims.get(key)
+        if claim is None or claim.attempt_id != event.request.attempt_id:
+            # Cannot be while the log and we agree; a snapshot will tell.
+            self.diverged = True
+        elif isinstance(event, replication_pb2.FreedEvent):
+            self.digest ^= self.claims.pop(key).mark()
+            if event.by_caller:
+                self._follower.freed_by_caller(key, claim.attempt_id)
+            self._follower.claim_changed(key)
+        elif isinstance(event, replication_pb2.OutputAddedEvent):
+            self._put(claim._replace(output_blocks=event.output_blocks))
+        elif isinstance(event, replication_pb2.RenewedEvent):
+            self._put(claim._replace(owner_id=event.owner_id, lease_seconds=event.lease_seconds))
+        else:
+            self._put(claim._replace(state=ClaimState.DECODE))
+
+    def _put(self, claim: Claim) -> None:
+        before = self.claims.get(claim.key)
+        if before is not None:
+            self.digest ^= before.mark()
+        self.claims[claim.key] = claim
+        self.digest ^= claim.mark()
+        if claim.state is ClaimState.FREED:
+            self._follower.freed_by_caller(claim.key, claim.attempt_id)
+        self._follower.claim_changed(claim.key)
+
+    def _replace(self, claims: dict[RequestKey, Claim], sequence: int) -> None:
+        before, self.claims = self.claims, claims
+        self.sequence, self.digest = sequence, digest_of(claims)
+        for key, claim in claims.items():
+            if before.pop(key, None) != claim:
+                if claim.state is ClaimState.FREED:
+                    self._follower.freed_by_caller(key, claim.attempt_id)
+                self._follower.claim_changed(key)
+        for key in before:
+            self._follower.claim_changed(key)
