@@ -316,7 +316,8 @@ fn check(dump: &WorkerDump) -> Result<(), LoadError> {
     if dump.orphans.len() > ORPHAN_LIMIT {
         return contradiction("orphans".into(), &format!("more than {ORPHAN_LIMIT}"));
     }
-    if !dump.incompatible.is_empty() && !(dump.blocks.is_empty() && dump.orphans.is_empty()) {
+    let empty = dump.blocks.is_empty() && dump.orphans.is_empty();
+    if !empty && !dump.incompatible.is_empty() {
         return contradiction("incompatible".into(), "a worker that is not indexed has blocks");
     }
     Ok(())

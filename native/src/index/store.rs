@@ -435,12 +435,11 @@ impl Ledger {
         black_box(parts.clone().fold(0, |all, part| all ^ part.own.first().map_or(0, |first| *first)));
         let siblings = parts.clone().filter_map(|part| worker.presences.get(part.previous));
         black_box(siblings.fold(0, |all, part| all ^ part.next));
-        let nodes: SmallVec<[NodeId; FORGOTTEN_AT_ONCE]> = parts.map(|part| part.node).collect();
-        let entries = nodes.iter().map(|&node| &self.nodes[node]);
+        let entries = parts.map(|part| &self.nodes[part.node]);
         black_box(entries.clone().fold(0, |all, entry| all ^ entry.refs[0].pins));
         let siblings = entries.filter_map(|entry| self.nodes.get(entry.previous));
         black_box(siblings.fold(0, |all, entry| all ^ entry.next));
-        self.trie.warm(&nodes);
+        // Not the trie: its lines are shared with readers, who would pay for each look at their locks.
     }
 
     fn remove_one(&mut self, slot: u32, engine_hash: u64, group: u32, tier: u8) -> bool {

@@ -17,17 +17,14 @@
 //!
 //! A writer holds the lock of one shard for one node's change at a time, so readers wait for no more than that.
 
-use std::hint::black_box;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::RwLock;
 use smallvec::SmallVec;
 
 use super::lane_set::LaneSet;
-use super::nodes::{index_of, shard_of};
 use super::prompt::Prompt;
 use super::run::Run;
-use super::worker::NodeId;
 use crate::slab::Slab;
 use crate::table::{Table, mix};
 
@@ -39,9 +36,6 @@ pub const MAX_RUN: u32 = 1024;
 
 /// Local hashes compared at once; a prompt of tokens is hashed in such pieces.
 const PIECE: usize = 64;
-
-/// Nodes that `Trie::warm` is called for, mostly.
-const WARMED: usize = 64;
 
 /// A node's number in its shard; 0 is none.
 pub type NodeIndex = u32;
@@ -305,22 +299,6 @@ impl Trie {
     #[inline]
     pub fn shard(&self, shard: usize) -> &RwLock<Shard> {
         &self.shards[shard]
-    }
-
-    /// Reads what taking some nodes out touches: the cache misses of each step overlap.
-    pub fn warm(&self, nodes: &[NodeId]) {
-        // Only a writer can wait for these, and this is called by the one that there is.
-        let shards: SmallVec<[_; WARMED]> =
-            nodes.iter().map(|&node| self.shard(shard_of(node)).read()).collect();
-        let keys: SmallVec<[u64; WARMED]> = shards
-            .iter()
-            .zip(nodes)
-            .map(|(shard, &node)| {
-                let node = &shard.nodes[index_of(node)];
-                shard.key(node.parent, node.local[0])
-            })
-            .collect();
-        black_box(shards.iter().zip(keys).fold(0, |all, (shard, key)| all ^ shard.children.warm(key)));
     }
 
     /// What every lane has of a prompt; lanes that have nothing are left out.
