@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -38,6 +39,17 @@ class Engine:
         self._rng = Random(seed)
         self.answered = 0
         self.failed = 0
+
+    @classmethod
+    def custom(cls, number: int, seed: int, indexers: Sequence[str]) -> Engine:
+        """An engine of one's own, which pushes its events to indexers."""
+        engine = cls(number, seed)
+        targets = [flag for address in indexers for flag in ("--indexer", address)]
+        engine.member = Member(
+            engine.worker_id, "chaos.custom_engine", "--port", str(engine.port), "--worker-id", engine.worker_id,
+            "--seed", str(seed % 2**32), *targets,
+        )  # fmt: skip
+        return engine
 
     def prompt(self) -> list[int]:
         """A prompt that shares a beginning with others more often than not."""

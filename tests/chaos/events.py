@@ -24,7 +24,7 @@ from chaos.worlds import World
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
 SEED = int(os.environ.get("CHAOS_SEED", SystemRandom().randrange(2**32)))
-TRANSPORTS = os.environ.get("CHAOS_TRANSPORTS", "direct,peers,nats-core,jetstream").split(",")
+TRANSPORTS = os.environ.get("CHAOS_TRANSPORTS", "direct,peers,grpc,nats-core,jetstream").split(",")
 QUIET_SECONDS = 60.0
 """Longest wait for the truth after the faults: replays back off up to 13 s, leases take 10."""
 PREDICTIONS = 20

@@ -18,16 +18,22 @@ class World:
     """The processes of one transport.
 
     Args:
-        transport: "direct", "peers", "nats-core" or "jetstream".
+        transport: "direct", "peers", "grpc", "nats-core" or "jetstream".
         folder: For files of its own.
         seed: Of its engines.
     """
 
     def __init__(self, transport: str, folder: Path, seed: int) -> None:
         self.transport = transport
-        self.engines = [Engine(number, seed + number) for number in range(ENGINES)]
         self.nats: NatsServer | None = None
         self.bridges: list[Member] = []
+        if transport == "grpc":
+            ports = free_ports(2)
+            self.indexers = [Indexer(number, port=port) for number, port in enumerate(ports)]
+            addresses = [f"127.0.0.1:{port}" for port in ports]
+            self.engines = [Engine.custom(number, seed + number, addresses) for number in range(ENGINES)]
+            return
+        self.engines = [Engine(number, seed + number) for number in range(ENGINES)]
         if transport in ("direct", "peers"):
             flags = ("--workers-file", str(self._workers_file(folder)))
             ports = free_ports(2)

@@ -19,7 +19,7 @@ from nats_server import NatsServer, nats_server
 from processes import eventually
 from scripted_publisher import dumped
 
-from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
+from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
 from kvscout_blocks.events import EventBatch
 from kvscout_blocks.index import WorkerDump, WorkerOptions
 from kvscout_blocks.native_index import make_index
@@ -113,7 +113,7 @@ class Reader:
         try:
             await eventually(equal, what="the truth")
         except AssertionError as error:
-            status = await self.client.rpc("GetStatus", indexer_pb2.IndexerStatus())
+            status = await self.client.rpc("GetStatus", types_pb2.GetStatusRequest())
             raise AssertionError(f"{error}\n{status.sources}\n{await dumped(self.stub)}\n{truth}") from error
 
 
@@ -133,6 +133,15 @@ class World:
         else:
             given["indexers"] = [f"127.0.0.1:{self.ports[0]}"]
         return KvEventPublisher(transport=self.transport, **{**given, **fields})
+
+    @asynccontextmanager
+    async def publishing(self, **fields: Any) -> AsyncIterator[KvEventPublisher]:
+        """A publisher for the length of a block, which may outlive its indexers: nobody waits for them."""
+        events = await self.publisher(**fields).open()
+        try:
+            yield events
+        finally:
+            await events.close(timeout=0.1)
 
     @asynccontextmanager
     async def indexer(self, number: int = 0) -> AsyncIterator[Reader]:
@@ -195,7 +204,7 @@ async def test_what_is_stored_removed_and_cleared_is_what_indexers_find(world: W
         events.publish_removed([-2])
         await holds(reader, 1, PROMPT)
         assert await events.flush(FLUSH_SECONDS)
-        registered = (await reader.client.rpc("ListWorkers", indexer_pb2.DumpRequest())).workers[0]
+        registered = (await reader.client.rpc("ListWorkers", workers_pb2.ListWorkersRequest())).workers[0]
         assert (registered.worker.engine, registered.worker.total_kv_blocks) == (5, 100)
         assert 0 < registered.lease_remaining_seconds <= 2
         last = events.publish_cleared()
@@ -205,7 +214,7 @@ async def test_what_is_stored_removed_and_cleared_is_what_indexers_find(world: W
 
 
 async def test_an_indexer_that_comes_late_gets_everything_and_knows_that_it_is_everything(world: World) -> None:
-    async with world.publisher() as events:
+    async with world.publishing() as events:
         truth = Truth(events, seed=SEED)
         for _ in range(40):
             truth.step()
@@ -220,7 +229,7 @@ async def test_nothing_is_lost_or_doubled_when_nats_and_indexers_die_and_all_tra
 ) -> None:
     print(f"KVSCOUT_TEST_SEED={SEED}")
     indexers = {"indexers": [f"127.0.0.1:{port}" for port in world.ports]} if world.nats is None else {}
-    async with world.publisher(**indexers) as events, world.indexer(0) as steady:
+    async with world.publishing(**indexers) as events, world.indexer(0) as steady:
         truth = Truth(events, seed=SEED)
         async with world.indexer(1) as dying:
             for _ in range(60):
@@ -245,7 +254,7 @@ async def test_nothing_is_lost_or_doubled_when_nats_and_indexers_die_and_all_tra
 
 @pytest.mark.parametrize("transport", ["nats-core", "grpc"])
 async def test_what_is_too_much_to_wait_becomes_the_state(transport: str) -> None:
-    async with world_of(transport) as world, world.publisher(max_buffered_bytes=4000) as events:
+    async with world_of(transport) as world, world.publishing(max_buffered_bytes=4000) as events:
         async with world.indexer() as reader:
             truth = Truth(events, seed=SEED)
             truth.step()
@@ -377,7 +386,7 @@ async def known(reader: Reader) -> None:
     """Waits until the worker is registered."""
 
     async def listed() -> bool:
-        return bool((await reader.client.rpc("ListWorkers", indexer_pb2.DumpRequest())).workers)
+        return bool((await reader.client.rpc("ListWorkers", workers_pb2.ListWorkersRequest())).workers)
 
     await eventually(listed, what="a registration")
 
@@ -387,19 +396,23 @@ async def in_background(function: Any) -> Any:
 
 
 async def test_an_indexer_that_forgot_the_worker_is_told_again_and_draining_is_kept() -> None:
-    async with world_of("grpc") as world, world.publisher() as events:
+    async with world_of("grpc") as world, world.publishing() as events:
         truth = Truth(events, seed=SEED)
         truth.step()
         async with world.indexer() as reader:
             await reader.equals(truth.dump())
-            await reader.client.rpc("DrainWorker", indexer_pb2.ResetWorkerRequest(worker_id="w"))
-            await reader.client.rpc("RemoveWorker", indexer_pb2.ResetWorkerRequest(worker_id="w"))
+            await reader.client.rpc("DrainWorker", workers_pb2.DrainWorkerRequest(worker_id="w"))
+            await reader.client.rpc("RemoveWorker", workers_pb2.RemoveWorkerRequest(worker_id="w"))
             await reader.equals(truth.dump())
-            assert not (await reader.client.rpc("ListWorkers", indexer_pb2.DumpRequest())).workers[0].worker.draining
-            await reader.client.rpc("DrainWorker", indexer_pb2.ResetWorkerRequest(worker_id="w"))
+            assert (
+                not (await reader.client.rpc("ListWorkers", workers_pb2.ListWorkersRequest()))
+                .workers[0]
+                .worker.draining
+            )
+            await reader.client.rpc("DrainWorker", workers_pb2.DrainWorkerRequest(worker_id="w"))
             async with world.publisher(epoch=2**50):
                 await reader.client.until(lambda s: s.epoch == 2**50)
-                worker = (await reader.client.rpc("ListWorkers", indexer_pb2.DumpRequest())).workers[0].worker
+                worker = (await reader.client.rpc("ListWorkers", workers_pb2.ListWorkersRequest())).workers[0].worker
                 assert worker.draining
                 # The older publisher is told that it is none any more.
                 await eventually(lambda: newer(events), what="a problem")
@@ -416,7 +429,7 @@ async def test_a_worker_is_deregistered_when_its_publisher_closes(world: World) 
             await holds(reader, 3, PROMPT)
 
         async def gone() -> bool:
-            return not (await reader.client.rpc("ListWorkers", indexer_pb2.DumpRequest())).workers
+            return not (await reader.client.rpc("ListWorkers", workers_pb2.ListWorkersRequest())).workers
 
         await eventually(gone, what="no registration")
         with pytest.raises(ValueError, match="not open"):
