@@ -8,6 +8,7 @@ pub mod events;
 pub mod hashing;
 pub mod index;
 pub mod ingest;
+pub mod load;
 pub mod protobuf;
 #[cfg(feature = "python")]
 mod python;

@@ -6,6 +6,7 @@ mod errors;
 mod hashing;
 mod index;
 mod ingest;
+mod load;
 mod queries;
 
 use pyo3::prelude::*;
@@ -37,5 +38,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     codec::register(module)?;
     index::register(module)?;
     ingest::register(module)?;
+    load::register(module)?;
     queries::register(module)
 }

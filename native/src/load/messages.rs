@@ -1,0 +1,277 @@
+//! Messages of `Lifecycle` streams: operations out of bytes, results into them.
+//!
+//! What is usual is read here; an operation that is not (other kinds, rare fields, columns that contradict each
+//! other) comes out as its bytes, for the plain path, so that there is one place that judges and words errors.
+
+use super::Overlaps;
+use crate::protobuf::{Field, Reader, Writer};
+
+/// Operations in one message; more are refused by the plain path.
+const MAX_OPERATIONS: usize = 1024;
+
+const DEFAULT_TENANT: &str = "default";
+
+/// The caller that may name every tenant.
+const ALL_TENANTS: &str = "*";
+
+/// The highest number of a `Role`.
+const LAST_ROLE: u64 = 3;
+
+/// A booking's name.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Name<'a> {
+    pub model: &'a str,
+    /// Empty: that of the stream.
+    pub tenant: &'a str,
+    pub role: u32,
+    pub request_id: &'a str,
+    pub attempt_id: u64,
+}
+
+/// A `SelectRequest` without rare fields.
+#[derive(Debug, Default)]
+pub struct Select<'a> {
+    pub name: Name<'a>,
+    /// Packed.
+    pub hashes: &'a [u8],
+    pub isl_tokens: u32,
+    pub block_size: u32,
+    pub overlaps: Option<Overlaps>,
+    /// What they were read from.
+    pub overlaps_message: &'a [u8],
+    pub priority: i32,
+    pub expected_output_tokens: u32,
+    pub lease_seconds: u32,
+    pub prefill_elsewhere: bool,
+}
+
+/// One operation; `Plain` is left to the plain path.
+#[derive(Debug)]
+pub enum Operation<'a> {
+    SelectAndReserve(u64, Box<Select<'a>>),
+    PrefillComplete(u64, Name<'a>),
+    Free(u64, Name<'a>),
+    Plain(&'a [u8]),
+}
+
+/// The operations of a `LifecycleRequest`; None: the plain path must read all of it.
+///
+/// `caller_tenant` is what the caller's token is bound to; "*" is all.
+pub fn operations<'a>(message: &'a [u8], caller_tenant: &str) -> Option<Vec<Operation<'a>>> {
+    let may = |tenant: &str| caller_tenant == ALL_TENANTS || caller_tenant == tenant;
+    let (mut found, mut tenant) = (Vec::new(), "");
+    let mut reader = Reader::new(message);
+    while let Some(field) = reader.next()? {
+        match field {
+            (1, Field::Bytes(value)) => tenant = std::str::from_utf8(value).ok()?,
+            (3, Field::Bytes(value)) if found.len() < MAX_OPERATIONS => {
+                let operation = operation(value)?;
+                let named = match &operation {
+                    Operation::SelectAndReserve(_, select) => select.name.tenant,
+                    Operation::PrefillComplete(_, name) | Operation::Free(_, name) => name.tenant,
+                    Operation::Plain(_) => "",
+                };
+                if !named.is_empty() && !may(named) {
+                    return None;
+                }
+                found.push(operation);
+            }
+            (1..=3, _) => return None,
+            _ => {} // of a later version
+        }
+    }
+    may(if tenant.is_empty() { DEFAULT_TENANT } else { tenant }).then_some(found)
+}
+
+/// None: the bytes are no message.
+fn operation(bytes: &[u8]) -> Option<Operation<'_>> {
+    let (mut id, mut body) = (0, None);
+    let mut reader = Reader::new(bytes);
+    while let Some(field) = reader.next()? {
+        match field {
+            (1, Field::Varint(value)) => id = value,
+            (kind @ (3 | 5 | 7), Field::Bytes(value)) if body.is_none() => body = Some((kind, value)),
+            (1..=8, _) => return Some(Operation::Plain(bytes)),
+            _ => {} // of a later version
+        }
+    }
+    let usual = match body {
+        Some((3, value)) => select(value).map(|select| Operation::SelectAndReserve(id, Box::new(select))),
+        Some((5, value)) => reference(value).map(|name| Operation::PrefillComplete(id, name)),
+        Some((_, value)) => reference(value).map(|name| Operation::Free(id, name)),
+        None => None,
+    };
+    Some(usual.unwrap_or(Operation::Plain(bytes)))
+}
+
+/// A `SelectRequest` of the usual shape, as the unary rpc has it, too.
+pub fn select(bytes: &[u8]) -> Option<Select<'_>> {
+    let mut select = Select::default();
+    let mut reader = Reader::new(bytes);
+    while let Some(field) = reader.next()? {
+        match field {
+            (1..=5, _) => select.name.read(field)?,
+            (6, Field::Bytes(value)) if select.hashes.is_empty() && value.len() % 8 == 0 => {
+                select.hashes = value;
+            }
+            (7, Field::Varint(value)) => select.isl_tokens = value as u32,
+            (8, Field::Varint(value)) => select.block_size = value as u32,
+            (9, Field::Bytes(value)) if select.overlaps.is_none() => {
+                select.overlaps = Some(Overlaps::parse(value)?);
+                select.overlaps_message = value;
+            }
+            (18, Field::Varint(value)) => select.priority = value as i32,
+            (19, Field::Varint(value)) => select.expected_output_tokens = value as u32,
+            (21, Field::Varint(value)) => select.lease_seconds = value as u32,
+            (22, Field::Varint(value)) => select.prefill_elsewhere = value != 0,
+            (1..=22, _) => return None,
+            _ => {} // of a later version
+        }
+    }
+    Some(select)
+}
+
+/// A `RequestRef`.
+fn reference(bytes: &[u8]) -> Option<Name<'_>> {
+    let mut name = Name::default();
+    let mut reader = Reader::new(bytes);
+    while let Some(field) = reader.next()? {
+        match field {
+            (1..=5, _) => name.read(field)?,
+            _ => {} // of a later version
+        }
+    }
+    Some(name)
+}
+
+impl<'a> Name<'a> {
+    /// Reads one of the fields 1 to 5, which both messages have in the same order.
+    fn read(&mut self, field: (u32, Field<'a>)) -> Option<()> {
+        match field {
+            (1, Field::Bytes(value)) => self.model = std::str::from_utf8(value).ok()?,
+            (2, Field::Bytes(value)) => self.tenant = std::str::from_utf8(value).ok()?,
+            (3, Field::Varint(value @ 0..=LAST_ROLE)) => self.role = value as u32,
+            (4, Field::Bytes(value)) => self.request_id = std::str::from_utf8(value).ok()?,
+            (5, Field::Varint(value)) => self.attempt_id = value,
+            _ => return None,
+        }
+        Some(())
+    }
+}
+
+/// The worker that was picked, as `SelectResponse` tells of it.
+#[derive(Debug, Clone, Copy)]
+pub struct Selected<'a> {
+    pub worker_id: &'a str,
+    pub dp_rank: u32,
+    pub http_endpoint: &'a str,
+    pub overlap_blocks: u32,
+    pub effective_overlap_blocks: f64,
+    pub cost: f64,
+    pub uncached_tokens: u32,
+    pub block_size: u32,
+}
+
+impl Selected<'_> {
+    /// A `SelectResponse`.
+    pub fn response(&self) -> Writer {
+        let (mut worker, mut response) = (Writer::default(), Writer::default());
+        worker.string(1, self.worker_id);
+        worker.varint(2, u64::from(self.dp_rank));
+        response.bytes(1, worker.as_bytes());
+        response.string(2, self.http_endpoint);
+        response.varint(3, u64::from(self.overlap_blocks));
+        response.double(4, self.effective_overlap_blocks);
+        response.double(5, self.cost);
+        response.varint(6, u64::from(self.uncached_tokens));
+        response.varint(8, u64::from(self.block_size));
+        response
+    }
+}
+
+/// A `LifecycleResponse` of one result; several in a row are one message.
+fn result(id: u64, number: u32, answer: &Writer) -> Vec<u8> {
+    let (mut result, mut response) = (Writer::default(), Writer::default());
+    result.varint(1, id);
+    result.bytes(number, answer.as_bytes());
+    response.bytes(1, result.as_bytes());
+    response.into_bytes()
+}
+
+/// The result of a select_and_reserve.
+pub fn select_result(id: u64, selected: &Selected<'_>) -> Vec<u8> {
+    result(id, 4, &selected.response())
+}
+
+/// The result of a prefill_complete.
+pub fn prefill_result(id: u64, changed: bool) -> Vec<u8> {
+    let mut answer = Writer::default();
+    answer.varint(1, u64::from(changed));
+    result(id, 6, &answer)
+}
+
+/// The result of a free; `outcome` is the number of a `FreeOutcome`.
+pub fn free_result(id: u64, outcome: u32) -> Vec<u8> {
+    let mut answer = Writer::default();
+    answer.varint(1, u64::from(outcome));
+    result(id, 8, &answer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A message with these (field, content) pairs.
+    fn message(fields: &[(u32, &[u8])]) -> Vec<u8> {
+        let mut made = Writer::default();
+        fields.iter().for_each(|(number, value)| made.bytes(*number, value));
+        made.into_bytes()
+    }
+
+    fn reference_of(tenant: &str) -> Vec<u8> {
+        message(&[(1, b"m"), (2, tenant.as_bytes()), (4, b"r")])
+    }
+
+    #[test]
+    fn usual_operations_are_read_and_others_are_handed_back() {
+        let mut free = Writer::default();
+        free.varint(1, 7);
+        free.bytes(7, &reference_of(""));
+        let select = message(&[(1, b"m"), (4, b"r"), (6, &[1; 16]), (9, b"")]);
+        let pinned = message(&[(1, b"m"), (12, b"worker")]);
+        let (booked, rare) = (message(&[(3, &select)]), message(&[(3, &pinned)]));
+        let renew = message(&[(8, b"")]);
+        let all = message(&[(3, free.as_bytes()), (3, &booked), (3, &rare), (3, &renew), (3, b"")]);
+        let read = operations(&all, "*").unwrap();
+        let Operation::Free(7, name) = &read[0] else { panic!("{:?}", read[0]) };
+        assert_eq!((name.model, name.request_id, name.attempt_id), ("m", "r", 0));
+        let Operation::SelectAndReserve(0, select) = &read[1] else { panic!("{:?}", read[1]) };
+        assert_eq!((select.hashes.len(), select.name.request_id), (16, "r"));
+        assert!(select.overlaps.is_some());
+        for (operation, bytes) in read[2..].iter().zip([&*rare, &*renew, b""]) {
+            let Operation::Plain(handed_back) = operation else { panic!("{operation:?}") };
+            assert_eq!(*handed_back, bytes);
+        }
+    }
+
+    #[test]
+    fn a_message_with_a_hello_or_none_at_all_is_left_alone() {
+        assert!(operations(&message(&[(2, b"")]), "*").is_none());
+        assert!(operations(&[0x1a, 9, 1], "*").is_none());
+        assert!(operations(&message(&[(3, &[0x0b])]), "*").is_none());
+        let many = vec![(3, &b""[..]); MAX_OPERATIONS + 1];
+        assert!(operations(&message(&many), "*").is_none());
+        assert_eq!(operations(&message(&many[1..]), "*").unwrap().len(), MAX_OPERATIONS);
+    }
+
+    #[test]
+    fn a_tenant_that_is_not_the_callers_is_left_to_the_plain_path() {
+        let of = |tenant: &str| message(&[(5, &reference_of(tenant))]);
+        let mine = message(&[(1, b"mine"), (3, &of("")), (3, &of("mine"))]);
+        assert_eq!(operations(&mine, "mine").unwrap().len(), 2);
+        assert!(operations(&mine, "other").is_none());
+        assert!(operations(&message(&[(1, b"mine"), (3, &of("other"))]), "mine").is_none());
+        assert!(operations(&message(&[(3, &of("mine"))]), "mine").is_none(), "unset is \"default\"");
+        assert_eq!(operations(&mine, "*").unwrap().len(), 2);
+    }
+}

@@ -1,0 +1,242 @@
+//! Active load of one pool of workers, and what it costs to put a request on each of them.
+//!
+//! The twin of `kvscout_scheduler.active_load`, `prefix_tree` and `cost`: numbers by worker slot, the prefixes that
+//! active requests share, and the columns of one decision. Knows slots, hashes and overlaps, no request and no clock.
+
+mod holders;
+pub mod messages;
+mod overlaps;
+mod score;
+mod tree;
+
+use hashbrown::HashMap;
+use smallvec::SmallVec;
+
+pub use overlaps::{Columns, Overlaps, Row};
+pub use score::{Question, Scores};
+use tree::PrefixTree;
+
+/// Workers whose block hashes are comparable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Lane {
+    pub block_size: u32,
+    pub eagle: bool,
+}
+
+/// What one request occupies; valid until removed.
+#[derive(Debug)]
+pub struct Allocation {
+    pub slot: u32,
+    pub private_blocks: i64,
+    pub prefill_tokens: i64,
+    /// The lane's number and the node where the request ends; None: it occupies no shared blocks.
+    place: Option<(u32, u32)>,
+}
+
+/// Load columns of one pool; see the twin.
+#[derive(Debug)]
+pub struct ActiveLoad {
+    pub track_blocks: bool,
+    pub requests: Vec<i64>,
+    pub prefill_tokens: Vec<i64>,
+    pub decode_blocks: Vec<i64>,
+    /// Slots in use, by rank.
+    order: Vec<u32>,
+    /// Rank and slot, by worker id.
+    slots: HashMap<Box<str>, SmallVec<[(u32, u32); 1]>>,
+    /// Few: one a block size.
+    trees: Vec<(Lane, PrefixTree)>,
+}
+
+impl ActiveLoad {
+    pub fn new(track_blocks: bool) -> Self {
+        Self {
+            track_blocks,
+            requests: Vec::new(),
+            prefill_tokens: Vec::new(),
+            decode_blocks: Vec::new(),
+            order: Vec::new(),
+            slots: HashMap::new(),
+            trees: Vec::new(),
+        }
+    }
+
+    /// Makes room for a slot; new ones are idle.
+    pub fn ensure_slot(&mut self, slot: u32) {
+        let size = self.requests.len().max(slot as usize + 1);
+        for column in [&mut self.requests, &mut self.prefill_tokens, &mut self.decode_blocks] {
+            column.resize(size, 0);
+        }
+    }
+
+    /// Says which worker ranks are at which slots, by rank: (worker id, rank, slot).
+    pub fn arrange<'a>(&mut self, ranks: impl Iterator<Item = (&'a str, u32, u32)>) {
+        self.order.clear();
+        self.slots.clear();
+        for (worker_id, dp_rank, slot) in ranks {
+            self.ensure_slot(slot);
+            self.order.push(slot);
+            self.slots.entry_ref(worker_id).or_default().push((dp_rank, slot));
+        }
+    }
+
+    /// Adds a request to a slot that there is room for.
+    pub fn add(
+        &mut self,
+        slot: u32,
+        lane: Lane,
+        hashes: &[u64],
+        private_blocks: i64,
+        prefill_tokens: i64,
+    ) -> Allocation {
+        let (mut place, mut private) = (None, 0);
+        if self.track_blocks {
+            let number = self.lane_number(lane);
+            let (node, new) = self.trees[number].1.add(hashes, slot);
+            place = Some((number as u32, node));
+            private = private_blocks;
+            self.decode_blocks[slot as usize] += new as i64 + private;
+        }
+        self.requests[slot as usize] += 1;
+        self.prefill_tokens[slot as usize] += prefill_tokens;
+        Allocation { slot, private_blocks: private, prefill_tokens, place }
+    }
+
+    /// Ends the prefill phase of a request; a second time changes nothing.
+    pub fn complete_prefill(&mut self, allocation: &mut Allocation) {
+        self.prefill_tokens[allocation.slot as usize] -= std::mem::take(&mut allocation.prefill_tokens);
+    }
+
+    /// Adds blocks to a request that no other request shares; whether anything changed.
+    pub fn add_private(&mut self, allocation: &mut Allocation, blocks: i64) -> bool {
+        if self.track_blocks {
+            allocation.private_blocks += blocks;
+            self.decode_blocks[allocation.slot as usize] += blocks;
+        }
+        self.track_blocks
+    }
+
+    /// Releases all that a request occupies.
+    pub fn remove(&mut self, allocation: &mut Allocation) {
+        let slot = allocation.slot as usize;
+        let mut gone = std::mem::take(&mut allocation.private_blocks);
+        if let Some((lane, node)) = allocation.place.take() {
+            gone += self.trees[lane as usize].1.remove(node, allocation.slot) as i64;
+        }
+        self.decode_blocks[slot] -= gone;
+        self.prefill_tokens[slot] -= std::mem::take(&mut allocation.prefill_tokens);
+        self.requests[slot] -= 1;
+    }
+
+    /// Leading blocks of a prompt that are active, by slot; the last thing told of a slot holds.
+    pub fn shared(&self, lane: Lane, hashes: &[u64], told: impl FnMut(u32, usize)) {
+        if let Some((_, tree)) = self.trees.iter().find(|(there, _)| *there == lane) {
+            tree.shared(hashes, told);
+        }
+    }
+
+    /// The slot of a worker rank; None: it is not here.
+    #[inline]
+    fn slot(&self, worker_id: &str, dp_rank: u32) -> Option<u32> {
+        let ranks = self.slots.get(worker_id)?;
+        ranks.iter().find(|(there, _)| *there == dp_rank).map(|&(_, slot)| slot)
+    }
+
+    fn lane_number(&mut self, lane: Lane) -> usize {
+        self.trees.iter().position(|(there, _)| *there == lane).unwrap_or_else(|| {
+            self.trees.push((lane, PrefixTree::default()));
+            self.trees.len() - 1
+        })
+    }
+
+    /// Heap memory of the shared blocks, in bytes; about.
+    pub fn bytes(&self) -> usize {
+        self.trees.iter().map(|(_, tree)| tree.bytes()).sum()
+    }
+
+    /// What contradicts: the columns must follow from these allocations, all that there are.
+    pub fn check<'a>(&self, allocations: impl Iterator<Item = &'a Allocation>) -> Result<(), String> {
+        let size = self.requests.len();
+        let (mut requests, mut prefill, mut blocks) = (vec![0; size], vec![0; size], vec![0; size]);
+        for allocation in allocations {
+            let slot = allocation.slot as usize;
+            requests[slot] += 1;
+            prefill[slot] += allocation.prefill_tokens;
+            blocks[slot] += allocation.private_blocks;
+        }
+        for (_, tree) in &self.trees {
+            tree.check()?;
+            tree.recount(|slot, active| blocks[slot as usize] += active as i64);
+        }
+        for (name, counted, column) in [
+            ("requests", &requests, &self.requests),
+            ("prefill tokens", &prefill, &self.prefill_tokens),
+            ("blocks", &blocks, &self.decode_blocks),
+        ] {
+            if counted != column {
+                return Err(format!("{name} do not add up: {column:?}, counted {counted:?}"));
+            }
+            if column.iter().any(|&value| value < 0) {
+                return Err(format!("negative {name}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LANE: Lane = Lane { block_size: 16, eagle: false };
+
+    #[test]
+    fn shared_blocks_count_once_and_all_ends_at_zero() {
+        let mut load = ActiveLoad::new(true);
+        load.ensure_slot(1);
+        let mut first = load.add(1, LANE, &[10, 20, 30], 1, 48);
+        let mut second = load.add(1, LANE, &[10, 20, 99], 0, 16);
+        assert_eq!(load.decode_blocks, [0, 5]);
+        load.complete_prefill(&mut first);
+        load.complete_prefill(&mut first);
+        assert_eq!(load.prefill_tokens, [0, 16]);
+        assert!(load.add_private(&mut second, 2));
+        load.check([&first, &second].into_iter()).unwrap();
+        load.remove(&mut first);
+        assert_eq!(load.decode_blocks, [0, 5]);
+        load.remove(&mut second);
+        assert_eq!([&load.requests, &load.prefill_tokens, &load.decode_blocks], [&[0, 0]; 3]);
+        load.check([].into_iter()).unwrap();
+    }
+
+    #[test]
+    fn untracked_blocks_are_never_counted() {
+        let mut load = ActiveLoad::new(false);
+        load.ensure_slot(0);
+        let mut allocation = load.add(0, LANE, &[1, 2], 1, 7);
+        assert!(!load.add_private(&mut allocation, 3));
+        assert_eq!((load.decode_blocks[0], load.prefill_tokens[0]), (0, 7));
+        load.remove(&mut allocation);
+        load.check([].into_iter()).unwrap();
+    }
+
+    #[test]
+    fn lanes_share_nothing() {
+        let mut load = ActiveLoad::new(true);
+        load.ensure_slot(0);
+        load.add(0, LANE, &[1, 2], 0, 0);
+        load.add(0, Lane { block_size: 32, eagle: false }, &[1, 2], 0, 0);
+        assert_eq!(load.decode_blocks, [4]);
+    }
+
+    #[test]
+    fn a_long_request_takes_little_more_than_its_hashes() {
+        let mut load = ActiveLoad::new(true);
+        load.ensure_slot(0);
+        for request in 0..1000_u64 {
+            let hashes: Vec<u64> = (0..1024).map(|block| request << 32 | block).collect();
+            load.add(0, LANE, &hashes, 0, 0);
+        }
+        assert!(load.bytes() / 1000 < 9000, "{} bytes a request", load.bytes() / 1000);
+    }
+}

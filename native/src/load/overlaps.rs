@@ -1,0 +1,159 @@
+//! Overlaps of one prompt with the caches of many workers, as an indexer answers them: rows, read once.
+
+use crate::protobuf::{Field, Reader};
+
+/// One worker rank. Tiers are cumulative, none below the faster one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Row {
+    /// Where the worker id is among the names.
+    start: u32,
+    end: u32,
+    pub dp_rank: u32,
+    /// Confirmed or predicted, whichever reaches further.
+    pub device: u32,
+    pub host: u32,
+    pub slowest: u32,
+}
+
+/// The columns of `kvscout.v1.Overlaps`, which the message has in this order from field 2 on.
+#[derive(Debug, Default)]
+pub struct Columns {
+    pub dp_ranks: Vec<u32>,
+    /// Device, host, disk, external.
+    pub tiers: [Vec<u32>; 4],
+    pub predicted: Vec<u32>,
+}
+
+#[derive(Debug, Default)]
+pub struct Overlaps {
+    names: String,
+    rows: Vec<Row>,
+    /// The largest number in any column.
+    most: u32,
+    /// Whether anything but the device is known of.
+    pub slower_tiers: bool,
+}
+
+impl Overlaps {
+    /// Reads a serialised `Overlaps`; None: it is not of the usual shape, or its columns contradict each other.
+    pub fn parse(message: &[u8]) -> Option<Self> {
+        let (mut names, mut ends, mut columns) = (String::new(), Vec::new(), Columns::default());
+        let mut reader = Reader::new(message);
+        while let Some(field) = reader.next()? {
+            let (number, Field::Bytes(value)) = field else { return None };
+            let column = match number {
+                1 => {
+                    names.push_str(std::str::from_utf8(value).ok()?);
+                    ends.push(u32::try_from(names.len()).ok()?);
+                    continue;
+                }
+                2 => &mut columns.dp_ranks,
+                3..=6 => &mut columns.tiers[number as usize - 3],
+                7 => &mut columns.predicted,
+                _ => continue, // of a later version
+            };
+            let mut numbers = Reader::new(value);
+            column.reserve(ends.len());
+            while !numbers.is_empty() {
+                column.push(numbers.varint()? as u32);
+            }
+        }
+        Self::new(names, &ends, &columns)
+    }
+
+    /// Rows of columns; None: they contradict each other.
+    ///
+    /// `ends` says where in `names` each worker id ends.
+    pub fn new(names: String, ends: &[u32], columns: &Columns) -> Option<Self> {
+        let rows = ends.len();
+        let complete = |column: &[u32]| column.is_empty() || column.len() == rows;
+        let [device, slower @ ..] = &columns.tiers;
+        let all_complete = slower.iter().chain([&columns.dp_ranks, &columns.predicted]).all(|c| complete(c));
+        if device.len() != rows || !all_complete {
+            return None;
+        }
+        let mut made = Self { names, rows: Vec::with_capacity(rows), most: 0, slower_tiers: false };
+        made.slower_tiers = slower.iter().any(|column| !column.is_empty());
+        let mut start = 0;
+        for (row, &end) in ends.iter().enumerate() {
+            let confirmed = device[row];
+            let reach = |column: &[u32], faster: u32| match column.get(row) {
+                Some(&blocks) if blocks < faster => None,
+                Some(&blocks) => Some(blocks),
+                None => Some(faster),
+            };
+            let host = reach(&slower[0], confirmed)?;
+            let disk = reach(&slower[1], host)?;
+            let external = reach(&slower[2], disk)?;
+            let predicted = reach(&columns.predicted, confirmed)?;
+            let dp_rank = columns.dp_ranks.get(row).copied().unwrap_or(0);
+            let (host, slowest) = (host.max(predicted), external.max(predicted));
+            made.rows.push(Row { start, end, dp_rank, device: predicted, host, slowest });
+            made.most = made.most.max(slowest);
+            start = end;
+        }
+        Some(made)
+    }
+
+    /// Whether no row says more than a prompt has.
+    pub fn within(&self, blocks: u64) -> bool {
+        u64::from(self.most) <= blocks
+    }
+
+    /// (worker id, row)
+    pub fn rows(&self) -> impl ExactSizeIterator<Item = (&str, &Row)> {
+        self.rows.iter().map(|row| (&self.names[row.start as usize..row.end as usize], row))
+    }
+}
+
+impl Row {
+    /// Blocks as the cost counts them: device + host_weight · more on the host + disk_weight · more below.
+    pub fn effective(&self, host_weight: f64, disk_weight: f64) -> f64 {
+        let (device, host, slowest) = (f64::from(self.device), f64::from(self.host), f64::from(self.slowest));
+        device + host_weight * (host - device) + disk_weight * (slowest - host)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protobuf::Writer;
+
+    fn columns(tiers: [&[u32]; 4], predicted: &[u32]) -> Columns {
+        Columns { dp_ranks: Vec::new(), tiers: tiers.map(<[u32]>::to_vec), predicted: predicted.to_vec() }
+    }
+
+    #[test]
+    fn slower_tiers_and_predictions_reach_at_least_as_far() {
+        let columns = columns([&[2, 5], &[4, 5], &[], &[8, 5]], &[3, 5]);
+        let overlaps = Overlaps::new("ab".to_owned(), &[1, 2], &columns).unwrap();
+        let rows: Vec<_> = overlaps.rows().collect();
+        assert_eq!(rows[0].0, "a");
+        assert_eq!((rows[0].1.device, rows[0].1.host, rows[0].1.slowest), (3, 4, 8));
+        assert_eq!(rows[0].1.effective(0.75, 0.25), 3.0 + 0.75 + 1.0);
+        assert_eq!((rows[1].0, rows[1].1.device), ("b", 5));
+        assert!(overlaps.within(8) && !overlaps.within(7) && overlaps.slower_tiers);
+    }
+
+    #[test]
+    fn columns_that_contradict_each_other_are_none() {
+        let (short, low) = (columns([&[2], &[], &[], &[]], &[]), columns([&[2, 5], &[1, 5], &[], &[]], &[]));
+        for columns in [short, low, columns([&[2, 5], &[], &[], &[]], &[1, 5])] {
+            assert!(Overlaps::new("ab".to_owned(), &[1, 2], &columns).is_none(), "{columns:?}");
+        }
+    }
+
+    #[test]
+    fn a_message_is_read() {
+        let mut message = Writer::default();
+        message.bytes(1, b"w-0");
+        message.bytes(1, b"w-1");
+        message.packed(2, [0, 3].into_iter());
+        message.packed(3, [300, 1].into_iter());
+        let overlaps = Overlaps::parse(message.as_bytes()).unwrap();
+        let rows: Vec<_> = overlaps.rows().map(|(id, row)| (id, row.dp_rank, row.device)).collect();
+        assert_eq!(rows, [("w-0", 0, 300), ("w-1", 3, 1)]);
+        assert!(Overlaps::parse(&message.as_bytes()[1..]).is_none());
+        assert!(Overlaps::parse(&[0x08, 1]).is_none(), "a column that is not packed");
+    }
+}

@@ -1,0 +1,170 @@
+//! The columns of one decision: what each candidate has of a prompt, what it would have to do, and what that costs.
+//!
+//! The twin of `kvscout_scheduler.cost.Scores`, which has the formulas; every number is computed in the same order, so
+//! that both twins give equal ones.
+
+use super::{ActiveLoad, Lane, Overlaps};
+
+/// What is asked.
+#[derive(Debug, Clone, Copy)]
+pub struct Question<'a> {
+    pub lane: Lane,
+    pub hashes: &'a [u64],
+    pub overlaps: Option<&'a Overlaps>,
+    pub isl_tokens: u32,
+    /// Of prefill against decode; 0: prefix caches are ignored.
+    pub overlap_score_weight: f64,
+    pub host_weight: f64,
+    pub disk_weight: f64,
+    /// False: the prompt is computed elsewhere.
+    pub charge_prefill: bool,
+    /// Size of the lane's blocks in units of those that costs are compared in.
+    pub scale: f64,
+}
+
+/// One entry a candidate, in the order of the slots asked about.
+#[derive(Debug, Default)]
+pub struct Scores {
+    pub device_blocks: Vec<u32>,
+    pub effective_blocks: Vec<f64>,
+    pub prefill_tokens: Vec<f64>,
+    pub decode_blocks: Vec<i64>,
+    pub costs: Vec<f64>,
+}
+
+impl ActiveLoad {
+    /// Scores slots; None: all that are arranged, by rank.
+    pub fn score(&self, slots: Option<&[u32]>, question: &Question<'_>) -> Scores {
+        let Question { isl_tokens, overlap_score_weight: weight, scale, .. } = *question;
+        let size = self.requests.len();
+        // (device, effective) and shared blocks by slot.
+        let mut cached = vec![(0_u32, 0.0_f64); size];
+        if let Some(overlaps) = question.overlaps {
+            for (worker_id, row) in overlaps.rows() {
+                if let Some(slot) = self.slot(worker_id, row.dp_rank) {
+                    let effective = match (weight, overlaps.slower_tiers) {
+                        (0.0, _) => 0.0,
+                        (_, false) => f64::from(row.device),
+                        (_, true) => row.effective(question.host_weight, question.disk_weight),
+                    };
+                    cached[slot as usize] = (row.device, effective);
+                }
+            }
+        }
+        let mut shared = vec![0_u32; size];
+        if self.track_blocks {
+            self.shared(question.lane, question.hashes, |slot, blocks| shared[slot as usize] = blocks as u32);
+        }
+        let block_size = f64::from(question.lane.block_size);
+        let isl = f64::from(isl_tokens);
+        let request_blocks = i64::from(isl_tokens.div_ceil(question.lane.block_size));
+        let slots = slots.unwrap_or(&self.order);
+        let mut scores = Scores::with_capacity(slots.len());
+        for &slot in slots {
+            let slot = slot as usize;
+            let (device, effective) = cached[slot];
+            let have = effective * block_size;
+            let prefill = self.prefill_tokens[slot] as f64
+                + if question.charge_prefill && have < isl { isl - have } else { 0.0 };
+            let decode = if self.track_blocks {
+                self.decode_blocks[slot] + request_blocks - i64::from(shared[slot])
+            } else {
+                0
+            };
+            scores.device_blocks.push(device);
+            scores.effective_blocks.push(effective);
+            scores.prefill_tokens.push(prefill);
+            scores.decode_blocks.push(decode);
+            scores.costs.push(if weight == 0.0 {
+                scale * decode as f64
+            } else {
+                scale * (weight * (prefill / block_size) + decode as f64)
+            });
+        }
+        scores
+    }
+}
+
+impl Scores {
+    fn with_capacity(candidates: usize) -> Self {
+        Self {
+            device_blocks: Vec::with_capacity(candidates),
+            effective_blocks: Vec::with_capacity(candidates),
+            prefill_tokens: Vec::with_capacity(candidates),
+            decode_blocks: Vec::with_capacity(candidates),
+            costs: Vec::with_capacity(candidates),
+        }
+    }
+
+    /// The candidates of least cost, ascending; none of no candidates.
+    pub fn least(&self) -> Vec<usize> {
+        let least = self.costs.iter().copied().fold(f64::INFINITY, f64::min);
+        let ties = self.costs.iter().enumerate().filter(|&(_, &cost)| cost == least);
+        ties.map(|(candidate, _)| candidate).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::Columns;
+
+    const LANE: Lane = Lane { block_size: 16, eagle: false };
+
+    fn load() -> ActiveLoad {
+        let mut load = ActiveLoad::new(true);
+        load.arrange([("a", 0, 2), ("b", 0, 0), ("b", 1, 1)].into_iter());
+        load
+    }
+
+    fn question<'a>(hashes: &'a [u64], overlaps: Option<&'a Overlaps>) -> Question<'a> {
+        Question {
+            lane: LANE,
+            hashes,
+            overlaps,
+            isl_tokens: 160,
+            overlap_score_weight: 1.0,
+            host_weight: 0.75,
+            disk_weight: 0.25,
+            charge_prefill: true,
+            scale: 1.0,
+        }
+    }
+
+    #[test]
+    fn the_worked_example() {
+        // w0 has 2 of 10 blocks cached, w1 has 5 and 30 active blocks of others, w2 has none.
+        let mut load = load();
+        load.add(0, LANE, &[], 30, 0);
+        let columns =
+            Columns { dp_ranks: vec![0, 0], tiers: [vec![2, 5], vec![], vec![], vec![]], predicted: vec![] };
+        let overlaps = Overlaps::new("ab".to_owned(), &[1, 2], &columns).unwrap();
+        let scores = load.score(None, &question(&[], Some(&overlaps)));
+        assert_eq!(scores.device_blocks, [2, 5, 0]);
+        assert_eq!(scores.costs, [18.0, 45.0, 20.0]);
+        assert_eq!(scores.least(), [0]);
+        let some = load.score(Some(&[1, 0]), &question(&[], Some(&overlaps)));
+        assert_eq!((some.costs, some.decode_blocks), (vec![20.0, 45.0], vec![10, 40]));
+    }
+
+    #[test]
+    fn shared_blocks_are_counted_once_and_ties_are_all_told() {
+        let mut load = load();
+        load.add(1, LANE, &[1, 2, 3], 0, 0);
+        let scores = load.score(None, &question(&[1, 2, 9], None));
+        assert_eq!(scores.decode_blocks, [10, 10, 11]);
+        assert_eq!(scores.least(), [0, 1]);
+    }
+
+    #[test]
+    fn a_weight_of_zero_ignores_caches_and_prefill() {
+        let columns =
+            Columns { dp_ranks: vec![], tiers: [vec![9], vec![], vec![], vec![]], predicted: vec![] };
+        let overlaps = Overlaps::new("a".to_owned(), &[1], &columns).unwrap();
+        let load = load();
+        let scores =
+            load.score(None, &Question { overlap_score_weight: 0.0, ..question(&[], Some(&overlaps)) });
+        assert_eq!(scores.costs, [10.0; 3]);
+        assert_eq!((scores.device_blocks[0], scores.effective_blocks[0]), (9, 0.0));
+    }
+}

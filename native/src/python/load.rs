@@ -1,0 +1,371 @@
+//! Python binding of `load`.
+
+use pyo3::exceptions::{PyAssertionError, PyIndexError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
+use pyo3::types::{PyBytes, PyList, PyTuple};
+
+use crate::hashing::hashes_from_bytes;
+use crate::load::messages::{self, Name, Operation, Select, Selected};
+use crate::load::{self, Columns, Lane, Question};
+
+/// Messages above this many bytes may take longer than about 50 µs, so they release the GIL.
+const DETACH_ABOVE_BYTES: usize = 128 * 1024;
+
+/// Load columns of one pool; see the stub.
+#[pyclass(module = "kvscout_native")]
+struct ActiveLoad {
+    load: load::ActiveLoad,
+    version: u64,
+}
+
+/// What one request occupies.
+#[pyclass(module = "kvscout_native")]
+struct Allocation {
+    allocation: load::Allocation,
+}
+
+#[pymethods]
+impl Allocation {
+    #[getter]
+    fn slot(&self) -> u32 {
+        self.allocation.slot
+    }
+}
+
+fn lane_of((block_size, eagle): (u32, bool)) -> Lane {
+    Lane { block_size, eagle }
+}
+
+/// The hashes in a packed column.
+fn unpacked(packed: &[u8]) -> PyResult<std::borrow::Cow<'_, [u64]>> {
+    hashes_from_bytes(packed).ok_or_else(|| PyValueError::new_err("packed hashes are whole u64s"))
+}
+
+#[pymethods]
+impl ActiveLoad {
+    #[new]
+    fn new(track_blocks: bool) -> Self {
+        Self { load: load::ActiveLoad::new(track_blocks), version: 0 }
+    }
+
+    #[getter]
+    fn track_blocks(&self) -> bool {
+        self.load.track_blocks
+    }
+
+    #[getter]
+    fn version(&self) -> u64 {
+        self.version
+    }
+
+    #[getter]
+    fn requests(&self) -> Vec<i64> {
+        self.load.requests.clone()
+    }
+
+    #[getter]
+    fn prefill_tokens(&self) -> Vec<i64> {
+        self.load.prefill_tokens.clone()
+    }
+
+    #[getter]
+    fn decode_blocks(&self) -> Vec<i64> {
+        self.load.decode_blocks.clone()
+    }
+
+    fn ensure_slot(&mut self, slot: u32) {
+        self.load.ensure_slot(slot);
+    }
+
+    fn arrange(&mut self, ranks: Vec<(PyBackedStr, u32, u32)>) {
+        self.load.arrange(ranks.iter().map(|(worker_id, dp_rank, slot)| (&**worker_id, *dp_rank, *slot)));
+    }
+
+    #[pyo3(signature = (slot, lane, hashes, *, private_blocks=0, prefill_tokens=0))]
+    fn add(
+        &mut self,
+        slot: u32,
+        lane: (u32, bool),
+        hashes: &[u8],
+        private_blocks: i64,
+        prefill_tokens: i64,
+    ) -> PyResult<Allocation> {
+        if slot as usize >= self.load.requests.len() {
+            return Err(PyIndexError::new_err("a slot that there is no room for"));
+        }
+        let hashes = unpacked(hashes)?;
+        self.version += 1;
+        let allocation = self.load.add(slot, lane_of(lane), &hashes, private_blocks, prefill_tokens);
+        Ok(Allocation { allocation })
+    }
+
+    fn complete_prefill(&mut self, mut allocation: PyRefMut<'_, Allocation>) {
+        self.load.complete_prefill(&mut allocation.allocation);
+        self.version += 1;
+    }
+
+    fn add_private(&mut self, mut allocation: PyRefMut<'_, Allocation>, blocks: i64) {
+        self.version += u64::from(self.load.add_private(&mut allocation.allocation, blocks));
+    }
+
+    fn remove(&mut self, mut allocation: PyRefMut<'_, Allocation>) {
+        self.load.remove(&mut allocation.allocation);
+        self.version += 1;
+    }
+
+    fn shared(&self, lane: (u32, bool), hashes: &[u8]) -> PyResult<std::collections::HashMap<u32, usize>> {
+        let hashes = unpacked(hashes)?;
+        let mut found = std::collections::HashMap::new();
+        self.load.shared(lane_of(lane), &hashes, |slot, blocks| {
+            found.insert(slot, blocks);
+        });
+        Ok(found)
+    }
+
+    #[pyo3(signature = (
+        slots, lane, hashes, overlaps, isl_tokens, overlap_score_weight, host_weight, disk_weight, charge_prefill, scale
+    ))]
+    #[allow(clippy::too_many_arguments)] // the columns of one question, as the twin takes them
+    fn score(
+        &self,
+        slots: Option<Vec<u32>>,
+        lane: (u32, bool),
+        hashes: &[u8],
+        overlaps: Option<&Overlaps>,
+        isl_tokens: u32,
+        overlap_score_weight: f64,
+        host_weight: f64,
+        disk_weight: f64,
+        charge_prefill: bool,
+        scale: f64,
+    ) -> PyResult<Scores> {
+        if slots.iter().flatten().any(|&slot| slot as usize >= self.load.requests.len()) {
+            return Err(PyIndexError::new_err("a slot that there is no room for"));
+        }
+        let question = Question {
+            lane: lane_of(lane),
+            hashes: &unpacked(hashes)?,
+            overlaps: overlaps.map(|overlaps| &overlaps.overlaps),
+            isl_tokens,
+            overlap_score_weight,
+            host_weight,
+            disk_weight,
+            charge_prefill,
+            scale,
+        };
+        Ok(Scores { scores: self.load.score(slots.as_deref(), &question) })
+    }
+
+    fn check_invariants(&self, allocations: Vec<PyRef<'_, Allocation>>) -> PyResult<()> {
+        self.load
+            .check(allocations.iter().map(|allocation| &allocation.allocation))
+            .map_err(PyAssertionError::new_err)
+    }
+}
+
+/// The columns of one decision; see the stub.
+#[pyclass(frozen, module = "kvscout_native")]
+struct Scores {
+    scores: load::Scores,
+}
+
+#[pymethods]
+impl Scores {
+    fn __len__(&self) -> usize {
+        self.scores.costs.len()
+    }
+
+    fn cost(&self, index: usize) -> PyResult<f64> {
+        let cost = self.scores.costs.get(index).copied();
+        cost.ok_or_else(|| PyIndexError::new_err("no such candidate"))
+    }
+
+    fn overlap(&self, index: usize) -> PyResult<(u32, f64)> {
+        let columns = (self.scores.device_blocks.get(index), self.scores.effective_blocks.get(index));
+        let (Some(&device), Some(&effective)) = columns else {
+            return Err(PyIndexError::new_err("no such candidate"));
+        };
+        Ok((device, effective))
+    }
+
+    fn least(&self) -> Vec<usize> {
+        self.scores.least()
+    }
+
+    #[getter]
+    fn device_blocks(&self) -> Vec<u32> {
+        self.scores.device_blocks.clone()
+    }
+
+    #[getter]
+    fn effective_blocks(&self) -> Vec<f64> {
+        self.scores.effective_blocks.clone()
+    }
+
+    #[getter]
+    fn prefill_tokens(&self) -> Vec<f64> {
+        self.scores.prefill_tokens.clone()
+    }
+
+    #[getter]
+    fn decode_blocks(&self) -> Vec<i64> {
+        self.scores.decode_blocks.clone()
+    }
+
+    #[getter]
+    fn costs(&self) -> Vec<f64> {
+        self.scores.costs.clone()
+    }
+}
+
+/// Overlaps that stay native; see the stub.
+#[pyclass(frozen, module = "kvscout_native")]
+struct Overlaps {
+    overlaps: load::Overlaps,
+    /// What they were read from; empty: columns.
+    message: Vec<u8>,
+}
+
+#[pymethods]
+impl Overlaps {
+    #[new]
+    fn new(
+        worker_ids: Vec<PyBackedStr>,
+        dp_ranks: Vec<u32>,
+        tiers: [Vec<u32>; 4],
+        predicted: Vec<u32>,
+    ) -> PyResult<Self> {
+        let (mut names, mut ends) = (String::new(), Vec::with_capacity(worker_ids.len()));
+        for worker_id in &worker_ids {
+            names.push_str(worker_id);
+            ends.push(names.len() as u32);
+        }
+        let overlaps = load::Overlaps::new(names, &ends, &Columns { dp_ranks, tiers, predicted });
+        let overlaps = overlaps.ok_or_else(|| PyValueError::new_err("columns that contradict each other"))?;
+        Ok(Self { overlaps, message: Vec::new() })
+    }
+
+    fn within(&self, blocks: u64) -> bool {
+        self.overlaps.within(blocks)
+    }
+
+    #[getter]
+    fn message<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.message)
+    }
+}
+
+/// (model, tenant, role, request id, attempt id)
+type NameParts<'a> = (&'a str, &'a str, u32, &'a str, u64);
+
+fn parts<'a>(name: &Name<'a>) -> NameParts<'a> {
+    (name.model, name.tenant, name.role, name.request_id, name.attempt_id)
+}
+
+/// The numbers of the operations' fields; 0: the operation is left to the plain path.
+const PLAIN: u32 = 0;
+const SELECT_AND_RESERVE: u32 = 3;
+const PREFILL_COMPLETE: u32 = 5;
+const FREE: u32 = 7;
+
+fn select_parts<'py>(py: Python<'py>, id: u64, select: Select<'_>) -> PyResult<Bound<'py, PyTuple>> {
+    let overlaps = match select.overlaps {
+        Some(overlaps) if overlaps.rows().len() > 0 => {
+            Some(Py::new(py, Overlaps { overlaps, message: select.overlaps_message.to_vec() })?)
+        }
+        _ => None,
+    };
+    let columns = (
+        SELECT_AND_RESERVE,
+        id,
+        parts(&select.name),
+        PyBytes::new(py, select.hashes),
+        select.isl_tokens,
+        select.block_size,
+        overlaps,
+        select.priority,
+        select.expected_output_tokens,
+        select.lease_seconds,
+        select.prefill_elsewhere,
+    );
+    columns.into_pyobject(py)
+}
+
+#[pyfunction]
+fn lifecycle_operations<'py>(
+    message: &Bound<'py, PyBytes>,
+    caller_tenant: &str,
+) -> PyResult<Option<Bound<'py, PyList>>> {
+    let (py, bytes) = (message.py(), message.as_bytes());
+    let run = || messages::operations(bytes, caller_tenant);
+    let found = if bytes.len() > DETACH_ABOVE_BYTES { py.detach(run) } else { run() };
+    let Some(found) = found else { return Ok(None) };
+    let list = PyList::empty(py);
+    for operation in found {
+        match operation {
+            Operation::SelectAndReserve(id, select) => list.append(select_parts(py, id, *select)?)?,
+            Operation::PrefillComplete(id, name) => list.append((PREFILL_COMPLETE, id, parts(&name)))?,
+            Operation::Free(id, name) => list.append((FREE, id, parts(&name)))?,
+            Operation::Plain(bytes) => list.append((PLAIN, PyBytes::new(py, bytes)))?,
+        }
+    }
+    Ok(Some(list))
+}
+
+#[pyfunction]
+fn select_request<'py>(message: &Bound<'py, PyBytes>) -> PyResult<Option<Bound<'py, PyTuple>>> {
+    let py = message.py();
+    messages::select(message.as_bytes()).map(|select| select_parts(py, 0, select)).transpose()
+}
+
+/// The fields of a decision; see `Selected`.
+type Decision = (PyBackedStr, u32, PyBackedStr, u32, f64, f64, u32, u32);
+
+fn selected(decision: &Decision) -> Selected<'_> {
+    let (worker_id, dp_rank, http_endpoint, overlap_blocks, effective, cost, uncached_tokens, block_size) =
+        decision;
+    Selected {
+        worker_id,
+        dp_rank: *dp_rank,
+        http_endpoint,
+        overlap_blocks: *overlap_blocks,
+        effective_overlap_blocks: *effective,
+        cost: *cost,
+        uncached_tokens: *uncached_tokens,
+        block_size: *block_size,
+    }
+}
+
+#[pyfunction]
+fn select_response(py: Python<'_>, decision: Decision) -> Bound<'_, PyBytes> {
+    PyBytes::new(py, selected(&decision).response().as_bytes())
+}
+
+#[pyfunction]
+fn select_result(py: Python<'_>, id: u64, decision: Decision) -> Bound<'_, PyBytes> {
+    PyBytes::new(py, &messages::select_result(id, &selected(&decision)))
+}
+
+#[pyfunction]
+fn prefill_result(py: Python<'_>, id: u64, changed: bool) -> Bound<'_, PyBytes> {
+    PyBytes::new(py, &messages::prefill_result(id, changed))
+}
+
+#[pyfunction]
+fn free_result(py: Python<'_>, id: u64, outcome: u32) -> Bound<'_, PyBytes> {
+    PyBytes::new(py, &messages::free_result(id, outcome))
+}
+
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<ActiveLoad>()?;
+    module.add_class::<Allocation>()?;
+    module.add_class::<Scores>()?;
+    module.add_class::<Overlaps>()?;
+    module.add_function(wrap_pyfunction!(lifecycle_operations, module)?)?;
+    module.add_function(wrap_pyfunction!(select_request, module)?)?;
+    module.add_function(wrap_pyfunction!(select_response, module)?)?;
+    module.add_function(wrap_pyfunction!(select_result, module)?)?;
+    module.add_function(wrap_pyfunction!(prefill_result, module)?)?;
+    module.add_function(wrap_pyfunction!(free_result, module)?)
+}
