@@ -215,7 +215,7 @@ async def test_a_replica_that_is_overtaken_by_a_purge_loads_the_newest_snapshot(
         await silent.grow(2)
         await until_overlap(slow, 2)
         await until_overlap(slow, 2, "silent")
-        async with reader(behind)._turn:
+        async with reader(behind).sources.turn:
             await silent.grow(1)
             for _ in range(2):
                 await w.grow(300)
@@ -240,7 +240,7 @@ async def test_a_purge_beyond_the_position_that_no_snapshot_covers_is_told(world
         await silent.grow(1)
         await w.grow(2)
         await until_overlap(client, 2)
-        async with reader(indexer)._turn:
+        async with reader(indexer).sources.turn:
             await w.grow(600)  # more than a reader has asked for
             await world.js.purge_stream(STREAM)
         for worker_id in ("w", "silent"):
@@ -362,7 +362,7 @@ async def test_messages_that_cannot_be_read_cost_themselves_only(world: World) -
         await until_overlap(client, 3)
         status = await client.status()
         assert (status.malformed, status.gaps, status.state) == (2, 0, LIVE)
-        assert reader(indexer).ignored == 1
+        assert reader(indexer).sources.ignored == 1
         assert await position(indexer) == last
 
 
@@ -441,7 +441,7 @@ async def test_what_the_stream_lost_is_asked_of_the_publisher(world: World) -> N
         await w.grow(2)
         await silent.grow(1)
         await until_overlap(client, 2)
-        async with reader(indexer)._turn:
+        async with reader(indexer).sources.turn:
             await silent.grow(3)
             await w.grow(600)
             await world.js.purge_stream(STREAM)
@@ -588,7 +588,7 @@ async def test_a_replica_reads_the_workers_of_its_shard_only(world: World) -> No
         for w in ours:
             await until_overlap(client, w.blocks, w.worker_id)
         others = [w for w in publishers if w not in ours]
-        assert reader(indexer).ignored == sum(w.blocks for w in others) > 0
+        assert reader(indexer).sources.ignored == sum(w.blocks for w in others) > 0
         await snapshot(indexer)
         # The other shard has no snapshots yet: nothing may be purged.
         await w.grow(1)

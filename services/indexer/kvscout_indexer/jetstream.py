@@ -161,11 +161,11 @@ class JetStream:
 
     def add(self, feed: JetStreamFeed) -> None:
         """Begins to deliver to a feed."""
-        self.reader_of(feed.spec.tenant, feed.spec.model).attach(feed.rank, feed)
+        self.reader_of(feed.spec.tenant, feed.spec.model).sources.attach(feed.rank, feed)
 
     def remove(self, feed: JetStreamFeed) -> None:
         """Ends delivery; what was delivered is kept, for the worker may come back."""
-        self.reader_of(feed.spec.tenant, feed.spec.model).detach(feed.rank, feed, feed.state)
+        self.reader_of(feed.spec.tenant, feed.spec.model).sources.detach(feed.rank, feed, feed.state)
 
     def _start(self, key: tuple[str, str]) -> None:
         assert self._group is not None

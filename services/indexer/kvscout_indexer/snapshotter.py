@@ -163,7 +163,7 @@ class Snapshotter:
     async def _take(self) -> bool:
         reader = self._reader
         started = time.monotonic()
-        snapshot = await reader.cut()
+        snapshot = await reader.sources.cut()
         if snapshot is None or snapshot.id.sequence <= reader.schedule.covered:
             # A source that is amid a state or a replay holds the snapshot back.
             return False
