@@ -62,6 +62,23 @@ async def test_nats_killed_and_started_again_loses_and_doubles_nothing(transport
         assert listener.source.sequence.counters["demotions"] == 0
 
 
+async def test_what_was_under_way_when_nats_died_is_sent_again(transport: str) -> None:
+    blocks = chain(30)
+    async with stacked(transport) as (stack, listener):
+        await stack.publish(*blocks[:10])
+        await listener.reaches(stack.payloads)
+        await stack.confirmed(9)
+        stack.nats.pause()
+        await stack.publish(*blocks[10:20])
+        await eventually(lambda: _waiting(stack, 10), what="batches under way")
+        await stack.nats.kill()
+        await stack.nats.start()
+        await stack.publish(*blocks[20:])
+        await listener.reaches(stack.payloads)
+        assert (await stack.confirmed(29)).dropped_batches == 0
+        assert listener.source.sequence.counters["demotions"] == 0
+
+
 async def _waiting(stack: Stack, number: int) -> bool:
     source = await stack.source()
     return bool(source.buffered_batches >= number or source.dropped_batches)
