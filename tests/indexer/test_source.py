@@ -17,6 +17,7 @@ from kvscout.v1.types_pb2 import GetStatusRequest
 from kvscout.v1.workers_pb2 import EventEndpoint, RegisterWorkerRequest, Worker
 from kvscout_blocks import subscriber
 from kvscout_indexer.config import IndexerConfig
+from kvscout_indexer.indexer import MAX_RECOVERIES
 
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
 INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE
@@ -560,3 +561,61 @@ async def test_five_hundred_and_twelve_engines_on_one_indexer(client: IndexerCli
         assert {(source.state, source.applied) for source in status.sources} == {(LIVE, 3)}
     finally:
         context.destroy(linger=0)
+
+
+async def test_what_an_indexer_is_too_slow_to_read_is_dropped_by_zmq_and_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvscout_indexer.transports.make_lanes", lambda **_: None)
+    monkeypatch.setattr(subscriber, "RECEIVE_LIMIT", 5)
+    engine = RecordedEngine()
+    engine._context.setsockopt(zmq.SNDHWM, 5)
+    await engine.start()
+    try:
+        async with local_indexer() as (client, _):
+            await connect(client, engine)
+            # Publishing a megabyte at a time never yields to the loop that is to read it.
+            batches = [batch(stored([number], prompt(1, first=number), padding="x" * 2**20)) for number in range(1, 61)]
+            await engine.publish(*batches)
+            status = await client.status()
+            async with asyncio.timeout(10):
+                # That the last ones are lost shows when something follows: engines go on.
+                while status.last_event_id + 1 < engine.next_seq or status.state != LIVE:
+                    await engine.publish(batch(removed([10_000])))
+                    await asyncio.sleep(0.01)
+                    status = await client.status()
+            assert (status.applied, status.blocks) == (engine.next_seq, 60)
+            assert status.gaps > 0
+    finally:
+        await engine.close()
+
+
+async def test_at_most_sixteen_sources_are_recovered_at_once(client: IndexerClient) -> None:
+    engines = [RecordedEngine() for _ in range(20)]
+    try:
+        for number, engine in enumerate(engines):
+            await engine.start()
+            engine.lose(*chain(2))
+            engine.answering.clear()
+            await client.register(engine, worker_id=f"w{number}")
+            await engine.subscribed()
+        for number in range(20):
+            await client.until(lambda s: s.state == indexer_pb2.SOURCE_STATE_REPLAYING, f"w{number}")
+
+        def asked() -> int:
+            return sum(bool(engine.replays_asked) for engine in engines)
+
+        async with asyncio.timeout(10):
+            while asked() < MAX_RECOVERIES:
+                await asyncio.sleep(0.01)
+        # The others, whose turn it is not, are asked once one of these is done.
+        for number in range(20):
+            assert (await client.status(f"w{number}")).state == indexer_pb2.SOURCE_STATE_REPLAYING
+        assert asked() == MAX_RECOVERIES
+        for engine in engines:
+            engine.answering.set()
+        for number in range(20):
+            assert (await client.until_applied(1, f"w{number}")).state == LIVE
+    finally:
+        for engine in engines:
+            await engine.close()
