@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from kvscout.v1 import events_pb2
 from kvscout_blocks.codec import VERSION
-from kvscout_blocks.events import Cleared, DecodedBatch, Event, EventBatch, Removed, Stored, Tier
+from kvscout_blocks.events import DecodedBatch, Event, EventBatch, Removed, Stored, Tier
 from kvscout_blocks.incarnation import next_epoch
 from kvscout_blocks.index import WorkerOptions
 from kvscout_blocks.local_index import RING_BATCHES, RING_BYTES, LocalIndex
@@ -188,19 +188,22 @@ class PublishedRank:
         Args:
             outlet: What takes them.
             events: Each becomes a batch.
-            event_id: The engine's number of the only event; None = the next ones.
+            event_id: The engine's number of the only event, which is taken even where nothing of it is told; None =
+                the next ones.
 
         Returns:
-            Number of the last one; None = there is no event, and none before.
+            Number of the last one; None = there is none.
 
         Raises:
             ValueError: The number was published already, or is too large, or there are several events for it.
         """
         if event_id is not None:
             self._check(event_id, events)
+            self._publish(outlet, tuple(events), event_id)
+            return event_id
         for event in events:
-            self._publish(outlet, event, event_id if event_id is not None else self._expected)
-        return self.last_event_id
+            self._publish(outlet, (event,), self._expected)
+        return self.last_event_id if events else None
 
     def restart(self, outlet: Outlet, epoch: int | None) -> None:
         """Begins the next incarnation, which knows nothing and counts from 0.
@@ -241,17 +244,16 @@ class PublishedRank:
         if len(events) > 1:
             raise ValueError(f"event_id {event_id} is one event, which has at most {MAX_EVENT_BLOCKS} blocks")
 
-    def _publish(self, outlet: Outlet, event: Event, event_id: int) -> None:
-        cleared = isinstance(event, Cleared)
+    def _publish(self, outlet: Outlet, events: tuple[Event, ...], event_id: int) -> None:
+        batch = EventBatch(events, self._wall_clock(), self.rank.dp_rank)
         gap = event_id > self._expected
         now = self._clock()
-        if gap and not cleared and self.has_state:
+        if gap and not batch.cleared and self.has_state:
             # What was missed may have removed anything.
             self._index.demote(self.rank, ttl_seconds=DEMOTED_SECONDS, now=now)
-        self.history_incomplete = (self.history_incomplete or gap) and not cleared
+        self.history_incomplete = (self.history_incomplete or gap) and not batch.cleared
         if self.history_incomplete:
             self._index.maintain(now=now)
-        batch = EventBatch((event,), self._wall_clock(), self.rank.dp_rank)
         if self.has_state:
             self._index.apply(self.rank, batch, epoch=self.epoch, event_id=event_id)
-        outlet.applied(SequencedBatch(event_id, 0, batch, epoch=self.epoch, cleared=cleared))
+        outlet.applied(SequencedBatch(event_id, 0, batch, epoch=self.epoch, cleared=batch.cleared))

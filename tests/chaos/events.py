@@ -1,9 +1,9 @@
 """`make chaos-events`: engines, bridges, NATS and indexers fail at random; afterwards the index is the engines' truth.
 
-For each transport: a minute (CHAOS_SECONDS) of load in which 5 % of the batches are lost and 2 % repeated while
-processes are killed, stopped and restarted; then faults end, and every indexer must hold exactly what each engine's
-cache holds, copy by copy, and predict its cached tokens. CHAOS_SEED repeats the choice of faults, CHAOS_TRANSPORTS
-("direct,nats-core") runs some only.
+For each transport: a minute (CHAOS_SECONDS) of load in which 5 % of the batches are lost and 2 % repeated (but those of
+custom engines over gRPC, whose streams lose nothing while they last) while processes are killed, stopped and restarted;
+then faults end, and every indexer must hold exactly what each engine's cache holds, copy by copy, and predict its cached
+tokens. CHAOS_SEED repeats the choice of faults, CHAOS_TRANSPORTS ("direct,nats-core") runs some only.
 """
 
 from __future__ import annotations
