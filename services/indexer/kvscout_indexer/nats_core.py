@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kvscout_blocks.feed import Feed
 from kvscout_blocks.index import BlockIndex
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
+from kvscout_common.nats_barrier import NatsBarrier
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
@@ -37,6 +38,8 @@ PENDING_BYTES = 64 * 1024 * 1024
 """Messages that wait to be read; the client drops what comes beyond."""
 YIELD_EVERY = 32
 """Messages between two turns of the event loop: the client reads a backlog in one go."""
+SUBSCRIBED_SECONDS = 5.0
+"""Longest wait for the server to show that it has our subscription."""
 DROPPED_SECONDS = 0.25
 """Between the first message dropped and asking for it: more follow it."""
 
@@ -70,6 +73,7 @@ class NatsCore:
         self._feeds: dict[str, PublisherFeed] = {}
         """By subject."""
         self._subscription: Subscription | None = None
+        self._barrier = NatsBarrier(link.client)
         self._dropped: set[str] = set()
         """Subjects of messages dropped since the last look."""
         self._look: asyncio.TimerHandle | None = None
@@ -121,7 +125,7 @@ class NatsCore:
                 pending_bytes_limit=PENDING_BYTES,
             )
         # What is published after the server has answered comes to us; what was before is in the recovery.
-        await self.link.client.flush(timeout=5)
+        await self._barrier.wait(self._barrier.generation, seconds=SUBSCRIBED_SECONDS)
         for feed in list(self._feeds.values()):
             feed.on_reconnect()
 
