@@ -726,6 +726,12 @@ class HelperStatus(_message.Message):
     DECISIONS_LOST_FIELD_NUMBER: _builtins.int
     DECISIONS_WAITING_FIELD_NUMBER: _builtins.int
     DECISIONS_PROBLEM_FIELD_NUMBER: _builtins.int
+    STREAM_CONNECTED_FIELD_NUMBER: _builtins.int
+    STREAM_CONNECTS_FIELD_NUMBER: _builtins.int
+    STREAM_OPERATIONS_FIELD_NUMBER: _builtins.int
+    STREAM_MESSAGES_FIELD_NUMBER: _builtins.int
+    REBOOKED_FIELD_NUMBER: _builtins.int
+    WAITING_IN_LINE_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"indexer" or "scheduler"."""
     address: _builtins.str
@@ -750,6 +756,18 @@ class HelperStatus(_message.Message):
     """Routing decisions that wait to be told."""
     decisions_problem: _builtins.str
     """Why it is not told of routing decisions, such as that it predicts nothing; empty = it is."""
+    stream_connected: _builtins.bool
+    """True = a scheduler to which this gateway has its Lifecycle stream open: it decides, and holds the bookings."""
+    stream_connects: _builtins.int
+    """Times that this stream was opened."""
+    stream_operations: _builtins.int
+    """Operations that went over it."""
+    stream_messages: _builtins.int
+    """Messages in which they went: operations / messages is how far they were coalesced."""
+    rebooked: _builtins.int
+    """Running requests that were booked anew at this scheduler, because it did not know them when the stream was opened."""
+    waiting_in_line: _builtins.int
+    """Requests that wait in line there for a worker with room, as far as this gateway knows."""
     def __init__(
         self,
         *,
@@ -765,10 +783,16 @@ class HelperStatus(_message.Message):
         decisions_lost: _builtins.int = ...,
         decisions_waiting: _builtins.int = ...,
         decisions_problem: _builtins.str = ...,
+        stream_connected: _builtins.bool = ...,
+        stream_connects: _builtins.int = ...,
+        stream_operations: _builtins.int = ...,
+        stream_messages: _builtins.int = ...,
+        rebooked: _builtins.int = ...,
+        waiting_in_line: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "calls", b"calls", "decisions_delivered", b"decisions_delivered", "decisions_lost", b"decisions_lost", "decisions_problem", b"decisions_problem", "decisions_waiting", b"decisions_waiting", "failures", b"failures", "healthy", b"healthy", "kind", b"kind", "last_error", b"last_error", "pending_registrations", b"pending_registrations", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "calls", b"calls", "decisions_delivered", b"decisions_delivered", "decisions_lost", b"decisions_lost", "decisions_problem", b"decisions_problem", "decisions_waiting", b"decisions_waiting", "failures", b"failures", "healthy", b"healthy", "kind", b"kind", "last_error", b"last_error", "pending_registrations", b"pending_registrations", "rebooked", b"rebooked", "shard", b"shard", "stream_connected", b"stream_connected", "stream_connects", b"stream_connects", "stream_messages", b"stream_messages", "stream_operations", b"stream_operations", "waiting_in_line", b"waiting_in_line"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
