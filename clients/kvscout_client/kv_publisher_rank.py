@@ -68,7 +68,7 @@ def stored_events(
     if mm_items and len(mm_items) != len(hashes):
         raise ValueError(f"mm_items of {len(mm_items)} blocks for {len(hashes)} block_hashes")
     parent = None if parent_hash is None else u64(parent_hash)
-    if not token_ids and not num_block_tokens:
+    if len(token_ids) == 0 and len(num_block_tokens) == 0:
         names = tuple(map(u64, hashes))
         return [Stored(part, tier=tier, block_size=block_size) for part in _parts(names)]
     blocks = full_blocks(token_ids, num_block_tokens, hashes, block_size)

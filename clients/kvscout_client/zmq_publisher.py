@@ -54,7 +54,7 @@ def full_blocks(
         raise ValueError(f"num_block_tokens add up to {sum(num_block_tokens)}, there are {len(token_ids)} token_ids")
     if any(not 0 < number <= block_size for number in num_block_tokens):
         raise ValueError(f"num_block_tokens must be between 1 and block_size ({block_size})")
-    if any(not 0 <= token < 2**32 for token in token_ids):
+    if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < 2**32):
         raise ValueError("token_ids must be u32")
     whole = next((at for at, number in enumerate(num_block_tokens) if number < block_size), len(num_block_tokens))
     return StoredBlocks(tuple(map(u64, block_hashes[:whole])), tuple(token_ids[: whole * block_size]))
