@@ -93,7 +93,7 @@ async def service(
     for worker_id in worker_ids:
         core.workers.worker_added(worker(worker_id, max_num_batched_tokens=1000))
     registry = Registry(clock)
-    servicer = SchedulerServicer(core, registry, Backends(registry, ServerConfig()))  # type: ignore[abstract]  # as in main
+    servicer = SchedulerServicer(core, registry, Backends(registry, ServerConfig()))
     async with serving(lambda s: scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, s)) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
         yield core, clock, servicer, lambda: Owner(stub.Lifecycle())

@@ -124,7 +124,7 @@ async def scheduler(*worker_ids: str, **settings: Any) -> AsyncIterator[Client]:
     core = Scheduler(SchedulerSettings(**settings), clock=clock, rng=Random(7))
     registry = Registry(clock)
     registry.listen(core.workers)
-    servicer = SlowServicer(core, registry, Backends(registry, ServerConfig()))  # type: ignore[abstract]  # as in main: the rest: UNIMPLEMENTED
+    servicer = SlowServicer(core, registry, Backends(registry, ServerConfig()))
     async with serving(lambda s: scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, s)) as channel:
         client = Client(core, clock, servicer, scheduler_pb2_grpc.SchedulerStub(channel))
         for worker_id in worker_ids:

@@ -32,7 +32,7 @@ async def service(*worker_ids: str) -> AsyncIterator[tuple[Scheduler, Any]]:
     for worker_id in worker_ids:
         core.workers.worker_added(worker(worker_id))
     registry = Registry(clock)
-    servicer = SchedulerServicer(core, registry, Backends(registry, ServerConfig()))  # type: ignore[abstract]  # as in main
+    servicer = SchedulerServicer(core, registry, Backends(registry, ServerConfig()))
     async with serving(lambda s: scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, s)) as channel:
         yield core, scheduler_pb2_grpc.SchedulerStub(channel)
 

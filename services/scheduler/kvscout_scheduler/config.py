@@ -21,3 +21,5 @@ class SchedulerConfig:
     """Of the random draws; None = from the system."""
     scrape_seconds: float = 0.0
     """Between two looks at the engines' own metrics; 0 = never."""
+    replica_id: str = ""
+    """Name among the replicas that share bookings; "" = it shares them with nobody."""

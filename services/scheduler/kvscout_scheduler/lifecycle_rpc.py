@@ -19,7 +19,7 @@ from typing import Any
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import Draining, InvalidArgument
 from kvscout_scheduler import translate
-from kvscout_scheduler.operations import MAX_OPERATIONS, Operations
+from kvscout_scheduler.operations import MAX_OPERATIONS, Elsewhere, Operations
 from kvscout_scheduler.scheduler import Scheduler
 
 MAX_RESULTS = 16 * MAX_OPERATIONS
@@ -34,10 +34,12 @@ class LifecycleRpc:
 
     Args:
         scheduler: Decides.
+        elsewhere: Knows of other replicas; None = there are none.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, elsewhere: Elsewhere | None = None) -> None:
         self._lifecycles = scheduler
+        self._elsewhere = elsewhere
         self._streams: set[_Outbox] = set()
         self._readers: set[asyncio.Task[Any]] = set()
         self._ending: set[asyncio.Task[Any]] = set()
@@ -56,7 +58,7 @@ class LifecycleRpc:
         outbox.next.unknown_in_flight.extend(translate.key_to_proto(*name) for name in unknown)
         # Even an empty answer tells the owner that it is known: its bookings are safe from here on.
         outbox.news.set()
-        operations = Operations(scheduler, owner_id, first.tenant, outbox.put)
+        operations = Operations(scheduler, owner_id, first.tenant, outbox.put, self._elsewhere)
         self._streams.add(outbox)
         writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner_id}")
         reader = asyncio.current_task()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import random
+import socket
 import time
 from typing import Any
 
@@ -18,6 +21,8 @@ from kvscout_common.telemetry import registry_of
 from kvscout_scheduler.config import SchedulerConfig
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.thresholds import BusyThresholds
+
+log = logging.getLogger("kvscout.scheduler")
 
 EXPIRY_SECONDS = 0.5
 """How often leases are looked at: a fraction of the shortest one, one second."""
@@ -50,6 +55,16 @@ EXPIRY_SECONDS = 0.5
 )
 @flag("--worker-cooldown-seconds", default=10.0, help="How long a worker that failed a request is left out.")
 @flag("--lease-seconds", default=300.0, help="Lease of bookings whose call names none.")
+@flag(
+    "--router-replica-sync",
+    is_flag=True,
+    help="Share bookings, thresholds and cool-downs with the other schedulers of the namespace, over NATS.",
+)
+@flag(
+    "--replica-id",
+    default="",
+    help="Name among these schedulers, best kept over restarts; unset = host name and port.",
+)
 @flag("--seed", type=int, help="Seed of the random draws; unset = from the system.")
 @flag(
     "--max-active-requests",
@@ -103,10 +118,23 @@ def main(**values: Any) -> None:
             ).validate(),
             seed=values["seed"],
             scrape_seconds=values["scrape_engine_metrics"],
+            replica_id=_replica_id(values),
         )
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from error
+    if values["replica_id"] and not config.replica_id:
+        log.warning("--replica-id has no effect without --router-replica-sync")
     run(config.server, lambda: build(config))
+
+
+def _replica_id(values: dict[str, Any]) -> str:
+    """Name among the replicas; "" = there are none."""
+    if not values["router_replica_sync"]:
+        return ""
+    if not any(values["nats_server"]):
+        raise ConfigError("needs --nats-server", field="router_replica_sync")
+    # Without a port of its own the process is what tells it from others on this host.
+    return str(values["replica_id"] or f"{socket.gethostname()}:{values['port'] or f'pid-{os.getpid()}'}")
 
 
 async def build(config: SchedulerConfig) -> App:
@@ -126,9 +154,17 @@ async def build(config: SchedulerConfig) -> App:
     registry = Registry(time.monotonic)
     registry.listen(scheduler.workers)
     link = NatsLink(config.nats, "kvscout-scheduler") if config.nats is not None else None
+    replicas = None
+    if config.replica_id and link is not None:
+        from kvscout_scheduler.replicas import Replicas
+        from kvscout_scheduler.replication import Replication
+
+        replication = Replication(scheduler, config.replica_id, clock=time.monotonic, wall_clock=time.time)
+        registry.listen(replication.ownership)
+        replicas = Replicas(scheduler, replication, link)
     backends = Backends(registry, config.server, link)
     backends.discover()
-    servicer = SchedulerServicer(scheduler, registry, backends)  # type: ignore[abstract]  # the rest: UNIMPLEMENTED
+    servicer = SchedulerServicer(scheduler, registry, backends, replicas)
 
     async def expire() -> None:
         while True:
@@ -138,8 +174,12 @@ async def build(config: SchedulerConfig) -> App:
     async def drain() -> None:
         scheduler.drain()
         await servicer.drain_streams()
+        if replicas is not None:
+            await replicas.link.leave()
 
     tasks = {**backends.tasks, "booking-leases": expire, **({"nats": link.run} if link is not None else {})}
+    if replicas is not None:
+        tasks["replicas"] = replicas.link.run
     if config.scrape_seconds:
         tasks["engine-metrics"] = EngineScraper(scheduler, registry, config.scrape_seconds).run
     return App(
@@ -151,9 +191,10 @@ async def build(config: SchedulerConfig) -> App:
             )
         ],
         tasks=tasks,
+        warm=replicas.link.join if replicas is not None else None,
         drain=drain,
         close=link.close if link is not None else None,
-        metrics=registry_of(SchedulerCollector(scheduler)),
+        metrics=registry_of(SchedulerCollector(scheduler, replicas)),
     )
 
 

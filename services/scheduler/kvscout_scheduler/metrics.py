@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -12,6 +13,9 @@ from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.stats import WAIT_BUCKETS, WaitTimes
 
+if TYPE_CHECKING:
+    from kvscout_scheduler.replicas import Replicas
+
 _WORKER = ["tenant", "model", "role", "worker", "dp_rank"]
 _POOL = ["tenant", "model", "role"]
 
@@ -19,8 +23,9 @@ _POOL = ["tenant", "model", "role"]
 class SchedulerCollector(Collector):
     """Turns loads and counters into samples."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, replicas: Replicas | None = None) -> None:
         self._scheduler = scheduler
+        self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
         """Samples of now."""
@@ -38,9 +43,10 @@ class SchedulerCollector(Collector):
             balance.add_metric(names, balance_score(pool))
             for slot in pool.order:
                 labels = [*names, pool.ranks[slot].worker_id, str(pool.ranks[slot].dp_rank)]
-                requests.add_metric(labels, pool.load.requests[slot])
-                prefill.add_metric(labels, pool.load.prefill_tokens[slot])
-                decode.add_metric(labels, pool.load.decode_blocks[slot])
+                load = pool.load.at(slot)
+                requests.add_metric(labels, load.requests)
+                prefill.add_metric(labels, load.prefill_tokens)
+                decode.add_metric(labels, load.decode_blocks)
                 hits = pool.hits[slot]
                 hit_rate.add_metric(labels, hits.cached_tokens / hits.isl_tokens if hits.isl_tokens else 0.0)
         yield from (requests, prefill, decode, hit_rate, balance, queued)
@@ -57,6 +63,8 @@ class SchedulerCollector(Collector):
         for reason, count in stats.ended.items():
             ended.add_metric([reason], count)
         yield from (decisions, refusals, ended, _queue_waits(stats.queue_waits))
+        if self._replicas is not None:
+            yield from self._replicas.collect()
 
 
 def _queue_waits(waits: WaitTimes) -> Metric:
@@ -68,7 +76,8 @@ def _queue_waits(waits: WaitTimes) -> Metric:
 
 def balance_score(pool: Pool) -> float:
     """Standard deviation over mean of the active blocks of a pool's worker ranks; 0 where nothing is active."""
-    blocks = [pool.load.decode_blocks[slot] for slot in pool.order]
+    column = pool.load.decode_blocks
+    blocks = [column[slot] for slot in pool.order]
     mean = sum(blocks) / len(blocks) if blocks else 0.0
     if mean == 0:
         return 0.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import InvalidArgument, KvscoutError, status_code
@@ -18,6 +19,18 @@ MAX_OPERATIONS = 1024
 """In one message."""
 
 Later = Callable[[scheduler_pb2.LifecycleResult], None]
+
+
+class Elsewhere(Protocol):
+    """Has operations on requests of other replicas carried out by those."""
+
+    def concerns(self, operation: scheduler_pb2.LifecycleOperation, tenant: str) -> bool:
+        """Whether an operation is on a request of another replica."""
+
+    async def carry_out(
+        self, operation: scheduler_pb2.LifecycleOperation, tenant: str
+    ) -> scheduler_pb2.LifecycleResult:
+        """Has it carried out there, else here, and never raises."""
 
 
 class WaitingCall(NamedTuple):
@@ -36,13 +49,18 @@ class Operations:
         owner_id: Whose bookings these are.
         tenant: Of operations that name none; "" = the default one.
         later: Takes the results of operations that waited.
+        elsewhere: Knows of other replicas; None = there are none.
     """
 
-    def __init__(self, scheduler: Scheduler, owner_id: str, tenant: str, later: Later) -> None:
+    def __init__(
+        self, scheduler: Scheduler, owner_id: str, tenant: str, later: Later, elsewhere: Elsewhere | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._owner_id = owner_id
         self._tenant = tenant or DEFAULT_TENANT
         self._later = later
+        self._elsewhere = elsewhere
+        self._asking: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, WaitingCall] = {}
         """By operation id."""
         self._kinds: dict[str, Callable[[Any, scheduler_pb2.LifecycleResult], None]] = {
@@ -73,6 +91,11 @@ class Operations:
                 if result is not None:
                     results.append(result)
                 continue
+            if self._elsewhere is not None and self._elsewhere.concerns(operation, self._tenant):
+                asking = asyncio.create_task(self._ask(self._elsewhere, operation))
+                self._asking.add(asking)
+                asking.add_done_callback(self._asking.discard)
+                continue
             result = results.add(id=operation.id)
             try:
                 if kind is None:
@@ -80,6 +103,9 @@ class Operations:
                 self._kinds[kind](getattr(operation, kind), result)
             except KvscoutError as error:
                 _refuse(result, error)
+
+    async def _ask(self, elsewhere: Elsewhere, operation: scheduler_pb2.LifecycleOperation) -> None:
+        self._later(await elsewhere.carry_out(operation, self._tenant))
 
     def close(self) -> None:
         """The stream has ended: nobody waits for what is still in line."""
@@ -145,3 +171,12 @@ class Operations:
 
 def _refuse(result: scheduler_pb2.LifecycleResult, error: KvscoutError) -> None:
     result.code, result.message = status_code(error).value[0], str(error)
+
+
+def carry_out_here(
+    scheduler: Scheduler, operation: scheduler_pb2.LifecycleOperation, tenant: str
+) -> scheduler_pb2.LifecycleResult:
+    """Carries one operation out that cannot wait; its errors are in the result."""
+    results = scheduler_pb2.LifecycleResponse().results
+    Operations(scheduler, "", tenant, lambda result: None).carry_out([operation], results)
+    return results[0]

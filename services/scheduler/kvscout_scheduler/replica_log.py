@@ -8,6 +8,8 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvscout.v1 import replication_pb2
 from kvscout_scheduler.replica_claim import Claim, ClaimState, claim_to_proto, name_to_proto
 from kvscout_scheduler.request import RequestKey
@@ -26,6 +28,8 @@ class ReplicaLog:
         self.claims: dict[RequestKey, Claim] = {}
         self.sequence = 0
         self.digest = 0
+        self.on_pending: Callable[[], None] | None = None
+        """Called when there is something to send."""
         self._pending: list[tuple[replication_pb2.ReplicaEvent, int]] = []
         """Events and about their sizes."""
 
@@ -111,6 +115,8 @@ class ReplicaLog:
     def _tell(self, event: replication_pb2.ReplicaEvent, size: int = _EVENT_BYTES) -> None:
         self.sequence += 1
         self._pending.append((event, size))
+        if self.on_pending is not None and len(self._pending) == 1:
+            self.on_pending()
 
 
 def digest_of(claims: dict[RequestKey, Claim]) -> int:

@@ -178,9 +178,9 @@ class Replication:
         return outbox
 
     @property
-    def replying(self) -> bool:
-        """Whether snapshots are under way."""
-        return bool(self._replies)
+    def busy(self) -> bool:
+        """Whether there is something to send."""
+        return bool(self._replies or self._outbox or len(self.ownership.log))
 
     def live(self, replica_id: str) -> bool:
         """Whether another replica can be expected to answer."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import grpc
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from kvscout_common.errors import InvalidArgument, KvscoutError
+from kvscout_common.errors import InvalidArgument, KvscoutError, from_status
 from kvscout_common.identity import current_identity
 from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_tasks import Backends
@@ -24,18 +26,28 @@ from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.thresholds import BusyThresholds
 from kvscout_scheduler.watch_rpcs import WatchRpcs
 
+if TYPE_CHECKING:
+    from kvscout_scheduler.replicas import Replicas
+
 DEFAULT_LIST_LIMIT = 1_000
 MAX_LIST_LIMIT = 100_000
+
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 # Lifecycle writes to its context itself, which grpc allows and its stubs do not know.
 class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.SchedulerServicer):  # type: ignore[misc]
     """Translates; every decision is made in the core."""
 
-    def __init__(self, scheduler: Scheduler, registry: Registry, backends: Backends) -> None:
+    def __init__(
+        self, scheduler: Scheduler, registry: Registry, backends: Backends, replicas: Replicas | None = None
+    ) -> None:
+        forwarding = replicas.forwarding if replicas is not None else None
         WorkerRpcs.__init__(self, registry, backends.registrar)
         WatchRpcs.__init__(self, scheduler)
-        LifecycleRpc.__init__(self, scheduler)
+        LifecycleRpc.__init__(self, scheduler, forwarding)
+        self._replicas = replicas
+        self._forwarding = forwarding
         self._scheduler = scheduler
         self._warnings = backends.warnings
         self._started = time.monotonic()
@@ -90,19 +102,55 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
     async def MarkPrefillComplete(
         self, request: scheduler_pb2.RequestRef, context: Any
     ) -> scheduler_pb2.MarkPrefillCompleteResponse:
+        result = await self._from_owner(prefill_complete=request)
+        if result is not None:
+            return result.prefill_complete
         changed = self._scheduler.mark_prefill_complete(translate.key_from_proto(request), request.attempt_id)
         return scheduler_pb2.MarkPrefillCompleteResponse(changed=changed)
 
     async def AddOutput(self, request: scheduler_pb2.AddOutputRequest, context: Any) -> scheduler_pb2.AddOutputResponse:
+        result = await self._from_owner(add_output=request)
+        if result is not None:
+            return result.add_output
         key = translate.output_key_from_proto(request)
         output = self._scheduler.add_output(key, request.blocks, request.request.attempt_id)
         return scheduler_pb2.AddOutputResponse(output_blocks=output)
 
     async def Free(self, request: scheduler_pb2.RequestRef, context: Any) -> scheduler_pb2.FreeResponse:
+        result = await self._from_owner(free=request)
+        if result is not None:
+            return result.free
         return translate.outcome_to_proto(self._scheduler.free(translate.key_from_proto(request), request.attempt_id))
 
     async def Renew(self, request: scheduler_pb2.RenewRequest, context: Any) -> scheduler_pb2.RenewResponse:
+        result = await self._from_owner(renew=request)
+        if result is not None:
+            return result.renew
         return translate.renew(self._scheduler, request)
+
+    def _replica_warnings(self) -> list[str]:
+        return self._replicas.link.warnings() if self._replicas is not None else []
+
+    async def _from_owner(self, **operation: Any) -> scheduler_pb2.LifecycleResult | None:
+        """The result of an operation on a request of another replica; None = it is not, carry it out here.
+
+        Raises:
+            KvscoutError: What came of it.
+        """
+        asked = scheduler_pb2.LifecycleOperation(**operation)
+        if self._forwarding is None or not self._forwarding.concerns(asked, DEFAULT_TENANT):
+            return None
+        result = await self._forwarding.carry_out(asked, DEFAULT_TENANT)
+        if result.code:
+            raise from_status(_STATUS[result.code], result.message)
+        return result
+
+    async def GetReplicas(
+        self, request: scheduler_pb2.GetReplicasRequest, context: Any
+    ) -> scheduler_pb2.GetReplicasResponse:
+        if self._replicas is None:
+            return scheduler_pb2.GetReplicasResponse(problem="replicas are off (--router-replica-sync)")
+        return self._replicas.to_proto()
 
     async def GetPotentialLoads(
         self, request: scheduler_pb2.PotentialLoadsRequest, context: Any
@@ -191,7 +239,11 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         if request.model and not pools:
             self._scheduler.workers.require_model(tenant, request.model)
         return scheduler_pb2.SchedulerStatus(
-            service=service_info(self._started, draining=self._scheduler.draining, warnings=self._warnings()),
+            service=service_info(
+                self._started,
+                draining=self._scheduler.draining,
+                warnings=[*self._warnings(), *self._replica_warnings()],
+            ),
             policy=settings.policy,
             overlap_score_weight=settings.overlap_score_weight,
             router_temperature=settings.router_temperature,
@@ -201,9 +253,10 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
                     tenant=pool.id.tenant,
                     role=role_to_proto(pool.id.role),
                     worker_ranks=len(pool.order),
-                    active_requests=sum(pool.load.requests[slot] for slot in pool.order),
-                    active_prefill_tokens=sum(pool.load.prefill_tokens[slot] for slot in pool.order),
-                    active_decode_blocks=sum(pool.load.decode_blocks[slot] for slot in pool.order),
+                    # Slots that are not in use carry no load.
+                    active_requests=sum(pool.load.requests),
+                    active_prefill_tokens=sum(pool.load.prefill_tokens),
+                    active_decode_blocks=sum(pool.load.decode_blocks),
                     decisions=pool.decisions,
                     queued=self._scheduler.waiting.length(pool.id),
                 )

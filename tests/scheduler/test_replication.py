@@ -1,0 +1,388 @@
+"""Replicas of the scheduler, in simulated time: who owns what, what others see of it, and what survives faults."""
+
+from __future__ import annotations
+
+import pytest
+from replica_world import World, decoding
+from scheduler_builders import BLOCK, key, test_seed
+
+from kvscout.v1 import replication_pb2
+from kvscout_common.errors import AlreadyExists, Cancelled, NotFound
+from kvscout_common.worker import WorkerRank
+from kvscout_scheduler.booking import FreeOutcome
+from kvscout_scheduler.replica_view import SILENT_SECONDS
+from kvscout_scheduler.replication import FORGET_SECONDS, VERSION
+from kvscout_scheduler.settings import SchedulerSettings
+
+IDLE = (0, 0, 0)
+
+
+def test_what_one_replica_books_weighs_on_all_until_it_is_freed() -> None:
+    world = World("a", "b", "c")
+    world.book("a", "r", blocks=2)
+    world.run(0.005)
+    assert world["b"].loads() == world["a"].loads() == world["c"].loads()
+    assert world["b"].loads()["w0"] == (1, 2 * BLOCK + 3, 3)
+    world["a"].core.mark_prefill_complete(key("r"), 1)
+    world["a"].core.add_output(key("r"), 4, 1)
+    world.run(0.005)
+    assert decoding(world, "c", "r")
+    assert world["c"].loads()["w0"] == (1, 0, 7)
+    assert world.free("a", "r") is FreeOutcome.FREED
+    world.settled()
+    assert set(world["b"].loads().values()) == {IDLE}
+
+
+def test_shared_blocks_of_requests_at_different_replicas_count_once() -> None:
+    world = World("a", "b")
+    world.book("a", "r", blocks=4, shared=3)
+    world.book("b", "s", blocks=4, shared=3)
+    world.settled()
+    # Three shared, one each, and a partial one each.
+    assert world["a"].loads()["w0"][2] == 3 + 2 + 2
+
+
+def test_a_call_at_another_replica_takes_the_request_over_and_the_owner_yields() -> None:
+    world = World("a", "b")
+    world.book("a", "r")
+    world.run(0.005)
+    assert world["b"].replication.ownership.elsewhere(key("r")) == world["a"].replication.me
+    assert world["b"].core.mark_prefill_complete(key("r"), 1)
+    world.settled()
+    assert world["a"].replication.ownership.elsewhere(key("r")) == world["b"].replication.me
+    assert decoding(world, "a", "r")
+    assert world["b"].replication.ownership.taken_over_count == 1
+    assert world.free("b", "r") is FreeOutcome.FREED
+    world.settled()
+    assert world["a"].state() == {}
+
+
+def test_a_request_that_two_replicas_take_over_at_once_has_one_owner_in_the_end() -> None:
+    world = World("a", "b", "c")
+    world.book("a", "r")
+    world.run(0.005)
+    world["b"].core.mark_prefill_complete(key("r"), 1)
+    world["c"].core.mark_prefill_complete(key("r"), 1)
+    world.settled()
+    owners = {name: world[name].replication.ownership.elsewhere(key("r")) for name in "abc"}
+    # Same term: the higher replica id.
+    assert owners == {"a": world["c"].replication.me, "b": world["c"].replication.me, "c": None}
+
+
+def test_a_request_booked_at_two_replicas_at_once_is_booked_once() -> None:
+    world = World("a", "b")
+    world.book("a", "r", worker_id="w0", attempt=1)
+    world.book("b", "r", worker_id="w1", attempt=2)
+    world.settled()
+    assert world["a"].loads()["w0"] == IDLE
+    assert world["a"].loads()["w1"][0] == 1
+    assert world["a"].core.stats.ended == {"superseded": 1}
+
+
+def test_a_repeated_booking_call_at_another_replica_gets_the_first_answer_and_books_nothing_more() -> None:
+    world = World("a", "b")
+    world.book("a", "r", worker_id="w2")
+    world.run(0.005)
+    world.book("b", "r", worker_id="w2")
+    with pytest.raises(AlreadyExists):
+        world.book("b", "r", worker_id="w2", attempt=2)
+    world.settled()
+    assert world["a"].loads()["w2"][0] == 1
+    assert world["a"].replication.ownership.elsewhere(key("r")) == world["b"].replication.me
+
+
+def test_a_free_at_another_replica_before_the_booking_arrives_there_cancels_it() -> None:
+    world = World("a", "b", "c")
+    world.book("a", "r")
+    assert world.free("b", "r") is FreeOutcome.UNKNOWN
+    world.settled()
+    assert world["a"].state() == {}
+    with pytest.raises(Cancelled):
+        world.book("c", "r")
+    world.book("c", "r", attempt=2)
+    world.settled()
+    assert list(world["a"].state()) == ["r"]
+
+
+def test_a_free_that_comes_before_the_booking_call_cancels_it_at_every_replica() -> None:
+    world = World("a", "b")
+    world.free("b", "r", attempt=7)
+    world.run(0.005)
+    with pytest.raises(Cancelled):
+        world.book("a", "r", attempt=7)
+    world.run(SETTINGS_TOMBSTONE + 2)
+    assert world["a"].replication.ownership.log.claims == {}
+    assert world["b"].replication.ownership.log.claims == {}, "a tombstone is not kept for ever"
+
+
+SETTINGS_TOMBSTONE = SchedulerSettings().tombstone_seconds
+
+
+def test_a_joiner_learns_what_everyone_owns() -> None:
+    world = World("a", "b")
+    for number in range(700):
+        world.book("ab"[number % 2], f"r{number}", worker_id=f"w{number % 3}")
+    world.run(0.5)
+    world.start("c")
+    world.settled()
+    assert len(world["c"].state()) == 700
+    snapshots = [status.snapshots for status in world["c"].replication.status()]
+    assert snapshots == [0, 1, 1]
+
+
+def test_lost_events_show_as_a_gap_and_come_with_a_snapshot() -> None:
+    world = World("a", "b")
+    world.run(1)
+    world.faults(loss=1)
+    world.book("a", "r")
+    world.run(0.01)
+    world.faults()
+    world.book("a", "s")
+    world.run(0.01)
+    assert world["b"].state() == {}
+    assert world["b"].replication.status()[1].lag_events == 2
+    assert world["b"].replication.status()[1].lag_seconds > 0
+    world.run(0.1)
+    assert set(world["b"].state()) == {"r", "s"}
+    assert world["b"].replication.status()[1].gaps == 1
+
+
+def test_the_last_event_before_silence_is_missed_by_heartbeats_only_and_comes_all_the_same() -> None:
+    world = World("a", "b")
+    world.run(1)
+    world.faults(loss=1)
+    world.book("a", "r")
+    world.run(0.01)
+    world.settled()
+    assert set(world["b"].state()) == {"r"}
+
+
+def test_another_digest_at_the_same_sequence_is_a_divergence_and_is_repaired() -> None:
+    world = World("a", "b")
+    world.book("a", "r")
+    world.run(0.01)
+    view = world["b"].replication.views[world["a"].replication.me]
+    claim = view.claims[key("r")]
+    view._put(claim._replace(output_blocks=99))
+    world["b"].replication.ownership.settle()
+    assert world["b"].state() != world["a"].state()
+    world.settled()
+    assert world["b"].replication.status()[1].divergences == 1
+    assert world["b"].state() == world["a"].state()
+
+
+def test_what_only_one_survivor_heard_of_a_killed_replica_the_others_learn_from_it() -> None:
+    world = World("a", "b", "c")
+    world.run(1)
+    world["c"].cut_off = True
+    world.book("a", "r")
+    world.run(0.01)
+    world["c"].cut_off = False
+    world.kill("a")
+    world.settled()
+    assert set(world["c"].state()) == set(world["b"].state()) == {"r"}
+
+
+def test_the_requests_of_a_killed_replica_stay_until_their_leases_end_and_end_everywhere_at_once() -> None:
+    world = World("a", "b", "c", settings=SchedulerSettings(lease_seconds=30))
+    world.book("a", "r")
+    world.book("a", "s", owner="gateway")
+    world.run(1)
+    world.kill("a")
+    world.run(29)
+    assert set(world["b"].state()) == {"r", "s"}
+    world.run(3)
+    world.agree()
+    assert set(world["b"].loads().values()) == {IDLE}
+    assert world["b"].core.stats.ended == {"lease": 2}, "one of them ends it"
+    assert world["c"].core.stats.ended == {}
+    world.run(30 + 2 * FORGET_SECONDS + 5)
+    assert world["b"].replication.views.keys() == {world["c"].replication.me}, "the dead are forgotten"
+    assert world["b"].replication.ownership.log.claims == {}
+    world.agree()
+
+
+def test_a_gateway_that_fails_over_takes_what_it_lists_along_and_what_it_does_not_list_ends() -> None:
+    world = World("a", "b", "c")
+    world["a"].core.connect_owner("g", [])
+    for name in ("r", "s", "t"):
+        world.book("a", name, owner="g")
+    world.run(1)
+    world.kill("a")
+    world.run(0.1)
+    session, unknown = world["b"].core.connect_owner("g", [(key("r"), 1), (key("s"), 1), (key("never"), 1)])
+    assert unknown == [(key("never"), 1)]
+    world.settled()
+    assert world["b"].replication.ownership.elsewhere(key("r")) is None
+    assert set(world["c"].state()) == {"r", "s", "t"}
+    world.run(SILENT_SECONDS + 11)
+    world.agree()
+    assert set(world["c"].state()) == {"r", "s"}
+    assert world["b"].core.stats.ended == {"owner_forgot": 1}
+    world["b"].core.disconnect_owner("g", session)
+    world.run(10.1)
+    world.settled()
+    assert set(world["c"].loads().values()) == {IDLE}
+    assert world["b"].core.stats.ended == {"owner_forgot": 1, "owner_gone": 2}
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_a_replica_that_comes_back_after_a_partition_yields_what_was_taken_from_it(freed: bool) -> None:
+    world = World("a", "b", "c")
+    session, _ = world["a"].core.connect_owner("g", [])
+    world.book("a", "r", owner="g")
+    world.book("a", "s", owner="g")
+    world.run(1)
+    world["a"].away = True
+    world.run(6)
+    world["b"].core.connect_owner("g", [(key("r"), 1), (key("s"), 1)])
+    if freed:
+        world.free("b", "s")
+    world.run(90)
+    # It wakes, and its own clock and the end of its stream come before any message.
+    world["a"].away = False
+    world["a"].core.disconnect_owner("g", session)
+    world["a"].core.expire()
+    world.settled()
+    assert set(world["a"].state()) == ({"r"} if freed else {"r", "s"})
+    world.run(11)
+    world.settled()
+    assert set(world["c"].state()) == ({"r"} if freed else {"r", "s"}), "its owner_gone frees nothing of another's"
+    assert world["a"].core.stats.ended == {}
+    for name in list(world["c"].state()):
+        world.free("b", name)
+    world.settled()
+    assert set(world["a"].loads().values()) == {IDLE}
+
+
+def test_a_replica_that_is_started_again_gets_its_former_requests_from_the_others() -> None:
+    world = World("a", "b")
+    world.book("a", "r")
+    world.run(1)
+    world.kill("a")
+    world.clock.advance(0.1)
+    world.start("a")
+    world.settled()
+    assert set(world["a"].state()) == {"r"}
+    assert world.free("a", "r") is FreeOutcome.FREED
+    world.settled()
+    assert set(world["b"].loads().values()) == {IDLE}
+
+
+def test_a_worker_that_comes_later_here_gets_the_load_it_has_elsewhere() -> None:
+    world = World("a", "b")
+    world["b"].remove_worker("w0")
+    world.book("a", "r")
+    world.book("a", "s")
+    world.run(0.01)
+    assert world["b"].state() == {}
+    assert world["b"].replication.ownership.elsewhere(key("r")) == world["a"].replication.me
+    assert world.free("b", "s") is FreeOutcome.UNKNOWN, "nothing of it is here"
+    world["b"].add_worker("w0")
+    world.settled()
+    assert set(world["a"].state()) == set(world["b"].state()) == {"r"}
+
+
+def test_a_worker_that_goes_takes_its_bookings_along_at_every_replica() -> None:
+    world = World("a", "b")
+    world.book("a", "r")
+    world.book("b", "s")
+    world.run(0.01)
+    world["b"].remove_worker("w0")
+    world.run(0.01)
+    assert set(world["a"].state()) == {"r"}
+    world["a"].remove_worker("w0")
+    world.settled()
+    assert world["a"].state() == {}
+    world["a"].add_worker("w0")
+    world["b"].add_worker("w0")
+    world.settled()
+    assert set(world["a"].loads().values()) == {IDLE}
+
+
+def test_thresholds_of_the_last_writer_and_the_later_end_of_a_cool_down_hold_everywhere() -> None:
+    world = World("a", "b")
+    world["a"].core.thresholds.change("default", "m", active_prefill_tokens_threshold=5)
+    world["b"].core.thresholds.change("default", "m", active_prefill_tokens_threshold=7)
+    world["a"].core.report_failure("default", WorkerRank("w0", 0), 30)
+    world["b"].core.report_failure("default", WorkerRank("w0", 0), 5)
+    world.settled()
+    assert world["a"].core.thresholds.get("default", "m").active_prefill_tokens_threshold == 7
+    world["a"].core.thresholds.change("default", "m", active_prefill_tokens_threshold=None)
+    world.start("c")
+    world.settled()
+    assert world["c"].core.thresholds.get("default", "m").off
+    for name in "abc":
+        load = world[name].core.potential_loads(key("any").pool)[0]
+        assert 27 < load.cooldown_seconds < 30
+
+
+def test_messages_that_are_no_messages_are_counted_and_change_nothing() -> None:
+    world = World("a", "b")
+    node = world["a"].replication
+    node.receive(b"\xff\xff")
+    node.receive(replication_pb2.ReplicaMessage(version=VERSION + 1, replica_id="b", epoch=1).SerializeToString())
+    node.receive(replication_pb2.ReplicaMessage(version=VERSION, replica_id="z", epoch=1).SerializeToString())
+    bad = replication_pb2.EventBatch(first_sequence=1, events=[replication_pb2.ReplicaEvent()])
+    bad.events[0].add_request.term = 1
+    node.receive(
+        replication_pb2.ReplicaMessage(version=VERSION, replica_id="z", epoch=1, events=bad).SerializeToString()
+    )
+    assert node.refused == 4
+    twin = replication_pb2.ReplicaMessage(version=VERSION, replica_id="a", epoch=node.me.epoch + 1)
+    node.receive(twin.SerializeToString())
+    assert "'a'" in node.conflict
+
+
+@pytest.mark.parametrize("run", range(6))
+def test_s8_replicas_agree_exactly_one_quiet_second_after_losses_repeats_partitions_and_a_kill(run: int) -> None:
+    world = World("a", "b", "c", seed=test_seed() + run)
+    rng = world.rng
+    active: dict[str, int] = {}
+    """Requests that somebody booked and nobody freed, and their attempt."""
+    doomed = rng.choice("abc")
+    unsure: set[str] = set()
+    """What was last done at the replica that is killed: it may be gone with it."""
+    numbers = iter(range(10**9))
+    world.faults(loss=0.1, repeats=0.1, delay_seconds=0.01)
+    for step in range(1500):
+        names = [name for name, node in world.nodes.items() if not node.away] or world.wake()
+        at = rng.choice(names)
+        name = rng.choice(list(active)) if active else ""
+        try:
+            match rng.randrange(10):
+                case 0 | 1 | 2 | 3:
+                    name = f"r{next(numbers)}"
+                    world.book(at, name, worker_id=rng.choice(world.workers), blocks=rng.randint(2, 6), shared=2)
+                    active[name] = 1
+                case 4 | 5 | 6 if active:
+                    world.free(at, name, active.pop(name))
+                case 7 if active:
+                    world[at].core.mark_prefill_complete(key(name), active[name])
+                case 8 if active:
+                    world[at].core.add_output(key(name), 1, active[name])
+                case 9:
+                    world[at].core.thresholds.change("default", "m", active_prefill_tokens_threshold=step)
+        except NotFound:
+            # It has not got there yet.
+            pass
+        if at == doomed:
+            unsure.add(name)
+        if rng.random() < 0.01:
+            node = world[rng.choice(list(world.nodes))]
+            node.cut_off = not node.cut_off
+        if rng.random() < 0.01:
+            node = world[rng.choice(list(world.nodes))]
+            node.away = not node.away
+        if step == 1000:
+            world.kill(doomed)
+        world.run(rng.choice((0.0, 0.001, 0.01)))
+    world.settled()
+    left = world[next(iter(world.nodes))].state()
+    assert set(left) - unsure == set(active) - unsure
+    for name in left:
+        world.free(rng.choice(list(world.nodes)), name)
+    world.settled()
+    for node in world.nodes.values():
+        assert node.state() == {}
+        assert set(node.loads().values()) == {IDLE}
