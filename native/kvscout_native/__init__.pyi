@@ -5,6 +5,7 @@ Nothing but the module that pairs with a section below imports it:
 * hashing: `kvscout_common.hashing`, which documents the functions; the twin is `hashing_reference`.
 * index: `kvscout_blocks.native_index`; `kvscout_blocks.index` documents what the methods do, the twin is
   `reference_index`.
+* load: `kvscout_scheduler.native_load`; the twins are `kvscout_scheduler.active_load`, `prefix_tree` and `cost`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -252,3 +253,122 @@ class Reader:
 
     def close(self) -> None:
         """Ends the thread; blocks until it has."""
+
+# --- load ------------------------------------------------------------------------------------------
+
+class Allocation:
+    """What one request occupies; opaque but for its slot, valid until removed."""
+
+    @property
+    def slot(self) -> int: ...
+
+class Overlaps:
+    """Overlaps of one prompt; raises `ValueError` if the columns contradict each other."""
+
+    def __new__(
+        cls,
+        worker_ids: Sequence[str],
+        dp_ranks: Sequence[int],
+        tiers: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]],
+        predicted: Sequence[int],
+    ) -> Overlaps: ...
+    @property
+    def message(self) -> bytes:
+        """The protobuf message that they were read from; empty if they were made of columns."""
+
+    def within(self, blocks: int) -> bool:
+        """Whether no row says more than a prompt has."""
+
+class Scores:
+    """The columns of one decision, one entry a candidate; a getter makes a new list."""
+
+    def __len__(self) -> int: ...
+    def cost(self, index: int) -> float: ...
+    def overlap(self, index: int) -> tuple[int, float]:
+        """Device blocks and effective blocks of one candidate."""
+
+    def least(self) -> list[int]:
+        """Indexes of the least cost, ascending."""
+
+    @property
+    def device_blocks(self) -> list[int]: ...
+    @property
+    def effective_blocks(self) -> list[float]: ...
+    @property
+    def prefill_tokens(self) -> list[float]: ...
+    @property
+    def decode_blocks(self) -> list[int]: ...
+    @property
+    def costs(self) -> list[float]: ...
+
+class ActiveLoad:
+    """Load columns of one pool; a getter makes a new list."""
+
+    def __new__(cls, track_blocks: bool) -> ActiveLoad: ...
+    @property
+    def requests(self) -> list[int]: ...
+    @property
+    def prefill_tokens(self) -> list[int]: ...
+    @property
+    def decode_blocks(self) -> list[int]: ...
+    def at(self, slot: int) -> tuple[int, int, int]:
+        """Requests, prefill tokens and decode blocks of one slot."""
+
+    def ensure_slot(self, slot: int) -> None: ...
+    def arrange(self, ranks: Sequence[tuple[str, int, int]]) -> None:
+        """(worker id, rank, slot) of the slots in use, by rank."""
+
+    def add(
+        self, slot: int, lane: tuple[int, bool], hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
+    ) -> Allocation: ...
+    def complete_prefill(self, allocation: Allocation) -> None: ...
+    def add_private(self, allocation: Allocation, blocks: int) -> None: ...
+    def remove(self, allocation: Allocation) -> None: ...
+    def shared(self, lane: tuple[int, bool], hashes: bytes) -> dict[int, int]: ...
+    def score(
+        self,
+        slots: Sequence[int] | None,
+        lane: tuple[int, bool],
+        hashes: bytes,
+        overlaps: Overlaps | None,
+        isl_tokens: int,
+        overlap_score_weight: float,
+        host_weight: float,
+        disk_weight: float,
+        charge_prefill: bool,
+        scale: float,
+    ) -> Scores: ...
+    def check_invariants(self, allocations: Sequence[Allocation]) -> None:
+        """Raises `AssertionError`."""
+
+_RequestName = tuple[str, str, int, str, int]
+"""Model, tenant ("" = that of the stream), role, request id, attempt id."""
+_Select = tuple[int, int, _RequestName, bytes, int, int, Overlaps | None, int, int, int, bool]
+"""3, operation id, name, packed hashes, isl_tokens, block_size, overlaps, priority, expected_output_tokens,
+lease_seconds, prefill_elsewhere"""
+_Decision = tuple[str, int, str, int, float, float, int, int]
+"""Worker id, rank, HTTP endpoint, overlap blocks, effective overlap blocks, cost, uncached tokens, block size."""
+
+def lifecycle_operations(message: bytes, caller_tenant: str) -> list[tuple[Any, ...]] | None:
+    """The operations of a `LifecycleRequest`; None if the plain path must read it.
+
+    Args:
+        message: The serialised message.
+        caller_tenant: What the caller is bound to; "*" = all.
+
+    Returns:
+        Tuples that begin with the number of the operation's field: 3 is a `_Select`; 5 (prefill_complete) and 7 (free)
+        have the operation's id and a `_RequestName`; 0 has the bytes of an operation that is left to the plain path.
+    """
+
+def select_request(message: bytes) -> _Select | None:
+    """A `SelectRequest` without rare fields; None if the plain path must read it."""
+
+def select_response(decision: _Decision) -> bytes:
+    """A serialised `SelectResponse`."""
+
+def select_result(id: int, decision: _Decision) -> bytes:
+    """A serialised `LifecycleResponse` of one result; several in a row are one message. So are the next ones."""
+
+def prefill_result(id: int, changed: bool) -> bytes: ...
+def free_result(id: int, outcome: int) -> bytes: ...

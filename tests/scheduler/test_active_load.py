@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+import pytest
+from load_twins import MakeLoad, twins
 from scheduler_builders import test_seed
 
-from kvscout_scheduler.active_load import ActiveLoad, Allocation, Lane
+from kvscout_scheduler.active_load import ActiveLoad, Allocation
+from kvscout_scheduler.cost import Lane
 from kvscout_scheduler.request import pack_hashes
 
 LANE = Lane(16, eagle=False)
+Load = Callable[..., ActiveLoad]
 
 
-def load(slots: int = 1, *, track_blocks: bool = True) -> ActiveLoad:
-    made = ActiveLoad(track_blocks=track_blocks)
-    made.ensure_slot(slots - 1)
+@pytest.fixture(params=twins())
+def load(request: pytest.FixtureRequest) -> Load:
+    make: MakeLoad = request.param
+
+    def made(slots: int = 1, *, track_blocks: bool = True) -> ActiveLoad:
+        active = make(track_blocks=track_blocks)
+        active.ensure_slot(slots - 1)
+        return active
+
     return made
 
 
-def test_s4_shared_blocks_count_once_and_end_at_zero() -> None:
+def test_s4_shared_blocks_count_once_and_end_at_zero(load: Load) -> None:
     active = load()
     first = active.add(0, LANE, pack_hashes([10, 20, 30]))
     second = active.add(0, LANE, pack_hashes([10, 20, 99]))
@@ -30,14 +41,14 @@ def test_s4_shared_blocks_count_once_and_end_at_zero() -> None:
     assert active.decode_blocks == [0]
 
 
-def test_s4_a_fully_shared_pair_counts_once() -> None:
+def test_s4_a_fully_shared_pair_counts_once(load: Load) -> None:
     active = load()
     active.add(0, LANE, pack_hashes([1, 2]))
     active.add(0, LANE, pack_hashes([1, 2]))
     assert active.decode_blocks == [2]
 
 
-def test_partial_tails_and_output_blocks_are_private() -> None:
+def test_partial_tails_and_output_blocks_are_private(load: Load) -> None:
     active = load()
     first = active.add(0, LANE, pack_hashes([1]), private_blocks=1)
     second = active.add(0, LANE, pack_hashes([1]), private_blocks=1)
@@ -50,7 +61,7 @@ def test_partial_tails_and_output_blocks_are_private() -> None:
     assert active.decode_blocks == [0]
 
 
-def test_prefill_tokens_leave_once() -> None:
+def test_prefill_tokens_leave_once(load: Load) -> None:
     active = load()
     allocation = active.add(0, LANE, b"", prefill_tokens=100)
     assert active.prefill_tokens == [100]
@@ -61,7 +72,7 @@ def test_prefill_tokens_leave_once() -> None:
     assert (active.prefill_tokens, active.requests) == ([0], [0])
 
 
-def test_untracked_blocks_are_never_counted() -> None:
+def test_untracked_blocks_are_never_counted(load: Load) -> None:
     active = load(track_blocks=False)
     allocation = active.add(0, LANE, pack_hashes([1, 2]), private_blocks=1, prefill_tokens=7)
     active.add_private(allocation, 3)
@@ -71,7 +82,7 @@ def test_untracked_blocks_are_never_counted() -> None:
     assert (active.decode_blocks, active.prefill_tokens) == ([0], [0])
 
 
-def test_lanes_share_nothing() -> None:
+def test_lanes_share_nothing(load: Load) -> None:
     active = load()
     active.add(0, LANE, pack_hashes([1, 2]))
     active.add(0, Lane(32, eagle=False), pack_hashes([1, 2]))
@@ -87,7 +98,7 @@ class Counted:
     prefill: int
 
 
-def test_random_operations_match_a_model_that_counts_anew() -> None:
+def test_random_operations_match_a_model_that_counts_anew(load: Load) -> None:
     rng = Random(test_seed())
     slots = 3
     active, model = load(slots), list[Counted]()

@@ -1,45 +1,154 @@
-"""The cost formula, with the numbers of its worked example."""
+"""The cost formula, with the numbers of its worked example, in both twins, and both against each other."""
 
 from __future__ import annotations
 
-from kvscout_scheduler import cost
-from kvscout_scheduler.active_load import ActiveLoad, Lane
-from kvscout_scheduler.overlaps import Overlaps
+from random import Random
+
+import pytest
+from load_twins import MakeLoad, twins
+from scheduler_builders import test_seed
+
+from kvscout_common.hashing import native_available
+from kvscout_scheduler.active_load import ActiveLoad, Allocation, ReferenceLoad
+from kvscout_scheduler.choose import choose
+from kvscout_scheduler.cost import Lane, Question, TierWeights
+from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps
 from kvscout_scheduler.request import pack_hashes
 
-
-def test_s1_worked_example() -> None:
-    prefill, decode = [8 * 16.0, 5 * 16.0, 2 * 16.0], [10, 5, 9]
-    assert cost.costs(prefill, decode, block_size=16, overlap_score_weight=1.0) == [18, 10, 11]
-    assert cost.costs(prefill, decode, block_size=16, overlap_score_weight=2.0) == [26, 15, 13]
+LANE = Lane(16, eagle=False)
+IDS = ("a", "b", "c")
 
 
-def test_s1_weight_zero_is_pure_decode_load() -> None:
-    assert cost.costs([1e9, 0.0], [3, 4], block_size=16, overlap_score_weight=0.0) == [3, 4]
+@pytest.fixture(params=twins())
+def load(request: pytest.FixtureRequest) -> ActiveLoad:
+    make: MakeLoad = request.param
+    return arranged(make())
 
 
-def test_prefill_is_what_is_active_and_what_is_not_cached() -> None:
-    load = ActiveLoad()
-    load.ensure_slot(2)
-    load.add(1, Lane(16, eagle=False), b"", prefill_tokens=40)
-    assert cost.prefill_tokens(load, [0, 1, 2], [2, 0, 99], isl_tokens=100, block_size=16) == [68, 140, 0]
+def arranged(made: ActiveLoad, workers: int = 3) -> ActiveLoad:
+    """One rank of each worker, a at slot 0."""
+    made.ensure_slot(workers - 1)
+    made.arrange({(chr(ord("a") + slot), 0): slot for slot in range(workers)}, range(workers))
+    return made
 
 
-def test_decode_counts_blocks_that_are_active_already_once() -> None:
-    load = ActiveLoad()
-    load.ensure_slot(1)
-    lane = Lane(16, eagle=False)
-    load.add(0, lane, pack_hashes([1, 2, 3]), private_blocks=1)
-    shared = load.shared(lane, pack_hashes([1, 2, 9]))
-    assert cost.decode_blocks(load, [0, 1], shared, request_blocks=4) == [6, 4]
+def device(*blocks: int) -> Overlaps:
+    return Overlaps(IDS[: len(blocks)], (), blocks)
 
 
-def test_slower_tiers_are_worth_less() -> None:
-    overlaps = Overlaps(("w",), (), (2,), (4,), (5,), (9,))
+def test_s1_worked_example(load: ActiveLoad) -> None:
+    for slot, (prefill, decode) in enumerate([(8, 10), (5, 5), (2, 9)]):
+        load.add(slot, LANE, b"", private_blocks=decode - 1, prefill_tokens=(prefill - 1) * 16)
+    asked = Question(LANE, b"", 16)
+    assert list(load.score(asked, NO_OVERLAPS, None).costs) == [18, 10, 11]
+    assert list(load.score(asked._replace(overlap_score_weight=2.0), NO_OVERLAPS, None).costs) == [26, 15, 13]
+    assert list(load.score(asked._replace(scale=2.0), NO_OVERLAPS, [2, 0]).costs) == [22, 36]
+
+
+def test_s1_weight_zero_is_pure_decode_load(load: ActiveLoad) -> None:
+    load.add(0, LANE, b"", private_blocks=3, prefill_tokens=10**9)
+    scores = load.score(Question(LANE, b"", 16, overlap_score_weight=0.0), device(1), [0, 1])
+    assert list(scores.costs) == [4, 1]
+    assert scores.overlap(0) == (1, 0)
+
+
+def test_prefill_is_what_is_active_and_what_is_not_cached(load: ActiveLoad) -> None:
+    load.add(1, LANE, b"", prefill_tokens=40)
+    asked = Question(LANE, b"", 100)
+    assert list(load.score(asked, device(2, 0, 99), None).prefill_tokens) == [68, 140, 0]
+    elsewhere = load.score(asked._replace(charge_prefill=False), device(2), None)
+    assert list(elsewhere.prefill_tokens) == [0, 40, 0]
+
+
+def test_decode_counts_blocks_that_are_active_already_once(load: ActiveLoad) -> None:
+    load.add(0, LANE, pack_hashes([1, 2, 3]), private_blocks=1)
+    scores = load.score(Question(LANE, pack_hashes([1, 2, 9]), 50), NO_OVERLAPS, [0, 1])
+    assert list(scores.decode_blocks) == [6, 4]
+
+
+@pytest.mark.parametrize("make", twins())
+def test_blocks_that_are_not_tracked_cost_nothing(make: MakeLoad) -> None:
+    made = arranged(make(track_blocks=False))
+    made.add(0, LANE, pack_hashes([1, 2, 3]))
+    assert list(made.score(Question(LANE, pack_hashes([1]), 50), NO_OVERLAPS, None).decode_blocks) == [0, 0, 0]
+
+
+def test_slower_tiers_are_worth_less(load: ActiveLoad) -> None:
+    overlaps = Overlaps(("a",), (), (2,), (4,), (5,), (9,))
     assert overlaps.effective(0.75, 0.25) == [2 + 0.75 * 2 + 0.25 * (1 + 4)]
+    assert load.score(Question(LANE, b"", 160), overlaps, None).overlap(0) == (2, 4.75)
 
 
-def test_a_prediction_counts_where_it_reaches_further_than_the_device() -> None:
+def test_a_prediction_counts_where_it_reaches_further_than_the_device(load: ActiveLoad) -> None:
     overlaps = Overlaps(("a", "b"), (), (2, 3), (4, 4), predicted_blocks=(5, 3))
     assert overlaps.device() == [5, 3]
     assert overlaps.effective(0.75, 0.25) == [5, 3.75]
+    scores = load.score(Question(LANE, b"", 160), overlaps, None)
+    assert list(scores.device_blocks) == [5, 3, 0]
+    assert list(scores.effective_blocks) == [5, 3.75, 0]
+
+
+def test_the_last_row_of_a_worker_holds_and_strangers_are_left_out(load: ActiveLoad) -> None:
+    overlaps = Overlaps(("b", "nobody", "b", "a"), (0, 0, 0, 1), (1, 2, 3, 4))
+    assert list(load.score(Question(LANE, b"", 160), overlaps, None).device_blocks) == [0, 3, 0]
+
+
+@pytest.mark.skipif(not native_available(), reason="the extension is not built: there is nothing to compare")
+def test_both_twins_give_equal_numbers_whatever_is_asked() -> None:
+    from kvscout_scheduler.native_load import NativeLoad
+
+    rng = Random(test_seed())
+    pair: list[ActiveLoad] = [arranged(ReferenceLoad(), 6), arranged(NativeLoad(), 6)]
+    active: list[list[Allocation]] = []
+    for _ in range(1500):
+        lane = Lane(rng.choice((16, 24)), eagle=rng.random() < 0.2)
+        if active and rng.random() < 0.45:
+            for made, allocation in zip(pair, active.pop(rng.randrange(len(active))), strict=True):
+                made.remove(allocation)
+        else:
+            hashes, slot = pack_hashes(rng.choices((1, 2), k=rng.randrange(9))), rng.randrange(6)
+            private, prefill = rng.randrange(3), rng.randrange(500)
+            active.append(
+                [made.add(slot, lane, hashes, private_blocks=private, prefill_tokens=prefill) for made in pair]
+            )
+        question = Question(
+            lane,
+            pack_hashes(rng.choices((1, 2), k=rng.randrange(9))),
+            rng.randrange(1, 300),
+            rng.choice((0.0, 1.0, 0.3, 7.7)),
+            TierWeights(rng.random(), rng.random()),
+            charge_prefill=rng.random() < 0.8,
+            scale=rng.choice((1.0, 1.5)),
+        )
+        overlaps = random_overlaps(rng)
+        slots = None if rng.random() < 0.5 else rng.sample(range(6), rng.randrange(1, 7))
+        reference, native = (made.score(question, overlaps, slots) for made in pair)
+        for column in ("device_blocks", "effective_blocks", "prefill_tokens", "decode_blocks", "costs"):
+            assert list(getattr(reference, column)) == list(getattr(native, column)), column
+        seed = rng.random()
+        temperature = rng.choice((0.0, 0.5))
+        picks = [choose(scores.costs, temperature, Random(seed)) for scores in (reference, native)]
+        assert picks[0] == picks[1]
+        assert reference.overlap(picks[0]) == native.overlap(picks[0])
+
+
+def random_overlaps(rng: Random) -> AnyOverlaps:
+    rows = rng.randrange(8)
+    if not rows:
+        return NO_OVERLAPS
+
+    def above(column: list[int]) -> list[int]:
+        return [blocks + rng.randrange(3) for blocks in column]
+
+    device_blocks = faster = [rng.randrange(9) for _ in range(rows)]
+    slower: list[list[int]] = []
+    for _ in range(3):
+        slower.append(above(faster) if rng.random() < 0.5 else [])
+        faster = slower[-1] or faster
+    ids = [rng.choice("abcdefgh") for _ in range(rows)]
+    predicted = above(device_blocks) if rng.random() < 0.5 else []
+    ranks = [rng.randrange(2) for _ in range(rows)] if rng.random() < 0.5 else []
+    host, disk, external = slower
+    made = Overlaps(ids, ranks, device_blocks, host, disk, external, predicted)
+    made.validate(1000)
+    return made

@@ -107,13 +107,12 @@ impl ActiveLoad {
         self.prefill_tokens[allocation.slot as usize] -= std::mem::take(&mut allocation.prefill_tokens);
     }
 
-    /// Adds blocks to a request that no other request shares; whether anything changed.
-    pub fn add_private(&mut self, allocation: &mut Allocation, blocks: i64) -> bool {
+    /// Adds blocks to a request that no other request shares.
+    pub fn add_private(&mut self, allocation: &mut Allocation, blocks: i64) {
         if self.track_blocks {
             allocation.private_blocks += blocks;
             self.decode_blocks[allocation.slot as usize] += blocks;
         }
-        self.track_blocks
     }
 
     /// Releases all that a request occupies.
@@ -200,7 +199,7 @@ mod tests {
         load.complete_prefill(&mut first);
         load.complete_prefill(&mut first);
         assert_eq!(load.prefill_tokens, [0, 16]);
-        assert!(load.add_private(&mut second, 2));
+        load.add_private(&mut second, 2);
         load.check([&first, &second].into_iter()).unwrap();
         load.remove(&mut first);
         assert_eq!(load.decode_blocks, [0, 5]);
@@ -214,7 +213,7 @@ mod tests {
         let mut load = ActiveLoad::new(false);
         load.ensure_slot(0);
         let mut allocation = load.add(0, LANE, &[1, 2], 1, 7);
-        assert!(!load.add_private(&mut allocation, 3));
+        load.add_private(&mut allocation, 3);
         assert_eq!((load.decode_blocks[0], load.prefill_tokens[0]), (0, 7));
         load.remove(&mut allocation);
         load.check([].into_iter()).unwrap();

@@ -16,7 +16,6 @@ const DETACH_ABOVE_BYTES: usize = 128 * 1024;
 #[pyclass(module = "kvscout_native")]
 struct ActiveLoad {
     load: load::ActiveLoad,
-    version: u64,
 }
 
 /// What one request occupies.
@@ -46,17 +45,7 @@ fn unpacked(packed: &[u8]) -> PyResult<std::borrow::Cow<'_, [u64]>> {
 impl ActiveLoad {
     #[new]
     fn new(track_blocks: bool) -> Self {
-        Self { load: load::ActiveLoad::new(track_blocks), version: 0 }
-    }
-
-    #[getter]
-    fn track_blocks(&self) -> bool {
-        self.load.track_blocks
-    }
-
-    #[getter]
-    fn version(&self) -> u64 {
-        self.version
+        Self { load: load::ActiveLoad::new(track_blocks) }
     }
 
     #[getter]
@@ -72,6 +61,15 @@ impl ActiveLoad {
     #[getter]
     fn decode_blocks(&self) -> Vec<i64> {
         self.load.decode_blocks.clone()
+    }
+
+    /// (requests, prefill tokens, decode blocks)
+    fn at(&self, slot: usize) -> PyResult<(i64, i64, i64)> {
+        let load = &self.load;
+        if slot >= load.requests.len() {
+            return Err(PyIndexError::new_err("a slot that there is no room for"));
+        }
+        Ok((load.requests[slot], load.prefill_tokens[slot], load.decode_blocks[slot]))
     }
 
     fn ensure_slot(&mut self, slot: u32) {
@@ -95,23 +93,20 @@ impl ActiveLoad {
             return Err(PyIndexError::new_err("a slot that there is no room for"));
         }
         let hashes = unpacked(hashes)?;
-        self.version += 1;
         let allocation = self.load.add(slot, lane_of(lane), &hashes, private_blocks, prefill_tokens);
         Ok(Allocation { allocation })
     }
 
     fn complete_prefill(&mut self, mut allocation: PyRefMut<'_, Allocation>) {
         self.load.complete_prefill(&mut allocation.allocation);
-        self.version += 1;
     }
 
     fn add_private(&mut self, mut allocation: PyRefMut<'_, Allocation>, blocks: i64) {
-        self.version += u64::from(self.load.add_private(&mut allocation.allocation, blocks));
+        self.load.add_private(&mut allocation.allocation, blocks);
     }
 
     fn remove(&mut self, mut allocation: PyRefMut<'_, Allocation>) {
         self.load.remove(&mut allocation.allocation);
-        self.version += 1;
     }
 
     fn shared(&self, lane: (u32, bool), hashes: &[u8]) -> PyResult<std::collections::HashMap<u32, usize>> {

@@ -1,7 +1,8 @@
 """Active load of one pool: numbers a worker slot, and the prefixes that its requests share.
 
-A *slot* is a small integer that stands for a worker rank, so that every quantity is a column. This module and
-`cost` are what a native twin replaces: they see slots, packed hashes and numbers, no request and no clock.
+A *slot* is a small integer that stands for a worker rank, so that every quantity is a column. This module,
+`prefix_tree` and `cost` see slots, packed hashes and numbers, no request and no clock: they are the reference of the
+native twin (`native_load`, native/src/load), which answers the same.
 
 Invariants
 1. `decode_blocks[slot]` = distinct active blocks of the slot's allocations + their private blocks.
@@ -13,54 +14,82 @@ An allocation costs O(runs of its path), `prefix_tree`. Not thread-safe.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
+from kvscout_scheduler.cost import Lane, LoadColumns, Question, ReferenceScores
+from kvscout_scheduler.overlaps import AnyOverlaps
 from kvscout_scheduler.prefix_tree import Node, PrefixTree
 
 
-class Lane(NamedTuple):
-    """Workers whose block hashes are comparable."""
+class Allocation(Protocol):
+    """What one request occupies; opaque but for its slot, valid until removed."""
 
-    block_size: int
-    eagle: bool
-
-
-class Allocation:
-    """What one request occupies; opaque, valid until removed."""
-
-    __slots__ = ("lane", "node", "prefill_tokens", "private_blocks", "slot")
-
-    def __init__(self, slot: int, lane: Lane, node: Node | None, private_blocks: int, prefill_tokens: int) -> None:
-        self.slot = slot
-        self.lane = lane
-        self.node = node
-        self.private_blocks = private_blocks
-        self.prefill_tokens = prefill_tokens
+    @property
+    def slot(self) -> int:
+        """Where it is."""
 
 
-class ActiveLoad:
-    """Load columns of one pool.
+class SlotLoad(NamedTuple):
+    """What is active on one slot."""
 
-    Args:
-        track_blocks: False: requests occupy no blocks (prefill pools, --no-track-active-blocks).
-    """
+    requests: int
+    prefill_tokens: int
+    decode_blocks: int
 
-    __slots__ = ("_trees", "decode_blocks", "prefill_tokens", "requests", "track_blocks", "version")
 
-    def __init__(self, *, track_blocks: bool = True) -> None:
-        self.track_blocks = track_blocks
-        self.requests: list[int] = []
-        self.prefill_tokens: list[int] = []
-        self.decode_blocks: list[int] = []
-        self.version = 0
-        """Grows with every change: lets a watcher tell that nothing happened."""
-        self._trees: dict[Lane, PrefixTree] = {}
+class Scores(Protocol):
+    """The columns of one decision, one entry a slot asked about; `cost.ReferenceScores` says what they are."""
+
+    @property
+    def device_blocks(self) -> Sequence[int]: ...
+
+    @property
+    def effective_blocks(self) -> Sequence[float]: ...
+
+    @property
+    def prefill_tokens(self) -> Sequence[float]: ...
+
+    @property
+    def decode_blocks(self) -> Sequence[int]: ...
+
+    @property
+    def costs(self) -> Sequence[float]: ...
+
+    def overlap(self, index: int) -> tuple[int, float]: ...
+
+
+class ActiveLoad(Protocol):
+    """Load of one pool."""
+
+    track_blocks: bool
+    """False: requests occupy no blocks."""
+
+    @property
+    def requests(self) -> Sequence[int]:
+        """Active requests by slot; a column may be made anew each time, so keep it while you need more than one."""
+
+    @property
+    def prefill_tokens(self) -> Sequence[int]:
+        """Active prefill tokens by slot."""
+
+    @property
+    def decode_blocks(self) -> Sequence[int]:
+        """Active blocks by slot."""
+
+    def at(self, slot: int) -> SlotLoad:
+        """One row of them."""
 
     def ensure_slot(self, slot: int) -> None:
         """Makes room for a slot; new ones are idle."""
-        missing = slot + 1 - len(self.requests)
-        for column in (self.requests, self.prefill_tokens, self.decode_blocks):
-            column.extend([0] * missing)
+
+    def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
+        """Says which worker ranks are where.
+
+        Args:
+            slot_of: Slots in use, by (worker_id, dp_rank).
+            order: The same slots, by rank.
+        """
 
     def add(
         self, slot: int, lane: Lane, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
@@ -74,6 +103,79 @@ class ActiveLoad:
             private_blocks: Further blocks: the partial tail, blocks that were not hashed.
             prefill_tokens: Uncached prompt tokens.
         """
+
+    def complete_prefill(self, allocation: Any) -> None:
+        """Ends the prefill phase of a request; a second time changes nothing."""
+
+    def add_private(self, allocation: Any, blocks: int) -> None:
+        """Adds blocks to a request that no other request shares."""
+
+    def remove(self, allocation: Any) -> None:
+        """Releases all that a request occupies; it must not be used again."""
+
+    def shared(self, lane: Lane, hashes: bytes) -> dict[int, int]:
+        """Leading blocks of a prompt that are active on each slot; slots with none are left out."""
+
+    def score(self, question: Question, overlaps: AnyOverlaps, slots: Sequence[int] | None) -> Scores:
+        """What a decision needs to know.
+
+        Args:
+            question: The prompt.
+            overlaps: Where it is cached; checked.
+            slots: Workers of its lane; None = all that are arranged, by rank.
+        """
+
+    def check_invariants(self, allocations: Any) -> None:
+        """Raises AssertionError unless the columns follow from these allocations, all that there are."""
+
+
+class ReferenceAllocation:
+    """See `Allocation`."""
+
+    __slots__ = ("lane", "node", "prefill_tokens", "private_blocks", "slot")
+
+    def __init__(self, slot: int, lane: Lane, node: Node | None, private_blocks: int, prefill_tokens: int) -> None:
+        self.slot = slot
+        self.lane = lane
+        self.node = node
+        self.private_blocks = private_blocks
+        self.prefill_tokens = prefill_tokens
+
+
+class ReferenceLoad:
+    """See `ActiveLoad`.
+
+    Args:
+        track_blocks: False: requests occupy no blocks (prefill pools, --no-track-active-blocks).
+    """
+
+    def __init__(self, *, track_blocks: bool = True) -> None:
+        self.requests: list[int] = []
+        self.prefill_tokens: list[int] = []
+        self.decode_blocks: list[int] = []
+        self.track_blocks = track_blocks
+        self._trees: dict[Lane, PrefixTree] = {}
+        self._slot_of: Mapping[tuple[str, int], int] = {}
+        self._order: Sequence[int] = ()
+
+    def at(self, slot: int) -> SlotLoad:
+        """See `ActiveLoad`."""
+        return SlotLoad(self.requests[slot], self.prefill_tokens[slot], self.decode_blocks[slot])
+
+    def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
+        """See `ActiveLoad`."""
+        self._slot_of, self._order = slot_of, order
+
+    def ensure_slot(self, slot: int) -> None:
+        """See `ActiveLoad`."""
+        missing = slot + 1 - len(self.requests)
+        for column in (self.requests, self.prefill_tokens, self.decode_blocks):
+            column.extend([0] * missing)
+
+    def add(
+        self, slot: int, lane: Lane, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
+    ) -> ReferenceAllocation:
+        """See `ActiveLoad`."""
         node = None
         if self.track_blocks:
             tree = self._trees.get(lane)
@@ -85,24 +187,21 @@ class ActiveLoad:
             private_blocks = 0
         self.requests[slot] += 1
         self.prefill_tokens[slot] += prefill_tokens
-        self.version += 1
-        return Allocation(slot, lane, node, private_blocks, prefill_tokens)
+        return ReferenceAllocation(slot, lane, node, private_blocks, prefill_tokens)
 
-    def complete_prefill(self, allocation: Allocation) -> None:
-        """Ends the prefill phase of a request; a second time changes nothing."""
+    def complete_prefill(self, allocation: ReferenceAllocation) -> None:
+        """See `ActiveLoad`."""
         self.prefill_tokens[allocation.slot] -= allocation.prefill_tokens
         allocation.prefill_tokens = 0
-        self.version += 1
 
-    def add_private(self, allocation: Allocation, blocks: int) -> None:
-        """Adds blocks to a request that no other request shares."""
+    def add_private(self, allocation: ReferenceAllocation, blocks: int) -> None:
+        """See `ActiveLoad`."""
         if self.track_blocks:
             allocation.private_blocks += blocks
             self.decode_blocks[allocation.slot] += blocks
-            self.version += 1
 
-    def remove(self, allocation: Allocation) -> None:
-        """Releases all that a request occupies; it must not be used again."""
+    def remove(self, allocation: ReferenceAllocation) -> None:
+        """See `ActiveLoad`."""
         slot = allocation.slot
         gone = allocation.private_blocks
         if allocation.node is not None:
@@ -111,15 +210,23 @@ class ActiveLoad:
         self.decode_blocks[slot] -= gone
         self.prefill_tokens[slot] -= allocation.prefill_tokens
         self.requests[slot] -= 1
-        self.version += 1
 
     def shared(self, lane: Lane, hashes: bytes) -> dict[int, int]:
-        """Leading blocks of a prompt that are active on each slot; slots with none are left out."""
+        """See `ActiveLoad`."""
         tree = self._trees.get(lane)
         return tree.shared(hashes) if tree is not None and self.track_blocks else {}
 
-    def check_invariants(self, allocations: list[Allocation]) -> None:
-        """Raises AssertionError unless the columns follow from these allocations, all that there are."""
+    def score(self, question: Question, overlaps: AnyOverlaps, slots: Sequence[int] | None) -> ReferenceScores:
+        """See `ActiveLoad`."""
+        load = LoadColumns(
+            self.prefill_tokens,
+            self.decode_blocks if self.track_blocks else None,
+            self.shared(question.lane, question.hashes),
+        )
+        return ReferenceScores(question, self._order if slots is None else slots, overlaps.plain, self._slot_of, load)
+
+    def check_invariants(self, allocations: Iterable[ReferenceAllocation]) -> None:
+        """See `ActiveLoad`."""
         size = len(self.requests)
         requests, prefill, blocks = [0] * size, [0] * size, [0] * size
         for allocation in allocations:

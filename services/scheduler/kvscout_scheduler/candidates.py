@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_scheduler import cost
-from kvscout_scheduler.active_load import Lane
-from kvscout_scheduler.cost import DEFAULT_TIER_WEIGHTS, TierWeights
+from kvscout_scheduler.active_load import Scores
+from kvscout_scheduler.cost import DEFAULT_TIER_WEIGHTS, Lane, Question, TierWeights, spread
 from kvscout_scheduler.pool import NO_METRICS, EngineMetrics, Pool
 from kvscout_scheduler.request import Prompt, SelectionRequest
 
@@ -87,36 +86,30 @@ class Candidates:
     @property
     def active_requests(self) -> list[int]:
         """Requests booked now."""
-        return [self._pool.load.requests[slot] for slot in self.slots]
+        column = self._pool.load.requests
+        return [column[slot] for slot in self.slots]
 
     @property
     def active_prefill_tokens(self) -> list[int]:
         """Active prefill tokens now."""
-        return [self._pool.load.prefill_tokens[slot] for slot in self.slots]
+        column = self._pool.load.prefill_tokens
+        return [column[slot] for slot in self.slots]
 
     @property
     def active_decode_blocks(self) -> list[int]:
         """Active blocks now."""
-        return [self._pool.load.decode_blocks[slot] for slot in self.slots]
+        column = self._pool.load.decode_blocks
+        return [column[slot] for slot in self.slots]
 
     @cached_property
     def device_blocks(self) -> Sequence[int]:
         """Leading blocks of the prompt on the device, confirmed or predicted."""
-        return self._by_lane(lambda lane, slots: self._spread(lane, slots, self._prompts[lane].overlaps.device()))
+        return self._column(lambda scores: scores.device_blocks)
 
     @cached_property
     def effective_blocks(self) -> Sequence[float]:
         """Overlap as the cost counts it: slower tiers weighted, 0 where the overlap score weight is 0."""
-        if not self.settings.overlap_score_weight:
-            return [0] * len(self.slots)
-        if not any(prompt.overlaps.slower_tiers for prompt in self._prompts.values()):
-            return self.device_blocks
-        tiers = self.settings.tier_weights
-        return self._by_lane(
-            lambda lane, slots: self._spread(
-                lane, slots, self._prompts[lane].overlaps.effective(tiers.host, tiers.disk)
-            )
-        )
+        return self._column(lambda scores: scores.effective_blocks)
 
     @cached_property
     def cached_tokens(self) -> Sequence[float]:
@@ -139,27 +132,12 @@ class Candidates:
     @cached_property
     def prefill_tokens(self) -> Sequence[float]:
         """Prompt tokens that each would have to compute, this request's included."""
-        if not self.request.charge_prefill:
-            return self.active_prefill_tokens
-        load, isl, effective = self._pool.load, self.request.isl_tokens, self.effective_blocks
-        if len(self._prompts) == 1:
-            (lane,) = self._prompts
-            return cost.prefill_tokens(load, self.slots, effective, isl, lane.block_size)
-        by_slot = dict(zip(self.slots, effective, strict=True))
-        return self._by_lane(
-            lambda lane, slots: cost.prefill_tokens(load, slots, [by_slot[s] for s in slots], isl, lane.block_size)
-        )
+        return self._column(lambda scores: scores.prefill_tokens)
 
     @cached_property
     def decode_blocks(self) -> Sequence[int]:
         """Blocks that would be active on each, this request's included."""
-        load = self._pool.load
-
-        def of_lane(lane: Lane, slots: Sequence[int]) -> list[int]:
-            hashes = self._prompts[lane].block_hashes
-            return cost.decode_blocks(load, slots, load.shared(lane, hashes), self.total_blocks(lane))
-
-        return self._by_lane(of_lane)
+        return self._column(lambda scores: scores.decode_blocks)
 
     @property
     def prefill_blocks(self) -> list[float]:
@@ -169,29 +147,21 @@ class Candidates:
 
     @cached_property
     def kv_costs(self) -> Sequence[float]:
-        """Cost of `cost.costs`; where block sizes differ, in blocks of the smallest."""
-        prefill, decode, weight = self.prefill_tokens, self.decode_blocks, self.settings.overlap_score_weight
+        """Cost of `kvscout_scheduler.cost`; where block sizes differ, in blocks of the smallest."""
+        return self._column(lambda scores: scores.costs)
+
+    def overlap(self, index: int) -> tuple[int, float]:
+        """`device_blocks` and `effective_blocks` of one candidate."""
         if len(self._prompts) == 1:
-            (lane,) = self._prompts
-            return cost.costs(prefill, decode, block_size=lane.block_size, overlap_score_weight=weight)
-        by_slot = dict(zip(self.slots, zip(prefill, decode, strict=True), strict=True))
-        unit = min(lane.block_size for lane in self._prompts)
-        return self._by_lane(
-            lambda lane, slots: cost.costs(
-                [by_slot[slot][0] for slot in slots],
-                [by_slot[slot][1] for slot in slots],
-                block_size=lane.block_size,
-                overlap_score_weight=weight,
-                scale=lane.block_size / unit,
-            )
-        )
+            return self._scores[next(iter(self._prompts))].overlap(index)
+        return self.device_blocks[index], self.effective_blocks[index]
 
     def uncached_tokens(self, index: int) -> int:
         """Prompt tokens to charge one candidate as prefill."""
         if not self.request.charge_prefill:
             return 0
         block_size = self._pool.lane_of[self.slots[index]].block_size
-        return max(0, self.request.isl_tokens - int(self.effective_blocks[index] * block_size))
+        return max(0, self.request.isl_tokens - int(self.overlap(index)[1] * block_size))
 
     def of(self, slots: list[int]) -> Candidates:
         """The same question of other workers."""
@@ -201,7 +171,8 @@ class Candidates:
         """Overlap of each by tier."""
 
         def of_lane(lane: Lane, slots: Sequence[int]) -> list[TierOverlap]:
-            columns = [self._spread(lane, slots, column) for column in self._prompts[lane].overlaps.by_tier()]
+            overlaps = self._prompts[lane].overlaps.plain
+            columns = [spread(overlaps, column, slots, self._pool.slot_of) for column in overlaps.by_tier()]
             return [TierOverlap(*row) for row in zip(*columns, strict=True)]
 
         return self._by_lane(of_lane)
@@ -214,21 +185,46 @@ class Candidates:
         """The prompt as hashed for a lane."""
         return self._prompts[lane]
 
-    def _spread(self, lane: Lane, slots: Sequence[int], column: Sequence[T]) -> list[T]:
-        """One column of a lane's overlaps, from its rows to slots; 0 where a slot has no row."""
-        if not column:
-            return [0] * len(slots)  # type: ignore[list-item]  # T is a number
-        rows = dict(zip(map(self._pool.slot_of.get, self._prompts[lane].overlaps.ranks()), column, strict=False))
-        get = rows.get
-        return [get(slot, 0) for slot in slots]  # type: ignore[misc]
+    @cached_property
+    def _scores(self) -> dict[Lane, Scores]:
+        """What the load says of the candidates of each lane."""
+        pool, settings = self._pool, self.settings
+        if len(self._prompts) == 1:
+            lanes: Mapping[Lane, list[int] | None] = dict.fromkeys(
+                self._prompts, None if self.slots is pool.order else self.slots
+            )
+        else:
+            lanes = self._slots_by_lane
+        unit = min(lane.block_size for lane in self._prompts)
+        scores = {}
+        for lane, slots in lanes.items():
+            prompt = self._prompts[lane]
+            question = Question(
+                lane,
+                prompt.block_hashes,
+                self.request.isl_tokens,
+                settings.overlap_score_weight,
+                settings.tier_weights,
+                self.request.charge_prefill,
+                lane.block_size / unit,
+            )
+            scores[lane] = pool.load.score(question, prompt.overlaps, slots)
+        return scores
+
+    @cached_property
+    def _slots_by_lane(self) -> dict[Lane, list[int]]:
+        wanted = set(self.slots)
+        return {lane: [slot for slot in members if slot in wanted] for lane, members in self._pool.lanes.items()}
+
+    def _column(self, column: Callable[[Scores], Sequence[T]]) -> Sequence[T]:
+        """A column of the scores in the candidates' order."""
+        return self._by_lane(lambda lane, slots: column(self._scores[lane]))
 
     def _by_lane(self, column: Callable[[Lane, Sequence[int]], Sequence[T]]) -> Sequence[T]:
         """Computes a column lane by lane and puts it in the candidates' order."""
         if len(self._prompts) == 1:
             return column(next(iter(self._prompts)), self.slots)
-        wanted = set(self.slots)
         found: dict[int, T] = {}
-        for lane, members in self._pool.lanes.items():
-            slots = [slot for slot in members if slot in wanted]
+        for lane, slots in self._slots_by_lane.items():
             found.update(zip(slots, column(lane, slots), strict=True))
         return [found[slot] for slot in self.slots]

@@ -7,8 +7,17 @@ same at any load: p ∝ exp(-(c - cmin) / ((cmax - cmin) · T)).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from random import Random
+
+
+class Ranked(Sequence[float], ABC):
+    """Costs that know the least of them."""
+
+    @abstractmethod
+    def least(self) -> Sequence[int]:
+        """Indexes of the least cost, ascending."""
 
 
 def choose(costs: Sequence[float], temperature: float, rng: Random) -> int:
@@ -22,11 +31,14 @@ def choose(costs: Sequence[float], temperature: float, rng: Random) -> int:
     if temperature > 0:
         weights = probabilities(costs, temperature)
         return rng.choices(range(len(weights)), weights)[0]
+    ties = costs.least() if isinstance(costs, Ranked) else least_of(costs)
+    return ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
+
+
+def least_of(costs: Sequence[float]) -> list[int]:
+    """Indexes of the least cost, ascending."""
     least = min(costs)
-    ties = costs.count(least)
-    if ties == 1:
-        return costs.index(least)
-    return [index for index, cost in enumerate(costs) if cost == least][rng.randrange(ties)]
+    return [index for index, cost in enumerate(costs) if cost == least]
 
 
 def probabilities(costs: Sequence[float], temperature: float) -> list[float]:

@@ -10,15 +10,19 @@
 
 Worked example, weight 1: (prefill, decode) = (8, 10), (5, 5), (2, 9) → costs 18, 10, 11 → the second worker.
 
-The formula is that of Dynamo's KV router. Columns in, columns out: one of the two modules a native twin replaces.
+The formula is that of Dynamo's KV router. Columns in, columns out; the twin is `native/src/load/score.rs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
-from kvscout_scheduler.active_load import ActiveLoad
+from kvscout_scheduler.overlaps import Overlaps
+
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,58 +37,128 @@ class TierWeights:
 DEFAULT_TIER_WEIGHTS = TierWeights()
 
 
-def prefill_tokens(
-    load: ActiveLoad, slots: Sequence[int], effective_blocks: Sequence[float], isl_tokens: int, block_size: int
-) -> list[float]:
-    """Prompt tokens that each worker has to compute, this request's included.
+class Lane(NamedTuple):
+    """Workers whose block hashes are comparable."""
+
+    block_size: int
+    eagle: bool
+
+
+class Question(NamedTuple):
+    """One prompt, as hashed for the workers of a lane."""
+
+    lane: Lane
+    hashes: bytes
+    """Packed local hashes."""
+    isl_tokens: int
+    overlap_score_weight: float = 1.0
+    """Of prefill against decode; 0 = decode load alone, prefix caches are ignored."""
+    tiers: TierWeights = DEFAULT_TIER_WEIGHTS
+    charge_prefill: bool = True
+    """False: the prompt is computed elsewhere."""
+    scale: float = 1.0
+    """Size of the lane's blocks in units of the blocks that costs are compared in, where block sizes differ."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that the prompt fills or begins."""
+        return -(-self.isl_tokens // self.lane.block_size)
+
+
+class LoadColumns(NamedTuple):
+    """What is active now, by slot."""
+
+    prefill_tokens: Sequence[int]
+    decode_blocks: Sequence[int] | None
+    """None: blocks are not counted."""
+    shared: Mapping[int, int]
+    """Leading blocks of the prompt that are active on a slot; those without are left out."""
+
+
+class ReferenceScores:
+    """What is asked of some workers of a lane, one entry a slot; a column is computed when it is looked at.
 
     Args:
-        load: Active load of the pool.
+        question: The prompt.
         slots: The workers.
-        effective_blocks: Weighted overlap of each of them, in blocks.
-        isl_tokens: Prompt length.
-        block_size: Tokens a block.
+        overlaps: Where it is cached.
+        slot_of: Slots by (worker_id, dp_rank).
+        load: Active load.
     """
-    active = load.prefill_tokens
-    return [
-        active[slot] + (isl_tokens - cached if (cached := blocks * block_size) < isl_tokens else 0)
-        for slot, blocks in zip(slots, effective_blocks, strict=True)
-    ]
+
+    def __init__(
+        self,
+        question: Question,
+        slots: Sequence[int],
+        overlaps: Overlaps,
+        slot_of: Mapping[tuple[str, int], int],
+        load: LoadColumns,
+    ) -> None:
+        self._question = question
+        self._slots = slots
+        self._overlaps = overlaps
+        self._slot_of = slot_of
+        self._load = load
+
+    @cached_property
+    def device_blocks(self) -> Sequence[int]:
+        """Leading blocks of the prompt on the device, confirmed or predicted."""
+        return spread(self._overlaps, self._overlaps.device(), self._slots, self._slot_of)
+
+    @cached_property
+    def effective_blocks(self) -> Sequence[float]:
+        """Overlap as the cost counts it: slower tiers weighted, 0 where the overlap score weight is 0."""
+        if not self._question.overlap_score_weight:
+            return [0.0] * len(self._slots)
+        if not self._overlaps.slower_tiers:
+            return self.device_blocks
+        tiers = self._question.tiers
+        column = self._overlaps.effective(tiers.host, tiers.disk)
+        return spread(self._overlaps, column, self._slots, self._slot_of)
+
+    @cached_property
+    def prefill_tokens(self) -> Sequence[float]:
+        """Prompt tokens that each worker has to compute, this request's included."""
+        active = self._load.prefill_tokens
+        if not self._question.charge_prefill:
+            return [active[slot] for slot in self._slots]
+        isl, block_size = self._question.isl_tokens, self._question.lane.block_size
+        return [
+            active[slot] + (isl - cached if (cached := blocks * block_size) < isl else 0)
+            for slot, blocks in zip(self._slots, self.effective_blocks, strict=True)
+        ]
+
+    @cached_property
+    def decode_blocks(self) -> Sequence[int]:
+        """Blocks active on each worker with this request added."""
+        active, shared, blocks = self._load.decode_blocks, self._load.shared, self._question.blocks
+        if active is None:
+            return [0] * len(self._slots)
+        return [active[slot] + blocks - shared.get(slot, 0) for slot in self._slots]
+
+    @cached_property
+    def costs(self) -> Sequence[float]:
+        """Cost of each worker."""
+        _, _, _, weight, _, _, scale = self._question
+        if not weight:
+            return [scale * blocks for blocks in self.decode_blocks]
+        block_size = self._question.lane.block_size
+        return [
+            scale * (weight * (tokens / block_size) + blocks)
+            for tokens, blocks in zip(self.prefill_tokens, self.decode_blocks, strict=True)
+        ]
+
+    def overlap(self, index: int) -> tuple[int, float]:
+        """`device_blocks` and `effective_blocks` of one worker."""
+        return self.device_blocks[index], self.effective_blocks[index]
 
 
-def decode_blocks(load: ActiveLoad, slots: Sequence[int], shared: dict[int, int], request_blocks: int) -> list[int]:
-    """Blocks active on each worker with this request added.
-
-    Args:
-        load: Active load of the pool.
-        slots: The workers.
-        shared: Leading blocks of the request that are active on a worker already, by slot.
-        request_blocks: Blocks of the request, the partial one included.
-    """
-    active = load.decode_blocks
-    if not load.track_blocks:
+def spread(
+    overlaps: Overlaps, column: Sequence[T], slots: Sequence[int], slot_of: Mapping[tuple[str, int], int]
+) -> list[T]:
+    """A column of overlaps, from its rows to slots; 0 where a slot has no row."""
+    if not column:
         return [0] * len(slots)
-    if not shared:
-        return [active[slot] + request_blocks for slot in slots]
-    get = shared.get
-    return [active[slot] + request_blocks - get(slot, 0) for slot in slots]
-
-
-def costs(
-    prefill: Sequence[float], decode: Sequence[int], *, block_size: int, overlap_score_weight: float, scale: float = 1.0
-) -> list[float]:
-    """Cost of each worker, in blocks.
-
-    Args:
-        prefill: `prefill_tokens` of each worker.
-        decode: `decode_blocks` of each worker.
-        block_size: Tokens a block.
-        overlap_score_weight: Weight of prefill against decode; 0 = decode load alone.
-        scale: Size of these blocks in units of the blocks that costs are compared in, where block sizes differ.
-    """
-    if not overlap_score_weight:
-        return [scale * blocks for blocks in decode]
-    return [
-        scale * (overlap_score_weight * (tokens / block_size) + blocks)
-        for tokens, blocks in zip(prefill, decode, strict=True)
-    ]
+    rows = dict(zip(map(slot_of.get, overlaps.ranks()), column, strict=False))
+    get = rows.get
+    return [get(slot, 0) for slot in slots]

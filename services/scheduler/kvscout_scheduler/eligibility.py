@@ -59,9 +59,10 @@ def eligible(
 
 def busy(pool: Pool, slot: int, thresholds: BusyThresholds) -> bool:
     """Whether a worker is over a threshold, booked or reported."""
+    _, prefill_tokens, decode_blocks = pool.load.at(slot)
     return thresholds.exceeded(
-        decode_blocks=pool.load.decode_blocks[slot],
-        prefill_tokens=pool.load.prefill_tokens[slot],
+        decode_blocks=decode_blocks,
+        prefill_tokens=prefill_tokens,
         total_kv_blocks=pool.specs[slot].total_kv_blocks,
         kv_cache_usage=pool.metrics.get(slot, NO_METRICS).kv_cache_usage,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import gt
+from typing import Protocol
 
 from kvscout_common.errors import InvalidArgument
 
@@ -25,6 +26,11 @@ class Overlaps:
     disk_blocks: Sequence[int] = ()
     external_blocks: Sequence[int] = ()
     predicted_blocks: Sequence[int] = ()
+
+    @property
+    def plain(self) -> Overlaps:
+        """Itself."""
+        return self
 
     def ranks(self) -> Iterator[tuple[str, int]]:
         """(worker_id, dp_rank) of each row."""
@@ -104,5 +110,46 @@ class Overlaps:
 def _column(name: str, message: str) -> InvalidArgument:
     return InvalidArgument(message, field=f"overlaps.{name}")
 
+
+class NativeColumns(Protocol):
+    """Overlaps that the extension has read from a message, and that do not contradict each other."""
+
+    @property
+    def message(self) -> bytes:
+        """The message."""
+
+    def within(self, blocks: int) -> bool:
+        """Whether no row says more than a prompt has."""
+
+
+class PackedOverlaps:
+    """Overlaps that stay in the extension unless somebody looks at them.
+
+    Args:
+        native: The columns there.
+        unpack: Reads their message.
+    """
+
+    __slots__ = ("_plain", "_unpack", "native")
+
+    def __init__(self, native: NativeColumns, unpack: Callable[[bytes], Overlaps]) -> None:
+        self.native = native
+        self._unpack = unpack
+        self._plain: Overlaps | None = None
+
+    @property
+    def plain(self) -> Overlaps:
+        """The same as Python columns."""
+        if self._plain is None:
+            self._plain = self._unpack(self.native.message)
+        return self._plain
+
+    def validate(self, max_blocks: int) -> None:
+        """See `Overlaps`."""
+        if not self.native.within(max_blocks):
+            self.plain.validate(max_blocks)
+
+
+AnyOverlaps = Overlaps | PackedOverlaps
 
 NO_OVERLAPS = Overlaps()

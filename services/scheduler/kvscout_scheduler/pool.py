@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_scheduler.active_load import ActiveLoad, Lane
+from kvscout_scheduler.cost import Lane
+from kvscout_scheduler.native_load import make_load
 from kvscout_scheduler.request import EMPTY_PROMPT, PoolId, Prompt
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Pool:
 
     def __init__(self, pool_id: PoolId, *, track_blocks: bool) -> None:
         self.id = pool_id
-        self.load = ActiveLoad(track_blocks=track_blocks)
+        self.load = make_load(track_blocks=track_blocks)
         self.order: list[int] = []
         self.slot_of: dict[tuple[str, int], int] = {}
         self.ranks: list[WorkerRank] = []
@@ -119,6 +120,7 @@ class Pool:
         self.lanes = {}
         for slot in self.order:
             self.lanes.setdefault(self.lane_of[slot], []).append(slot)
+        self.load.arrange(self.slot_of, self.order)
 
     def prompts(self, prompt: Prompt, others: tuple[Prompt, ...], isl_tokens: int) -> dict[Lane, Prompt]:
         """The hashes that hold for each lane, checked; a lane nobody hashed for gets none.

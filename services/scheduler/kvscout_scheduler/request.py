@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerRank
-from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
+from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps
 
 HASH_BYTES = 8
 MAX_LEASE_SECONDS = 86_400
@@ -89,7 +89,7 @@ class Prompt:
     """Tokens a block; 0 = that of the pool's workers."""
     eagle: bool | None = None
     """Hashed over EAGLE windows; None = as the pool's workers want it."""
-    overlaps: Overlaps = NO_OVERLAPS
+    overlaps: AnyOverlaps = NO_OVERLAPS
 
     @property
     def blocks(self) -> int:

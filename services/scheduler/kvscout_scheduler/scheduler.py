@@ -429,21 +429,20 @@ class Scheduler:
         settings = SelectionSettings(tier_weights=self.settings.tier_weights)
         candidates = Candidates(pool, request, pool.order, prompts, settings)
         thresholds, now = self.thresholds.get(pool_id.tenant, pool_id.model), self._clock()
-        load = pool.load
         return [
             WorkerLoad(
                 rank=pool.ranks[slot],
-                potential_prefill_tokens=load.prefill_tokens[slot] + candidates.uncached_tokens(index),
+                potential_prefill_tokens=load.prefill_tokens + candidates.uncached_tokens(index),
                 potential_decode_blocks=candidates.decode_blocks[index],
-                active_requests=load.requests[slot],
-                active_prefill_tokens=load.prefill_tokens[slot],
-                active_decode_blocks=load.decode_blocks[slot],
+                active_requests=load.requests,
+                active_prefill_tokens=load.prefill_tokens,
+                active_decode_blocks=load.decode_blocks,
                 busy=busy(pool, slot, thresholds),
                 cooldown_seconds=max(0.0, pool.cooldown_until.get(slot, now) - now),
                 draining=slot in pool.draining,
                 total_kv_blocks=pool.specs[slot].total_kv_blocks,
             )
-            for index, slot in enumerate(pool.order)
+            for index, (slot, load) in enumerate((slot, pool.load.at(slot)) for slot in pool.order)
         ]
 
     def list_active_requests(

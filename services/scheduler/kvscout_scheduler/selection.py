@@ -75,6 +75,7 @@ class Selector:
         costs = policy.costs(candidates)
         seed = request.override.seed
         index = policy.pick(candidates, costs, self._rng if seed is None else Random(seed))
+        overlap_blocks, effective_overlap_blocks = candidates.overlap(index)
         slot = slots[index]
         lane = pool.lane_of[slot]
         explanation = (
@@ -86,8 +87,8 @@ class Selector:
             rank=pool.ranks[slot],
             spec=pool.specs[slot],
             policy=name,
-            overlap_blocks=candidates.device_blocks[index],
-            effective_overlap_blocks=candidates.effective_blocks[index],
+            overlap_blocks=overlap_blocks,
+            effective_overlap_blocks=effective_overlap_blocks,
             cost=costs[index],
             uncached_tokens=candidates.uncached_tokens(index),
             explanation=explanation,

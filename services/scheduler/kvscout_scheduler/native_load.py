@@ -1,0 +1,158 @@
+"""The native twin of `active_load`, `prefix_tree` and `cost`, and of the messages of `Lifecycle` streams.
+
+The one module of this package that imports the extension, and does so only where it is used
+(`kvscout_common.hashing.native_available`). Lists are made of its columns only where somebody looks at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, overload
+
+from kvscout_common.hashing import native_available
+from kvscout_scheduler.active_load import ActiveLoad, ReferenceLoad, SlotLoad
+from kvscout_scheduler.choose import Ranked
+from kvscout_scheduler.cost import Question
+from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps, PackedOverlaps
+
+if TYPE_CHECKING or native_available():
+    import kvscout_native
+
+
+def make_load(*, track_blocks: bool = True) -> ActiveLoad:
+    """An idle pool: native where the extension is built and not switched off, else the reference.
+
+    Args:
+        track_blocks: False: requests occupy no blocks (prefill pools, --no-track-active-blocks).
+    """
+    return (NativeLoad if native_available() else ReferenceLoad)(track_blocks=track_blocks)
+
+
+class NativeLoad:
+    """See `ActiveLoad`."""
+
+    def __init__(self, *, track_blocks: bool = True) -> None:
+        self.track_blocks = track_blocks
+        self._core = core = kvscout_native.ActiveLoad(track_blocks)
+        self.ensure_slot = core.ensure_slot
+        self.add = core.add
+        self.complete_prefill = core.complete_prefill
+        self.add_private = core.add_private
+        self.remove = core.remove
+        self.shared = core.shared
+
+    @property
+    def requests(self) -> list[int]:
+        """See `ActiveLoad`; made anew."""
+        return self._core.requests
+
+    @property
+    def prefill_tokens(self) -> list[int]:
+        """See `ActiveLoad`; made anew."""
+        return self._core.prefill_tokens
+
+    @property
+    def decode_blocks(self) -> list[int]:
+        """See `ActiveLoad`; made anew."""
+        return self._core.decode_blocks
+
+    def at(self, slot: int) -> SlotLoad:
+        """See `ActiveLoad`."""
+        return SlotLoad(*self._core.at(slot))
+
+    def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
+        """See `ActiveLoad`."""
+        ranks = {slot: rank for rank, slot in slot_of.items()}
+        self._core.arrange([(*ranks[slot], slot) for slot in order])
+
+    def score(self, question: Question, overlaps: AnyOverlaps, slots: Sequence[int] | None) -> NativeScores:
+        """See `ActiveLoad`."""
+        lane, hashes, isl_tokens, weight, tiers, charge_prefill, scale = question
+        return NativeScores(
+            self._core.score(
+                slots,
+                lane,
+                hashes,
+                _native(overlaps),
+                isl_tokens,
+                weight,
+                tiers.host,
+                tiers.disk,
+                charge_prefill,
+                scale,
+            )
+        )
+
+    def check_invariants(self, allocations: Iterable[kvscout_native.Allocation]) -> None:
+        """See `ActiveLoad`."""
+        self._core.check_invariants(list(allocations))
+
+
+def _native(overlaps: AnyOverlaps) -> kvscout_native.Overlaps | None:
+    if isinstance(overlaps, PackedOverlaps):
+        return overlaps.native  # type: ignore[return-value]  # the extension's own
+    if overlaps is NO_OVERLAPS or not overlaps.worker_ids:
+        return None
+    tiers = (overlaps.device_blocks, overlaps.host_blocks, overlaps.disk_blocks, overlaps.external_blocks)
+    return kvscout_native.Overlaps(overlaps.worker_ids, overlaps.dp_ranks, tiers, overlaps.predicted_blocks)
+
+
+class NativeScores:
+    """See `Scores`."""
+
+    def __init__(self, core: kvscout_native.Scores) -> None:
+        self._core = core
+        self.overlap = core.overlap
+
+    @cached_property
+    def device_blocks(self) -> Sequence[int]:
+        """See `Scores`."""
+        return self._core.device_blocks
+
+    @cached_property
+    def effective_blocks(self) -> Sequence[float]:
+        """See `Scores`."""
+        return self._core.effective_blocks
+
+    @cached_property
+    def prefill_tokens(self) -> Sequence[float]:
+        """See `Scores`."""
+        return self._core.prefill_tokens
+
+    @cached_property
+    def decode_blocks(self) -> Sequence[int]:
+        """See `Scores`."""
+        return self._core.decode_blocks
+
+    @property
+    def costs(self) -> NativeCosts:
+        """See `Scores`."""
+        return NativeCosts(self._core)
+
+
+class NativeCosts(Ranked):
+    """Costs that stay native unless somebody looks at more than a few."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: kvscout_native.Scores) -> None:
+        self._core = core
+
+    def least(self) -> Sequence[int]:
+        """See `Ranked`."""
+        return self._core.least()
+
+    def __len__(self) -> int:
+        return len(self._core)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[float]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, int):
+            return self._core.cost(index if index >= 0 else len(self._core) + index)
+        return self._core.costs[index]
