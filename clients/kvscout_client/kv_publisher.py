@@ -193,10 +193,9 @@ class KvEventPublisher:
         self._lease_seconds = lease_seconds if register else None
         ring_batches, ring_bytes = RING_BATCHES, RING_BYTES
         if self._indexers:
-            # What waits for an indexer waits in the ring.
+            # What waits for an indexer waits in the ring: what is published while it loads a state, too.
             ring_bytes = max_buffered_bytes
-            if not enable_local_indexer:
-                ring_batches = max(RING_BATCHES, max_buffered_bytes // MESSAGE_OVERHEAD_BYTES)
+            ring_batches = max(RING_BATCHES, max_buffered_bytes // MESSAGE_OVERHEAD_BYTES)
         elif not enable_local_indexer:
             ring_batches = 0
         self._rank = PublishedRank(

@@ -26,12 +26,16 @@ POOL = PoolKey("m", "default", 4, False)
 class Rank:
     """An index and its publication."""
 
-    def __init__(self, outbox: Outbox, name: str = "w", *, max_message_bytes: int = 1 << 19) -> None:
+    def __init__(
+        self, outbox: Outbox, name: str = "w", *, max_message_bytes: int = 1 << 19, has_state: bool = True
+    ) -> None:
         self.rank = WorkerRank(name, 0)
         self.index = ReferenceIndex(4)
         self.index.add_worker(self.rank, WorkerOptions())
         self.local = LocalIndex(self.rank, POOL, self.index, history_incomplete=lambda: False)
-        self.publication = Publication(self.rank, POOL, {}, self.local, outbox, max_message_bytes=max_message_bytes)
+        self.publication = Publication(
+            self.rank, POOL, {}, self.local, outbox, max_message_bytes=max_message_bytes, has_state=has_state
+        )
         self.next_id = 0
 
     def apply(self, *events: Event, event_id: int | None = None) -> None:
@@ -251,3 +255,58 @@ def test_whatever_fails_a_reader_ends_where_the_index_is() -> None:
         assert ours is not None
         assert (theirs.blocks, theirs.last_event_id) == (ours.blocks, ours.last_event_id)
         assert (outbox.buffered_bytes, outbox.empty) == (0, True)
+
+
+def test_who_keeps_no_state_tells_of_its_beginning_and_leaves_a_gap_where_something_is_lost() -> None:
+    outbox = Outbox(2_000, lambda: None)
+    rank = Rank(outbox, has_state=False)
+    rank.begin()
+    rank.apply()
+    assert ids(rank.take()) == [0]
+    rank.publication.confirm()
+    for _ in range(9):
+        rank.apply()
+    # Under the bound again, the next ones wait.
+    assert 0 < outbox.buffered_bytes <= 2_000
+    assert rank.publication.dropped > 0
+    assert ids(rank.take()) == list(range(rank.publication.dropped + 1, 10))
+    rank.publication.confirm()
+    assert not rank.publication.due
+    assert outbox.buffered_bytes == 0
+
+
+def test_who_keeps_no_state_sends_what_failed_again_in_whatever_order_it_may_have_arrived() -> None:
+    outbox = Outbox(1 << 20, lambda: None)
+    rank = Rank(outbox, has_state=False)
+    rank.publication.begin(7, None)
+    assert [item.chunk for item in rank.take()] == [0]
+    rank.publication.fail()
+    # An incarnation that nothing has happened in yet is told again; its first batch tells of it as well.
+    assert [item.chunk for item in rank.take()] == [0]
+    rank.apply()
+    rank.publication.fail()
+    assert ids(rank.take()) == [0]
+    rank.apply()
+    rank.publication.fail(out_of_order=True)
+    assert ids(rank.take()) == [0, 1]
+    rank.apply()
+    rank.publication.begin(8, None)
+    rank.next_id = 0
+    rank.apply()
+    rank.publication.fail()
+    # Of the incarnation before nothing is sent any more.
+    assert [(item.epoch, item.event_id) for item in rank.take()] == [(8, 0)]
+    rank.publication.confirm()
+    assert (outbox.buffered_bytes, outbox.empty) == (0, True)
+
+
+def test_what_follows_a_batch_in_the_ring_is_found_in_bursts() -> None:
+    rank = Rank(Outbox(1 << 20, lambda: None))
+    rank.begin()
+    for _ in range(6):
+        rank.apply()
+    sizes = [len(message) for message in rank.local.batches(0, max_bytes=1 << 20)]
+    assert (len(sizes), rank.local.oldest_event_id) == (6, 0)
+    assert rank.local.bytes_from(4) == sum(sizes[4:])
+    taken = rank.local.batches(2, max_bytes=sum(sizes[2:4]))
+    assert [parse_batch(message).event_id for message in taken] == [2, 3]

@@ -207,6 +207,25 @@ async def test_a_publisher_that_ignores_what_it_is_asked_is_given_up(
     assert [a.resend_from for a in stream.answers if a.HasField("resend_from")] == [1]
 
 
+async def test_a_source_that_is_incomplete_asks_a_publisher_that_comes_back_for_its_state(
+    stack: Stack, publisher: ScriptedPublisher
+) -> None:
+    messages = [publisher.make(payload) for payload in chain(6)]
+    first = stack.push()
+    await first.send(*messages[:2], *messages[3:])
+    await first.answer(lambda a: a.HasField("resend_from"))
+    await first.send(greeting(publisher))
+    await stack.client.until(lambda s: s.state == INCOMPLETE)
+    await first.close()
+    second = stack.push()
+    await second.send(greeting(publisher))
+    answer = await second.answer(lambda a: a.HasField("resend_from"))
+    assert (answer.last_event_id, answer.resend_from) == (5, 0)
+    await second.send(*publisher.local.state())
+    await stack.client.until(lambda s: s.state == LIVE)
+    await stack.same_as(publisher)
+
+
 async def test_duplicates_after_a_reconnect_are_dropped(stack: Stack, publisher: ScriptedPublisher) -> None:
     messages = [publisher.make(payload) for payload in chain(4)]
     first = stack.push()

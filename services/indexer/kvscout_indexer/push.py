@@ -329,7 +329,7 @@ class Stream:
     async def read(self, first: bytes, messages: AsyncIterator[bytes]) -> None:
         """Takes messages until there are no more."""
         try:
-            await self._take(first)
+            await self._take(first, opening=True)
             self._due.set()
             async for message in messages:
                 await self._take(message)
@@ -385,7 +385,7 @@ class Stream:
             self._resend = None
         self._answer_soon()
 
-    async def _take(self, message: bytes) -> None:
+    async def _take(self, message: bytes, *, opening: bool = False) -> None:
         if self._ended is not None:
             raise self._ended
         try:
@@ -393,7 +393,8 @@ class Stream:
         except InvalidArgument:
             if not self._is_greeting(message):
                 raise
-            await self._end_resend()
+            if not opening:  # else it may not know yet what it is asked for
+                await self._end_resend()
         else:
             if isinstance(item, SequencedBatch):
                 self._malformed += item.malformed or bool(item.content.faults)
