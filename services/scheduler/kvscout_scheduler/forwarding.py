@@ -63,9 +63,12 @@ class Forwarding:
 
     def concerns(self, operation: scheduler_pb2.LifecycleOperation, tenant: str) -> bool:
         """Whether an operation is on a request of another replica."""
+        if operation.WhichOneof("operation") == "renew":
+            return any(self._elsewhere(each, tenant) for each in _renewals(operation.renew))
+        return self._elsewhere(operation, tenant)
+
+    def _elsewhere(self, operation: scheduler_pb2.LifecycleOperation, tenant: str) -> bool:
         kind = operation.WhichOneof("operation")
-        if kind == "renew":
-            return any(self.concerns(each, tenant) for each in _renewals(operation.renew))
         if kind is None or kind not in _KEYS:
             return False
         try:
@@ -73,6 +76,10 @@ class Forwarding:
         except KvscoutError:
             # Whoever carries it out says what is wrong with it.
             return False
+        return self.away(key)
+
+    def away(self, key: RequestKey) -> bool:
+        """Whether a request is another replica's."""
         return self._replication.ownership.elsewhere(key) is not None
 
     async def carry_out(
@@ -96,7 +103,7 @@ class Forwarding:
         result = scheduler_pb2.LifecycleResult(id=operation.id)
         result.renew.SetInParent()
         for index, each in enumerate(_renewals(operation.renew)):
-            answer = await self._ask(each, tenant) if self.concerns(each, tenant) else None
+            answer = await self._ask(each, tenant) if self._elsewhere(each, tenant) else None
             if answer is None:
                 answer = carry_out_here(self._scheduler, each, tenant)
             if answer.code:

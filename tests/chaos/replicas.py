@@ -1,0 +1,291 @@
+"""`make chaos-replicas`: three schedulers under message loss, stops and kills; afterwards all agree exactly.
+
+Gateways with Lifecycle streams and ordered lists of schedulers, in two zones, book, mark and free, and fail over when
+theirs is gone; now and then one frees a request through another scheduler. A relay in front of NATS loses 10 % of what
+each replica publishes, repeats 5 % and reorders 5 %. After CHAOS_SECONDS the faults end; one quiet second later every
+replica must have exactly what the gateways have in flight, and exactly nothing when they have freed it. CHAOS_SEED
+repeats the choice of faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import time
+from contextlib import AsyncExitStack
+from random import Random, SystemRandom
+
+import grpc
+from nats_relay import NatsRelay
+from nats_server import NatsServer, nats_server
+from processes import eventually
+from replica_client import BLOCK, MODEL, GatewayStream, ReplicaClient, gateway
+
+from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout_common.errors import Unavailable
+
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
+SEED = int(os.environ.get("CHAOS_SEED", SystemRandom().randrange(2**32)))
+REPLICAS = 3
+GATEWAYS = 4
+WORKERS = ("w0", "w1", "w2")
+CALL_SECONDS = 1.0
+"""A scheduler that takes longer is left for the next one."""
+QUIET_SECONDS = 1.0
+FAILURES = (OSError, TimeoutError, grpc.RpcError, asyncio.InvalidStateError)
+"""What a gateway leaves its scheduler for."""
+
+
+NOT_YET = (grpc.StatusCode.NOT_FOUND.value[0], grpc.StatusCode.UNAVAILABLE.value[0])
+"""What a scheduler says that does not know its workers yet; its health says so too."""
+
+
+class Gateway:
+    """A gateway: its requests, and which scheduler it uses."""
+
+    def __init__(self, name: str, replicas: list[ReplicaClient], seed: int, place: int) -> None:
+        self.name = name
+        self.in_flight: dict[str, tuple[str, bool]] = {}
+        """Requests it was told are booked: on which worker, and whether their prefill is over."""
+        self.booked = self.freed = self.moves = self.rebooked = 0
+        self.stop, self.quiet, self.release = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._owed: set[str] = set()
+        """Requests that are to be freed: it wants them no more, or does not know whether they are booked."""
+        self._replicas = replicas
+        self._rng = Random(seed)
+        self._numbers = itertools.count()
+        self._place = place
+
+    async def run(self) -> None:
+        """Works until told to stop, keeps what is in flight until told to release it, and frees it."""
+        while True:
+            try:
+                async with gateway(
+                    self._replicas[self._place], self.name, list(self.in_flight), CALL_SECONDS
+                ) as stream:
+                    await self._settle(stream)
+                    while not self.stop.is_set():
+                        await self._work(stream)
+                    self.quiet.set()
+                    await self.release.wait()
+                    self._owed.update(self.in_flight)
+                    self.in_flight.clear()
+                    await self._settle(stream)
+                    return
+            except FAILURES:
+                self.moves += 1
+                self._place = (self._place + 1) % len(self._replicas)
+                await asyncio.sleep(0.02)
+
+    async def _settle(self, stream: GatewayStream) -> None:
+        """Books again what the scheduler has lost, and frees what is owed."""
+        lost = [name for name in stream.unknown if name in self.in_flight]
+        stream.unknown.clear()
+        again = [
+            {
+                "reserve": scheduler_pb2.ReserveRequest(
+                    model=MODEL, request_id=name, attempt_id=1, isl_tokens=BLOCK,
+                    worker=types_pb2.WorkerRank(worker_id=self.in_flight[name][0]),
+                )
+            }
+            for name in lost
+        ]  # fmt: skip
+        for answer in await stream.ask(*again, seconds=CALL_SECONDS):
+            if answer.code in NOT_YET:
+                raise ConnectionError(f"it has just started: {answer.message}")
+            assert not answer.code, f"a request in flight cannot be booked again: {answer.message}"
+            self.rebooked += 1
+        over = [name for name in lost if self.in_flight[name][1]]
+        await stream.ask(*({"prefill_complete": stream.ref(name)} for name in over), seconds=CALL_SECONDS)
+        owed = list(self._owed)
+        await stream.ask(*({"free": stream.ref(name)} for name in owed), seconds=CALL_SECONDS)
+        self._owed.difference_update(owed)
+
+    async def _work(self, stream: GatewayStream) -> None:
+        names = [f"{self.name}-{next(self._numbers)}" for _ in range(self._rng.randint(1, 5))]
+        self._owed.update(names)
+        for name, answer in zip(names, await stream.book(*names, seconds=CALL_SECONDS), strict=True):
+            if not answer.code:
+                self.in_flight[name] = (answer.select.worker.worker_id, False)
+                self.booked += 1
+        self._owed.difference_update(names)
+        ripe = [name for name, (_, over) in self.in_flight.items() if not over and self._rng.random() < 0.5]
+        await stream.ask(*({"prefill_complete": stream.ref(name)} for name in ripe), seconds=CALL_SECONDS)
+        self.in_flight.update({name: (self.in_flight[name][0], True) for name in ripe})
+        done = [name for name, (_, over) in self.in_flight.items() if over and self._rng.random() < 0.3]
+        for name in done:
+            del self.in_flight[name]
+        self._owed.update(done)
+        if done and self._rng.random() < 0.2:
+            other = self._rng.choice(self._replicas)
+            await asyncio.wait_for(other.stub.Free(stream.ref(done[0])), CALL_SECONDS)
+        await stream.ask(*({"free": stream.ref(name)} for name in done), seconds=CALL_SECONDS)
+        self._owed.difference_update(done)
+        self.freed += len(done)
+        await asyncio.sleep(self._rng.uniform(0, 0.02))
+
+
+class World:
+    """The processes, and what stands between them and NATS."""
+
+    def __init__(self, nats: NatsServer, seed: int) -> None:
+        self.nats = nats
+        # What replicas tell each other; the registry is another matter, and has its own chaos.
+        self.relays = [
+            NatsRelay(nats.port, seed + number, lambda subject: ".scheduler." in subject) for number in range(REPLICAS)
+        ]
+        self.replicas: list[ReplicaClient] = []
+
+    async def start(self) -> None:
+        """Starts everything."""
+        for number, relay in enumerate(self.relays):
+            await relay.start()
+            self.replicas.append(ReplicaClient(f"s{number}", relay.url))
+        await asyncio.gather(*(replica.start() for replica in self.replicas))
+        await eventually(self._registered, what="the workers")
+        for replica in self.replicas:
+            await eventually(replica.knows_workers(len(WORKERS)), what="the workers")
+
+    async def close(self) -> None:
+        """Ends everything."""
+        for replica in self.replicas:
+            await replica.close()
+        for relay in self.relays:
+            await relay.close()
+
+    def faults(self, *, loss: float = 0.0, repeats: float = 0.0, reorder: float = 0.0) -> None:
+        """What happens to messages from now on."""
+        for relay in self.relays:
+            relay.loss, relay.repeats, relay.reorder = loss, repeats, reorder
+
+    async def strike(self, rng: Random) -> str:
+        """One fault; returns what it was, when it is over."""
+        kind, away = rng.choice(["stop", "stop", "kill", "kill", "nats kill", "nats stop"]), rng.uniform(0.1, 2.0)
+        if kind == "nats kill":
+            await self.nats.kill()
+            await asyncio.sleep(away)
+            await self.nats.start()
+            return f"{kind}, {away:.1f} s"
+        if kind == "nats stop":
+            self.nats.pause()
+            await asyncio.sleep(away)
+            self.nats.resume()
+            return f"{kind}, {away:.1f} s"
+        replica = rng.choice(self.replicas)
+        if kind == "stop":
+            replica.signal(signal.SIGSTOP)
+            await asyncio.sleep(away)
+            replica.signal(signal.SIGCONT)
+        else:
+            await replica.kill()
+            await asyncio.sleep(away)
+            await replica.start()
+        return f"{kind} {replica.name}, {away:.1f} s"
+
+    async def differences(self, gateways: list[Gateway]) -> list[str]:
+        """Where a replica has something else than the gateways have in flight."""
+        truth = {name: (worker_id, over) for each in gateways for name, (worker_id, over) in each.in_flight.items()}
+        found, states = [], [await replica.state() for replica in self.replicas]
+        for replica, (requests, loads) in zip(self.replicas, states, strict=True):
+            seen = {
+                name: (worker_id, phase == scheduler_pb2.REQUEST_PHASE_DECODE)
+                for name, (_, worker_id, phase, *_) in requests.items()
+            }
+            missing, extra = truth.items() - seen.items(), seen.items() - truth.items()
+            if missing or extra:
+                found.append(
+                    f"{replica.name}: missing {sorted(missing)[:3]}, too many {sorted(extra)[:3]}, of {len(truth)}"
+                )
+            if (requests, loads) != states[0]:
+                found.append(f"{replica.name} and {self.replicas[0].name} differ, loads {loads} and {states[0][1]}")
+            if sum(load[0] for load in loads.values()) != len(requests):
+                found.append(f"{replica.name}: {len(requests)} requests, but loads {loads}")
+        return found
+
+    async def _registered(self) -> bool:
+        try:
+            await self.replicas[0].register(*WORKERS)
+        except Unavailable:
+            return False
+        return True
+
+
+async def run(seconds: float, seed: int, *, quiet: bool = False) -> list[str]:
+    """One run.
+
+    Args:
+        seconds: Of faults.
+        seed: Of their choice.
+        quiet: Prints nothing.
+
+    Returns:
+        What is wrong afterwards.
+    """
+    rng = Random(seed)
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(f"  {text}", flush=True)
+
+    async with nats_server() as nats, AsyncExitStack() as stack:
+        world = World(nats, seed)
+        stack.push_async_callback(world.close)
+        await world.start()
+        world.faults(loss=0.1, repeats=0.05, reorder=0.05)
+        gateways = [Gateway(f"g{number}", world.replicas, seed + number, number % 2) for number in range(GATEWAYS)]
+        async with asyncio.TaskGroup() as tasks:
+            for each in gateways:
+                tasks.create_task(each.run())
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                say(f"{seconds - (end - time.monotonic()):5.1f} s  {await world.strike(rng)}")
+                await asyncio.sleep(rng.uniform(0.0, 1.0))
+            for replica in world.replicas:
+                replica.member.require_alive()
+            world.faults()
+            for each in gateways:
+                each.stop.set()
+            # A gateway is quiet when a scheduler has answered it; NATS may have been away until now.
+            for each in gateways:
+                await asyncio.wait_for(each.quiet.wait(), 30)
+            for replica in world.replicas:
+                await eventually(replica.has_problem(False), what="NATS")
+            await asyncio.sleep(QUIET_SECONDS)
+            wrong = await world.differences(gateways)
+            held = sum(len(each.in_flight) for each in gateways)
+            for each in gateways:
+                each.release.set()
+        await asyncio.sleep(QUIET_SECONDS)
+        for line in wrong:
+            say(f"WRONG {line}")
+        after = await world.differences(gateways)
+        wrong += after
+        for line in after:
+            say(f"WRONG after all was freed: {line}")
+        figures = [await replica.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest()) for replica in world.replicas]
+        booked, freed, moves, rebooked = (
+            sum(getattr(each, name) for each in gateways) for name in ("booked", "freed", "moves", "rebooked")
+        )
+        say(f"{booked} booked, {freed} freed, {held} compared in flight; gateways moved {moves} times, "
+            f"booked {rebooked} again that died with their replica")  # fmt: skip
+        lost, repeated, reordered = (
+            sum(getattr(relay, name) for relay in world.relays) for name in ("lost", "repeated", "reordered")
+        )
+        say(f"messages: {lost} lost, {repeated} repeated, {reordered} reordered; now "
+            + ", ".join(f"{r.name}: {f.taken_over} taken over, {f.forwarded} forwarded, "
+                        f"{sum(e.snapshots for e in f.replicas)} snapshots, {sum(e.gaps for e in f.replicas)} gaps"
+                        for r, f in zip(world.replicas, figures, strict=True)))  # fmt: skip
+        return wrong
+
+
+async def main() -> int:
+    """One run; 0 if all agreed."""
+    print(f"CHAOS_SEED={SEED} CHAOS_SECONDS={SECONDS:g}", flush=True)
+    return 1 if await run(SECONDS, SEED) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

@@ -1,0 +1,184 @@
+"""Replicas of the scheduler as processes, with a real NATS: what is shared, forwarded, taken over and survived."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from chaos.members import Member, free_ports
+from chaos.replicas import run as chaos_run
+from nats_server import NatsServer, nats_server
+from processes import eventually
+from replica_client import MODEL, ReplicaClient, gateway
+from scheduler_builders import test_seed
+
+from kvscout.v1 import scheduler_pb2, types_pb2
+
+IDLE = (0, 0, 0)
+NAMES = ("a", "b", "c")
+
+
+@asynccontextmanager
+async def replicas(*names: str) -> AsyncIterator[tuple[NatsServer, dict[str, ReplicaClient]]]:
+    """Schedulers that share bookings, two workers."""
+    async with nats_server() as nats, AsyncExitStack() as stack:
+        found = {}
+        for name in names:
+            client = found[name] = ReplicaClient(name, nats.url)
+            stack.push_async_callback(client.close)
+            await client.start()
+        await found[names[0]].register("w0", "w1")
+        for client in found.values():
+            await eventually(client.knows_workers(2), what="the workers")
+        yield nats, found
+
+
+async def agreed(*clients: ReplicaClient, requests: int) -> dict[str, Any]:
+    """Waits until all have the same requests, so many, and the same loads; what they are."""
+
+    async def same() -> Any:
+        states = [await client.state() for client in clients]
+        alike = all(state == states[0] for state in states) and len(states[0][0]) == requests
+        return states[0] if alike else None
+
+    found = await eventually(same, what=f"agreement on {requests} requests")
+    return dict(found[0])
+
+
+async def test_a_booking_is_seen_by_every_replica_and_freed_through_any() -> None:
+    async with replicas("a", "b") as (_, found):
+        a, b = found["a"], found["b"]
+        await a.book("r", attempt_id=1)
+        await agreed(a, b, requests=1)
+        assert (await b.mark("r", attempt_id=1)).changed
+        answer = await b.rpc("Free", scheduler_pb2.RequestRef(model=MODEL, request_id="r", attempt_id=1))
+        assert answer.outcome == scheduler_pb2.FREE_OUTCOME_FREED
+        await agreed(a, b, requests=0)
+        known = await b.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest())
+        assert [(each.replica_id, each.self) for each in known.replicas] == [("b", True), ("a", False)]
+        assert (known.problem, known.forwarded, known.taken_over) == ("", 2, 0)
+
+
+async def test_operations_of_a_stream_reach_the_owner_and_their_results_come_back_by_id() -> None:
+    async with replicas("a", "b") as (_, found):
+        a, b = found["a"], found["b"]
+        await a.book("r", attempt_id=1)
+        await agreed(a, b, requests=1)
+        async with gateway(b, "g") as stream:
+            ref = scheduler_pb2.RequestRef(model=MODEL, request_id="r", attempt_id=1)
+            marked, renewed = await stream.ask(
+                {"prefill_complete": ref},
+                {"renew": scheduler_pb2.RenewRequest(requests=[ref, types_pb2_ref("nobody")])},
+            )
+            assert marked.prefill_complete.changed
+            assert list(renewed.renew.unknown) == [1]
+            (wrong,) = await stream.ask({"free": scheduler_pb2.RequestRef(model=MODEL, request_id="r", attempt_id=2)})
+            assert wrong.free.outcome == scheduler_pb2.FREE_OUTCOME_UNKNOWN
+            (freed,) = await stream.ask({"free": ref})
+            assert freed.free.outcome == scheduler_pb2.FREE_OUTCOME_FREED
+        await agreed(a, b, requests=0)
+
+
+def types_pb2_ref(request_id: str) -> scheduler_pb2.RequestRef:
+    return scheduler_pb2.RequestRef(model=MODEL, request_id=request_id)
+
+
+async def test_s8_a_gateway_fails_over_from_a_killed_replica_with_all_it_has_in_flight() -> None:
+    async with replicas(*NAMES) as (_, found):
+        a, b, c = found.values()
+        async with gateway(a, "g") as stream:
+            names = [f"r{number}" for number in range(50)]
+            await stream.book(*names)
+            await agreed(a, b, c, requests=50)
+            await a.kill()
+        async with gateway(b, "g", in_flight=names) as stream:
+            assert stream.unknown == []
+            await stream.book("r0")
+            await agreed(b, c, requests=50)
+            answers = await stream.ask(*({"free": stream.ref(name)} for name in names))
+            assert {answer.free.outcome for answer in answers} == {scheduler_pb2.FREE_OUTCOME_FREED}
+            await agreed(b, c, requests=0)
+            await a.start()
+            await eventually(a.knows_workers(2), what="the workers")
+            await agreed(a, b, c, requests=0)
+            assert set((await a.state())[1].values()) == {IDLE}
+
+
+async def test_s8_a_replica_that_was_stopped_yields_what_was_taken_over_meanwhile() -> None:
+    async with replicas("a", "b") as (_, found):
+        a, b = found["a"], found["b"]
+        async with gateway(a, "g") as stream:
+            await stream.book("r", "s")
+            await agreed(a, b, requests=2)
+            a.signal(signal.SIGSTOP)
+        async with gateway(b, "g", in_flight=["r", "s"]) as stream:
+            assert stream.unknown == []
+            (freed,) = await stream.ask({"free": stream.ref("s")})
+            assert freed.free.outcome == scheduler_pb2.FREE_OUTCOME_FREED
+            a.signal(signal.SIGCONT)
+            assert set(await agreed(a, b, requests=1)) == {"r"}
+        assert (await b.replica("a")).live
+
+
+async def test_without_nats_a_scheduler_goes_on_alone_says_so_and_catches_up() -> None:
+    async with replicas("a", "b") as (nats, found):
+        a, b = found["a"], found["b"]
+        await a.book("r")
+        await agreed(a, b, requests=1)
+        await nats.kill()
+        await eventually(a.has_problem(True), what="the problem")
+        status = await a.rpc("GetStatus", types_pb2.GetStatusRequest())
+        assert any("replicas cannot be reached" in warning for warning in status.service.warnings)
+        await a.book("s")
+        await b.book("t")
+        await nats.start()
+        await eventually(a.has_problem(False), what="no problem")
+        assert set(await agreed(a, b, requests=3)) == {"r", "s", "t"}
+        assert (await a.metrics())["kvscout_replicas_connected"] == 1
+
+
+async def test_thresholds_and_cool_downs_are_shared() -> None:
+    async with replicas("a", "b") as (_, found):
+        a, b = found["a"], found["b"]
+        change = types_pb2.SetBusyThresholdsRequest(model=MODEL, active_prefill_tokens_threshold=9)
+        await a.rpc("SetBusyThresholds", change)
+        failed = scheduler_pb2.ReportFailureRequest(worker=types_pb2.WorkerRank(worker_id="w0"), cooldown_seconds=30)
+        await b.rpc("ReportFailure", failed)
+
+        async def shared() -> bool:
+            thresholds = await b.rpc("GetBusyThresholds", types_pb2.GetBusyThresholdsRequest(model=MODEL))
+            loads = await a.rpc("GetPotentialLoads", scheduler_pb2.PotentialLoadsRequest(model=MODEL))
+            return bool(thresholds.active_prefill_tokens_threshold == 9 and loads.loads[0].cooldown_seconds > 20)
+
+        await eventually(shared, what="thresholds at b, a cool-down at a")
+
+
+async def test_replica_sync_without_nats_is_refused_at_start() -> None:
+    (port,) = free_ports(1)
+    member = Member("alone", "kvscout_scheduler.main", "--port", str(port), "--router-replica-sync")
+    with pytest.raises(AssertionError, match="ended with 2"):
+        await member.start()
+
+
+async def test_s8_a_short_chaos_run_leaves_all_agreed_and_nothing_behind() -> None:
+    assert await chaos_run(3.0, test_seed(), quiet=True) == []
+
+
+async def test_replicas_that_stop_are_known_to_be_gone_at_once() -> None:
+    async with replicas("a", "b") as (_, found):
+        a, b = found["a"], found["b"]
+        await a.book("r", attempt_id=1)
+        await agreed(a, b, requests=1)
+        a.signal(signal.SIGTERM)
+
+        async def gone() -> bool:
+            return not (await b.replica("a")).live
+
+        await eventually(gone, what="the goodbye")
+        assert (await b.mark("r", attempt_id=1)).changed
+        assert (await b.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest())).taken_over == 1
+        await asyncio.sleep(0)
