@@ -209,14 +209,20 @@ class KvEventPublisher:
             wall_clock=time.time,
         )
         self._outlet: _Outlet | None = None
+        self._opened = False
         self._tasks: list[asyncio.Task[None]] = []
         self._broken: asyncio.Future[None] | None = None
         """Ends with what ended one of our tasks."""
 
     async def open(self) -> KvEventPublisher:
-        """Begins to publish; connections are made in the background. `async with` does it."""
-        if self._tasks:
-            raise ValueError("the publisher is open")
+        """Begins to publish; connections are made in the background. `async with` does it.
+
+        Raises:
+            ValueError: It was opened before: what is new is another incarnation, and another publisher's.
+        """
+        if self._opened:
+            raise ValueError("the publisher was opened before")
+        self._opened = True
         if self._nats is not None:
             # Only here: the library is an extra.
             from kvscout_client.kv_publisher_nats import NatsOutlet

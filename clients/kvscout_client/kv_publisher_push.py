@@ -25,13 +25,15 @@ from kvscout_blocks.sequence import SequencedBatch
 from kvscout_client.kv_publisher_rank import PublishedRank
 from kvscout_client.kv_publisher_registration import RpcRegistration
 from kvscout_common.channel import PLAINTEXT, ClientSecurity, open_channel, to_error
-from kvscout_common.errors import KvscoutError, NotFound, Unavailable
+from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable
 from kvscout_common.telemetry import RateLimitedLog
 
 log = logging.getLogger("kvscout.publisher")
 
 FIRST_RETRY_SECONDS: Final = 0.1
 MAX_RETRY_SECONDS: Final = 1.0
+OUTDATED_SECONDS: Final = 10.0
+"""Before it is tried again to publish what an indexer takes for the events of a former life."""
 
 
 class PushPosition:
@@ -46,8 +48,10 @@ class PushPosition:
         """Batches that left the ring before they were sent."""
         self.states = 0
         """States sent."""
-        self.problem = ""
-        """Why it takes nothing; "" = it does, as far as is known."""
+        self.outdated = False
+        """Whether it knows a newer incarnation, and takes nothing of ours."""
+        self.malformed = 0
+        """Batches of this stream that it could not read."""
         self._rank = rank
         self._local = rank.local
         self._acked: tuple[int, int | None] | None = None
@@ -62,6 +66,7 @@ class PushPosition:
     def begin(self) -> None:
         """A stream begins; what it has is not known before it answers."""
         self._acked = self._resend = None
+        self.outdated = False
 
     def on_answer(self, answer: indexer_pb2.PublishEventsResponse) -> None:
         """It says how far it is."""
@@ -72,11 +77,8 @@ class PushPosition:
         self._acked = (answer.epoch, last)
         if answer.HasField("resend_from"):
             self._resend = answer.resend_from
-        self.problem = (
-            f"has events of incarnation {answer.epoch}, which is newer than ours, {self._rank.epoch}"
-            if answer.epoch > self._rank.epoch
-            else ""
-        )
+        self.outdated = answer.epoch > self._rank.epoch
+        self.malformed = answer.malformed
 
     def take(self) -> Sequence[bytes]:
         """The messages to send next; none: it has been sent everything, or has not answered yet."""
@@ -92,6 +94,13 @@ class PushPosition:
                 return self._state()
             self._next = 0
         return self._batches(self._next)
+
+    @property
+    def problem(self) -> str:
+        """Why it does not take everything; "" = it does, as far as is known."""
+        if self.outdated:
+            return f"it knows an incarnation of the engine that is newer than ours, {self._rank.epoch}"
+        return f"it could not read {self.malformed} batches" if self.malformed else ""
 
     @property
     def caught_up(self) -> bool:
@@ -204,6 +213,9 @@ class PushTarget:
             self._warnings.warning(
                 "stream", "events do not reach the indexer at %s: %s; trying again", self.address, self._problem
             )
+            if self.position.outdated:
+                # Each try ends the stream of whoever is right.
+                self._delay = OUTDATED_SECONDS
             await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))
             self._delay = min(2 * self._delay, MAX_RETRY_SECONDS)
 
@@ -225,6 +237,8 @@ class PushTarget:
         try:
             await self._write(call, answers, [self._rank.greeting()])
             while not answers.done():
+                if self.position.outdated:
+                    raise FailedPrecondition(self.position.problem)
                 while messages := self.position.take():
                     await self._write(call, answers, messages)
                 await self._work.wait()

@@ -23,7 +23,7 @@ class ThreadedKvEventPublisher:
 
     def __init__(self, publisher: KvEventPublisher) -> None:
         self._publisher = publisher
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         """Of the thread's life: a call and a close exclude one another only at their beginning."""
@@ -34,10 +34,11 @@ class ThreadedKvEventPublisher:
         Raises:
             ValueError: It was opened before.
         """
-        if self._thread is not None or self._loop.is_closed():
+        if self._loop is not None:
             raise ValueError("the publisher was opened before")
+        self._loop = asyncio.new_event_loop()
         name = f"kv-events-{self._publisher.spec.worker_id}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name=name, daemon=True)
         self._thread.start()
         try:
             self._wait(self._publisher.open())
@@ -126,29 +127,30 @@ class ThreadedKvEventPublisher:
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs something on the loop. Waiting for it bounds what threads can have under way, and brings its errors."""
         with self._lock:
-            if self._thread is None:
+            if self._thread is None or self._loop is None:
                 coroutine.close()
                 raise ValueError("the publisher is not open")
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return future.result()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            # Calls that other threads made just before the end get their answer.
-            self._loop.run_until_complete(asyncio.sleep(0))
-            left = asyncio.all_tasks(self._loop)
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
-
     def _end(self) -> None:
         with self._lock:
             thread, self._thread = self._thread, None
-        if thread is not None:
+        if thread is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             thread.join()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        # Calls that other threads made just before the end get their answer.
+        loop.run_until_complete(asyncio.sleep(0))
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()

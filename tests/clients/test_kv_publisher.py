@@ -418,6 +418,20 @@ async def test_an_indexer_that_forgot_the_worker_is_told_again_and_draining_is_k
                 await eventually(lambda: newer(events), what="a problem")
 
 
+@pytest.mark.parametrize("transport", ["nats-core", "jetstream", "grpc"])
+async def test_a_state_of_many_messages_is_whole_while_more_is_published(transport: str) -> None:
+    async with world_of(transport) as world, world.publishing() as events:
+        truth = Truth(events, seed=SEED)
+        for number in range(40):
+            first = 1_000_000 + number * 1000
+            truth.stored(list(range(4 * first, 4 * first + 4000)), list(range(first, first + 1000)), None)
+        async with world.indexer() as reader:
+            while events.status.states < 2 and events.status.last_event_id < 2000:
+                truth.step()
+                await asyncio.sleep(0)
+            await reader.equals(truth.dump())
+
+
 async def newer(events: KvEventPublisher) -> bool:
     return "newer than ours" in events.status.problem or "took over" in events.status.problem
 
