@@ -84,6 +84,15 @@ class Owner:
         self._call.cancel()
 
 
+PACKED = True
+"""Whether the messages of streams stay bytes, as in the service, or are protobuf objects."""
+
+
+@pytest.fixture(params=[pytest.param(True, id="bytes"), pytest.param(False, id="objects")], autouse=True)
+def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.PACKED", request.param)
+
+
 @asynccontextmanager
 async def service(
     *worker_ids: str, **settings: Any
@@ -94,7 +103,14 @@ async def service(
         core.workers.worker_added(worker(worker_id, max_num_batched_tokens=1000))
     registry = Registry(clock)
     servicer = SchedulerServicer(core, registry, Backends(registry, ServerConfig()))
-    async with serving(lambda s: scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, s)) as channel:
+
+    def add(server: grpc.aio.Server) -> None:
+        if PACKED:
+            servicer.add_to(server)
+        else:
+            scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server)
+
+    async with serving(add) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
         yield core, clock, servicer, lambda: Owner(stub.Lifecycle())
 

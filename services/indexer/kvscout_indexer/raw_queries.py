@@ -10,21 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError, Message
 
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.native_index import NativeQueries
-from kvscout_common.errors import InvalidArgument
-from kvscout_common.identity import current_identity, tenants_of
+from kvscout_common.identity import current_identity
+from kvscout_common.raw_messages import parse_message
 from kvscout_indexer.servicer import IndexerServicer
 
 SERVICE = indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name
-
-
-M = TypeVar("M", bound=Message)
 
 
 class RawQueries:
@@ -60,7 +56,7 @@ class RawQueries:
             answer = self._native.answer(request, now=time.monotonic(), caller_tenant=tenant)
             if answer is not None:
                 return answer
-        message = _parse(indexer_pb2.FindMatchesRequest, request)
+        message = parse_message(indexer_pb2.FindMatchesRequest, request)
         return (await self._servicer.FindMatches(message, context)).SerializeToString()
 
     async def stream_find_matches(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
@@ -71,7 +67,7 @@ class RawQueries:
             if self._native is not None:
                 answer = self._native.answer_stream(request, now=time.monotonic(), caller_tenant=tenant)
             if answer is None:
-                message = _parse(indexer_pb2.StreamFindMatchesRequest, request)
+                message = parse_message(indexer_pb2.StreamFindMatchesRequest, request)
                 answer = self._servicer.find_many(message).SerializeToString()
             yield answer
 
@@ -87,23 +83,7 @@ async def _of_own_tenant(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes
     first = await anext(messages, None)
     if first is None:
         return
-    _parse(events_pb2.KvEventBatch, first)
+    parse_message(events_pb2.KvEventBatch, first)
     yield first
     async for message in messages:
         yield message
-
-
-def _parse(kind: type[M], request: bytes) -> M:
-    """Does what the server and the identity interceptor do for messages that are not raw.
-
-    Raises:
-        InvalidArgument: The bytes are no such message.
-        PermissionDenied: The caller's token is for another tenant.
-    """
-    try:
-        message = kind.FromString(request)
-    except DecodeError as error:
-        raise InvalidArgument(f"is no {kind.DESCRIPTOR.name}", field="request") from error
-    for tenant in tenants_of(message):
-        current_identity().require_tenant(tenant)
-    return message

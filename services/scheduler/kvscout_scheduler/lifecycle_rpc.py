@@ -18,8 +18,11 @@ from typing import Any
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import Draining, InvalidArgument
+from kvscout_common.identity import current_identity
+from kvscout_common.raw_messages import parse_message
 from kvscout_scheduler import translate
 from kvscout_scheduler.operations import MAX_OPERATIONS, Elsewhere, Operations
+from kvscout_scheduler.packed_operations import PackedOperations
 from kvscout_scheduler.scheduler import Scheduler
 
 MAX_RESULTS = 16 * MAX_OPERATIONS
@@ -46,19 +49,30 @@ class LifecycleRpc:
         """Readers that are cancelled by us."""
 
     async def Lifecycle(self, request_iterator: AsyncIterator[scheduler_pb2.LifecycleRequest], context: Any) -> None:
-        first = await anext(request_iterator, None)
-        if first is None:
+        await self._lifecycle(request_iterator, context, packed=False)
+
+    async def lifecycle_of_bytes(self, messages: AsyncIterator[bytes], context: Any) -> None:
+        """The same over serialised messages."""
+        await self._lifecycle(messages, context, packed=True)
+
+    async def _lifecycle(self, request_iterator: AsyncIterator[Any], context: Any, *, packed: bool) -> None:
+        read = (lambda message: parse_message(scheduler_pb2.LifecycleRequest, message)) if packed else _itself
+        message = await anext(request_iterator, None)
+        if message is None:
             return
+        first = read(message)
         if not first.HasField("hello") or not first.hello.owner_id:
             raise InvalidArgument("the first message of a stream names its owner", field="hello.owner_id")
         scheduler, owner_id = self._lifecycles, first.hello.owner_id
         in_flight = [(translate.key_from_proto(ref, first.tenant), ref.attempt_id) for ref in first.hello.in_flight]
         session, unknown = scheduler.connect_owner(owner_id, in_flight)
-        outbox = _Outbox(draining=scheduler.draining)
+        outbox = _Outbox(draining=scheduler.draining, packed=packed)
         outbox.next.unknown_in_flight.extend(translate.key_to_proto(*name) for name in unknown)
         # Even an empty answer tells the owner that it is known: its bookings are safe from here on.
         outbox.news.set()
         operations = Operations(scheduler, owner_id, first.tenant, outbox.put, self._elsewhere)
+        caller_tenant = current_identity().tenant
+        fast = PackedOperations(scheduler, first.tenant, caller_tenant, operations, self._elsewhere)
         self._streams.add(outbox)
         writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner_id}")
         reader = asyncio.current_task()
@@ -67,11 +81,13 @@ class LifecycleRpc:
         try:
             operations.carry_out(first.operations, outbox.next.results)
             async for message in request_iterator:
-                if message.HasField("hello"):
-                    raise InvalidArgument("comes first, once", field="hello")
-                operations.carry_out(message.operations, outbox.next.results)
+                if not (packed and fast.carry_out(message, outbox.packed)):
+                    request = read(message)
+                    if request.HasField("hello"):
+                        raise InvalidArgument("comes first, once", field="hello")
+                    operations.carry_out(request.operations, outbox.next.results)
                 outbox.news.set()
-                if len(outbox.next.results) > MAX_RESULTS:
+                if len(outbox.next.results) + len(outbox.packed) > MAX_RESULTS:
                     await outbox.room()
             await outbox.flushed()
         except asyncio.CancelledError:
@@ -104,9 +120,12 @@ class LifecycleRpc:
 class _Outbox:
     """What one stream has still to send."""
 
-    def __init__(self, *, draining: bool) -> None:
+    def __init__(self, *, draining: bool, packed: bool) -> None:
         self.next = scheduler_pb2.LifecycleResponse(draining=draining)
         """What goes out next."""
+        self.packed: list[bytes] = []
+        """Further parts of it, serialised; only where messages are."""
+        self._write_packed = packed
         self.news = asyncio.Event()
         self._sent = asyncio.Event()
         self._writing = False
@@ -122,8 +141,10 @@ class _Outbox:
             await self.news.wait()
             self.news.clear()
             message, self.next = self.next, scheduler_pb2.LifecycleResponse()
+            parts, self.packed = self.packed, []
             self._writing = True
-            await context.write(message)
+            # Messages in a row are one message: fields that are repeated add up.
+            await context.write(b"".join((message.SerializeToString(), *parts)) if self._write_packed else message)
             self._writing = False
             self._sent.set()
 
@@ -136,3 +157,7 @@ class _Outbox:
         """Waits until everything that is there was sent."""
         while self.news.is_set() or self._writing:
             await self.room()
+
+
+def _itself(message: scheduler_pb2.LifecycleRequest) -> scheduler_pb2.LifecycleRequest:
+    return message

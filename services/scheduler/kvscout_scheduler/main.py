@@ -139,13 +139,12 @@ def _replica_id(values: dict[str, Any]) -> str:
 
 async def build(config: SchedulerConfig) -> App:
     """The scheduler as an app to serve."""
-    from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
     from kvscout_common.registry import Registry
     from kvscout_common.registry_tasks import Backends
     from kvscout_scheduler.metrics import SchedulerCollector
     from kvscout_scheduler.scheduler import Scheduler
     from kvscout_scheduler.scraper import EngineScraper
-    from kvscout_scheduler.servicer import SchedulerServicer
+    from kvscout_scheduler.servicer import SERVICE, SchedulerServicer
 
     try:
         scheduler = Scheduler(config.settings, clock=time.monotonic, rng=random.Random(config.seed))
@@ -185,10 +184,7 @@ async def build(config: SchedulerConfig) -> App:
     return App(
         name="scheduler",
         services=[
-            (
-                scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name,
-                lambda server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server),
-            )
+            (SERVICE, servicer.add_to),
         ],
         tasks=tasks,
         warm=replicas.link.join if replicas is not None else None,

@@ -18,6 +18,25 @@ from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps, PackedOverlaps
 
 if TYPE_CHECKING or native_available():
     import kvscout_native
+    from kvscout_native import (
+        free_result,
+        lifecycle_operations,
+        prefill_result,
+        select_request,
+        select_response,
+        select_result,
+    )
+
+__all__ = [
+    "NativeLoad",
+    "free_result",
+    "lifecycle_operations",
+    "make_load",
+    "prefill_result",
+    "select_request",
+    "select_response",
+    "select_result",
+]
 
 
 def make_load(*, track_blocks: bool = True) -> ActiveLoad:

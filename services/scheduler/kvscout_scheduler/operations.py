@@ -11,7 +11,7 @@ from kvscout_common.errors import InvalidArgument, KvscoutError, status_code
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_scheduler import translate
 from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.request import RequestKey
+from kvscout_scheduler.request import RequestKey, SelectionRequest
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.waiting import Answer
 
@@ -26,6 +26,9 @@ class Elsewhere(Protocol):
 
     def concerns(self, operation: scheduler_pb2.LifecycleOperation, tenant: str) -> bool:
         """Whether an operation is on a request of another replica."""
+
+    def away(self, key: RequestKey) -> bool:
+        """Whether a request is another replica's."""
 
     async def carry_out(
         self, operation: scheduler_pb2.LifecycleOperation, tenant: str
@@ -102,7 +105,7 @@ class Operations:
                     raise InvalidArgument("names none", field="operation")
                 self._kinds[kind](getattr(operation, kind), result)
             except KvscoutError as error:
-                _refuse(result, error)
+                refuse(result, error)
 
     async def _ask(self, elsewhere: Elsewhere, operation: scheduler_pb2.LifecycleOperation) -> None:
         self._later(await elsewhere.carry_out(operation, self._tenant))
@@ -117,35 +120,40 @@ class Operations:
         decision = self._scheduler.select(translate.selection_from_proto(message, self._tenant))
         result.select.CopyFrom(translate.decision_to_proto(decision))
 
-    def _select_and_reserve(
-        self, operation_id: int, message: scheduler_pb2.SelectRequest
-    ) -> scheduler_pb2.LifecycleResult | None:
-        told: list[scheduler_pb2.LifecycleResult] = []
+    def book(self, operation_id: int, wanted: SelectionRequest, lease_seconds: float) -> Decision | KvscoutError | None:
+        """Selects and reserves.
+
+        Returns:
+            What came of it; None = it waits, and `later` is told.
+        """
+        told: list[Decision | KvscoutError] = []
         waits = False
 
         def answer(outcome: Decision | KvscoutError) -> None:
-            result = scheduler_pb2.LifecycleResult(id=operation_id)
-            if isinstance(outcome, KvscoutError):
-                _refuse(result, outcome)
-            else:
-                result.select.CopyFrom(translate.decision_to_proto(outcome))
             if not waits:
-                told.append(result)
+                told.append(outcome)
             elif self._waiting.pop(operation_id, None) is not None:
-                self._later(result)
+                self._later(select_result(operation_id, outcome))
 
         try:
-            wanted = translate.selection_from_proto(message, self._tenant)
-            self._scheduler.reserve_or_wait(
-                wanted, answer, owner_id=self._owner_id, lease_seconds=message.lease_seconds
-            )
+            self._scheduler.reserve_or_wait(wanted, answer, owner_id=self._owner_id, lease_seconds=lease_seconds)
         except KvscoutError as error:
-            answer(error)
+            return error
         if told:
             return told[0]
         waits = True
         self._waiting[operation_id] = WaitingCall(wanted.key, wanted.attempt_id, answer)
         return None
+
+    def _select_and_reserve(
+        self, operation_id: int, message: scheduler_pb2.SelectRequest
+    ) -> scheduler_pb2.LifecycleResult | None:
+        try:
+            wanted = translate.selection_from_proto(message, self._tenant)
+        except KvscoutError as error:
+            return select_result(operation_id, error)
+        outcome = self.book(operation_id, wanted, message.lease_seconds)
+        return select_result(operation_id, outcome) if outcome is not None else None
 
     def _reserve(self, message: scheduler_pb2.ReserveRequest, result: scheduler_pb2.LifecycleResult) -> None:
         wanted = translate.reserve_from_proto(message, self._tenant)
@@ -169,7 +177,18 @@ class Operations:
         result.renew.CopyFrom(translate.renew(self._scheduler, message, self._tenant))
 
 
-def _refuse(result: scheduler_pb2.LifecycleResult, error: KvscoutError) -> None:
+def select_result(operation_id: int, outcome: Decision | KvscoutError) -> scheduler_pb2.LifecycleResult:
+    """The result of a select_and_reserve."""
+    result = scheduler_pb2.LifecycleResult(id=operation_id)
+    if isinstance(outcome, KvscoutError):
+        refuse(result, outcome)
+    else:
+        result.select.CopyFrom(translate.decision_to_proto(outcome))
+    return result
+
+
+def refuse(result: scheduler_pb2.LifecycleResult, error: KvscoutError) -> None:
+    """Makes a result that of an operation that failed."""
     result.code, result.message = status_code(error).value[0], str(error)
 
 

@@ -29,6 +29,7 @@ from kvscout_scheduler.watch_rpcs import WatchRpcs
 if TYPE_CHECKING:
     from kvscout_scheduler.replicas import Replicas
 
+SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
 DEFAULT_LIST_LIMIT = 1_000
 MAX_LIST_LIMIT = 100_000
 
@@ -51,6 +52,13 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         self._scheduler = scheduler
         self._warnings = backends.warnings
         self._started = time.monotonic()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds itself to a server, with raw bytes where messages are large or many."""
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
+        lifecycle: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self.lifecycle_of_bytes)
+        # A method that is registered again is taken from its last registration.
+        server.add_registered_method_handlers(SERVICE, {"Lifecycle": lifecycle})
 
     def active_requests(self, tenant: str, worker_id: str) -> int:
         """Requests active on a worker."""

@@ -1,0 +1,28 @@
+"""Messages of handlers that are registered for raw bytes: what the server does for all others."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.identity import current_identity, tenants_of
+
+M = TypeVar("M", bound=Message)
+
+
+def parse_message(kind: type[M], request: bytes) -> M:
+    """Reads a message and checks that the caller may name its tenants.
+
+    Raises:
+        InvalidArgument: The bytes are no such message.
+        PermissionDenied: The caller's token is for another tenant.
+    """
+    try:
+        message = kind.FromString(request)
+    except DecodeError as error:
+        raise InvalidArgument(f"is no {kind.DESCRIPTOR.name}", field="request") from error
+    for tenant in tenants_of(message):
+        current_identity().require_tenant(tenant)
+    return message
