@@ -1,6 +1,7 @@
 """An engine of one's own for chaos runs: a block cache without a model, whose events go through the publisher library.
 
-    python -m chaos.custom_engine --port P --worker-id W --indexer HOST:PORT --indexer HOST:PORT --seed N
+    python -m chaos.custom_engine --port P --worker-id W --seed N --indexer HOST:PORT --indexer HOST:PORT
+    python -m chaos.custom_engine --port P --worker-id W --seed N --nats nats://HOST:PORT --transport jetstream
 
 It answers as much of the mocker's HTTP API as chaos runs use: `POST /v1/completions` looks a prompt up and stores it,
 `GET /mock/kv_blocks` tells what is cached, `POST /mock/faults {"restart": true}` loses the cache.
@@ -149,15 +150,18 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--worker-id", required=True)
-    parser.add_argument("--indexer", action="append", required=True)
+    parser.add_argument("--indexer", action="append", default=[])
+    parser.add_argument("--nats", action="append", default=[])
+    parser.add_argument("--transport", default="grpc")
     parser.add_argument("--seed", type=int, required=True)
     given = parser.parse_args()
     publisher = KvEventPublisher(
         worker_id=given.worker_id,
         model=MODEL,
         block_size=BLOCK_SIZE,
-        transport="grpc",
+        transport=given.transport,
         indexers=given.indexer,
+        nats_servers=given.nats,
         total_kv_blocks=CAPACITY * 2,
     )
     async with publisher as events:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -41,10 +40,9 @@ class Engine:
         self.failed = 0
 
     @classmethod
-    def custom(cls, number: int, seed: int, indexers: Sequence[str]) -> Engine:
-        """An engine of one's own, which pushes its events to indexers."""
+    def custom(cls, number: int, seed: int, *targets: str) -> Engine:
+        """An engine of one's own, which publishes its events itself; `targets` are flags that say where to."""
         engine = cls(number, seed)
-        targets = [flag for address in indexers for flag in ("--indexer", address)]
         engine.member = Member(
             engine.worker_id, "chaos.custom_engine", "--port", str(engine.port), "--worker-id", engine.worker_id,
             "--seed", str(seed % 2**32), *targets,

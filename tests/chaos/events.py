@@ -1,9 +1,9 @@
 """`make chaos-events`: engines, bridges, NATS and indexers fail at random; afterwards the index is the engines' truth.
 
 For each transport: a minute (CHAOS_SECONDS) of load in which 5 % of the batches are lost and 2 % repeated (but those of
-custom engines over gRPC, whose streams lose nothing while they last) while processes are killed, stopped and restarted;
-then faults end, and every indexer must hold exactly what each engine's cache holds, copy by copy, and predict its cached
-tokens. CHAOS_SEED repeats the choice of faults, CHAOS_TRANSPORTS ("direct,nats-core") runs some only.
+custom engines, whose publisher is in the same process) while processes are killed, stopped and restarted; then faults
+end, and every indexer must hold exactly what each engine's cache holds, copy by copy, and predict its cached tokens.
+CHAOS_SEED repeats the choice of faults, CHAOS_TRANSPORTS ("direct,nats-core") runs some only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from chaos.worlds import World
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
 SEED = int(os.environ.get("CHAOS_SEED", SystemRandom().randrange(2**32)))
-TRANSPORTS = os.environ.get("CHAOS_TRANSPORTS", "direct,peers,grpc,nats-core,jetstream").split(",")
+TRANSPORTS = os.environ.get(
+    "CHAOS_TRANSPORTS", "direct,peers,grpc,nats-core,jetstream,custom-nats-core,custom-jetstream"
+).split(",")
 QUIET_SECONDS = 60.0
 """Longest wait for the truth after the faults: replays back off up to 13 s, leases take 10."""
 PREDICTIONS = 20

@@ -18,7 +18,8 @@ class World:
     """The processes of one transport.
 
     Args:
-        transport: "direct", "peers", "grpc", "nats-core" or "jetstream".
+        transport: "direct", "peers", "nats-core", "jetstream"; "grpc", "custom-nats-core" and "custom-jetstream" are
+            those of custom engines, which have no bridge.
         folder: For files of its own.
         seed: Of its engines.
     """
@@ -30,8 +31,14 @@ class World:
         if transport == "grpc":
             ports = free_ports(2)
             self.indexers = [Indexer(number, port=port) for number, port in enumerate(ports)]
-            addresses = [f"127.0.0.1:{port}" for port in ports]
-            self.engines = [Engine.custom(number, seed + number, addresses) for number in range(ENGINES)]
+            targets = [flag for port in ports for flag in ("--indexer", f"127.0.0.1:{port}")]
+            self.engines = [Engine.custom(number, seed + number, *targets) for number in range(ENGINES)]
+            return
+        if transport.startswith("custom-"):
+            self.nats = NatsServer(folder)
+            targets = ["--nats", self.nats.url, "--transport", transport.removeprefix("custom-")]
+            self.engines = [Engine.custom(number, seed + number, *targets) for number in range(ENGINES)]
+            self.indexers = [Indexer(number, "--nats-server", self.nats.url) for number in range(2)]
             return
         self.engines = [Engine(number, seed + number) for number in range(ENGINES)]
         if transport in ("direct", "peers"):

@@ -426,7 +426,7 @@ async def test_a_state_of_many_messages_is_whole_while_more_is_published(transpo
             first = 1_000_000 + number * 1000
             truth.stored(list(range(4 * first, 4 * first + 4000)), list(range(first, first + 1000)), None)
         async with world.indexer() as reader:
-            while events.status.states < 2 and events.status.last_event_id < 2000:
+            while events.status.states < 2 and truth.last < 2000:
                 truth.step()
                 await asyncio.sleep(0)
             await reader.equals(truth.dump())
