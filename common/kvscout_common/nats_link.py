@@ -14,19 +14,17 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
+import nats.aio.client
+import nats.errors
 
 from kvscout_common.errors import ConfigError, Unavailable
 from kvscout_common.flags import BEHAVIOUR, flag
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.telemetry import RateLimitedLog
-
-if TYPE_CHECKING:
-    import nats.aio.client
 
 log = logging.getLogger("kvscout.nats")
 
@@ -91,8 +89,6 @@ class NatsConfig:
             raise ConfigError("must not be empty", field="namespace")
         if not servers:
             return None
-        if find_spec("nats") is None:
-            raise ConfigError("needs the library nats-py: install kvscout[nats]", field="nats_server")
         return cls(servers, values["namespace"], values["nats_credentials"], values["nats_ca"], values["nats_replicas"])
 
 
@@ -146,7 +142,6 @@ class NatsLink:
     """
 
     def __init__(self, config: NatsConfig, name: str) -> None:
-        import nats.aio.client
 
         self.config = config
         self.names = config.names
@@ -223,7 +218,6 @@ class NatsLink:
 
     async def close(self) -> None:
         """Sends what is waiting and closes the connection."""
-        import nats.errors
 
         self._closed = True
         if self.client.is_connected:
@@ -235,7 +229,6 @@ class NatsLink:
             await self.client.close()
 
     async def _run_hooks(self) -> None:
-        import nats.errors
 
         for hook in self._hooks:
             while not self._connections.is_set():
@@ -265,7 +258,6 @@ class NatsLink:
         self._connections.set()
 
     async def _on_error(self, error: Exception) -> None:
-        import nats.errors
 
         if isinstance(error, nats.errors.SlowConsumerError):
             for hook in self._slow_hooks:

@@ -19,7 +19,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import nats.errors
+from nats.js.api import StreamInfo
+from nats.js.kv import KeyValue
 
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
@@ -27,10 +31,6 @@ from kvscout_common.registry import DECLARED, Entry, Registry, Source, WorkerNam
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_bucket import CALL_SECONDS, Renewal, Stored, WorkerBucket, decode
-
-if TYPE_CHECKING:
-    from nats.js.api import StreamInfo
-    from nats.js.kv import KeyValue
 
 log = logging.getLogger("kvscout.registry")
 
@@ -105,7 +105,6 @@ class NatsRegistry:
 
     async def run(self) -> None:
         """Follows the bucket for ever."""
-        import nats.errors
 
         while True:
             try:
@@ -128,7 +127,6 @@ class NatsRegistry:
         self._reconnected.set()
 
     async def _follow(self) -> None:
-        import nats.errors
 
         self._reconnected.clear()
         bucket, info = await self._bucket.open()

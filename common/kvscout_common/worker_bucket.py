@@ -11,9 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
+import nats.errors
+import nats.js.errors
 from google.protobuf.message import DecodeError
+from nats.js import JetStreamContext
+from nats.js.api import KeyValueConfig, StreamInfo
+from nats.js.errors import APIError
+from nats.js.kv import KeyValue
 
 from kvscout.v1 import workers_pb2
 from kvscout_common.errors import InvalidArgument, NotFound, Unavailable
@@ -21,11 +26,6 @@ from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import WorkerName
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
-
-if TYPE_CHECKING:
-    from nats.js import JetStreamContext
-    from nats.js.api import StreamInfo
-    from nats.js.kv import KeyValue
 
 VERSION = 1
 CALL_SECONDS = 2.0
@@ -105,8 +105,6 @@ class WorkerBucket:
 
     async def open(self) -> tuple[KeyValue, StreamInfo]:
         """The bucket, made if there is none, and its state."""
-        import nats.js.errors
-        from nats.js.api import KeyValueConfig
 
         js, name = self._js(), self._names.workers_bucket
         try:
@@ -130,8 +128,6 @@ class WorkerBucket:
             NotFound: There is no bucket.
             Unavailable: NATS does not say within the time.
         """
-        import nats.errors
-        import nats.js.errors
 
         js = self._link.require().jetstream(timeout=timeout_seconds)
         try:
@@ -155,8 +151,6 @@ class WorkerBucket:
         Raises:
             InvalidArgument: What is there cannot be read.
         """
-        import nats.errors
-        import nats.js.errors
 
         key = self._names.worker_key(*name)
         try:
@@ -214,7 +208,6 @@ class WorkerBucket:
     async def _publish_if(
         self, name: WorkerName, value: bytes, headers: dict[str, str], ttl_seconds: int
     ) -> int | None:
-        from nats.js.errors import APIError
 
         try:
             return await self._publish(name, value, headers, ttl_seconds)
@@ -225,8 +218,6 @@ class WorkerBucket:
             raise
 
     async def _publish(self, name: WorkerName, value: bytes, headers: dict[str, str], ttl_seconds: int) -> int:
-        import nats.errors
-        import nats.js.errors
 
         if len(value) > MAX_VALUE_BYTES:
             raise InvalidArgument(f"{len(value)} bytes, at most {MAX_VALUE_BYTES} are kept in NATS", field="worker")

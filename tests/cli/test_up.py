@@ -91,6 +91,23 @@ async def test_up_serves_until_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None
         assert not (tmp_path / "up.json").exists()
 
 
+async def test_over_jetstream_a_bridge_registers_the_engines_and_brings_their_events(tmp_path: Path) -> None:
+    async with up(tmp_path, "--mockers", "2", "--transport", "jetstream") as (process, state):
+        assert set(state["processes"]) == SERVICES | {"nats", "bridge", "mocker-0", "mocker-1"}
+        async with Router(state["gateway"], model="mock-model") as router:
+            prompt = list(range(100, 164))
+            chunks = [chunk async for chunk in router.generate(prompt, stop=StopConditions(max_tokens=4))]
+            assert chunks
+
+            async def found() -> bool:
+                return (await router.route(prompt)).overlap_blocks == 4
+
+            await eventually(found, what="the prompt's blocks in the index")
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+        await nothing_left(state)
+
+
 async def test_killing_up_leaves_nothing(tmp_path: Path) -> None:
     async with up(tmp_path, "--mockers", "1") as (process, state):
         process.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from nats.aio.msg import Msg
 from nats_server import NatsServer, nats_server
 from processes import eventually
 
-from kvscout_common import nats_link
 from kvscout_common.errors import ConfigError, Unavailable
 from kvscout_common.nats_link import NatsConfig, NatsLink, nats_flags
 
@@ -69,13 +67,6 @@ def test_wrong_values_are_refused_by_the_name_of_their_flag() -> None:
     with pytest.raises(ConfigError) as no_namespace:
         NatsConfig.from_flags({**GIVEN, "namespace": "", "nats_server": ()})
     assert (wrong_url.value.field, no_namespace.value.field) == ("nats_server", "namespace")
-
-
-def test_a_missing_library_is_told_where_nats_is_asked_for_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nats_link, "find_spec", lambda name: None)
-    assert NatsConfig.from_flags({**GIVEN, "nats_server": ()}) is None
-    with pytest.raises(ConfigError, match=r"kvscout\[nats\]"):
-        NatsConfig.from_flags({**GIVEN, "nats_server": ("nats://a:1",)})
 
 
 def test_the_environment_of_other_nats_tools_is_honoured(tmp_path: Path) -> None:
@@ -169,12 +160,3 @@ async def test_what_was_published_is_sent_before_the_link_closes(tmp_path: Path)
                 assert await heard.get() == b"last words"
     finally:
         await server.kill()
-
-
-@pytest.mark.parametrize(
-    "module", ["kvscout_scheduler.main", "kvscout_gateway.gateway", "kvscout_common.registry_tasks"]
-)
-async def test_without_nats_its_library_is_not_missed(module: str) -> None:
-    program = f"import sys; sys.modules['nats'] = None; import {module}"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
-    assert await process.wait() == 0

@@ -21,8 +21,11 @@ from kvscout_cli.stack import READY_SECONDS, Stack
 from kvscout_cli.state import StateDirectory
 from kvscout_cli.topology import DEFAULT_PORTS, Mockers, Ports, Running, Topology, launch
 from kvscout_common.flags import SectionedCommand, flag
+from kvscout_common.worker import Transport
 
 _FLAGS = relayed_flags()
+
+_FREE_PORTS = Ports(gateway_metrics=0, indexer_metrics=0, scheduler_metrics=0, bridge_metrics=0)
 
 state_dir_flag = flag(
     "--state-dir",
@@ -40,6 +43,13 @@ state_dir_flag = flag(
     "--workers-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="YAML file of real engines; no simulated ones are started.",
+)
+@option(
+    "--transport",
+    default=Transport.ZMQ.value,
+    show_default=True,
+    type=click.Choice([Transport.ZMQ.value, Transport.NATS_CORE.value, Transport.JETSTREAM.value]),
+    help="How events reach the indexer; over NATS a server of its own and a bridge are started, too.",
 )
 @option("--free-ports", is_flag=True, help="Any free ports instead of the default ones.")
 @option("--detach", is_flag=True, help="Return when it is up; `kvscout down` stops it.")
@@ -60,6 +70,7 @@ def command(
     mockers: int,
     blocks: int,
     workers_file: Path | None,
+    transport: str,
     free_ports: bool,
     detach: bool,
     log_level: str,
@@ -78,7 +89,9 @@ def command(
     topology = Topology(
         mockers=Mockers(mockers, num_gpu_blocks=blocks, flags=level),
         workers_file=workers_file,
-        ports=Ports(gateway_metrics=0, indexer_metrics=0, scheduler_metrics=0) if free_ports else DEFAULT_PORTS,
+        ports=_FREE_PORTS if free_ports else DEFAULT_PORTS,
+        transport=Transport(transport),
+        bridge_flags=level,
         indexer_flags=(*level, *given_words(context, _FLAGS, "indexer")),
         scheduler_flags=(*level, *given_words(context, _FLAGS, "scheduler")),
         gateway_flags=(*level, *given_words(context, _FLAGS, "gateway")),
