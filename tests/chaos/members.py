@@ -10,9 +10,11 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 DEADLINE_SECONDS = 30.0
+TESTS = Path(__file__).parents[1]
 
 
 def free_ports(number: int) -> list[int]:
@@ -43,6 +45,9 @@ class Member:
     async def start(self) -> None:
         """Starts it and waits for its ready line."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("KVSCOUT_MOCKER")}
+        # Some are modules of the tests.
+        paths = (str(TESTS), environment.get("PYTHONPATH"))
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, env=environment
         )

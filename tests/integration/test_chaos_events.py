@@ -13,7 +13,7 @@ SECONDS = 4.0
 
 
 @pytest.mark.timeout(240)  # the wait for the truth alone may take a minute
-@pytest.mark.parametrize("transport", ["direct", "peers", "nats-core", "jetstream"])
+@pytest.mark.parametrize("transport", ["direct", "peers", "grpc", "nats-core", "jetstream"])
 async def test_after_faults_the_index_is_the_engines_truth(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
