@@ -1,4 +1,8 @@
-"""A relay in front of a real service: passes unary calls on, counts them, and holds them when it is told to."""
+"""A relay in front of a real scheduler: passes calls on, counts them, and holds their answers when it is told to.
+
+What comes over a Lifecycle stream is counted and held operation by operation, under the name of the unary rpc that does
+the same.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,18 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+
+from kvscout.v1 import scheduler_pb2
+
+RPCS = {
+    "select": "Select",
+    "select_and_reserve": "SelectAndReserve",
+    "reserve": "Reserve",
+    "prefill_complete": "MarkPrefillComplete",
+    "add_output": "AddOutput",
+    "free": "Free",
+    "renew": "Renew",
+}
 
 
 class Relay(grpc.GenericRpcHandler):
@@ -31,9 +47,11 @@ class Relay(grpc.GenericRpcHandler):
         self._gates.pop(rpc).set()
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
-        """A handler for any unary rpc."""
+        """A handler for any unary rpc, and for Lifecycle."""
         method: str = details.method
         name = method.rpartition("/")[2]
+        if name == "Lifecycle":
+            return grpc.stream_stream_rpc_method_handler(self._lifecycle)
         onward: Any = self._channel.unary_unary(method)
 
         async def relay(request: bytes, context: Any) -> bytes:
@@ -52,6 +70,49 @@ class Relay(grpc.GenericRpcHandler):
             return answer
 
         return grpc.unary_unary_rpc_method_handler(relay)
+
+    async def _lifecycle(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        onward: Any = self._channel.stream_stream("/kvscout.v1.Scheduler/Lifecycle")()
+        self.calls["Lifecycle"] += 1
+        names: dict[int, str] = {}
+        answering: set[asyncio.Task[None]] = set()
+
+        async def forward() -> None:
+            async for raw in requests:
+                message = scheduler_pb2.LifecycleRequest.FromString(raw)
+                for operation in message.operations:
+                    kind = operation.WhichOneof("operation")
+                    assert kind is not None
+                    names[operation.id] = name = RPCS[kind]
+                    self.calls[name] += 1
+                    self.requests.append((name, getattr(operation, kind).SerializeToString()))
+                await onward.write(raw)
+            await onward.done_writing()
+
+        async def later(gate: asyncio.Event, result: scheduler_pb2.LifecycleResult) -> None:
+            await gate.wait()
+            await context.write(scheduler_pb2.LifecycleResponse(results=[result]).SerializeToString())
+
+        forwarding = asyncio.create_task(forward())
+        try:
+            async for raw in onward:
+                response = scheduler_pb2.LifecycleResponse.FromString(raw)
+                results = list(response.results)
+                del response.results[:]
+                for result in results:
+                    gate = self._gates.get(names.pop(result.id))
+                    if gate is None:
+                        response.results.append(result)
+                    else:
+                        answering.add(asyncio.create_task(later(gate, result)))
+                await context.write(response.SerializeToString())
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), error.details())
+        finally:
+            onward.cancel()
+            for task in (forwarding, *answering):
+                task.cancel()
+            await asyncio.gather(forwarding, *answering, return_exceptions=True)
 
     @staticmethod
     async def _finish(onward: Any, request: bytes) -> bytes:

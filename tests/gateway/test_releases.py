@@ -12,11 +12,13 @@ from prometheus_client import CollectorRegistry
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common import errors
+from kvscout_common.channel import PLAINTEXT
 from kvscout_gateway import releases
-from kvscout_gateway.failover import Member
+from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.placement import Booking
 from kvscout_gateway.releases import Bookings
+from kvscout_gateway.scheduler_link import SchedulerLink
 
 
 class Recording(scheduler_pb2_grpc.SchedulerServicer):
@@ -48,16 +50,18 @@ class Recording(scheduler_pb2_grpc.SchedulerServicer):
 
 
 @asynccontextmanager
-async def kept(lease_seconds: int = 300) -> AsyncIterator[tuple[Bookings, Recording, "Member[Any]"]]:
+async def kept(lease_seconds: int = 300) -> AsyncIterator[tuple[Bookings, Recording, "Member[SchedulerLink]"]]:
     """Bookings at a scheduler in this process."""
     recording = Recording()  # type: ignore[abstract]  # the rest answers UNIMPLEMENTED
     async with serving(lambda s: scheduler_pb2_grpc.add_SchedulerServicer_to_server(recording, s)) as channel:
-        member: Member[Any] = Member("scheduler", "here", channel, scheduler_pb2_grpc.SchedulerStub(channel))
+        schedulers: Failover[SchedulerLink] = Failover("scheduler", [], SchedulerLink, PLAINTEXT)
+        member = Member("scheduler", "here", channel, SchedulerLink(channel))
+        schedulers.members.append(member)
         metrics = GatewayMetrics(CollectorRegistry())
-        yield Bookings(metrics, lease_seconds=lease_seconds, timeout_seconds=5), recording, member
+        yield Bookings(schedulers, metrics, lease_seconds=lease_seconds, timeout_seconds=5), recording, member
 
 
-def booking(member: "Member[Any]", request_id: str = "r", tenant: str = "") -> Booking:
+def booking(member: "Member[SchedulerLink]", request_id: str = "r", tenant: str = "") -> Booking:
     return Booking(scheduler_pb2.RequestRef(model="m", request_id=request_id, tenant=tenant), member)
 
 

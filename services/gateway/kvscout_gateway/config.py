@@ -28,6 +28,8 @@ class GatewayConfig:
     indexer_timeout_seconds: float = 0.02
     """An indexer slower than this is not waited for: the request is routed on load alone."""
     scheduler_timeout_seconds: float = 1.0
+    queue_wait_seconds: float = 60.0
+    """Longest wait in line at a scheduler, for a worker that has room."""
     migration_limit: int = 1
     """Tries on another worker after one failed before its first token."""
     engine_connect_seconds: float = 2.0
@@ -36,7 +38,7 @@ class GatewayConfig:
     max_in_flight: int = 10_000
     """Requests that Generate runs at once; more are refused."""
     lease_seconds: int = 300
-    """Lease of the gateway's own bookings; renewed while a request runs."""
+    """Lease of the gateway's own bookings where it has no stream to the scheduler; renewed while a request runs."""
 
 
 def addresses(flag: str, given: Sequence[str]) -> tuple[str, ...]:

@@ -113,17 +113,19 @@ class Failover(Generic[Stub]):
         self.kind = kind
         self.name = f"{kind} {shard}" if shard else kind
         """For people: what the members are, and their share of the workers if they do not have all."""
+        self.favourite: Member[Stub] | None = None
+        """Comes first, whatever the order of the list; None = the list's order."""
         self.members: list[Member[Stub]] = []
         for address in addresses:
             channel = open_channel(address, security)
             self.members.append(Member(kind, address, channel, make_stub(channel), shard=shard))
 
     def preferred(self) -> list[Member[Stub]]:
-        """Members in the order to try: the list's, those that just failed last."""
+        """Members in the order to try: the favourite, then the list's; those that just failed last."""
         if len(self.members) < 2:
             return self.members
-        now = time.monotonic()
-        return sorted(self.members, key=lambda member: member.avoid_until > now)
+        now, favourite = time.monotonic(), self.favourite
+        return sorted(self.members, key=lambda member: (member.avoid_until > now, member is not favourite))
 
     async def call(
         self,

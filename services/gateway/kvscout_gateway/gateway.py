@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import grpc
 from prometheus_client import CollectorRegistry
 
-from kvscout.v1 import gateway_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry
@@ -20,6 +19,7 @@ from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import service_info
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
+from kvscout_gateway.attachment import Attachment
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.completion_stream import EngineFailed
 from kvscout_gateway.config import GatewayConfig
@@ -28,7 +28,7 @@ from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.fanout import Fanout
 from kvscout_gateway.generate import GenerateFlow
 from kvscout_gateway.indexers import Indexers
-from kvscout_gateway.metrics import GatewayMetrics, ObservationCollector, ReportCollector
+from kvscout_gateway.metrics import GatewayMetrics, ObservationCollector, ReportCollector, StreamCollector
 from kvscout_gateway.observation import Observations
 from kvscout_gateway.overlaps import OverlapQuery
 from kvscout_gateway.placement import Placement, Schedulers
@@ -36,6 +36,7 @@ from kvscout_gateway.registration import Registration, problem
 from kvscout_gateway.releases import Bookings
 from kvscout_gateway.reporter import Reporter
 from kvscout_gateway.routing import RoutingFlow
+from kvscout_gateway.scheduler_link import SchedulerLink
 from kvscout_gateway.shard_check import ShardCheck
 
 log = logging.getLogger("kvscout.gateway")
@@ -46,10 +47,6 @@ CLOSE_SECONDS = 2.0
 """Longest wait at the end for what was cancelled to be freed."""
 MAX_REPORTS = 256
 """Failure reports under way; more are dropped, their workers are reported again soon enough."""
-
-
-def _scheduler_stub(channel: grpc.aio.Channel) -> scheduler_pb2_grpc.SchedulerAsyncStub:
-    return scheduler_pb2_grpc.SchedulerStub(channel)
 
 
 class Gateway:
@@ -66,25 +63,36 @@ class Gateway:
         self.catalog = Catalog(self.registry)
         self.indexers = Indexers(config.indexers, config.security)
         self.shard_check = ShardCheck(self.indexers)
-        self.schedulers: Schedulers = Failover("scheduler", config.schedulers, _scheduler_stub, config.security)
+        self.schedulers: Schedulers = Failover("scheduler", config.schedulers, SchedulerLink, config.security)
         self.members: tuple[Member[Any], ...] = (*self.indexers.members, *self.schedulers.members)
         self.registration = Registration(
             self.registry, [(m.name, m.stub) for m in self.members], shared=self.nats is not None
         )
         self.reporter = Reporter(self.indexers, resync=self._resync)
+        self.bookings = Bookings(
+            self.schedulers,
+            self.metrics,
+            lease_seconds=config.lease_seconds,
+            timeout_seconds=config.scheduler_timeout_seconds,
+        )
+        self.attachment = Attachment(
+            self.schedulers,
+            self.bookings,
+            timeout_seconds=config.scheduler_timeout_seconds,
+            resync=self._resync,
+        )
         self.routing = RoutingFlow(
             self.catalog,
             OverlapQuery(self.indexers, timeout_seconds=config.indexer_timeout_seconds, resync=self._resync),
             self.reporter,
             self.schedulers,
             self.metrics,
+            bookings=self.bookings,
             scheduler_timeout_seconds=config.scheduler_timeout_seconds,
+            queue_wait_seconds=config.queue_wait_seconds,
             resync=self._resync,
         )
         self.engine = VllmEngine(connect_seconds=config.engine_connect_seconds, idle_seconds=config.engine_idle_seconds)
-        self.bookings = Bookings(
-            self.metrics, lease_seconds=config.lease_seconds, timeout_seconds=config.scheduler_timeout_seconds
-        )
         self.fanout = Fanout(self.indexers, self.schedulers, timeout_seconds=config.scheduler_timeout_seconds)
         self.observations = Observations(lambda tenant, worker_id: worker_id in self.catalog.tenant(tenant).specs)
         self._reports: set[asyncio.Task[None]] = set()
@@ -101,6 +109,7 @@ class Gateway:
         )
         metrics.register(ObservationCollector(self.observations, lambda: self.generate.in_flight))
         metrics.register(ReportCollector(self.reporter))
+        metrics.register(StreamCollector(self.schedulers))
         self.registry.listen(self)
 
     def worker_added(self, spec: WorkerSpec) -> None:
@@ -123,6 +132,7 @@ class Gateway:
             **self.reporter.tasks(),
             "shard-check": self.shard_check.run,
             "renew": self.bookings.renew,
+            "attachment": self.attachment.run,
             "scheduler-settings": self._follow_settings,
         }
 
@@ -144,6 +154,7 @@ class Gateway:
                     await asyncio.wait(self._reports)
         except TimeoutError:
             log.warning("stopped with requests that no scheduler was told to free")
+        await self.attachment.close()
         await self.engine.close()
         await self.indexers.close()
         await self.schedulers.close()
@@ -179,6 +190,14 @@ class Gateway:
             status.decisions_lost = told.lost
             status.decisions_waiting = len(told.queue)
             status.decisions_problem = told.problem
+        for status, scheduler in zip(statuses[len(self.indexers.members) :], self.schedulers.members, strict=True):
+            link = scheduler.stub
+            status.stream_connected = link.stream is not None
+            status.stream_connects = link.connects
+            status.stream_operations = link.operations
+            status.stream_messages = link.messages
+            status.rebooked = link.rebooked
+            status.waiting_in_line = link.stream.waiting if link.stream is not None else 0
         return statuses
 
     def _resync(self, member: Member[Any]) -> None:

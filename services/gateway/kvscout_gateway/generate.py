@@ -32,7 +32,7 @@ from kvscout_gateway.releases import Bookings
 from kvscout_gateway.routing import RoutingFlow
 
 MAX_TRIES = 256
-"""Attempt ids leave eight bits for the number of the try."""
+"""Attempt ids leave eight bits for the number of the try, the highest of which is `UNBOOKED_ATTEMPT`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +137,9 @@ class GenerateFlow:
         excluded = self._routing.undriven(wish)
         failure: EngineFailed | None = None
         for number in range(self._migration_limit + 1):
-            tried = replace(wish, attempt_id=attempt + number, excluded=excluded)
+            tried = replace(wish, attempt_id=attempt + number, excluded=excluded, owned=True)
             try:
-                placement = await self._routing.place(tried, self._bookings.free_lost)
+                placement = await self._routing.place(tried)
             except KvscoutError as error:
                 if failure is None:
                     raise

@@ -50,6 +50,13 @@ from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards
     help="A slower scheduler counts as down.",
 )
 @flag(
+    "--queue-wait-seconds",
+    default=60.0,
+    type=click.FloatRange(min=1),
+    section=BEHAVIOUR,
+    help="Longest wait in line at a scheduler that queues.",
+)
+@flag(
     "--engine-connect-seconds",
     default=2.0,
     type=click.FloatRange(min=0.01),
@@ -75,7 +82,7 @@ from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards
     default=300,
     type=click.IntRange(3, 3600),
     section=BEHAVIOUR,
-    help="Lease of the gateway's own bookings.",
+    help="Lease of bookings made without a stream.",
 )
 @client_flags()
 @nats_flags()
@@ -93,6 +100,7 @@ def main(**values: Any) -> None:
             schedulers=addresses("scheduler", values["scheduler"]),
             indexer_timeout_seconds=values["indexer_timeout_ms"] / 1000,
             scheduler_timeout_seconds=values["scheduler_timeout_ms"] / 1000,
+            queue_wait_seconds=values["queue_wait_seconds"],
             migration_limit=values["migration_limit"],
             engine_connect_seconds=values["engine_connect_seconds"],
             engine_idle_seconds=values["engine_idle_seconds"],

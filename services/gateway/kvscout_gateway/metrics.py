@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,6 +11,9 @@ from prometheus_client.registry import Collector
 
 from kvscout_gateway.observation import Observations
 from kvscout_gateway.reporter import Reporter
+
+if TYPE_CHECKING:
+    from kvscout_gateway.placement import Schedulers
 
 _ROUTING_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -117,3 +121,45 @@ class ReportCollector(Collector):
             decisions.add_metric([address, "lost"], replica.lost)
             waiting.add_metric([address], len(replica.queue))
         yield from (decisions, waiting)
+
+
+class StreamCollector(Collector):
+    """Samples of the streams to the schedulers, read when they are scraped."""
+
+    def __init__(self, schedulers: Schedulers) -> None:
+        self._schedulers = schedulers
+
+    def collect(self) -> Iterator[Metric]:
+        """Samples of now."""
+        labels = ["scheduler"]
+        connected = GaugeMetricFamily(
+            "kvscout_scheduler_stream_connected", "1 = the Lifecycle stream to this scheduler is open", labels=labels
+        )
+        connects = CounterMetricFamily(
+            "kvscout_scheduler_stream_connects", "Times that the stream was opened", labels=labels
+        )
+        operations = CounterMetricFamily(
+            "kvscout_scheduler_stream_operations", "Operations sent over the stream", labels=labels
+        )
+        messages = CounterMetricFamily(
+            "kvscout_scheduler_stream_messages", "Messages in which they went", labels=labels
+        )
+        rebooked = CounterMetricFamily(
+            "kvscout_rebooked_requests",
+            "Running requests booked anew at a scheduler that did not know them",
+            labels=labels,
+        )
+        waiting = GaugeMetricFamily(
+            "kvscout_requests_waiting_in_line",
+            "Requests that wait at the scheduler for a worker with room",
+            labels=labels,
+        )
+        for member in self._schedulers.members:
+            link, values = member.stub, [member.address]
+            connected.add_metric(values, float(link.stream is not None))
+            connects.add_metric(values, link.connects)
+            operations.add_metric(values, link.operations)
+            messages.add_metric(values, link.messages)
+            rebooked.add_metric(values, link.rebooked)
+            waiting.add_metric(values, link.stream.waiting if link.stream is not None else 0)
+        yield from (connected, connects, operations, messages, rebooked, waiting)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvscout.v1 import scheduler_pb2, types_pb2
@@ -21,9 +24,11 @@ from kvscout_gateway.catalog import Catalog, Serving, Target, TenantView
 from kvscout_gateway.failover import HelperDown, Member
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.overlaps import NOTHING_FOUND, Found, OverlapQuery
-from kvscout_gateway.placement import Booking, Placement, SchedulerMember, Schedulers, Wish
+from kvscout_gateway.placement import UNBOOKED_ATTEMPT, Booking, Placement, SchedulerMember, Schedulers, Wish
 from kvscout_gateway.prompt import Geometry, hash_prompt
+from kvscout_gateway.releases import Bookings
 from kvscout_gateway.reporter import Decision, Reporter
+from kvscout_gateway.scheduler_link import LeftInLine, Line, Reserved
 from kvscout_gateway.turns import Turns
 
 log = logging.getLogger("kvscout.gateway")
@@ -51,7 +56,9 @@ class RoutingFlow:
         schedulers: Schedulers,
         metrics: GatewayMetrics,
         *,
+        bookings: Bookings,
         scheduler_timeout_seconds: float,
+        queue_wait_seconds: float,
         resync: Callable[[Member[Any]], object],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -63,7 +70,9 @@ class RoutingFlow:
             reporter: How indexers are told.
             schedulers: In order of preference.
             metrics: Where latencies and degraded decisions are counted.
+            bookings: Told of what is being booked, and frees what may have been although the answer did not come.
             scheduler_timeout_seconds: Longest wait for all schedulers together.
+            queue_wait_seconds: Longest wait in line at one of them.
             resync: Told of a scheduler that does not know workers which this gateway knows.
             clock: Seconds.
         """
@@ -71,8 +80,10 @@ class RoutingFlow:
         self._overlaps = overlaps
         self._reporter = reporter
         self._schedulers = schedulers
+        self._bookings = bookings
         self._metrics = metrics
         self._scheduler_timeout = scheduler_timeout_seconds
+        self._queue_wait = queue_wait_seconds
         self._resync = resync
         self._clock = clock
         self._turns = Turns()
@@ -80,12 +91,11 @@ class RoutingFlow:
         self.overlap_score_weight = 1.0
         """The scheduler's; 0 = prefix caches are ignored, the indexer is neither asked nor told."""
 
-    async def place(self, wish: Wish, lost: Callable[[Booking], object] | None = None) -> Placement:
+    async def place(self, wish: Wish) -> Placement:
         """Picks a worker, and books the request on it if it has an id.
 
         Args:
             wish: What is asked.
-            lost: Told of bookings that may have been made although the answer did not come.
 
         Raises:
             InvalidArgument, NotFound, FailedPrecondition, ResourceExhausted, Unavailable, AlreadyExists: As the
@@ -101,7 +111,7 @@ class RoutingFlow:
         matched = self._clock()
         request = _select_request(asked, wish)
         try:
-            placement = await self._select(asked, wish, request, lost)
+            placement = await self._select(asked, wish, request)
         except HelperDown as error:
             placement = self._take_turn(asked, wish, str(error))
         except NotFound as error:
@@ -115,13 +125,13 @@ class RoutingFlow:
         )
         return placement
 
-    async def place_elsewhere(self, wish: Wish, lost: Callable[[Booking], object] | None = None) -> Placement:
+    async def place_elsewhere(self, wish: Wish) -> Placement:
         """As `place`, for a caller who takes the prompt to its engine: what is booked counts as sent, a query does not.
 
         Raises:
             KvscoutError: As `place`.
         """
-        placement = await self.place(wish, lost)
+        placement = await self.place(wish)
         if wish.request_id:
             self.dispatched(placement)
         return placement
@@ -203,22 +213,46 @@ class RoutingFlow:
             return None
         return Decision(wish.tenant, asked.target.model, rank, pool, hashes)
 
-    async def _select(
-        self,
-        asked: _Asked,
-        wish: Wish,
-        request: scheduler_pb2.SelectRequest,
-        lost: Callable[[Booking], object] | None,
-    ) -> Placement:
-        def booked(member: SchedulerMember) -> Booking:
-            ref = scheduler_pb2.RequestRef(
-                model=request.model,
-                tenant=request.tenant,
-                role=request.role,
-                request_id=request.request_id,
-                attempt_id=request.attempt_id,
-            )
-            return Booking(ref, member)
+    async def _select(self, asked: _Asked, wish: Wish, request: scheduler_pb2.SelectRequest) -> Placement:
+        booking = Booking(_ref(request)) if wish.request_id else None
+        reserved, member = await self._ask_scheduler(asked, wish, request, booking)
+        answer = reserved.response
+        worker = WorkerRank(answer.worker.worker_id, answer.worker.dp_rank)
+        spec = asked.view.specs.get(worker.worker_id)
+        geometry = Geometry(answer.block_size or request.block_size, bool(spec and spec.eagle))
+        hashes = asked.hashes.get(geometry, ())
+        if booking is not None:
+            booking.scheduler, booking.leased = member, reserved.leased
+            _describe(booking, wish, worker, hashes, cached_tokens=wish.prompt.isl_tokens - answer.uncached_tokens)
+        return Placement(
+            worker=worker,
+            endpoint=answer.http_endpoint,
+            spec=spec,
+            engine_model=request.lora_name or request.model,
+            num_blocks=len(hashes),
+            block_size=geometry.block_size,
+            overlap_blocks=answer.overlap_blocks,
+            confirmed_blocks=asked.found.confirmed(geometry, wish.tenant, worker, answer.overlap_blocks),
+            effective_overlap_blocks=answer.effective_overlap_blocks,
+            cost=answer.cost,
+            degraded=tuple(asked.found.problems.values()),
+            explanation=answer.explanation if answer.HasField("explanation") else None,
+            booking=booking,
+            decision=self._decision(asked, wish, worker, geometry),
+        )
+
+    async def _ask_scheduler(
+        self, asked: _Asked, wish: Wish, request: scheduler_pb2.SelectRequest, booking: Booking | None
+    ) -> tuple[Reserved, SchedulerMember]:
+        async def refresh() -> scheduler_pb2.SelectRequest:
+            if not self._wants_overlaps(wish):
+                return request
+            found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
+            return _select_request(replace(asked, found=found), wish)
+
+        def lost(member: SchedulerMember) -> None:
+            if booking is not None:
+                self._bookings.free_lost(Booking(booking.ref, member))
 
         def uninformed(member: SchedulerMember, error: KvscoutError) -> bool:
             """It may have restarted, with the workers that this gateway knows still under way to it."""
@@ -227,46 +261,44 @@ class RoutingFlow:
             self._resync(member)
             return True
 
-        answer, member = await self._schedulers.call(
-            lambda stub: stub.SelectAndReserve if wish.request_id else stub.Select,
-            request,
-            timeout_seconds=self._scheduler_timeout,
-            lost=None if lost is None else lambda member: lost(booked(member)),
-            uninformed=uninformed,
+        line = Line(time.monotonic() + self._queue_wait, refresh)
+        asking: AbstractContextManager[None] = (
+            self._bookings.asking(booking) if booking and wish.owned else nullcontext()
         )
-        worker = WorkerRank(answer.worker.worker_id, answer.worker.dp_rank)
-        spec = asked.view.specs.get(worker.worker_id)
-        geometry = Geometry(answer.block_size or request.block_size, bool(spec and spec.eagle))
-        return Placement(
-            worker=worker,
-            endpoint=answer.http_endpoint,
-            spec=spec,
-            engine_model=request.lora_name or request.model,
-            num_blocks=len(asked.hashes.get(geometry, ())),
-            block_size=geometry.block_size,
-            overlap_blocks=answer.overlap_blocks,
-            confirmed_blocks=asked.found.confirmed(geometry, wish.tenant, worker, answer.overlap_blocks),
-            effective_overlap_blocks=answer.effective_overlap_blocks,
-            cost=answer.cost,
-            degraded=tuple(asked.found.problems.values()),
-            explanation=answer.explanation if answer.HasField("explanation") else None,
-            booking=booked(member) if wish.request_id else None,
-            decision=self._decision(asked, wish, worker, geometry),
-        )
+        with asking:
+            while True:
+                try:
+                    return await self._schedulers.call(
+                        lambda stub: partial(stub.place, line=line, books=booking is not None, owned=wish.owned),
+                        request,
+                        timeout_seconds=self._scheduler_timeout,
+                        lost=lost,
+                        uninformed=uninformed,
+                    )
+                except LeftInLine as error:
+                    log.debug("%s is asked for anew: %s", wish.request_id, error)
 
     def _take_turn(self, asked: _Asked, wish: Wish, problem: str) -> Placement:
         spec, rank = self._turns.take(wish, asked.target, asked.serving)
         pool = Geometry(spec.block_size, spec.eagle)
         self._metrics.degraded("scheduler")
         self._warnings.warning("turns", "workers take turns, nothing is booked: %s", problem)
+        hashes = asked.hashes.get(pool, ())
+        booking: Booking | None = None
+        if wish.owned and wish.request_id:
+            ref = _ref(_select_request(asked, wish))
+            ref.attempt_id |= UNBOOKED_ATTEMPT
+            booking = Booking(ref)
+            _describe(booking, wish, rank, hashes)
         return Placement(
             worker=rank,
             endpoint=spec.http_endpoint,
             spec=spec,
             engine_model=asked.target.lora_name or asked.target.model,
-            num_blocks=len(asked.hashes.get(pool, ())),
+            num_blocks=len(hashes),
             block_size=spec.block_size,
             degraded=(*asked.found.problems.values(), problem),
+            booking=booking,
             decision=self._decision(asked, wish, rank, pool),
         )
 
@@ -308,6 +340,28 @@ def _select_request(asked: _Asked, wish: Wish) -> scheduler_pb2.SelectRequest:
         explain=wish.explain,
         lease_seconds=wish.lease_seconds,
     )
+
+
+def _ref(request: scheduler_pb2.SelectRequest) -> scheduler_pb2.RequestRef:
+    return scheduler_pb2.RequestRef(
+        model=request.model,
+        tenant=request.tenant,
+        role=request.role,
+        request_id=request.request_id,
+        attempt_id=request.attempt_id,
+    )
+
+
+def _describe(
+    booking: Booking, wish: Wish, worker: WorkerRank, hashes: Sequence[int], *, cached_tokens: int = 0
+) -> None:
+    """Notes what books a request anew; of one that this gateway does not run, its caller knows."""
+    if wish.owned:
+        booking.worker = worker
+        booking.block_hashes = array("Q", hashes).tobytes()
+        booking.isl_tokens = wish.prompt.isl_tokens
+        booking.cached_tokens = cached_tokens
+        booking.expected_output_tokens = wish.expected_output_tokens
 
 
 def _pool_prompt(pool: Geometry, hashes: list[int], overlaps: types_pb2.Overlaps | None) -> scheduler_pb2.PoolPrompt:

@@ -73,7 +73,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
 
     async def Route(self, request: gateway_pb2.RouteRequest, context: Any) -> gateway_pb2.RouteResponse:
         wish = translate.route_wish(request)
-        placement = await self._gateway.routing.place_elsewhere(wish, self._gateway.bookings.free_lost)
+        placement = await self._gateway.routing.place_elsewhere(wish)
         return translate.route_response(placement)
 
     async def Generate(  # type: ignore[override]  # writes to the context instead of yielding

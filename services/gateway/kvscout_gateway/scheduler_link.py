@@ -1,0 +1,320 @@
+"""One scheduler as the gateway calls it: over its Lifecycle stream while that is open, else by unary rpcs.
+
+What the gateway runs itself is booked over the stream, where it has no lease: it ends with this gateway. What Route
+books for others, and what is booked while there is no stream, has a lease.
+
+A booking may wait in line at the scheduler. It does not count as slow then: the deadline is the line's. What waits has
+its overlaps refreshed: the same attempt is sent again and takes over its own place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import grpc
+
+from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from kvscout_common.channel import call, to_error
+from kvscout_common.errors import (
+    DeadlineExceeded,
+    Draining,
+    KvscoutError,
+    ResourceExhausted,
+    Unavailable,
+    from_status,
+)
+from kvscout_gateway.failover import is_member_fault
+from kvscout_gateway.lifecycle import LifecycleStream, Operation
+
+REFRESH_SECONDS = 1.0
+"""Wait after which overlaps are refreshed; doubles each time, up to the next."""
+MAX_REFRESH_SECONDS = 8.0
+ALIVE_SECONDS = 1.0
+"""Between two signs of life of a scheduler at which a unary call waits in line."""
+RETRY_SECONDS = 1.0
+"""What callers are told where the stream does not say when to try again."""
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+if TYPE_CHECKING:
+    _Stub = scheduler_pb2_grpc.SchedulerAsyncStub
+else:
+    _Stub = scheduler_pb2_grpc.SchedulerStub
+
+
+class WaitedTooLong(ResourceExhausted):
+    """A request stood in line until its time was over."""
+
+
+class LeftInLine(ResourceExhausted):
+    """A request stood in line at a scheduler that is gone, and has to be asked for anew, with all the time for that."""
+
+
+@dataclass(slots=True)
+class Line:
+    """How one request waits in line."""
+
+    ends_at: float
+    """On the monotonic clock: it is given up then."""
+    refresh: Callable[[], Awaitable[scheduler_pb2.SelectRequest]]
+    """The request with overlaps of now."""
+    waited: bool = False
+    """It was in line."""
+
+
+class Reserved(NamedTuple):
+    """A booking that was made."""
+
+    response: scheduler_pb2.SelectResponse
+    leased: bool
+    """It has a lease; else it is this gateway's as long as that is connected."""
+
+
+class SchedulerLink(_Stub):
+    """A scheduler's stub, and its stream."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        super().__init__(channel)
+        self._stream: LifecycleStream | None = None
+        self._operations = 0
+        self._messages = 0
+        self.connects = 0
+        """Streams that were opened."""
+        self.rebooked = 0
+        """Running requests that were booked here because this scheduler did not know them."""
+
+    @property
+    def stream(self) -> LifecycleStream | None:
+        """The stream, while it is open and the scheduler does not drain."""
+        stream = self._stream
+        return stream if stream is not None and not stream.ended else None
+
+    @property
+    def operations(self) -> int:
+        """Operations of all its streams."""
+        return self._operations + (self._stream.operations if self._stream is not None else 0)
+
+    @property
+    def messages(self) -> int:
+        """Messages of all its streams."""
+        return self._messages + (self._stream.messages if self._stream is not None else 0)
+
+    def use(self, stream: LifecycleStream) -> None:
+        """Calls go over this stream from now on."""
+        self.drop_stream()
+        self._stream = stream
+        self.connects += 1
+
+    def drop_stream(self) -> LifecycleStream | None:
+        """Calls go by unary rpcs from now on; returns what they went over."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            self._operations += stream.operations
+            self._messages += stream.messages
+        return stream
+
+    def tell(self, kind: str, message: Any) -> Operation | None:
+        """Sends an operation over the stream; None = there is none."""
+        stream = self.stream
+        return stream.put(kind, message) if stream is not None else None
+
+    async def place(
+        self, request: scheduler_pb2.SelectRequest, *, line: Line, books: bool, owned: bool, timeout: float
+    ) -> Reserved:
+        """Select, or SelectAndReserve.
+
+        Args:
+            request: What wants a worker.
+            line: How it waits.
+            books: It is to be booked.
+            owned: For this gateway, as long as that is connected; else for a caller, with a lease.
+            timeout: Longest wait in seconds for a sign that the scheduler has seen to it.
+
+        Raises:
+            WaitedTooLong: There was no room.
+            LeftInLine: The scheduler was gone before there was.
+            KvscoutError: As the scheduler answers, or it does not.
+        """
+        try:
+            if not books:
+                return Reserved(await self._select(request, timeout), leased=False)
+            if owned:
+                return await self._reserve(request, line, timeout)
+            return Reserved(await self._lease(request, line, timeout), leased=True)
+        except grpc.aio.AioRpcError as error:
+            failed = to_error(error)
+        except KvscoutError as error:
+            failed = error
+        if line.waited and is_member_fault(failed):
+            line.waited = False
+            raise LeftInLine(str(failed)) from failed
+        raise failed
+
+    async def prefill_complete(
+        self, ref: scheduler_pb2.RequestRef, *, timeout: float
+    ) -> scheduler_pb2.MarkPrefillCompleteResponse:
+        """MarkPrefillComplete."""
+        deadline = time.monotonic() + timeout
+        result = await self._ask("prefill_complete", ref, timeout)
+        if result is not None:
+            return result.prefill_complete
+        return await self.MarkPrefillComplete(ref, timeout=_left(deadline))
+
+    async def free(self, ref: scheduler_pb2.RequestRef, *, timeout: float) -> scheduler_pb2.FreeResponse:
+        """Free."""
+        deadline = time.monotonic() + timeout
+        result = await self._ask("free", ref, timeout)
+        if result is not None:
+            return result.free
+        return await self.Free(ref, timeout=_left(deadline))
+
+    async def _select(self, request: scheduler_pb2.SelectRequest, timeout: float) -> scheduler_pb2.SelectResponse:
+        deadline = time.monotonic() + timeout
+        result = await self._ask("select", request, timeout)
+        if result is not None:
+            return result.select
+        return await self.Select(request, timeout=_left(deadline))
+
+    async def _reserve(self, request: scheduler_pb2.SelectRequest, line: Line, timeout: float) -> Reserved:
+        deadline = time.monotonic() + timeout
+        stream = self.stream
+        if stream is not None:
+            result = await self._reserve_over(stream, request, line, timeout)
+            if result is not None:
+                return Reserved(_checked(result, stream).select, leased=False)
+            if line.waited:
+                raise Unavailable("the stream ended while the request waited in line")
+        return Reserved(await self._lease(request, line, _left(deadline)), leased=True)
+
+    async def _lease(
+        self, request: scheduler_pb2.SelectRequest, line: Line, timeout: float
+    ) -> scheduler_pb2.SelectResponse:
+        """By a unary call. What waits in line keeps its overlaps."""
+        calling: Any = self.SelectAndReserve(request, timeout=_left(line.ends_at))
+        watches: list[asyncio.Task[None]] = []
+        stuck = False
+
+        async def watch() -> None:
+            nonlocal stuck
+            while await self._alive(timeout / 2):
+                line.waited = True
+                await asyncio.sleep(ALIVE_SECONDS)
+            stuck = True
+            calling.cancel()
+
+        loop = asyncio.get_running_loop()
+        start = loop.call_later(timeout / 2, lambda: watches.append(loop.create_task(watch(), name="alive")))
+        try:
+            response: scheduler_pb2.SelectResponse = await calling
+            return response
+        except asyncio.CancelledError:
+            if not stuck:
+                raise
+            raise DeadlineExceeded(f"no answer within {timeout:.3g} s") from None
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and line.waited and not _left(line.ends_at):
+                raise _waited_too_long() from None
+            raise
+        finally:
+            start.cancel()
+            for task in watches:
+                task.cancel()
+
+    async def _reserve_over(
+        self, stream: LifecycleStream, request: scheduler_pb2.SelectRequest, line: Line, timeout: float
+    ) -> scheduler_pb2.LifecycleResult | None:
+        operation = stream.put("select_and_reserve", request)
+        try:
+            if await _within(operation, timeout / 2):
+                return operation.answer.result()
+            stream.probe()
+            if await _within(operation, timeout / 2):
+                return operation.answer.result()
+            if not stream.carried_out(operation):
+                raise DeadlineExceeded("no answer on the stream")
+            line.waited = True
+            pause = max(0.0, REFRESH_SECONDS - timeout)
+            next_pause = REFRESH_SECONDS
+            while not await _within(operation, min(pause, _left(line.ends_at))):
+                if not _left(line.ends_at):
+                    stream.put("free", _ref(request))
+                    raise _waited_too_long()
+                fresh = await line.refresh()
+                if not operation.answer.done():
+                    stream.drop(operation)
+                    operation = stream.put("select_and_reserve", fresh)
+                pause, next_pause = next_pause, min(2 * next_pause, MAX_REFRESH_SECONDS)
+            return operation.answer.result()
+        finally:
+            stream.drop(operation)
+
+    async def _ask(self, kind: str, message: Any, timeout: float) -> scheduler_pb2.LifecycleResult | None:
+        stream = self.stream
+        if stream is None:
+            return None
+        operation = stream.put(kind, message)
+        try:
+            if not await _within(operation, timeout):
+                raise DeadlineExceeded("no answer on the stream")
+            result = operation.answer.result()
+            return _checked(result, stream) if result is not None else None
+        finally:
+            stream.drop(operation)
+
+    async def _alive(self, timeout: float) -> bool:
+        request = types_pb2.GetStatusRequest(tenant="*")
+        try:
+            await call(self.GetStatus, request, timeout=timeout)
+        except KvscoutError as error:
+            return error.answered
+        return True
+
+
+def error_of(result: scheduler_pb2.LifecycleResult, *, draining: bool = False) -> KvscoutError:
+    """The error that a result stands for.
+
+    Args:
+        result: Its code is not 0.
+        draining: The scheduler has said that it drains.
+    """
+    code = _CODES.get(result.code, grpc.StatusCode.INTERNAL)
+    soon = RETRY_SECONDS if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED) else None
+    raised = Draining.__name__ if draining and code is grpc.StatusCode.UNAVAILABLE else ""
+    error = from_status(code, result.message, retry_after_seconds=soon, raised=raised)
+    error.answered = True
+    return error
+
+
+def _checked(result: scheduler_pb2.LifecycleResult, stream: LifecycleStream) -> scheduler_pb2.LifecycleResult:
+    if result.code:
+        raise error_of(result, draining=stream.draining)
+    return result
+
+
+async def _within(operation: Operation, seconds: float) -> bool:
+    """Whether an answer came in time, be it that the stream ended."""
+    if not operation.answer.done():
+        await asyncio.wait((operation.answer,), timeout=seconds)
+    return operation.answer.done()
+
+
+def _ref(request: scheduler_pb2.SelectRequest) -> scheduler_pb2.RequestRef:
+    return scheduler_pb2.RequestRef(
+        model=request.model,
+        tenant=request.tenant,
+        role=request.role,
+        request_id=request.request_id,
+        attempt_id=request.attempt_id,
+    )
+
+
+def _waited_too_long() -> WaitedTooLong:
+    return WaitedTooLong("no worker had room for the request in time", retry_after_seconds=RETRY_SECONDS)
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
