@@ -274,7 +274,7 @@ class Overlaps:
     ) -> Overlaps: ...
     @property
     def message(self) -> bytes:
-        """The protobuf message that they were read from; empty if they were made of columns."""
+        """The protobuf message that they were read from; has no meaning if they were made of columns."""
 
     def within(self, blocks: int) -> bool:
         """Whether no row says more than a prompt has."""

@@ -37,8 +37,6 @@ pub struct Select<'a> {
     pub isl_tokens: u32,
     pub block_size: u32,
     pub overlaps: Option<Overlaps>,
-    /// What they were read from.
-    pub overlaps_message: &'a [u8],
     pub priority: i32,
     pub expected_output_tokens: u32,
     pub lease_seconds: u32,
@@ -118,7 +116,6 @@ pub fn select(bytes: &[u8]) -> Option<Select<'_>> {
             (8, Field::Varint(value)) => select.block_size = value as u32,
             (9, Field::Bytes(value)) if select.overlaps.is_none() => {
                 select.overlaps = Some(Overlaps::parse(value)?);
-                select.overlaps_message = value;
             }
             (18, Field::Varint(value)) => select.priority = value as i32,
             (19, Field::Varint(value)) => select.expected_output_tokens = value as u32,

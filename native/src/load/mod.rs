@@ -5,13 +5,12 @@
 
 mod holders;
 pub mod messages;
+mod names;
 mod overlaps;
 mod score;
 mod tree;
 
-use hashbrown::HashMap;
-use smallvec::SmallVec;
-
+use names::Names;
 pub use overlaps::{Columns, Overlaps, Row};
 pub use score::{Question, Scores};
 use tree::PrefixTree;
@@ -42,8 +41,7 @@ pub struct ActiveLoad {
     pub decode_blocks: Vec<i64>,
     /// Slots in use, by rank.
     order: Vec<u32>,
-    /// Rank and slot, by worker id.
-    slots: HashMap<Box<str>, SmallVec<[(u32, u32); 1]>>,
+    names: Names,
     /// Few: one a block size.
     trees: Vec<(Lane, PrefixTree)>,
 }
@@ -56,7 +54,7 @@ impl ActiveLoad {
             prefill_tokens: Vec::new(),
             decode_blocks: Vec::new(),
             order: Vec::new(),
-            slots: HashMap::new(),
+            names: Names::default(),
             trees: Vec::new(),
         }
     }
@@ -70,14 +68,12 @@ impl ActiveLoad {
     }
 
     /// Says which worker ranks are at which slots, by rank: (worker id, rank, slot).
-    pub fn arrange<'a>(&mut self, ranks: impl Iterator<Item = (&'a str, u32, u32)>) {
-        self.order.clear();
-        self.slots.clear();
-        for (worker_id, dp_rank, slot) in ranks {
-            self.ensure_slot(slot);
-            self.order.push(slot);
-            self.slots.entry_ref(worker_id).or_default().push((dp_rank, slot));
+    pub fn arrange<'a>(&mut self, ranks: impl Iterator<Item = (&'a str, u32, u32)> + Clone) {
+        self.order = ranks.clone().map(|(_, _, slot)| slot).collect();
+        if let Some(&highest) = self.order.iter().max() {
+            self.ensure_slot(highest);
         }
+        self.names = Names::new(ranks);
     }
 
     /// Adds a request to a slot that there is room for.
@@ -132,13 +128,6 @@ impl ActiveLoad {
         if let Some((_, tree)) = self.trees.iter().find(|(there, _)| *there == lane) {
             tree.shared(hashes, told);
         }
-    }
-
-    /// The slot of a worker rank; None: it is not here.
-    #[inline]
-    fn slot(&self, worker_id: &str, dp_rank: u32) -> Option<u32> {
-        let ranks = self.slots.get(worker_id)?;
-        ranks.iter().find(|(there, _)| *there == dp_rank).map(|&(_, slot)| slot)
     }
 
     fn lane_number(&mut self, lane: Lane) -> usize {

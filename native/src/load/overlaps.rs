@@ -26,7 +26,8 @@ pub struct Columns {
 
 #[derive(Debug, Default)]
 pub struct Overlaps {
-    names: String,
+    /// What the names are parts of: the message, or nothing but them.
+    text: Box<[u8]>,
     rows: Vec<Row>,
     /// The largest number in any column.
     most: u32,
@@ -37,14 +38,18 @@ pub struct Overlaps {
 impl Overlaps {
     /// Reads a serialised `Overlaps`; None: it is not of the usual shape, or its columns contradict each other.
     pub fn parse(message: &[u8]) -> Option<Self> {
-        let (mut names, mut ends, mut columns) = (String::new(), Vec::new(), Columns::default());
+        u32::try_from(message.len()).ok()?;
+        let (mut names, mut columns) = (Vec::new(), Columns::default());
         let mut reader = Reader::new(message);
         while let Some(field) = reader.next()? {
             let (number, Field::Bytes(value)) = field else { return None };
             let column = match number {
                 1 => {
-                    names.push_str(std::str::from_utf8(value).ok()?);
-                    ends.push(u32::try_from(names.len()).ok()?);
+                    if !value.is_ascii() {
+                        std::str::from_utf8(value).ok()?;
+                    }
+                    let start = value.as_ptr() as usize - message.as_ptr() as usize;
+                    names.push((start as u32, (start + value.len()) as u32));
                     continue;
                 }
                 2 => &mut columns.dp_ranks,
@@ -53,29 +58,28 @@ impl Overlaps {
                 _ => continue, // of a later version
             };
             let mut numbers = Reader::new(value);
-            column.reserve(ends.len());
+            column.reserve(names.len());
             while !numbers.is_empty() {
                 column.push(numbers.varint()? as u32);
             }
         }
-        Self::new(names, &ends, &columns)
+        Self::new(message.into(), &names, &columns)
     }
 
     /// Rows of columns; None: they contradict each other.
     ///
-    /// `ends` says where in `names` each worker id ends.
-    pub fn new(names: String, ends: &[u32], columns: &Columns) -> Option<Self> {
-        let rows = ends.len();
+    /// `names` says where in the text each worker id begins and ends.
+    pub fn new(text: Box<[u8]>, names: &[(u32, u32)], columns: &Columns) -> Option<Self> {
+        let rows = names.len();
         let complete = |column: &[u32]| column.is_empty() || column.len() == rows;
         let [device, slower @ ..] = &columns.tiers;
         let all_complete = slower.iter().chain([&columns.dp_ranks, &columns.predicted]).all(|c| complete(c));
         if device.len() != rows || !all_complete {
             return None;
         }
-        let mut made = Self { names, rows: Vec::with_capacity(rows), most: 0, slower_tiers: false };
+        let mut made = Self { text, rows: Vec::with_capacity(rows), most: 0, slower_tiers: false };
         made.slower_tiers = slower.iter().any(|column| !column.is_empty());
-        let mut start = 0;
-        for (row, &end) in ends.iter().enumerate() {
+        for (row, &(start, end)) in names.iter().enumerate() {
             let confirmed = device[row];
             let reach = |column: &[u32], faster: u32| match column.get(row) {
                 Some(&blocks) if blocks < faster => None,
@@ -90,7 +94,6 @@ impl Overlaps {
             let (host, slowest) = (host.max(predicted), external.max(predicted));
             made.rows.push(Row { start, end, dp_rank, device: predicted, host, slowest });
             made.most = made.most.max(slowest);
-            start = end;
         }
         Some(made)
     }
@@ -101,8 +104,13 @@ impl Overlaps {
     }
 
     /// (worker id, row)
-    pub fn rows(&self) -> impl ExactSizeIterator<Item = (&str, &Row)> {
-        self.rows.iter().map(|row| (&self.names[row.start as usize..row.end as usize], row))
+    pub fn rows(&self) -> impl ExactSizeIterator<Item = (&[u8], &Row)> {
+        self.rows.iter().map(|row| (&self.text[row.start as usize..row.end as usize], row))
+    }
+
+    /// The message that they were read from.
+    pub fn text(&self) -> &[u8] {
+        &self.text
     }
 }
 
@@ -126,12 +134,12 @@ mod tests {
     #[test]
     fn slower_tiers_and_predictions_reach_at_least_as_far() {
         let columns = columns([&[2, 5], &[4, 5], &[], &[8, 5]], &[3, 5]);
-        let overlaps = Overlaps::new("ab".to_owned(), &[1, 2], &columns).unwrap();
+        let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], &columns).unwrap();
         let rows: Vec<_> = overlaps.rows().collect();
-        assert_eq!(rows[0].0, "a");
+        assert_eq!(rows[0].0, b"a");
         assert_eq!((rows[0].1.device, rows[0].1.host, rows[0].1.slowest), (3, 4, 8));
         assert_eq!(rows[0].1.effective(0.75, 0.25), 3.0 + 0.75 + 1.0);
-        assert_eq!((rows[1].0, rows[1].1.device), ("b", 5));
+        assert_eq!((rows[1].0, rows[1].1.device), (&b"b"[..], 5));
         assert!(overlaps.within(8) && !overlaps.within(7) && overlaps.slower_tiers);
     }
 
@@ -139,7 +147,7 @@ mod tests {
     fn columns_that_contradict_each_other_are_none() {
         let (short, low) = (columns([&[2], &[], &[], &[]], &[]), columns([&[2, 5], &[1, 5], &[], &[]], &[]));
         for columns in [short, low, columns([&[2, 5], &[], &[], &[]], &[1, 5])] {
-            assert!(Overlaps::new("ab".to_owned(), &[1, 2], &columns).is_none(), "{columns:?}");
+            assert!(Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], &columns).is_none(), "{columns:?}");
         }
     }
 
@@ -152,7 +160,7 @@ mod tests {
         message.packed(3, [300, 1].into_iter());
         let overlaps = Overlaps::parse(message.as_bytes()).unwrap();
         let rows: Vec<_> = overlaps.rows().map(|(id, row)| (id, row.dp_rank, row.device)).collect();
-        assert_eq!(rows, [("w-0", 0, 300), ("w-1", 3, 1)]);
+        assert_eq!(rows, [(&b"w-0"[..], 0, 300), (b"w-1", 3, 1)]);
         assert!(Overlaps::parse(&message.as_bytes()[1..]).is_none());
         assert!(Overlaps::parse(&[0x08, 1]).is_none(), "a column that is not packed");
     }

@@ -40,8 +40,9 @@ impl ActiveLoad {
         // (device, effective) and shared blocks by slot.
         let mut cached = vec![(0_u32, 0.0_f64); size];
         if let Some(overlaps) = question.overlaps {
+            let mut search = self.names.search();
             for (worker_id, row) in overlaps.rows() {
-                if let Some(slot) = self.slot(worker_id, row.dp_rank) {
+                if let Some(slot) = search.slot(worker_id, row.dp_rank) {
                     let effective = match (weight, overlaps.slower_tiers) {
                         (0.0, _) => 0.0,
                         (_, false) => f64::from(row.device),
@@ -58,44 +59,38 @@ impl ActiveLoad {
         let block_size = f64::from(question.lane.block_size);
         let isl = f64::from(isl_tokens);
         let request_blocks = i64::from(isl_tokens.div_ceil(question.lane.block_size));
-        let slots = slots.unwrap_or(&self.order);
-        let mut scores = Scores::with_capacity(slots.len());
-        for &slot in slots {
-            let slot = slot as usize;
-            let (device, effective) = cached[slot];
-            let have = effective * block_size;
-            let prefill = self.prefill_tokens[slot] as f64
-                + if question.charge_prefill && have < isl { isl - have } else { 0.0 };
-            let decode = if self.track_blocks {
-                self.decode_blocks[slot] + request_blocks - i64::from(shared[slot])
-            } else {
-                0
-            };
-            scores.device_blocks.push(device);
-            scores.effective_blocks.push(effective);
-            scores.prefill_tokens.push(prefill);
-            scores.decode_blocks.push(decode);
-            scores.costs.push(if weight == 0.0 {
-                scale * decode as f64
-            } else {
-                scale * (weight * (prefill / block_size) + decode as f64)
-            });
-        }
-        scores
+        let slots = slots.unwrap_or(&self.order).iter().map(|&slot| slot as usize);
+        // Column by column: each is one simple loop.
+        let device_blocks = slots.clone().map(|slot| cached[slot].0).collect();
+        let effective_blocks: Vec<f64> = slots.clone().map(|slot| cached[slot].1).collect();
+        let prefill_tokens: Vec<f64> = slots
+            .clone()
+            .zip(&effective_blocks)
+            .map(|(slot, effective)| {
+                let have = effective * block_size;
+                let missing = if question.charge_prefill && have < isl { isl - have } else { 0.0 };
+                self.prefill_tokens[slot] as f64 + missing
+            })
+            .collect();
+        let decode_blocks: Vec<i64> = match self.track_blocks {
+            true => slots
+                .map(|slot| self.decode_blocks[slot] + request_blocks - i64::from(shared[slot]))
+                .collect(),
+            false => vec![0; slots.len()],
+        };
+        let costs = match weight {
+            0.0 => decode_blocks.iter().map(|&decode| scale * decode as f64).collect(),
+            _ => prefill_tokens
+                .iter()
+                .zip(&decode_blocks)
+                .map(|(prefill, &decode)| scale * (weight * (prefill / block_size) + decode as f64))
+                .collect(),
+        };
+        Scores { device_blocks, effective_blocks, prefill_tokens, decode_blocks, costs }
     }
 }
 
 impl Scores {
-    fn with_capacity(candidates: usize) -> Self {
-        Self {
-            device_blocks: Vec::with_capacity(candidates),
-            effective_blocks: Vec::with_capacity(candidates),
-            prefill_tokens: Vec::with_capacity(candidates),
-            decode_blocks: Vec::with_capacity(candidates),
-            costs: Vec::with_capacity(candidates),
-        }
-    }
-
     /// The candidates of least cost, ascending; none of no candidates.
     pub fn least(&self) -> Vec<usize> {
         let least = self.costs.iter().copied().fold(f64::INFINITY, f64::min);
@@ -138,7 +133,7 @@ mod tests {
         load.add(0, LANE, &[], 30, 0);
         let columns =
             Columns { dp_ranks: vec![0, 0], tiers: [vec![2, 5], vec![], vec![], vec![]], predicted: vec![] };
-        let overlaps = Overlaps::new("ab".to_owned(), &[1, 2], &columns).unwrap();
+        let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], &columns).unwrap();
         let scores = load.score(None, &question(&[], Some(&overlaps)));
         assert_eq!(scores.device_blocks, [2, 5, 0]);
         assert_eq!(scores.costs, [18.0, 45.0, 20.0]);
@@ -160,7 +155,7 @@ mod tests {
     fn a_weight_of_zero_ignores_caches_and_prefill() {
         let columns =
             Columns { dp_ranks: vec![], tiers: [vec![9], vec![], vec![], vec![]], predicted: vec![] };
-        let overlaps = Overlaps::new("a".to_owned(), &[1], &columns).unwrap();
+        let overlaps = Overlaps::new((*b"a").into(), &[(0, 1)], &columns).unwrap();
         let load = load();
         let scores =
             load.score(None, &Question { overlap_score_weight: 0.0, ..question(&[], Some(&overlaps)) });

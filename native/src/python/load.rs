@@ -218,8 +218,6 @@ impl Scores {
 #[pyclass(frozen, module = "kvscout_native")]
 struct Overlaps {
     overlaps: load::Overlaps,
-    /// What they were read from; empty: columns.
-    message: Vec<u8>,
 }
 
 #[pymethods]
@@ -231,14 +229,15 @@ impl Overlaps {
         tiers: [Vec<u32>; 4],
         predicted: Vec<u32>,
     ) -> PyResult<Self> {
-        let (mut names, mut ends) = (String::new(), Vec::with_capacity(worker_ids.len()));
+        let (mut text, mut names) = (Vec::new(), Vec::with_capacity(worker_ids.len()));
         for worker_id in &worker_ids {
-            names.push_str(worker_id);
-            ends.push(names.len() as u32);
+            let start = text.len() as u32;
+            text.extend_from_slice(worker_id.as_bytes());
+            names.push((start, text.len() as u32));
         }
-        let overlaps = load::Overlaps::new(names, &ends, &Columns { dp_ranks, tiers, predicted });
+        let overlaps = load::Overlaps::new(text.into(), &names, &Columns { dp_ranks, tiers, predicted });
         let overlaps = overlaps.ok_or_else(|| PyValueError::new_err("columns that contradict each other"))?;
-        Ok(Self { overlaps, message: Vec::new() })
+        Ok(Self { overlaps })
     }
 
     fn within(&self, blocks: u64) -> bool {
@@ -247,7 +246,7 @@ impl Overlaps {
 
     #[getter]
     fn message<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &self.message)
+        PyBytes::new(py, self.overlaps.text())
     }
 }
 
@@ -266,9 +265,7 @@ const FREE: u32 = 7;
 
 fn select_parts<'py>(py: Python<'py>, id: u64, select: Select<'_>) -> PyResult<Bound<'py, PyTuple>> {
     let overlaps = match select.overlaps {
-        Some(overlaps) if overlaps.rows().len() > 0 => {
-            Some(Py::new(py, Overlaps { overlaps, message: select.overlaps_message.to_vec() })?)
-        }
+        Some(overlaps) if overlaps.rows().len() > 0 => Some(Py::new(py, Overlaps { overlaps })?),
         _ => None,
     };
     let columns = (

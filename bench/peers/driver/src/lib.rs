@@ -2,9 +2,9 @@
 //!
 //! A driver is a program whose `main` calls `serve` with an `Index`.
 
-mod command;
+pub mod command;
 mod fixture;
-mod measure;
+pub mod measure;
 mod workloads;
 
 use std::error::Error;

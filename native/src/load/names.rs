@@ -1,0 +1,102 @@
+//! Which worker rank is at which slot, found by the bytes of its name.
+
+use std::hash::BuildHasher;
+
+use hashbrown::{DefaultHashBuilder, HashTable};
+
+/// A worker rank; its name is a part of the text.
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    start: u32,
+    end: u32,
+    dp_rank: u32,
+    slot: u32,
+}
+
+/// Worker ranks of one pool.
+#[derive(Debug, Default)]
+pub struct Names {
+    text: Vec<u8>,
+    /// By slot.
+    entries: Vec<Entry>,
+    /// Places among the entries.
+    table: HashTable<u32>,
+    hasher: DefaultHashBuilder,
+}
+
+impl Names {
+    /// The names of (worker id, rank, slot).
+    pub fn new<'a>(ranks: impl Iterator<Item = (&'a str, u32, u32)>) -> Self {
+        let mut made = Self::default();
+        for (worker_id, dp_rank, slot) in ranks {
+            let start = made.text.len() as u32;
+            made.text.extend_from_slice(worker_id.as_bytes());
+            made.entries.push(Entry { start, end: made.text.len() as u32, dp_rank, slot });
+        }
+        made.entries.sort_unstable_by_key(|entry| entry.slot);
+        let Self { text, entries, table, hasher } = &mut made;
+        let hash = |place: &u32| {
+            let entry = &entries[*place as usize];
+            hasher.hash_one((name(text, entry), entry.dp_rank))
+        };
+        (0..entries.len() as u32).for_each(|place| {
+            table.insert_unique(hash(&place), place, hash);
+        });
+        made
+    }
+
+    /// A search for many ranks: whoever lists them numbers them as they come, too, mostly, so the next one is
+    /// looked for where the last one was found before it is searched.
+    pub fn search(&self) -> Search<'_> {
+        Search { names: self, next: 0 }
+    }
+}
+
+#[derive(Debug)]
+pub struct Search<'a> {
+    names: &'a Names,
+    next: usize,
+}
+
+impl Search<'_> {
+    /// The slot of a worker rank; None: it is not here.
+    #[inline]
+    pub fn slot(&mut self, worker_id: &[u8], dp_rank: u32) -> Option<u32> {
+        let Names { text, entries, table, hasher } = self.names;
+        let is = |entry: &Entry| entry.dp_rank == dp_rank && name(text, entry) == worker_id;
+        if !entries.get(self.next).is_some_and(is) {
+            let hash = hasher.hash_one((worker_id, dp_rank));
+            self.next = *table.find(hash, |&place| is(&entries[place as usize]))? as usize;
+        }
+        self.next += 1;
+        Some(entries[self.next - 1].slot)
+    }
+}
+
+#[inline]
+fn name<'a>(text: &'a [u8], entry: &Entry) -> &'a [u8] {
+    &text[entry.start as usize..entry.end as usize]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_found_in_any_order() {
+        let names = Names::new([("b", 0, 2), ("a", 0, 0), ("a", 1, 1), ("ab", 0, 5)].into_iter());
+        let mut search = names.search();
+        for (worker_id, dp_rank, slot) in [
+            ("a", 0, Some(0)),
+            ("a", 1, Some(1)),
+            ("ab", 0, Some(5)),
+            ("ab", 1, None),
+            ("a", 0, Some(0)),
+            ("", 0, None),
+        ] {
+            assert_eq!(search.slot(worker_id.as_bytes(), dp_rank), slot);
+        }
+        assert_eq!(search.slot(b"b", 0), Some(2));
+        assert_eq!(Names::default().search().slot(b"b", 0), None);
+    }
+}
