@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -61,6 +63,35 @@ async def test_a_booking_is_seen_by_every_replica_and_freed_through_any() -> Non
         known = await b.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest())
         assert [(each.replica_id, each.self) for each in known.replicas] == [("b", True), ("a", False)]
         assert (known.problem, known.forwarded, known.taken_over) == ("", 2, 0)
+
+
+async def test_kvscout_replicas_shows_who_is_there_and_who_is_gone() -> None:
+    async with replicas("a", "b") as (_, found):
+        a, b = found["a"], found["b"]
+        await a.book("r")
+        await agreed(a, b, requests=1)
+        answers = json.loads(await kvscout("--json", "--scheduler", a.address, "--scheduler", b.address))
+        for client, owned in ((a, {"a": 1, "b": 0}), (b, {"b": 0, "a": 1})):
+            shown = answers[client.address]
+            assert {each["replica_id"]: each["owned_requests"] for each in shown["replicas"]} == owned
+            assert [each["lag_events"] for each in shown["replicas"]] == [0, 0]
+            assert not any(each["diverged"] for each in shown["replicas"])
+        a.signal(signal.SIGTERM)
+
+        async def gone() -> bool:
+            return "silent" in await kvscout("--scheduler", b.address)
+
+        await eventually(gone, what="a silent replica in the table")
+
+
+async def kvscout(*arguments: str) -> str:
+    """What `kvscout replicas` prints."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvscout_cli.main", "replicas", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return output.decode()
 
 
 async def test_operations_of_a_stream_reach_the_owner_and_their_results_come_back_by_id() -> None:
@@ -181,4 +212,3 @@ async def test_replicas_that_stop_are_known_to_be_gone_at_once() -> None:
         await eventually(gone, what="the goodbye")
         assert (await b.mark("r", attempt_id=1)).changed
         assert (await b.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest())).taken_over == 1
-        await asyncio.sleep(0)

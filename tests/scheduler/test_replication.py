@@ -255,6 +255,48 @@ def test_a_replica_that_comes_back_after_a_partition_yields_what_was_taken_from_
     assert set(world["a"].loads().values()) == {IDLE}
 
 
+def test_a_request_stays_where_its_owner_is_though_an_older_claim_has_the_higher_term() -> None:
+    world = World("a", "b", "c")
+    world["c"].core.connect_owner("g", [])
+    world.book("c", "r", owner="g")
+    world.run(0.1)
+    session, _ = world["a"].core.connect_owner("g", [(key("r"), 1)])
+    world.run(0.1)
+    # At b nothing of it has arrived: the owner books it again.
+    world["b"].replication.views[world["a"].replication.me].claims.clear()
+    world.kill("b")
+    world.faults(loss=1)
+    world.start("b")
+    _, unknown = world["b"].core.connect_owner("g", [(key("r"), 1)])
+    assert unknown == [(key("r"), 1)]
+    world.book("b", "r", owner="g")
+    world["a"].core.disconnect_owner("g", session)
+    world.run(1)
+    world.settled()
+    assert world["b"].replication.ownership.elsewhere(key("r")) is None
+    world.run(11)
+    world.settled()
+    assert set(world["a"].state()) == {"r"}
+    assert world["a"].core.stats.ended == world["c"].core.stats.ended == {}
+
+
+def test_what_another_ends_by_itself_goes_on_where_its_owner_is() -> None:
+    world = World("a", "b")
+    session, _ = world["a"].core.connect_owner("g", [])
+    world.book("a", "r", owner="g")
+    world.faults(loss=1)
+    world["b"].core.connect_owner("g", [])
+    world.book("b", "r", owner="g")
+    world["a"].core.disconnect_owner("g", session)
+    world.run(10.1)
+    assert world["a"].core.stats.ended == {"owner_gone": 1}
+    world.settled()
+    assert set(world["a"].state()) == {"r"}
+    world.free("b", "r")
+    world.settled()
+    assert set(world["a"].loads().values()) == {IDLE}
+
+
 def test_a_replica_that_is_started_again_gets_its_former_requests_from_the_others() -> None:
     world = World("a", "b")
     world.book("a", "r")

@@ -176,6 +176,7 @@ class Claim(_message.Message):
     OWNER_ID_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    OWNER_SINCE_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """1 for a new booking; one more than any other claim to the name that the replica knew."""
     state: Global___ClaimState.ValueType
@@ -194,6 +195,10 @@ class Claim(_message.Message):
     """Owner; "" = a unary caller."""
     lease_seconds: _builtins.float
     """How long it stays after its replica was last heard of, in seconds."""
+    owner_since: _builtins.int
+    """When the owner opened the stream on which the sender has the request, microseconds since the Unix epoch; 0 = it has
+    none open there. A replica to which the owner came later keeps its claim, and makes it the higher one.
+    """
     @_builtins.property
     def request(self) -> _scheduler_pb2.RequestRef:
         """The request and its attempt."""
@@ -221,10 +226,11 @@ class Claim(_message.Message):
         owner_id: _builtins.str = ...,
         lease_seconds: _builtins.float = ...,
         choice: Global___ClaimChoice | None = ...,
+        owner_since: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "request", b"request", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "output_blocks", b"output_blocks", "owner_id", b"owner_id", "request", b"request", "state", b"state", "term", b"term", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "output_blocks", b"output_blocks", "owner_id", b"owner_id", "owner_since", b"owner_since", "request", b"request", "state", b"state", "term", b"term", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,8 @@ Invariants, between two messages
 1. Our log has an active claim to a name exactly if the booking of that name is ours.
 2. Where the claim that holds is another's, there is its mirror, or its worker is not here: then the name is in
    `unplaced`.
-3. A claim of ours that is beaten is given up at once; one that is over stays while it has others to cancel.
+3. A claim of ours that is beaten is given up at once, unless the request's owner came to us last: then we claim it
+   again, higher. One that is over stays while it has others to cancel.
 
 Pure: the clock is passed in. Not thread-safe.
 """
@@ -25,7 +26,7 @@ from kvscout.v1 import replication_pb2
 from kvscout_common.worker import WorkerSpec
 from kvscout_scheduler.booking import Booking, EndReason
 from kvscout_scheduler.mirrors import Mirrors, claim_of
-from kvscout_scheduler.registers import Registers
+from kvscout_scheduler.registers import MICROSECONDS, Registers
 from kvscout_scheduler.replica_claim import Claim, ClaimState, Incarnation
 from kvscout_scheduler.replica_log import ReplicaLog
 from kvscout_scheduler.replica_view import View
@@ -66,6 +67,7 @@ class Ownership:
         self._scheduler = scheduler
         self._bookings = scheduler.bookings
         self._clock = clock
+        self._wall_clock = wall_clock
         self._mirrors = Mirrors(scheduler, clock)
         self._over: dict[RequestKey, float] = {}
         """Our claims that are over, and since when."""
@@ -171,14 +173,14 @@ class Ownership:
             else:
                 assert held is not None, f"{key} is here, and nobody's"
                 assert booking.mirror == (held.by != self.me)
-                claim = held.claim._replace(term=1)
-                assert claim_of(booking, 1)._replace(choice=None) == claim._replace(choice=None)
+                claim = held.claim._replace(term=1, choice=None, owner_since=0)
+                assert claim_of(booking, 1)._replace(choice=None) == claim
 
     # Journal: what happened to our bookings.
 
     def booked(self, booking: Booking) -> None:
         """A booking is new, and ours."""
-        self._claim(claim_of(booking, self._next_term(booking.key)))
+        self._claim_booking(booking)
 
     def prefill_completed(self, booking: Booking) -> None:
         """Its first token is out."""
@@ -190,7 +192,12 @@ class Ownership:
 
     def held(self, booking: Booking) -> None:
         """Its owner or the length of its lease may be another."""
-        self.log.hold(booking.key, booking.owner_id, booking.lease_seconds)
+        claim = self.log.claims[booking.key]
+        if claim.owner_id != booking.owner_id:
+            # With the owner's stream, which others must know of; the same term: nobody else has claimed it.
+            self.log.put(claim_of(booking, claim.term)._replace(owner_since=self._owner_since(booking)))
+        else:
+            self.log.hold(booking.key, booking.owner_id, booking.lease_seconds)
 
     def ended(self, booking: Booking, *, by_caller: bool) -> None:
         """It is over."""
@@ -214,7 +221,7 @@ class Ownership:
     def taken_over(self, mirror: Booking) -> None:
         """A mirror has become ours."""
         self.taken_over_count += 1
-        self._claim(claim_of(mirror, self._next_term(mirror.key)))
+        self._claim_booking(mirror)
 
     def displaced(self, mirror: Booking) -> None:
         """The worker of a mirror is gone here; its replica may see it otherwise."""
@@ -272,6 +279,29 @@ class Ownership:
     def _next_term(self, key: RequestKey) -> int:
         return 1 + max((held.claim.term for held in self._claims(key)), default=0)
 
+    def _owner_since(self, booking: Booking) -> int:
+        """When a booking's owner came to us, microseconds since the Unix epoch; 0 = it is not here."""
+        seconds = self._bookings.owner_connected(booking.owner_id, self._clock()) if booking.owner_id else 0.0
+        return int((self._wall_clock() - seconds) * MICROSECONDS) if seconds else 0
+
+    def _claim_booking(self, booking: Booking) -> None:
+        claim = claim_of(booking, self._next_term(booking.key))
+        self._claim(claim._replace(owner_since=self._owner_since(booking)))
+
+    def _insist(self, booking: Booking, held: Held | None) -> bool:
+        """Claims a request of ours again that another beats or cancels, if its owner came to us last."""
+        key, since = booking.key, self._owner_since(booking)
+        if not since or self._bookings.freed_by_caller(key, booking.attempt_id, self._clock()):
+            return False
+        if held is not None:
+            insists = held.claim.attempt_id == booking.attempt_id and held.claim.owner_since < since
+        else:
+            freed = (each.claim for each in self._claims(key) if each.claim.state is ClaimState.FREED)
+            insists = all(claim.attempt_id != booking.attempt_id for claim in freed)
+        if insists:
+            self._claim_booking(booking)
+        return insists
+
     def _claim(self, claim: Claim) -> None:
         self._over.pop(claim.key, None)
         if claim.active:
@@ -299,6 +329,8 @@ class Ownership:
         held, booking = self.holder(key), self._bookings.find(key)
         if booking is not None and not booking.mirror:
             if held is not None and held.by == self.me:
+                return
+            if self._insist(booking, held):
                 return
             self._give_up(booking, held)
             booking = self._bookings.find(key)

@@ -73,6 +73,8 @@ class Claim(NamedTuple):
     owner_id: str = ""
     lease_seconds: float = 0.0
     choice: Choice | None = None
+    owner_since: int = 0
+    """When the owner opened the stream on which the replica has the request, microseconds since the Unix epoch."""
 
     @property
     def active(self) -> bool:
@@ -125,6 +127,7 @@ def claim_to_proto(claim: Claim) -> replication_pb2.Claim:
         owner_id=claim.owner_id,
         lease_seconds=claim.lease_seconds,
         choice=replication_pb2.ClaimChoice(**choice._asdict()) if choice is not None else None,
+        owner_since=claim.owner_since,
     )
 
 
@@ -160,4 +163,5 @@ def claim_from_proto(message: replication_pb2.Claim) -> Claim:
         choice=Choice(choice.policy, choice.overlap_blocks, choice.effective_overlap_blocks, choice.cost)
         if message.HasField("choice")
         else None,
+        owner_since=message.owner_since,
     )

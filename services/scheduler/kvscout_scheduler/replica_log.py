@@ -56,7 +56,7 @@ class ReplicaLog:
         self._tell(replication_pb2.ReplicaEvent(add_output=event))
 
     def hold(self, key: RequestKey, owner_id: str, lease_seconds: float) -> None:
-        """A claimed request is held by another owner or for another time; nothing if it is not."""
+        """A claimed request is held by another owner or for another time; nothing to tell if it is not."""
         claim = self.claims[key]
         if (claim.owner_id, claim.lease_seconds) == (owner_id, lease_seconds):
             return

@@ -90,6 +90,7 @@ class View:
         self._later: dict[int, replication_pb2.EventBatch] = {}
         self._missing_since: float | None = None
         self._asked_at = 0.0
+        self._asked_itself_at = 0.0
         self._tries = 0
         self._request_id = 0
         self._chunks: dict[int, replication_pb2.ReplicaSnapshotChunk] = {}
@@ -163,8 +164,11 @@ class View:
         pause = RETRY_SECONDS[min(self._tries, len(RETRY_SECONDS)) - 1]
         if self._tries and now - self._asked_at < pause:
             return ""
-        targets = [self.of.replica_id] if self.live(now) else []
-        targets += sorted(w for w, sequence in self._witnesses.items() if sequence > self.sequence and alive(w))
+        further = [w for w, sequence in self._witnesses.items() if sequence > self.sequence and alive(w)]
+        targets = sorted(further, key=lambda w: (-self._witnesses[w], w))
+        # Itself first, and not again if it did not answer and others can.
+        if self.live(now) and (not targets or self._asked_itself_at <= self.heard_at):
+            targets.insert(0, self.of.replica_id)
         if not targets:
             if not self.live(now):
                 # Nobody has what is missing: it is gone with its replica.
@@ -173,25 +177,31 @@ class View:
                 self._settle(now)
             return ""
         self._request_id, self._asked_at, self._chunks = request_id, now, {}
+        target = targets[self._tries % len(targets)]
         self._tries += 1
-        return targets[(self._tries - 1) % len(targets)]
+        if target == self.of.replica_id:
+            self._asked_itself_at = now
+        return target
 
-    def take_chunk(self, chunk: replication_pb2.ReplicaSnapshotChunk, now: float) -> None:
+    def take_chunk(self, chunk: replication_pb2.ReplicaSnapshotChunk, now: float) -> bool:
         """Takes a part of the snapshot that was asked for; the last one puts it into effect.
+
+        Returns:
+            Whether it is in effect now.
 
         Raises:
             InvalidArgument: A claim cannot be read; the snapshot is not in effect.
         """
         if not self._request_id or chunk.request_id != self._request_id:
-            return
+            return False
         self._asked_at = now
         self._chunks[chunk.index] = chunk
         last = max(self._chunks)
         if not self._chunks[last].last or len(self._chunks) <= last:
-            return
+            return False
         chunks, self._chunks, self._request_id = self._chunks, {}, 0
         if chunk.sequence < self.sequence:
-            return
+            return False
         claims = [claim_from_proto(each) for number in range(last + 1) for each in chunks[number].claims]
         for event in chunks[0].thresholds:
             self._follower.thresholds_changed(event)
@@ -202,6 +212,7 @@ class View:
         self.diverged = False
         self.known = max(self.known, self.sequence)
         self._drain(now)
+        return True
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the digest is not that of the claims."""

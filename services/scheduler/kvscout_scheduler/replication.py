@@ -234,8 +234,8 @@ class Replication:
             case "snapshot_chunk":
                 chunk = message.snapshot_chunk
                 asked = self.views.get(Incarnation(chunk.of_replica_id, chunk.of_epoch))
-                if asked is not None:
-                    asked.take_chunk(chunk, now)
+                if asked is not None and asked.take_chunk(chunk, now):
+                    self._event_at, self._heartbeats = now, 0
             case other:
                 self._refuse(f"replica {of.replica_id!r} sent {other or 'nothing'}, which is not known here")
 

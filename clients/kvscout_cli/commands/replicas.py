@@ -1,0 +1,110 @@
+"""`kvscout replicas`: do the schedulers share their bookings, and do they agree?"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import click
+from google.protobuf.json_format import MessageToDict
+from rich.table import Table
+
+from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
+from kvscout_cli.connection import CONNECTION, json_flag
+from kvscout_cli.lifetime import run
+from kvscout_cli.output import print_json, stderr, stdout
+from kvscout_common.channel import ClientSecurity, call, open_channel
+from kvscout_common.flags import SectionedCommand, client_flags, flag
+
+COLUMNS = ("seen by", "replica", "state")
+NUMBERS = ("requests", "sequence", "heard", "lag", "divergences", "gaps", "snapshots")
+
+
+@click.command(cls=SectionedCommand)
+@json_flag
+@flag(
+    "--scheduler",
+    multiple=True,
+    default=("localhost:50052",),
+    section=CONNECTION,
+    help="host:port of a scheduler; repeat to compare what several know.",
+)
+@flag("--timeout", section=CONNECTION, default=5.0, type=click.FloatRange(min=0, min_open=True), help="Seconds.")
+@client_flags(CONNECTION)
+def command(
+    *,
+    as_json: bool,
+    scheduler: tuple[str, ...],
+    timeout: float,
+    tls_ca: Path | None,
+    tls_client_cert: Path | None,
+    tls_client_key: Path | None,
+    token_file: Path | None,
+) -> None:
+    """Show the replicas of the scheduler: who is there, what each owns, and who lags or disagrees.
+
+    \b
+        kvscout replicas
+        kvscout replicas --scheduler 10.0.0.5:50052 --scheduler 10.0.0.6:50052 --json
+    """
+    security = ClientSecurity.from_flags(tls_ca, tls_client_cert, tls_client_key, token_file)
+
+    async def ask(address: str) -> scheduler_pb2.GetReplicasResponse:
+        channel = open_channel(address, security)
+        try:
+            stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+            answer: scheduler_pb2.GetReplicasResponse = await call(
+                stub.GetReplicas, scheduler_pb2.GetReplicasRequest(), timeout=timeout
+            )
+            return answer
+        finally:
+            await channel.close()
+
+    async def ask_all() -> list[scheduler_pb2.GetReplicasResponse]:
+        return await asyncio.gather(*map(ask, scheduler))
+
+    answers = dict(zip(scheduler, run(ask_all()), strict=True))
+    if as_json:
+        print_json({address: _plain(answer) for address, answer in answers.items()})
+        return
+    stdout().print(_table(answers))
+    for address, answer in answers.items():
+        if answer.problem:
+            stderr().print(f"[yellow]{address} works alone: {answer.problem}[/yellow]")
+
+
+def _plain(answer: scheduler_pb2.GetReplicasResponse) -> dict[str, Any]:
+    """An answer with all its fields; numbers as numbers."""
+    plain = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    for replica in plain["replicas"]:
+        for field, value in replica.items():
+            if isinstance(value, str) and field != "replica_id":
+                replica[field] = int(value)
+    return {field: int(value) if field in ("forwarded", "taken_over") else value for field, value in plain.items()}
+
+
+def _table(answers: dict[str, scheduler_pb2.GetReplicasResponse]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in COLUMNS:
+        table.add_column(column)
+    for column in NUMBERS:
+        table.add_column(column, justify="right")
+    for address, answer in answers.items():
+        for replica in answer.replicas:
+            lag = f"{replica.lag_events} events, {replica.lag_seconds:.1f} s" if replica.lag_events else "–"
+            table.add_row(
+                *(address, replica.replica_id, _state(replica)),
+                *(str(replica.owned_requests), str(replica.sequence)),
+                "–" if replica.self else f"{replica.silent_seconds:.1f} s ago",
+                *(lag, str(replica.divergences), str(replica.gaps), str(replica.snapshots)),
+            )
+    return table
+
+
+def _state(replica: scheduler_pb2.Replica) -> str:
+    if replica.self:
+        return "itself"
+    if replica.diverged:
+        return "[red]diverged[/red]"
+    return "live" if replica.live else "[yellow]silent[/yellow]"
