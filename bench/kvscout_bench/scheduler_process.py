@@ -24,6 +24,8 @@ BLOCK_SIZE = 16
 SYSTEM_BLOCKS = 8
 """Leading blocks that a quarter of the prompts share."""
 SYSTEM_PROMPTS = 4
+HASH_BYTES = 8
+OPERATIONS_A_MESSAGE = 16
 
 
 class SchedulerProcess:
@@ -68,14 +70,14 @@ class SchedulerProcess:
         self._process.terminate()
         self._process.communicate()
 
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
     def cpu_seconds(self) -> float:
         """User and system time of the process so far, in seconds."""
         return cpu_of(Path(f"/proc/{self._process.pid}/stat"))
+
+    def rss_bytes(self) -> int:
+        """Memory of the process that is in RAM."""
+        pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def prompts(count: int, blocks: int, worker_ids: Sequence[str], seed: int) -> list[bytes]:
@@ -200,3 +202,44 @@ def lifecycle_cpu_us(process: SchedulerProcess, gateway: Gateway, lifecycles: in
 
     asyncio.run(gateway.run(process.address, lifecycles, begins))
     return (process.cpu_seconds() - before) / lifecycles * 1e6
+
+
+def bytes_a_booking(process: SchedulerProcess, bookings: int, *, blocks: int) -> float:
+    """Memory of the process that an active request takes, in bytes; blocks. No two share a block.
+
+    Args:
+        process: Measured.
+        bookings: How many; a quarter as many come first and stay, too.
+        blocks: Complete blocks of each prompt.
+    """
+
+    async def book(stub: Any, numbers: range) -> None:
+        for start in range(numbers.start, numbers.stop, OPERATIONS_A_MESSAGE):
+            operations = []
+            for number in range(start, min(start + OPERATIONS_A_MESSAGE, numbers.stop)):
+                packed = Random(number).randbytes(blocks * HASH_BYTES)
+                hashes = [int.from_bytes(packed[at : at + HASH_BYTES]) for at in range(0, len(packed), HASH_BYTES)]
+                wanted = scheduler_pb2.SelectRequest(
+                    model=MODEL, request_id=f"request-{number}", block_hashes=hashes, isl_tokens=blocks * BLOCK_SIZE
+                )
+                operations.append(scheduler_pb2.LifecycleOperation(id=number, select_and_reserve=wanted))
+            await stub.write(scheduler_pb2.LifecycleRequest(operations=operations))
+            answered = 0
+            while answered < len(operations):
+                answered += len((await stub.read()).results)
+
+    async def run() -> float:
+        async with grpc.aio.insecure_channel(process.address) as channel:
+            stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+            call = stub.Lifecycle()
+            await call.write(scheduler_pb2.LifecycleRequest(hello=scheduler_pb2.LifecycleHello(owner_id="bench")))
+            await call.read()
+            warm = bookings // 4
+            await book(call, range(warm))
+            before = process.rss_bytes()
+            await book(call, range(warm, warm + bookings))
+            used = process.rss_bytes() - before
+            call.cancel()
+            return used / bookings
+
+    return asyncio.run(run())

@@ -11,6 +11,7 @@ from rich.table import Table
 from kvscout_bench.harness import Row
 from kvscout_bench.index_bench import PEERS, IndexBench
 from kvscout_bench.ingest import IngestBench
+from kvscout_bench.scheduler_bench import SchedulerBench
 from kvscout_cli.connection import option
 from kvscout_cli.output import stderr, stdout
 from kvscout_common.flags import SectionedCommand
@@ -23,6 +24,7 @@ def command(context: click.Context) -> None:
     if context.invoked_subcommand is None:
         context.invoke(index)
         context.invoke(ingest)
+        context.invoke(scheduler)
 
 
 @command.command(cls=SectionedCommand)
@@ -44,6 +46,16 @@ def index(peer: str | None, as_json: bool, rounds: int, only: tuple[str, ...], q
 def ingest(as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
     """Measure what taking events in costs an indexer process, and how soon they are found."""
     _print(IngestBench(rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
+
+
+@command.command(cls=SectionedCommand)
+@option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each workload.")
+@option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
+@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
+def scheduler(as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
+    """Measure what requests cost the scheduler: a real process, and its native core."""
+    _print(SchedulerBench(rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,180 @@
+"""`kvscout bench scheduler`: what requests cost the scheduler, over the wire and in its native core, against goals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvscout_bench.harness import Case, Goal, Row, Side, compare
+from kvscout_bench.machine import Machine, this_machine, usable_cores
+from kvscout_bench.peer import Driver, native_driver
+from kvscout_bench.scheduler_process import (
+    BLOCK_SIZE,
+    Gateway,
+    SchedulerProcess,
+    bytes_a_booking,
+    lifecycle_cpu_us,
+    prompts,
+)
+from kvscout_common.errors import InvalidArgument
+
+SEED = 1
+WORKERS = 256
+PROMPTS = 256
+OUTSTANDING = 64
+OPERATIONS = 16
+"""In one message, at most."""
+LIFECYCLES, QUICK_LIFECYCLES = 10_000, 200
+BOOKINGS, QUICK_BOOKINGS = 4_000, 100
+SECONDS, QUICK_SECONDS = 0.5, 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifecycleCase(Case):
+    """CPU of a scheduler process a request's life."""
+
+    tokens: int
+    peer: tuple[float, float]
+    """Least and largest of what was published of the peer: it is not run here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreCase(Case):
+    """One operation of the native core."""
+
+    workers: int
+    blocks: int
+
+
+def _itself(sample: Any) -> float:
+    return float(sample)
+
+
+def _lifecycle(tokens: int, goal_us: float, peer: tuple[float, float]) -> LifecycleCase:
+    return LifecycleCase(
+        name=f"process/lifecycle/{tokens}",
+        title=f"CPU a lifecycle, {tokens:,} tokens, {WORKERS} workers, {OUTSTANDING} at once (peer: published)",
+        unit="µs",
+        goal=Goal(goal_us),
+        workload="lifecycle",
+        value=_itself,
+        tokens=tokens,
+        peer=peer,
+    )
+
+
+def _core(workload: str, title: str, unit: str, goal: float, *, workers: int, blocks: int) -> CoreCase:
+    thousands = 1e3 if unit == "µs" else 1.0
+    return CoreCase(
+        name=f"native/{workload}/{workers}-workers/{blocks}-blocks",
+        title=f"{title}, {blocks:,} blocks, {workers:,} workers",
+        unit=unit,
+        goal=Goal(goal),
+        workload=workload,
+        value=lambda sample: float(sample["median_ns"]) / thousands,
+        p99=lambda sample: float(sample["p99_ns"]) / thousands,
+        workers=workers,
+        blocks=blocks,
+    )
+
+
+LIFECYCLE_CASES = (
+    _lifecycle(512, 140.0, (136.0, 172.0)),
+    _lifecycle(4_096, 170.0, (337.0, 373.0)),
+    _lifecycle(16_384, 280.0, (1_002.0, 1_366.0)),
+)
+MEMORY = Case(
+    name="process/memory",
+    title="memory an active request of 1,024 blocks",
+    unit="KiB",
+    goal=Goal(24.0),
+    workload="memory",
+    value=_itself,
+)
+_RESERVE = "select, reserve and free"
+CORE_CASES = (
+    _core("select_and_free", _RESERVE, "µs", 8.0, workers=64, blocks=16),
+    _core("select_and_free", _RESERVE, "µs", 16.0, workers=512, blocks=16),
+    _core("select_and_free", _RESERVE, "µs", 40.0, workers=256, blocks=1_024),
+    _core("select_and_free", _RESERVE, "µs", 100.0, workers=1_000, blocks=1_024),
+    _core("score", "score, a worker", "ns", 20.0, workers=256, blocks=1_024),
+)
+ROWS: Sequence[str] = [case.name for case in (*LIFECYCLE_CASES, MEMORY, *CORE_CASES)]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerBench:
+    """What to run.
+
+    Raises:
+        InvalidArgument: A value is out of range or names nothing.
+    """
+
+    rounds: int = 3
+    only: tuple[str, ...] = ()
+    """Parts of names of rows; empty: all."""
+    quick: bool = False
+    """Short: shows that everything works, judges nothing."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise InvalidArgument("must be at least 1", field="rounds")
+        for part in self.only:
+            if not any(part in row for row in ROWS):
+                raise InvalidArgument(f"{part!r} is in no workload's name", field="only")
+
+    def run(self, say: Callable[[str], None]) -> Iterator[Row]:
+        """Measures row by row; blocks.
+
+        Args:
+            say: Is told what is going on.
+
+        Raises:
+            DriverFailed: A process cannot be started, or fails.
+        """
+        machine = this_machine()
+        for case in LIFECYCLE_CASES:
+            if self._wanted(case):
+                say(case.name)
+                row = self._row(case, [self._lifecycle(case.tokens) for _ in self._rounds], machine, case.peer[:1])
+                yield replace(row, peer_spread=case.peer)
+        if self._wanted(MEMORY):
+            say(MEMORY.name)
+            yield self._row(MEMORY, [self._memory() for _ in self._rounds], machine)
+        wanted = [case for case in CORE_CASES if self._wanted(case)]
+        if wanted:
+            say("native: building what is not up to date")
+            with Driver(native_driver("scheduler")) as driver:
+                driver.pin(usable_cores()[0], usable_cores()[0])
+                for core in wanted:
+                    yield self._row(core, [self._core(driver, core) for _ in self._rounds], machine)
+
+    @property
+    def _rounds(self) -> range:
+        return range(1 if self.quick else self.rounds)
+
+    def _wanted(self, case: Case) -> bool:
+        return not self.only or any(part in case.name for part in self.only)
+
+    def _row(self, case: Case, samples: Sequence[Any], machine: Machine, peer: Sequence[float] = ()) -> Row:
+        p99s = tuple(case.p99(sample) for sample in samples) if case.p99 else ()
+        ours = Side(tuple(case.value(sample) for sample in samples), p99s)
+        # The ratio is to the best that was published.
+        return compare(case, ours, Side(tuple(peer)) if peer else None, judge=not self.quick, machine=machine)
+
+    def _lifecycle(self, tokens: int) -> float:
+        with SchedulerProcess(WORKERS) as process:
+            requests = prompts(PROMPTS, tokens // BLOCK_SIZE, process.worker_ids, SEED)
+            gateway = Gateway(requests, outstanding=OUTSTANDING, operations=OPERATIONS)
+            return lifecycle_cpu_us(process, gateway, QUICK_LIFECYCLES if self.quick else LIFECYCLES)
+
+    def _memory(self) -> float:
+        with SchedulerProcess(WORKERS) as process:
+            return bytes_a_booking(process, QUICK_BOOKINGS if self.quick else BOOKINGS, blocks=1_024) / 1024
+
+    def _core(self, driver: Driver, case: CoreCase) -> Any:
+        seconds = QUICK_SECONDS if self.quick else SECONDS
+        return driver.ask(
+            "run", workload=case.workload, seconds=seconds, workers=case.workers, blocks=case.blocks, rows="shuffled"
+        )
