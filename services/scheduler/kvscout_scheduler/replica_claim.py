@@ -99,6 +99,38 @@ class Claim(NamedTuple):
         return len(self.block_hashes) + len(self.key.request_id) + len(self.key.model) + len(self.owner_id) + 128
 
 
+class ClaimSet:
+    """Claims by name, with their digest: the exclusive or of their marks, kept as they change."""
+
+    __slots__ = ("_marks", "by_key", "digest")
+
+    def __init__(self) -> None:
+        self.by_key: dict[RequestKey, Claim] = {}
+        """To be read."""
+        self.digest = 0
+        self._marks: dict[RequestKey, int] = {}
+
+    def put(self, claim: Claim) -> None:
+        """Adds or replaces a claim."""
+        mark = claim.mark()
+        self.digest ^= self._marks.get(claim.key, 0) ^ mark
+        self._marks[claim.key] = mark
+        self.by_key[claim.key] = claim
+
+    def pop(self, key: RequestKey) -> Claim:
+        """Takes a claim out."""
+        self.digest ^= self._marks.pop(key)
+        return self.by_key.pop(key)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the digest is not that of the claims."""
+        digest = 0
+        for claim in self.by_key.values():
+            digest ^= claim.mark()
+        assert digest == self.digest
+        assert self._marks.keys() == self.by_key.keys()
+
+
 def name_to_proto(claim: Claim) -> scheduler_pb2.RequestRef:
     """The request and attempt of a claim."""
     key = claim.key

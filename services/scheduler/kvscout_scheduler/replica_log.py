@@ -2,16 +2,16 @@
 
 Invariants
 1. `claims` follows from the events with sequence 1 .. `sequence`: whoever applies those has the same claims.
-2. `digest` is the exclusive or of the claims' marks.
+2. `digest` is that of the claims.
 3. Pending events are the last ones, up to `sequence`; taking them empties them, whether they arrive or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvscout.v1 import replication_pb2
-from kvscout_scheduler.replica_claim import Claim, ClaimState, claim_to_proto, name_to_proto
+from kvscout_scheduler.replica_claim import Claim, ClaimSet, ClaimState, claim_to_proto, name_to_proto
 from kvscout_scheduler.request import RequestKey
 
 MAX_BATCH_EVENTS = 256
@@ -25,9 +25,8 @@ class ReplicaLog:
     """The claims of this replica and the events that made them."""
 
     def __init__(self) -> None:
-        self.claims: dict[RequestKey, Claim] = {}
         self.sequence = 0
-        self.digest = 0
+        self._claims = ClaimSet()
         self.on_pending: Callable[[], None] | None = None
         """Called when there is something to send."""
         self._pending: list[tuple[replication_pb2.ReplicaEvent, int]] = []
@@ -36,22 +35,32 @@ class ReplicaLog:
     def __len__(self) -> int:
         return len(self._pending)
 
+    @property
+    def claims(self) -> Mapping[RequestKey, Claim]:
+        """What this replica claims."""
+        return self._claims.by_key
+
+    @property
+    def digest(self) -> int:
+        """Of the claims."""
+        return self._claims.digest
+
     def put(self, claim: Claim) -> None:
         """Adds or replaces a claim with all that belongs to it."""
-        self._set(claim)
+        self._claims.put(claim)
         self._tell(replication_pb2.ReplicaEvent(add_request=claim_to_proto(claim)), claim.size())
 
     def complete_prefill(self, key: RequestKey) -> None:
         """The first token of a claimed request is out."""
         claim = self.claims[key]._replace(state=ClaimState.DECODE)
-        self._set(claim)
+        self._claims.put(claim)
         event = replication_pb2.PrefillCompletedEvent(request=name_to_proto(claim))
         self._tell(replication_pb2.ReplicaEvent(mark_prefill_completed=event))
 
     def set_output(self, key: RequestKey, output_blocks: int) -> None:
         """A claimed request has more output; blocks in all."""
         claim = self.claims[key]._replace(output_blocks=output_blocks)
-        self._set(claim)
+        self._claims.put(claim)
         event = replication_pb2.OutputAddedEvent(request=name_to_proto(claim), output_blocks=output_blocks)
         self._tell(replication_pb2.ReplicaEvent(add_output=event))
 
@@ -61,7 +70,7 @@ class ReplicaLog:
         if (claim.owner_id, claim.lease_seconds) == (owner_id, lease_seconds):
             return
         claim = claim._replace(owner_id=owner_id, lease_seconds=lease_seconds)
-        self._set(claim)
+        self._claims.put(claim)
         event = replication_pb2.RenewedEvent(
             request=name_to_proto(claim), owner_id=owner_id, lease_seconds=lease_seconds
         )
@@ -69,8 +78,7 @@ class ReplicaLog:
 
     def drop(self, key: RequestKey, *, by_caller: bool = False) -> None:
         """Gives a claim up."""
-        claim = self.claims.pop(key)
-        self.digest ^= claim.mark()
+        claim = self._claims.pop(key)
         event = replication_pb2.FreedEvent(request=name_to_proto(claim), by_caller=by_caller)
         self._tell(replication_pb2.ReplicaEvent(free=event))
 
@@ -103,25 +111,10 @@ class ReplicaLog:
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the digest is not that of the claims."""
-        assert self.digest == digest_of(self.claims)
-
-    def _set(self, claim: Claim) -> None:
-        before = self.claims.get(claim.key)
-        if before is not None:
-            self.digest ^= before.mark()
-        self.claims[claim.key] = claim
-        self.digest ^= claim.mark()
+        self._claims.check_invariants()
 
     def _tell(self, event: replication_pb2.ReplicaEvent, size: int = _EVENT_BYTES) -> None:
         self.sequence += 1
         self._pending.append((event, size))
         if self.on_pending is not None and len(self._pending) == 1:
             self.on_pending()
-
-
-def digest_of(claims: dict[RequestKey, Claim]) -> int:
-    """The digest of some claims, computed anew."""
-    digest = 0
-    for claim in claims.values():
-        digest ^= claim.mark()
-    return digest

@@ -8,7 +8,7 @@
 
 Invariants
 1. `claims` are exactly those after the event `sequence` of that incarnation: the start of a log, sequence 0, has none.
-2. `digest` is the exclusive or of the claims' marks. Who took over what of these is kept elsewhere (`ownership`).
+2. Who took over what of these is kept elsewhere (`ownership`): the digest is that of the other's log.
 3. Later batches are bounded by count; what does not fit is missed and comes with the snapshot.
 
 Pure: the clock is passed in, and whoever follows is told through a `Follower`.
@@ -16,12 +16,11 @@ Pure: the clock is passed in, and whoever follows is told through a `Follower`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvscout.v1 import replication_pb2
-from kvscout_scheduler.replica_claim import Claim, ClaimState, Incarnation, claim_from_proto
-from kvscout_scheduler.replica_log import digest_of
+from kvscout_scheduler.replica_claim import Claim, ClaimSet, ClaimState, Incarnation, claim_from_proto
 from kvscout_scheduler.request import RequestKey
 from kvscout_scheduler.translate import key_from_proto
 
@@ -70,9 +69,7 @@ class View:
 
     def __init__(self, of: Incarnation, follower: Follower, now: float) -> None:
         self.of = of
-        self.claims: dict[RequestKey, Claim] = {}
         self.sequence = 0
-        self.digest = 0
         self.known = 0
         """Highest sequence that is known to exist."""
         self.heard_at = now
@@ -85,6 +82,7 @@ class View:
         self.divergences = 0
         self.snapshots = 0
         self._follower = follower
+        self._claims = ClaimSet()
         self._witnesses: dict[str, int] = {}
         """Replicas that told how far they have followed it, beyond us."""
         self._later: dict[int, replication_pb2.EventBatch] = {}
@@ -98,6 +96,11 @@ class View:
     def live(self, now: float) -> bool:
         """Whether it can be expected to answer."""
         return not (self.leaving or self.replaced) and now - self.heard_at < SILENT_SECONDS
+
+    @property
+    def claims(self) -> Mapping[RequestKey, Claim]:
+        """What it claims."""
+        return self._claims.by_key
 
     @property
     def lag_events(self) -> int:
@@ -136,7 +139,7 @@ class View:
         self.leaving = heartbeat.leaving
         self._learn(heartbeat.sequence, now)
         if heartbeat.sequence == self.sequence:
-            agrees = (heartbeat.claims, heartbeat.digest) == (len(self.claims), self.digest)
+            agrees = (heartbeat.claims, heartbeat.digest) == (len(self.claims), self._claims.digest)
             if not agrees and not self.diverged:
                 self.divergences += 1
             self.diverged = not agrees
@@ -208,7 +211,7 @@ class View:
         for cool_down in chunks[0].cool_downs:
             self._follower.cool_down_changed(cool_down)
         self.snapshots += 1
-        self._replace({claim.key: claim for claim in claims}, chunk.sequence)
+        self._replace(claims, chunk.sequence)
         self.diverged = False
         self.known = max(self.known, self.sequence)
         self._drain(now)
@@ -216,7 +219,7 @@ class View:
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the digest is not that of the claims."""
-        assert self.digest == digest_of(self.claims)
+        self._claims.check_invariants()
 
     def _learn(self, sequence: int, now: float) -> None:
         self.known = max(self.known, sequence)
@@ -271,7 +274,7 @@ class View:
             # Cannot be while the log and we agree; a snapshot will tell.
             self.diverged = True
         elif isinstance(event, replication_pb2.FreedEvent):
-            self.digest ^= self.claims.pop(key).mark()
+            self._claims.pop(key)
             if event.by_caller:
                 self._follower.freed_by_caller(key, claim.attempt_id)
             self._follower.claim_changed(key)
@@ -283,22 +286,17 @@ class View:
             self._put(claim._replace(state=ClaimState.DECODE))
 
     def _put(self, claim: Claim) -> None:
-        before = self.claims.get(claim.key)
-        if before is not None:
-            self.digest ^= before.mark()
-        self.claims[claim.key] = claim
-        self.digest ^= claim.mark()
+        self._claims.put(claim)
         if claim.state is ClaimState.FREED:
             self._follower.freed_by_caller(claim.key, claim.attempt_id)
         self._follower.claim_changed(claim.key)
 
-    def _replace(self, claims: dict[RequestKey, Claim], sequence: int) -> None:
-        before, self.claims = self.claims, claims
-        self.sequence, self.digest = sequence, digest_of(claims)
-        for key, claim in claims.items():
-            if before.pop(key, None) != claim:
-                if claim.state is ClaimState.FREED:
-                    self._follower.freed_by_caller(key, claim.attempt_id)
-                self._follower.claim_changed(key)
+    def _replace(self, claims: Iterable[Claim], sequence: int) -> None:
+        before, self._claims, self.sequence = self._claims.by_key, ClaimSet(), sequence
+        for claim in claims:
+            if before.pop(claim.key, None) == claim:
+                self._claims.put(claim)
+            else:
+                self._put(claim)
         for key in before:
             self._follower.claim_changed(key)
