@@ -30,8 +30,9 @@ RPCS = {
 class Relay(grpc.GenericRpcHandler):
     """One relay; `address` is where to call it."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, streams: bool) -> None:
         self._channel = channel
+        self._streams = streams
         self.address = ""
         self.calls: Counter[str] = Counter()
         """Calls that came, by the rpc's name."""
@@ -46,12 +47,12 @@ class Relay(grpc.GenericRpcHandler):
         """Lets them go."""
         self._gates.pop(rpc).set()
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         """A handler for any unary rpc, and for Lifecycle."""
         method: str = details.method
         name = method.rpartition("/")[2]
         if name == "Lifecycle":
-            return grpc.stream_stream_rpc_method_handler(self._lifecycle)
+            return grpc.stream_stream_rpc_method_handler(self._lifecycle) if self._streams else None
         onward: Any = self._channel.unary_unary(method)
 
         async def relay(request: bytes, context: Any) -> bytes:
@@ -121,10 +122,10 @@ class Relay(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def relaying(address: str) -> AsyncIterator[Relay]:
-    """A relay to the service at an address."""
+async def relaying(address: str, *, streams: bool = True) -> AsyncIterator[Relay]:
+    """A relay to the service at an address; without streams it is a scheduler that has no Lifecycle."""
     channel = grpc.aio.insecure_channel(address)
-    relay = Relay(channel)
+    relay = Relay(channel, streams=streams)
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((relay,))
     relay.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

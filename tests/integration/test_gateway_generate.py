@@ -23,7 +23,7 @@ from gateway_stack import (
     mocker_worker,
     running_stack,
 )
-from grpc_relay import Relay
+from grpc_relay import Relay, relaying
 from mocker_process import MockerProcess
 from processes import Running, eventually, running
 from scripted_engine import (
@@ -418,17 +418,24 @@ async def test_clients_that_go_at_random_moments_leave_nothing(
 
 
 @asynccontextmanager
-async def another_gateway(stack: Stack, *flags: str) -> AsyncIterator[tuple[Running, GatewayClient]]:
+async def another_gateway(
+    stack: Stack, *flags: str, scheduler: str = ""
+) -> AsyncIterator[tuple[Running, GatewayClient]]:
     """A second gateway on the same helpers; it learns the workers from them."""
-    helpers = ("--indexer", stack.indexer.address, "--scheduler", stack.scheduler.address)
+    helpers = ("--indexer", stack.indexer.address, "--scheduler", scheduler or stack.scheduler.address)
     async with running("kvscout_gateway.main", *helpers, *flags) as gateway:
         async with connected(gateway, stack.scheduler, stack.indexer) as client:
             await client.until_known("w0", "w1", "w2")
             yield gateway, client
 
 
-async def test_the_bookings_of_a_killed_gateway_end_with_their_leases(stack: Stack, slow: MockerProcess) -> None:
-    async with another_gateway(stack, "--lease-seconds", "3") as (gateway, client):
+async def test_where_a_scheduler_has_no_streams_the_bookings_of_a_killed_gateway_end_with_their_leases(
+    stack: Stack, slow: MockerProcess
+) -> None:
+    async with (
+        relaying(stack.scheduler.address, streams=False) as old,
+        another_gateway(stack, "--lease-seconds", "3", scheduler=old.address) as (gateway, client),
+    ):
         running_call = client.start(fresh_prompt(100), model="slow", max_tokens=1000)
         await running_call.read()
         await until_running(slow)
