@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import pytest
 
 from kvscout_common.hashing import native_available
-from kvscout_scheduler.active_load import ActiveLoad, ReferenceLoad
+from kvscout_scheduler.active_load import ActiveLoad, ReferenceLoad, Scores, SlotLoad
+from kvscout_scheduler.cost import Lane, Question
+from kvscout_scheduler.overlaps import AnyOverlaps
 
 MakeLoad = Callable[..., ActiveLoad]
+T = TypeVar("T")
 
 
 def twins() -> list[Any]:
@@ -21,3 +25,87 @@ def twins() -> list[Any]:
 
         made.append(pytest.param(NativeLoad, id="native"))
     return made
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """One request's allocations, in each twin."""
+
+    slot: int
+    each: list[Any]
+
+
+class SideBySide:
+    """All twins as one: told the same, and asserted to say the same."""
+
+    def __init__(self, *, track_blocks: bool = True) -> None:
+        self.track_blocks = track_blocks
+        self._twins: list[ActiveLoad] = [make.values[0](track_blocks=track_blocks) for make in twins()]
+
+    @property
+    def requests(self) -> Sequence[int]:
+        return self._same(lambda twin: list(twin.requests))
+
+    @property
+    def prefill_tokens(self) -> Sequence[int]:
+        return self._same(lambda twin: list(twin.prefill_tokens))
+
+    @property
+    def decode_blocks(self) -> Sequence[int]:
+        return self._same(lambda twin: list(twin.decode_blocks))
+
+    def at(self, slot: int) -> SlotLoad:
+        return self._same(lambda twin: twin.at(slot))
+
+    def ensure_slot(self, slot: int) -> None:
+        for twin in self._twins:
+            twin.ensure_slot(slot)
+
+    def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
+        for twin in self._twins:
+            twin.arrange(slot_of, order)
+
+    def add(self, slot: int, lane: Lane, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0) -> Pair:
+        more = {"private_blocks": private_blocks, "prefill_tokens": prefill_tokens}
+        return Pair(slot, [twin.add(slot, lane, hashes, **more) for twin in self._twins])
+
+    def complete_prefill(self, allocation: Pair) -> None:
+        for twin, each in zip(self._twins, allocation.each, strict=True):
+            twin.complete_prefill(each)
+
+    def add_private(self, allocation: Pair, blocks: int) -> None:
+        for twin, each in zip(self._twins, allocation.each, strict=True):
+            twin.add_private(each, blocks)
+
+    def remove(self, allocation: Pair) -> None:
+        for twin, each in zip(self._twins, allocation.each, strict=True):
+            twin.remove(each)
+        self.at(allocation.slot)
+
+    def shared(self, lane: Lane, hashes: bytes) -> dict[int, int]:
+        return self._same(lambda twin: twin.shared(lane, hashes))
+
+    def score(self, question: Question, overlaps: AnyOverlaps, slots: Sequence[int] | None) -> Scores:
+        scores = [twin.score(question, overlaps, slots) for twin in self._twins]
+        for column in COLUMNS:
+            assert_same([list(getattr(each, column)) for each in scores])
+        return scores[-1]
+
+    def check_invariants(self, allocations: Iterable[Pair]) -> None:
+        pairs = list(allocations)
+        for number, twin in enumerate(self._twins):
+            twin.check_invariants([pair.each[number] for pair in pairs])
+        for column in (self.requests, self.prefill_tokens, self.decode_blocks):
+            assert min(column, default=0) >= 0
+
+    def _same(self, ask: Callable[[ActiveLoad], T]) -> T:
+        return assert_same([ask(twin) for twin in self._twins])
+
+
+COLUMNS = ("device_blocks", "effective_blocks", "prefill_tokens", "decode_blocks", "costs")
+
+
+def assert_same(answers: list[T]) -> T:
+    """The answer, which must be that of all."""
+    assert all(answer == answers[0] for answer in answers), answers
+    return answers[0]

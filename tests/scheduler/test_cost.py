@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from load_twins import MakeLoad, twins
+from load_twins import COLUMNS, MakeLoad, twins
 from scheduler_builders import test_seed
 
 from kvscout_common.hashing import native_available
@@ -123,7 +123,7 @@ def test_both_twins_give_equal_numbers_whatever_is_asked() -> None:
         overlaps = random_overlaps(rng)
         slots = None if rng.random() < 0.5 else rng.sample(range(6), rng.randrange(1, 7))
         reference, native = (made.score(question, overlaps, slots) for made in pair)
-        for column in ("device_blocks", "effective_blocks", "prefill_tokens", "decode_blocks", "costs"):
+        for column in COLUMNS:
             assert list(getattr(reference, column)) == list(getattr(native, column)), column
         seed = rng.random()
         temperature = rng.choice((0.0, 0.5))

@@ -1,6 +1,7 @@
 """Random lifecycles of requests: whatever happens to them, in the end every total is exactly 0.
 
-`KVSCOUT_LIFECYCLES` sets how many (default 20,000), `KVSCOUT_TEST_SEED` repeats a run.
+Both twins of active load go through them side by side. `KVSCOUT_LIFECYCLES` sets how many (default 20,000),
+`KVSCOUT_TEST_SEED` repeats a run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 from random import Random
 
 import pytest
+from load_twins import SideBySide
 from scheduler_builders import BLOCK, MODEL, ManualClock, key, scheduler, test_seed, worker
 
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound, Unavailable
@@ -134,7 +136,8 @@ def rng_attempt(rng: Random) -> int:
 
 
 @pytest.mark.timeout(600)
-def test_s5_random_lifecycles_end_in_exact_zeros() -> None:
+def test_s5_random_lifecycles_end_in_exact_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvscout_scheduler.pool.make_load", SideBySide)
     traffic = Traffic(test_seed())
     made = traffic.scheduler
     for number in range(LIFECYCLES):
