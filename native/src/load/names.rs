@@ -1,8 +1,7 @@
 //! Which worker rank is at which slot, found by the bytes of its name.
 
-use std::hash::BuildHasher;
-
-use hashbrown::{DefaultHashBuilder, HashTable};
+use hashbrown::HashTable;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// A worker rank; its name is a part of the text.
 #[derive(Debug, Clone, Copy)]
@@ -21,7 +20,6 @@ pub struct Names {
     entries: Vec<Entry>,
     /// Places among the entries.
     table: HashTable<u32>,
-    hasher: DefaultHashBuilder,
 }
 
 impl Names {
@@ -34,10 +32,10 @@ impl Names {
             made.entries.push(Entry { start, end: made.text.len() as u32, dp_rank, slot });
         }
         made.entries.sort_unstable_by_key(|entry| entry.slot);
-        let Self { text, entries, table, hasher } = &mut made;
+        let Self { text, entries, table } = &mut made;
         let hash = |place: &u32| {
             let entry = &entries[*place as usize];
-            hasher.hash_one((name(text, entry), entry.dp_rank))
+            hash_of(name(text, entry), entry.dp_rank)
         };
         (0..entries.len() as u32).for_each(|place| {
             table.insert_unique(hash(&place), place, hash);
@@ -45,32 +43,41 @@ impl Names {
         made
     }
 
-    /// A search for many ranks: whoever lists them numbers them as they come, too, mostly, so the next one is
-    /// looked for where the last one was found before it is searched.
+    /// A search for many ranks. Who lists them may number them as they come, as we do: after two in order, the next
+    /// one is looked for in its place first.
     pub fn search(&self) -> Search<'_> {
-        Search { names: self, next: 0 }
+        Search { names: self, next: 0, in_order: true }
     }
 }
 
 #[derive(Debug)]
 pub struct Search<'a> {
     names: &'a Names,
+    /// The place after the last one that was found.
     next: usize,
+    in_order: bool,
 }
 
 impl Search<'_> {
     /// The slot of a worker rank; None: it is not here.
     #[inline]
     pub fn slot(&mut self, worker_id: &[u8], dp_rank: u32) -> Option<u32> {
-        let Names { text, entries, table, hasher } = self.names;
+        let Names { text, entries, table } = self.names;
         let is = |entry: &Entry| entry.dp_rank == dp_rank && name(text, entry) == worker_id;
-        if !entries.get(self.next).is_some_and(is) {
-            let hash = hasher.hash_one((worker_id, dp_rank));
-            self.next = *table.find(hash, |&place| is(&entries[place as usize]))? as usize;
+        if !(self.in_order && entries.get(self.next).is_some_and(is)) {
+            let hash = hash_of(worker_id, dp_rank);
+            let place = *table.find(hash, |&place| is(&entries[place as usize]))? as usize;
+            self.in_order = place == self.next;
+            self.next = place;
         }
         self.next += 1;
         Some(entries[self.next - 1].slot)
     }
+}
+
+#[inline]
+fn hash_of(worker_id: &[u8], dp_rank: u32) -> u64 {
+    xxh3_64_with_seed(worker_id, u64::from(dp_rank))
 }
 
 #[inline]

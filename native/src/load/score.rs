@@ -93,7 +93,8 @@ impl ActiveLoad {
 impl Scores {
     /// The candidates of least cost, ascending; none of no candidates.
     pub fn least(&self) -> Vec<usize> {
-        let least = self.costs.iter().copied().fold(f64::INFINITY, f64::min);
+        let least =
+            self.costs.iter().fold(f64::INFINITY, |least, &cost| if cost < least { cost } else { least });
         let ties = self.costs.iter().enumerate().filter(|&(_, &cost)| cost == least);
         ties.map(|(candidate, _)| candidate).collect()
     }
