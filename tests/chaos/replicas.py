@@ -53,6 +53,8 @@ class Gateway:
         self.in_flight: dict[str, tuple[str, bool]] = {}
         """Requests it was told are booked: on which worker, and whether their prefill is over."""
         self.booked = self.freed = self.moves = self.rebooked = 0
+        self.failure = ""
+        """Why it left a scheduler last."""
         self.stop, self.quiet, self.release = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._owed: set[str] = set()
         """Requests that are to be freed: it wants them no more, or does not know whether they are booked."""
@@ -77,8 +79,9 @@ class Gateway:
                     self.in_flight.clear()
                     await self._settle(stream)
                     return
-            except FAILURES:
+            except FAILURES as error:
                 self.moves += 1
+                self.failure = f"{self._replicas[self._place].name}: {error!r}"
                 self._place = (self._place + 1) % len(self._replicas)
                 await asyncio.sleep(0.02)
 
@@ -259,7 +262,10 @@ async def run(seconds: float, seed: int, *, quiet: bool = False) -> list[str]:
                 each.stop.set()
             # A gateway is quiet when a scheduler has answered it; NATS may have been away until now.
             for each in gateways:
-                await asyncio.wait_for(each.quiet.wait(), 30)
+                try:
+                    await asyncio.wait_for(each.quiet.wait(), 30)
+                except TimeoutError:
+                    raise AssertionError(f"{each.name} finds no scheduler; it left {each.failure}") from None
             for replica in world.replicas:
                 await eventually(replica.has_problem(False), what="NATS")
             await asyncio.sleep(QUIET_SECONDS)
