@@ -218,18 +218,20 @@ class NatsLink:
 
     async def close(self) -> None:
         """Sends what is waiting and closes the connection."""
-
         self._closed = True
         if self.client.is_connected:
             try:
                 await self.client.flush(timeout=1)
-            except nats.errors.Error as error:
-                log.warning("what was waiting for NATS is lost: %s", error)
+            except (nats.errors.Error, OSError) as error:
+                log.warning("what was waiting for NATS is lost: %r", error)
         if self._connecting:
-            await self.client.close()
+            try:
+                await self.client.close()
+            except OSError as error:
+                # The client meets a connection that broke a moment ago; it is closed all the same.
+                log.info("the connection to NATS broke while it was closed: %r", error)
 
     async def _run_hooks(self) -> None:
-
         for hook in self._hooks:
             while not self._connections.is_set():
                 try:
