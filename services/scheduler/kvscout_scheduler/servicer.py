@@ -10,16 +10,19 @@ import grpc
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.errors import InvalidArgument, KvscoutError, from_status
+from kvscout_common.hashing import native_available
 from kvscout_common.identity import current_identity
+from kvscout_common.raw_messages import parse_message
 from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import service_info
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_from_proto, role_to_proto
 from kvscout_common.worker_rpcs import WorkerRpcs
-from kvscout_scheduler import translate
+from kvscout_scheduler import native_load, translate
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.lifecycle_rpc import LifecycleRpc
+from kvscout_scheduler.packed_operations import columns_of, selection_of
 from kvscout_scheduler.pool import EngineMetrics
 from kvscout_scheduler.request import Prompt, RequestKey, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
@@ -56,9 +59,12 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds itself to a server, with raw bytes where messages are large or many."""
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
-        lifecycle: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self.lifecycle_of_bytes)
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Lifecycle": grpc.stream_stream_rpc_method_handler(self.lifecycle_of_bytes),
+            "SelectAndReserve": grpc.unary_unary_rpc_method_handler(self.select_and_reserve_of_bytes),
+        }
         # A method that is registered again is taken from its last registration.
-        server.add_registered_method_handlers(SERVICE, {"Lifecycle": lifecycle})
+        server.add_registered_method_handlers(SERVICE, handlers)
 
     def active_requests(self, tenant: str, worker_id: str) -> int:
         """Requests active on a worker."""
@@ -74,6 +80,18 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         decision = await self._reserved(wanted, request.lease_seconds)
         self._undo_if_undelivered(context, wanted.key, wanted.attempt_id)
         return translate.decision_to_proto(decision)
+
+    async def select_and_reserve_of_bytes(self, request: bytes, context: Any) -> bytes:
+        """`SelectAndReserve` over serialised messages."""
+        read = native_load.select_request(request) if native_available() else None
+        if read is None:
+            message = parse_message(scheduler_pb2.SelectRequest, request)
+            return (await self.SelectAndReserve(message, context)).SerializeToString()
+        wanted, lease_seconds = selection_of(read), read[9]
+        current_identity().require_tenant(wanted.tenant)
+        decision = await self._reserved(wanted, lease_seconds)
+        self._undo_if_undelivered(context, wanted.key, wanted.attempt_id)
+        return native_load.select_response(columns_of(decision))
 
     async def _reserved(self, wanted: SelectionRequest, lease_seconds: float) -> Decision:
         """The decision, once there is room; a caller that goes away meanwhile leaves nothing."""

@@ -1,0 +1,47 @@
+"""The scheduler benchmark end to end, short, over a real scheduler process; and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvscout.v1 import scheduler_pb2
+from kvscout_bench.scheduler_bench import ROWS, SchedulerBench
+from kvscout_bench.scheduler_process import prompts
+from kvscout_common.errors import InvalidArgument
+
+
+def test_a_quick_run_gives_rows_without_a_verdict_beside_the_published_figures() -> None:
+    said: list[str] = []
+    rows = list(SchedulerBench(only=("lifecycle/512", "memory"), quick=True).run(said.append))
+    lifecycle, memory = rows
+    assert (lifecycle.workload, memory.workload) == ("process/lifecycle/512", "process/memory")
+    assert lifecycle.value > 0
+    assert (lifecycle.met, lifecycle.goal, lifecycle.peer, lifecycle.peer_spread) == (
+        None,
+        140.0,
+        136.0,
+        (136.0, 172.0),
+    )
+    assert (memory.goal, memory.peer, memory.ratio) == (24.0, None, None)
+    assert "process/memory" in said
+
+
+def test_names_of_rows_are_unique() -> None:
+    assert len(set(ROWS)) == len(ROWS)
+
+
+@pytest.mark.parametrize(("bench", "field"), [({"rounds": 0}, "rounds"), ({"only": ("x/y",)}, "only")])
+def test_a_wrong_value_is_refused_by_name(bench: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        SchedulerBench(**bench)  # type: ignore[arg-type]
+    assert refused.value.field == field
+
+
+def test_prompts_differ_share_their_beginning_by_turns_and_overlap_everywhere() -> None:
+    made = [scheduler_pb2.SelectRequest.FromString(raw) for raw in prompts(5, 10, ["a", "b"], seed=1)]
+    assert len({tuple(request.block_hashes) for request in made}) == 5
+    assert made[0].block_hashes[:8] == made[4].block_hashes[:8] != made[1].block_hashes[:8]
+    assert made[0].isl_tokens == 160
+    for request in made:
+        assert list(request.overlaps.worker_ids) == ["a", "b"]
+        assert all(1 <= blocks <= 10 for blocks in request.overlaps.device_blocks)
