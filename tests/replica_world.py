@@ -93,6 +93,7 @@ class World:
         self.loss = self.repeats = 0.0
         self.delay_seconds = 0.0005
         self.nodes: dict[str, Node] = {}
+        self._ticked_at = self.clock.now
         self._numbers = itertools.count()
         self._flying: list[tuple[float, int, str, str, bytes]] = []
         for name in names:
@@ -111,13 +112,13 @@ class World:
         return self.nodes[name]
 
     def run(self, seconds: float) -> None:
-        """Lets time pass, a millisecond at a time."""
+        """Lets time pass, a millisecond at a time, or a tick at a time where it is long."""
         end = self.clock.now + seconds
         while self.clock.now < end - 1e-9:
-            self.step()
+            self.step(0.001 if seconds <= 1 else TICK_SECONDS)
 
-    def step(self, seconds: float = 0.001) -> None:
-        """One millisecond: what was sent arrives, what is due is done."""
+    def step(self, seconds: float) -> None:
+        """What was sent arrives, what is due is done."""
         self.clock.advance(seconds)
         held = []
         while self._flying and self._flying[0][0] <= self.clock.now:
@@ -131,7 +132,9 @@ class World:
                 node.replication.receive(flight[4])
         for flight in held:
             heapq.heappush(self._flying, flight)
-        tick = round(self.clock.now * 1000) % round(TICK_SECONDS * 1000) == 0
+        tick = self.clock.now - self._ticked_at >= TICK_SECONDS - 1e-9
+        if tick:
+            self._ticked_at = self.clock.now
         for node in list(self.nodes.values()):
             if not node.away:
                 if tick:

@@ -18,7 +18,8 @@ from processes import eventually
 from replica_client import MODEL, ReplicaClient, gateway
 from scheduler_builders import test_seed
 
-from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from kvscout_common.channel import open_channel
 
 IDLE = (0, 0, 0)
 NAMES = ("a", "b", "c")
@@ -32,7 +33,7 @@ async def replicas(*names: str) -> AsyncIterator[tuple[NatsServer, dict[str, Rep
         for name in names:
             client = found[name] = ReplicaClient(name, nats.url)
             stack.push_async_callback(client.close)
-            await client.start()
+        await asyncio.gather(*(client.start() for client in found.values()))
         await found[names[0]].register("w0", "w1")
         for client in found.values():
             await eventually(client.knows_workers(2), what="the workers")
@@ -65,10 +66,10 @@ async def test_a_booking_is_seen_by_every_replica_and_freed_through_any() -> Non
         assert (known.problem, known.forwarded, known.taken_over) == ("", 2, 0)
 
 
-async def test_kvscout_replicas_shows_who_is_there_and_who_is_gone() -> None:
+async def test_kvscout_replicas_shows_who_is_there_and_who_has_said_goodbye() -> None:
     async with replicas("a", "b") as (_, found):
         a, b = found["a"], found["b"]
-        await a.book("r")
+        await a.book("r", attempt_id=1)
         await agreed(a, b, requests=1)
         answers = json.loads(await kvscout("--json", "--scheduler", a.address, "--scheduler", b.address))
         for client, owned in ((a, {"a": 1, "b": 0}), (b, {"b": 0, "a": 1})):
@@ -82,6 +83,8 @@ async def test_kvscout_replicas_shows_who_is_there_and_who_is_gone() -> None:
             return "silent" in await kvscout("--scheduler", b.address)
 
         await eventually(gone, what="a silent replica in the table")
+        assert (await b.mark("r", attempt_id=1)).changed
+        assert (await b.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest())).taken_over == 1
 
 
 async def kvscout(*arguments: str) -> str:
@@ -144,14 +147,20 @@ async def test_s8_a_replica_that_was_stopped_yields_what_was_taken_over_meanwhil
         a, b = found["a"], found["b"]
         async with gateway(a, "g") as stream:
             await stream.book("r", "s")
-            await agreed(a, b, requests=2)
+            await a.book("unary", attempt_id=1)
+            await agreed(a, b, requests=3)
             a.signal(signal.SIGSTOP)
+        # It is not known to be gone, so it is asked, and does not answer.
+        assert (await b.mark("unary", attempt_id=1)).changed
+        assert (await b.metrics())["kvscout_replica_forwards_unanswered_total"] == 1
         async with gateway(b, "g", in_flight=["r", "s"]) as stream:
             assert stream.unknown == []
             (freed,) = await stream.ask({"free": stream.ref("s")})
             assert freed.free.outcome == scheduler_pb2.FREE_OUTCOME_FREED
             a.signal(signal.SIGCONT)
-            assert set(await agreed(a, b, requests=1)) == {"r"}
+            left = await agreed(a, b, requests=2)
+            assert set(left) == {"r", "unary"}
+            assert left["unary"][2] == scheduler_pb2.REQUEST_PHASE_DECODE
         assert (await b.replica("a")).live
 
 
@@ -188,6 +197,19 @@ async def test_thresholds_and_cool_downs_are_shared() -> None:
         await eventually(shared, what="thresholds at b, a cool-down at a")
 
 
+async def test_a_scheduler_without_replicas_says_so() -> None:
+    (port,) = free_ports(1)
+    member = Member("alone", "kvscout_scheduler.main", "--port", str(port), "--metrics-port", "-1")
+    await member.start()
+    channel = open_channel(f"127.0.0.1:{port}")
+    stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+    known = await stub.GetReplicas(scheduler_pb2.GetReplicasRequest())
+    assert "--router-replica-sync" in known.problem
+    assert not known.replicas
+    await channel.close()
+    await member.kill()
+
+
 async def test_replica_sync_without_nats_is_refused_at_start() -> None:
     (port,) = free_ports(1)
     member = Member("alone", "kvscout_scheduler.main", "--port", str(port), "--router-replica-sync")
@@ -197,18 +219,3 @@ async def test_replica_sync_without_nats_is_refused_at_start() -> None:
 
 async def test_s8_a_short_chaos_run_leaves_all_agreed_and_nothing_behind() -> None:
     assert await chaos_run(3.0, test_seed(), quiet=True) == []
-
-
-async def test_replicas_that_stop_are_known_to_be_gone_at_once() -> None:
-    async with replicas("a", "b") as (_, found):
-        a, b = found["a"], found["b"]
-        await a.book("r", attempt_id=1)
-        await agreed(a, b, requests=1)
-        a.signal(signal.SIGTERM)
-
-        async def gone() -> bool:
-            return not (await b.replica("a")).live
-
-        await eventually(gone, what="the goodbye")
-        assert (await b.mark("r", attempt_id=1)).changed
-        assert (await b.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest())).taken_over == 1

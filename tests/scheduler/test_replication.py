@@ -375,7 +375,18 @@ def test_messages_that_are_no_messages_are_counted_and_change_nothing() -> None:
     assert "'a'" in node.conflict
 
 
-@pytest.mark.parametrize("run", range(6))
+def test_a_replica_that_says_goodbye_is_not_asked_any_more() -> None:
+    world = World("a", "b")
+    world.run(0.1)
+    assert world["b"].replication.live("a")
+    world["a"].replication.leave()
+    world.book("a", "r")
+    world.run(3)
+    assert not world["b"].replication.live("a")
+    assert set(world["b"].state()) == {"r"}, "what it tells to its end counts"
+
+
+@pytest.mark.parametrize("run", range(4))
 def test_s8_replicas_agree_exactly_one_quiet_second_after_losses_repeats_partitions_and_a_kill(run: int) -> None:
     world = World("a", "b", "c", seed=test_seed() + run)
     rng = world.rng

@@ -89,6 +89,7 @@ class LifecycleRpc:
                 outbox.news.set()
                 if len(outbox.next.results) + len(outbox.packed) > MAX_RESULTS:
                     await outbox.room()
+            await operations.answered()
             await outbox.flushed()
         except asyncio.CancelledError:
             if reader not in self._ending:

@@ -107,6 +107,11 @@ class Operations:
             except KvscoutError as error:
                 refuse(result, error)
 
+    async def answered(self) -> None:
+        """Waits until every operation that others carry out is answered."""
+        while self._asking:
+            await asyncio.wait(self._asking)
+
     async def _ask(self, elsewhere: Elsewhere, operation: scheduler_pb2.LifecycleOperation) -> None:
         self._later(await elsewhere.carry_out(operation, self._tenant))
 

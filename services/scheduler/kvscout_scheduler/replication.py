@@ -106,6 +106,7 @@ class Replication:
         self._outbox: list[Outgoing] = []
         self._replies: dict[tuple[str, Incarnation], Iterator[bytes]] = {}
         """Snapshots under way, by who asked and of whom."""
+        self._leaving = False
         self._forgotten: dict[Incarnation, None] = {}
         self._lease_seconds = scheduler.settings.lease_seconds
         self._requests = itertools.count(1)
@@ -162,7 +163,8 @@ class Replication:
 
     def leave(self) -> None:
         """Tells everyone that this replica stops now."""
-        self._beat(leaving=True)
+        self._leaving = True
+        self._beat()
 
     def take(self) -> list[Outgoing]:
         """What is to be sent now, in order; the rest of a snapshot comes one message a call."""
@@ -215,8 +217,7 @@ class Replication:
         of, now = Incarnation(message.replica_id, message.epoch), self._clock()
         if of.replica_id == self.me.replica_id:
             if of.epoch > self.me.epoch:
-                self.conflict = f"another process has the replica id {of.replica_id!r} too"
-                self._warnings.warning("conflict", "%s", self.conflict)
+                self._conflict(of)
             return
         view = self._view(of, now)
         if view is None or view.replaced:
@@ -239,6 +240,11 @@ class Replication:
             case other:
                 self._refuse(f"replica {of.replica_id!r} sent {other or 'nothing'}, which is not known here")
 
+    def _conflict(self, of: Incarnation) -> None:
+        """Someone of our name started after us: the others listen to that one."""
+        self.conflict = f"a later process has the replica id {of.replica_id!r} too, or this clock was set back"
+        self._warnings.warning("conflict", "%s", self.conflict)
+
     def _take_heartbeat(
         self, of: Incarnation, view: View, heartbeat: replication_pb2.ReplicaHeartbeat, now: float
     ) -> None:
@@ -246,6 +252,9 @@ class Replication:
         for position in heartbeat.positions:
             third = Incarnation(position.replica_id, position.epoch)
             if third == self.me or third in self._forgotten:
+                continue
+            if third.replica_id == self.me.replica_id and third.epoch > self.me.epoch:
+                self._conflict(third)
                 continue
             followed = self._view(third, now)
             if followed is not None:
@@ -324,7 +333,7 @@ class Replication:
                 return
             start = end
 
-    def _beat(self, *, query: bool = False, leaving: bool = False) -> None:
+    def _beat(self, *, query: bool = False) -> None:
         self._flush()
         own = self.ownership.log
         heartbeat = replication_pb2.ReplicaHeartbeat(
@@ -338,7 +347,7 @@ class Replication:
                 for of in self.views
             ],
             query=query,
-            leaving=leaving,
+            leaving=self._leaving,
         )
         self._heartbeat_at = self._clock()
         self._send(ALL, self._message(heartbeat=heartbeat))
