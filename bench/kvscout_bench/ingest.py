@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvscout_bench import ingest_jetstream, ingest_zmq
+from kvscout_bench import ingest_bridge, ingest_jetstream, ingest_zmq
 from kvscout_bench.harness import Row
 from kvscout_common.errors import InvalidArgument
 
@@ -38,7 +38,7 @@ class Part(Protocol):
         ...
 
 
-PARTS: tuple[Part, ...] = (ingest_zmq, ingest_jetstream)
+PARTS: tuple[Part, ...] = (ingest_zmq, ingest_jetstream, ingest_bridge)
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,11 +168,17 @@ def _connect(publisher: Driver, indexer: IndexerProcess, engines: int, blocks: i
 
 
 class Prober:
-    """An engine of its own in a thread: publishes a block from time to time and asks until it is found."""
+    """An engine of its own in a thread: publishes a block from time to time and asks until it is found.
 
-    def __init__(self, indexer: IndexerProcess) -> None:
+    Args:
+        indexer: Who is asked.
+        register: Makes it known, by its worker id and where it publishes; None = at the indexer.
+    """
+
+    def __init__(self, indexer: IndexerProcess, register: Callable[[str, str], None] | None = None) -> None:
         self.probes = 0
         self._indexer = indexer
+        self._register = register or indexer.register
         self._visible: list[float] = []
         self._finds: list[float] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -182,7 +188,7 @@ class Prober:
         self._thread = Thread(target=self._run, name="prober")
 
     def __enter__(self) -> Prober:
-        self._indexer.register("probe", self._engine.endpoint)
+        self._register("probe", self._engine.endpoint)
         self._engine.until_subscribed()
         self._thread.start()
         return self

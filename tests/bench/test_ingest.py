@@ -30,6 +30,12 @@ def test_a_quick_run_gives_rows_without_a_verdict_beside_the_published_figures()
     assert "zmq" in said
 
 
+def test_events_are_found_through_a_bridge() -> None:
+    (row,) = IngestBench(only=("bridge/nats-core",), quick=True).run(lambda _: None)
+    assert row.value > 0
+    assert (row.met, row.goal, row.unit) == (None, 15.0, "ms")
+
+
 def test_names_of_rows_are_unique_and_those_of_their_part() -> None:
     names = [row for part in PARTS for row in part.ROWS]
     assert len(set(names)) == len(names)

@@ -1,0 +1,128 @@
+"""Events through a bridge: how soon an event of an engine is found, over NATS core and over JetStream."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import yaml
+
+from kvscout_bench.harness import Case, Goal, Row, Side, compare
+from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, IndexerProcess, until
+from kvscout_bench.ingest_zmq import PUBLISHER, QUICK_DIVISOR, Prober
+from kvscout_bench.machine import this_machine
+from kvscout_bench.nats_process import NatsProcess
+from kvscout_bench.peer import Driver, DriverFailed
+
+NAME = "bridge"
+ENGINES = 8
+MESSAGES = 10_000
+PER_SECOND = 1_000
+TRANSPORTS = ("nats-core", "jetstream")
+
+
+def _case(transport: str) -> Case:
+    return Case(
+        name=f"bridge/{transport}/visible_p99",
+        title=f"event to FindMatches through a bridge, {transport}, p99, 1,000 messages/s",
+        unit="ms",
+        goal=Goal(15.0),
+        workload=transport,
+        value=lambda sample: float(sample["visible_p99"]),
+        p99=None,
+    )
+
+
+CASES = {transport: _case(transport) for transport in TRANSPORTS}
+ROWS: Sequence[str] = [case.name for case in CASES.values()]
+
+
+def run(*, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None]) -> Iterator[Row]:
+    """See `ingest.Part.run`."""
+    machine = this_machine()
+    messages = MESSAGES // QUICK_DIVISOR if quick else MESSAGES
+    for transport, case in CASES.items():
+        if wanted(case.name):
+            samples = [_measure(transport, messages, say) for _ in range(rounds)]
+            side = Side(tuple(case.value(sample) for sample in samples))
+            yield compare(case, side, None, judge=not quick, machine=machine)
+
+
+def _measure(transport: str, messages: int, say: Callable[[str], None]) -> dict[str, float]:
+    with ExitStack() as stack:
+        nats = stack.enter_context(NatsProcess())
+        indexer = stack.enter_context(IndexerProcess("--nats-server", nats.url))
+        publisher = stack.enter_context(Driver(PUBLISHER))
+        endpoints = publisher.ask("open", sockets=ENGINES, blocks=4)["endpoints"]
+        engines = {f"worker-{number}": endpoint for number, endpoint in enumerate(endpoints)}
+
+        def start(worker_id: str, endpoint: str) -> None:
+            stack.enter_context(BridgeProcess({**engines, worker_id: endpoint}, transport, nats.url))
+            known = len(engines) + 1
+            until(lambda: len(indexer.sources()) == known, f"{known} workers in the indexer")
+
+        prober = stack.enter_context(Prober(indexer, start))
+        publisher.ask("await")
+        publisher.ask("prepare", messages=messages)
+        published = publisher.ask("publish", rate=PER_SECOND)
+        prober.stop()
+        # Not by batches applied: what was published before NATS was reached comes as a state.
+        until(lambda: _events(indexer) >= messages + prober.probes, "every event in the indexer")
+        say(f"{transport}: {messages} messages in {published['seconds']:.2f} s, {prober.probes} probes")
+        return prober.sample()
+
+
+def _events(indexer: IndexerProcess) -> int:
+    return sum(source.last_event_id + 1 for source in indexer.sources() if source.HasField("last_event_id"))
+
+
+class BridgeProcess:
+    """A bridge of several engines of one rank; a context manager that ends it.
+
+    Args:
+        engines: Where each publishes.
+        transport: How it publishes.
+        nats: Where.
+
+    Raises:
+        DriverFailed: It does not become ready.
+    """
+
+    def __init__(self, engines: dict[str, str], transport: str, nats: str) -> None:
+        workers = [
+            {
+                "worker_id": worker_id,
+                "model": MODEL,
+                "block_size": BLOCK_SIZE,
+                "event_endpoints": [{"endpoint": endpoint}],
+            }
+            for worker_id, endpoint in engines.items()
+        ]
+        self._folder = tempfile.TemporaryDirectory(prefix="kvscout-bench-bridge-")
+        path = Path(self._folder.name) / "workers.yaml"
+        path.write_text(yaml.safe_dump({"workers": workers}))
+        command = [sys.executable, "-m", "kvscout_bridge.main", "--port", "0", "--metrics-port", "-1"]
+        command += ["--workers-file", str(path), "--transport", transport, "--nats-server", nats]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line or not json.loads(line).get("ready"):
+            self._process.communicate()
+            raise DriverFailed(f"the bridge ended with {self._process.returncode} before it was ready")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.communicate()
+        self._folder.cleanup()
