@@ -24,7 +24,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvscout.v1 import types_pb2
@@ -43,6 +43,7 @@ UNARY_SECONDS = 30.0
 """For how long a scheduler that has no Lifecycle is called by unary rpcs before it is asked again."""
 HEALTH_SECONDS = 1.0
 """How often those are asked that come before the one in use."""
+HEALTH_TIMEOUT_SECONDS = 0.5
 STABLE_SECONDS = 5.0
 MAX_STABLE_SECONDS = 60.0
 REBOOK_SECONDS = 1.0
@@ -55,7 +56,7 @@ class _Health:
     """A member that is not in use, and comes before the one that is."""
 
     well_since: float | None = None
-    stable_seconds: float = STABLE_SECONDS
+    stable_seconds: float = field(default_factory=lambda: STABLE_SECONDS)
     returned_at: float = 0.0
     """When it was last gone back to."""
 
@@ -268,7 +269,7 @@ class Attachment:
     async def _is_well(self, member: SchedulerMember) -> bool:
         request = types_pb2.GetStatusRequest(tenant="*")
         try:
-            status = await member.call(lambda stub: stub.GetStatus, request, min(self._timeout, HEALTH_SECONDS) / 2)
+            status = await member.call(lambda stub: stub.GetStatus, request, min(self._timeout, HEALTH_TIMEOUT_SECONDS))
         except KvscoutError:
             return False
         return not status.service.draining

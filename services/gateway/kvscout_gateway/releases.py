@@ -114,6 +114,7 @@ class Bookings:
         """A booking is held by another scheduler from now on."""
         if booking.leased and booking.scheduler is not None and booking.scheduler is not member:
             booking.elsewhere.append(booking.scheduler)
+        booking.elsewhere = [other for other in booking.elsewhere if other is not member]
         booking.scheduler, booking.leased, booking.prefill_told = member, False, False
         if booking in self._open:
             self._tell_prefill(booking)

@@ -1,0 +1,169 @@
+"""One Lifecycle stream: coalesced, answered by id, and what waits in line is not what hangs."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from processes import eventually
+from scripted_scheduler import FULL, ScriptedScheduler, scripted_scheduler
+
+from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
+from kvscout_common import errors
+from kvscout_gateway import lifecycle
+from kvscout_gateway.lifecycle import LifecycleStream, Operation, name_of
+
+
+@asynccontextmanager
+async def streaming(
+    *in_flight: str, stuck_seconds: float = 10.0
+) -> AsyncIterator[tuple[LifecycleStream, ScriptedScheduler]]:
+    async with scripted_scheduler() as (scheduler, channel):
+        stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)
+        scheduler.booked["known"] = "w"
+        stream = LifecycleStream(stub.Lifecycle, "me", map(ref, in_flight), stuck_seconds=stuck_seconds)
+        try:
+            yield stream, scheduler
+        finally:
+            scheduler.goes_on.set()
+            await stream.close()
+
+
+def ref(request_id: str) -> scheduler_pb2.RequestRef:
+    return scheduler_pb2.RequestRef(model="m", request_id=request_id)
+
+
+def book(stream: LifecycleStream, request_id: str, model: str = "m", blocks: int = 0) -> Operation:
+    request = scheduler_pb2.SelectRequest(model=model, request_id=request_id, block_hashes=range(blocks))
+    return stream.put("select_and_reserve", request)
+
+
+async def worker_of(operation: Operation) -> str:
+    result = await operation.answer
+    assert result is not None
+    assert not result.code
+    return result.select.worker.worker_id
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async def asked() -> object:
+        return condition()
+
+    await eventually(asked)
+
+
+async def test_the_hello_lists_what_is_in_flight_and_learns_what_is_not_known() -> None:
+    async with streaming("known", "lost") as (stream, scheduler):
+        assert await stream.hello == frozenset({name_of(ref("lost"))})
+        assert scheduler.hellos == [["known", "lost"]]
+
+
+async def test_operations_of_one_turn_go_together_and_find_their_own_answers() -> None:
+    async with streaming() as (stream, scheduler):
+        operations = [book(stream, f"r{number}", "nobody" if number % 2 else "m") for number in range(20)]
+        results = [await operation.answer for operation in operations]
+        assert [result.code if result else None for result in results] == [0, 5] * 10
+        assert scheduler.messages == [20]
+        assert (stream.operations, stream.messages) == (20, 1)
+
+
+async def test_what_comes_while_a_message_is_under_way_goes_in_the_next_one_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifecycle, "PACE_SECONDS", 100.0)
+    async with streaming() as (stream, scheduler):
+        await stream.hello
+        scheduler.goes_on.clear()
+        first = book(stream, "a")
+        await until(lambda: stream.messages == 1)
+        later = [book(stream, "b"), stream.put("prefill_complete", ref("b")), stream.put("free", ref("b"))]
+        await asyncio.sleep(0)
+        assert stream.messages == 1
+        scheduler.goes_on.set()
+        await asyncio.gather(*(operation.answer for operation in (first, *later)))
+        assert scheduler.messages == [1, 3]
+
+
+async def test_a_long_message_is_split_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "MESSAGE_BLOCKS", 10)
+    monkeypatch.setattr(lifecycle, "MESSAGE_OPERATIONS", 3)
+    async with streaming() as (stream, scheduler):
+        sizes = (4, 4, 4, 30, 0, 0, 0, 0)
+        await asyncio.gather(*(book(stream, f"{n}", blocks=size).answer for n, size in enumerate(sizes)))
+        assert scheduler.messages == [2, 1, 1, 3, 1]
+
+
+async def test_who_waits_in_line_holds_up_nobody_and_is_not_taken_for_stuck() -> None:
+    async with streaming(stuck_seconds=0.05) as (stream, scheduler):
+        waiting = book(stream, "patient", FULL)
+        assert await worker_of(book(stream, "quick")) == "w"
+        assert stream.carried_out(waiting)
+        assert (waiting.answer.done(), stream.waiting) == (False, 1)
+        for _ in range(20):
+            stream.check()  # probes keep it alive
+            await asyncio.sleep(0.01)
+        assert not stream.ended
+        await scheduler.make_room()
+        assert await worker_of(waiting) == "late"
+        assert stream.waiting == 0
+
+
+async def test_a_probe_tells_that_the_only_one_asked_for_waits_in_line() -> None:
+    async with streaming() as (stream, _):
+        waiting = book(stream, "patient", FULL)
+        stream.probe()
+        await until(lambda: stream.carried_out(waiting))
+        assert not waiting.answer.done()
+
+
+async def test_a_scheduler_that_hangs_is_broken_off_and_whoever_waits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "PROBE_SECONDS", 0.01)
+    async with streaming(stuck_seconds=0.05) as (stream, scheduler):
+        await stream.hello
+        scheduler.goes_on.clear()
+        operation = book(stream, "r")
+
+        async def given_up() -> bool:
+            stream.check()
+            return stream.ended
+
+        await eventually(given_up)
+        assert await operation.answer is None
+        assert isinstance(stream.error, errors.DeadlineExceeded)
+        assert await book(stream, "too late").answer is None
+
+
+async def test_a_stream_that_breaks_says_why() -> None:
+    async with streaming() as (stream, scheduler):
+        await stream.hello
+        waiting = book(stream, "r", FULL)
+        await until(lambda: scheduler.heard)
+        scheduler.cut()
+        assert await waiting.answer is None
+        assert stream.changed.is_set()
+        assert not stream.draining
+    async with scripted_scheduler() as (scheduler, channel):
+        scheduler.refuses = errors.PermissionDenied("no")
+        stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)
+        stream = LifecycleStream(stub.Lifecycle, "me", ())
+        assert await stream.hello is None
+        assert isinstance(stream.error, errors.PermissionDenied)
+
+
+async def test_a_scheduler_that_drains_says_so_and_is_served_to_the_end() -> None:
+    async with streaming() as (stream, scheduler):
+        await stream.hello
+        await scheduler.drain()
+        await stream.changed.wait()
+        assert (stream.draining, stream.ended) == (True, False)
+        freeing = stream.put("free", ref("r"))
+        await stream.close()
+        assert await freeing.answer is not None
+        assert stream.ended
+
+
+async def test_what_nobody_waits_for_any_more_is_not_sent() -> None:
+    async with streaming() as (stream, scheduler):
+        stream.drop(book(stream, "dropped"))
+        await worker_of(book(stream, "kept"))
+        assert scheduler.heard == ["select_and_reserve kept"]
