@@ -262,6 +262,28 @@ mod tests {
     }
 
     #[test]
+    fn whatever_comes_is_read_or_left_alone() {
+        let overlaps = message(&[(1, b"worker"), (1, "wörker".as_bytes()), (3, &[1, 2]), (7, &[2, 2])]);
+        let select = message(&[(1, b"m"), (4, b"r"), (6, &[1; 16]), (9, &overlaps)]);
+        let usual = message(&[(3, &message(&[(3, &select)])), (3, &message(&[(7, &reference_of("t"))]))]);
+        let mut state = 1_u64;
+        for _ in 0..200_000 {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let mut changed = usual.clone();
+            let place = (state >> 33) as usize % changed.len();
+            changed[place] = (state >> 25) as u8;
+            changed.truncate(if state >> 63 == 0 {
+                changed.len()
+            } else {
+                (state >> 41) as usize % changed.len()
+            });
+            if let Some(read) = operations(&changed, "*") {
+                assert!(read.len() <= changed.len());
+            }
+        }
+    }
+
+    #[test]
     fn a_tenant_that_is_not_the_callers_is_left_to_the_plain_path() {
         let of = |tenant: &str| message(&[(5, &reference_of(tenant))]);
         let mine = message(&[(1, b"mine"), (3, &of("")), (3, &of("mine"))]);
