@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import shutil
 from collections.abc import AsyncIterator, Iterator
@@ -101,6 +102,19 @@ async def test_a_new_replica_reads_the_stream_from_its_first_message(world: Worl
         await w.publish(removed([7]))
         await until_overlap(client, 6)
         assert (await client.status()).state == LIVE
+
+
+async def test_a_request_that_was_filled_is_followed_by_the_next_without_a_break(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvscout.indexer")
+    w = world.publisher()
+    async with local_indexer(config(world)) as (client, _):
+        await register(client)
+        for number in range(3 * stream_pull.BATCH):
+            await w.publish(stored([number + 1]))
+        await client.until_applied(3 * stream_pull.BATCH - 1)
+    assert not [record for record in caplog.records if "the server says" in record.getMessage()]
 
 
 async def test_events_before_registration_count_once_the_worker_is_registered(world: World) -> None:
