@@ -18,8 +18,8 @@ pub struct Names {
     text: Vec<u8>,
     /// By slot.
     entries: Vec<Entry>,
-    /// Places among the entries.
-    table: HashTable<u32>,
+    /// The same, and their places.
+    table: HashTable<(Entry, u32)>,
 }
 
 impl Names {
@@ -33,13 +33,10 @@ impl Names {
         }
         made.entries.sort_unstable_by_key(|entry| entry.slot);
         let Self { text, entries, table } = &mut made;
-        let hash = |place: &u32| {
-            let entry = &entries[*place as usize];
-            hash_of(name(text, entry), entry.dp_rank)
-        };
-        (0..entries.len() as u32).for_each(|place| {
-            table.insert_unique(hash(&place), place, hash);
-        });
+        let hash = |(entry, _): &(Entry, u32)| hash_of(name(text, entry), entry.dp_rank);
+        for (place, entry) in (0..).zip(&*entries) {
+            table.insert_unique(hash(&(*entry, place)), (*entry, place), hash);
+        }
         made
     }
 
@@ -64,14 +61,15 @@ impl Search<'_> {
     pub fn slot(&mut self, worker_id: &[u8], dp_rank: u32) -> Option<u32> {
         let Names { text, entries, table } = self.names;
         let is = |entry: &Entry| entry.dp_rank == dp_rank && name(text, entry) == worker_id;
-        if !(self.in_order && entries.get(self.next).is_some_and(is)) {
-            let hash = hash_of(worker_id, dp_rank);
-            let place = *table.find(hash, |&place| is(&entries[place as usize]))? as usize;
-            self.in_order = place == self.next;
-            self.next = place;
+        let mut found = entries.get(self.next).filter(|entry| self.in_order && is(entry));
+        if found.is_none() {
+            let (entry, place) = table.find(hash_of(worker_id, dp_rank), |(entry, _)| is(entry))?;
+            self.in_order = *place as usize == self.next;
+            self.next = *place as usize;
+            found = Some(entry);
         }
         self.next += 1;
-        Some(entries[self.next - 1].slot)
+        found.map(|entry| entry.slot)
     }
 }
 

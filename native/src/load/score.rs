@@ -37,18 +37,20 @@ impl ActiveLoad {
     pub fn score(&self, slots: Option<&[u32]>, question: &Question<'_>) -> Scores {
         let Question { isl_tokens, overlap_score_weight: weight, scale, .. } = *question;
         let size = self.requests.len();
-        // (device, effective) and shared blocks by slot.
-        let mut cached = vec![(0_u32, 0.0_f64); size];
+        // By slot; the weighted overlap only where it is not that of the device.
+        let mut device = vec![0_u32; size];
+        let mut weighted = Vec::new();
         if let Some(overlaps) = question.overlaps {
+            if overlaps.slower_tiers {
+                weighted.resize(size, 0.0);
+            }
             let mut search = self.names.search();
             for (worker_id, row) in overlaps.rows() {
                 if let Some(slot) = search.slot(worker_id, row.dp_rank) {
-                    let effective = match (weight, overlaps.slower_tiers) {
-                        (0.0, _) => 0.0,
-                        (_, false) => f64::from(row.device),
-                        (_, true) => row.effective(question.host_weight, question.disk_weight),
-                    };
-                    cached[slot as usize] = (row.device, effective);
+                    device[slot as usize] = row.device;
+                    if let Some(effective) = weighted.get_mut(slot as usize) {
+                        *effective = row.effective(question.host_weight, question.disk_weight);
+                    }
                 }
             }
         }
@@ -61,8 +63,12 @@ impl ActiveLoad {
         let request_blocks = i64::from(isl_tokens.div_ceil(question.lane.block_size));
         let slots = slots.unwrap_or(&self.order).iter().map(|&slot| slot as usize);
         // Column by column: each is one simple loop.
-        let device_blocks = slots.clone().map(|slot| cached[slot].0).collect();
-        let effective_blocks: Vec<f64> = slots.clone().map(|slot| cached[slot].1).collect();
+        let device_blocks: Vec<u32> = slots.clone().map(|slot| device[slot]).collect();
+        let effective_blocks: Vec<f64> = match (weight, weighted.is_empty()) {
+            (0.0, _) => vec![0.0; slots.len()],
+            (_, true) => device_blocks.iter().map(|&blocks| f64::from(blocks)).collect(),
+            (_, false) => slots.clone().map(|slot| weighted[slot]).collect(),
+        };
         let prefill_tokens: Vec<f64> = slots
             .clone()
             .zip(&effective_blocks)
