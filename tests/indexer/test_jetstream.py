@@ -107,7 +107,7 @@ async def test_a_new_replica_reads_the_stream_from_its_first_message(world: Worl
 async def test_a_request_that_was_filled_is_followed_by_the_next_without_a_break(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvscout.indexer")
+    caplog.set_level(logging.INFO)
     w = world.publisher()
     async with local_indexer(config(world)) as (client, _):
         await register(client)
