@@ -11,6 +11,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgpack
@@ -115,15 +116,15 @@ async def core(recorded: Recording) -> list[WorkerDump]:
         return await all_of(client, stub, recorded)
 
 
-async def bridge(recorded: Recording) -> list[WorkerDump]:
+async def bridge(recorded: Recording, transport: Transport = Transport.NATS_CORE) -> list[WorkerDump]:
     """A real bridge before the engine's sockets, killed and started again in the midst."""
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(nats_server())
         client, indexer, stub = await stack.enter_async_context(served_indexer(nats_config(server.url)))
-        follow(indexer, Transport.NATS_CORE, block_size=recorded.block_size, dp_size=len(recorded.ranks))
+        follow(indexer, transport, block_size=recorded.block_size, dp_size=len(recorded.ranks))
         engines = [await stack.enter_async_context(recorded_engine()) for _ in recorded.ranks]
         flags = ["--worker-id", "w", "--model", MODEL, "--block-size", str(recorded.block_size), "--no-register"]
-        flags += ["--transport", "nats-core", "--nats-server", server.url]
+        flags += ["--transport", str(transport), "--nats-server", server.url]
         for engine in engines:
             flags += ["--event-endpoint", engine.endpoint, "--replay-endpoint", engine.replay_endpoint]
         half = [len(batches) // 2 for batches in recorded.ranks]
@@ -183,6 +184,7 @@ TRANSPORTS: dict[str, Callable[[Recording], Awaitable[list[WorkerDump]]]] = {
     "ZMQ direct": direct,
     "NATS core": core,
     "bridge": bridge,
+    "bridge, JetStream": partial(bridge, transport=Transport.JETSTREAM),
     "gRPC push": push,
     "peer": peer,
 }
@@ -191,7 +193,12 @@ TRANSPORTS: dict[str, Callable[[Recording], Awaitable[list[WorkerDump]]]] = {
 @pytest.mark.parametrize(
     ("transport", "name"),
     # Processes take seconds to start: two recordings are enough for those.
-    [(transport, name) for transport in TRANSPORTS for name in BLOCK_SIZES if transport != "bridge" or name in BRIDGED],
+    [
+        (transport, name)
+        for transport in TRANSPORTS
+        for name in BLOCK_SIZES
+        if "bridge" not in transport or name in BRIDGED
+    ],
 )
 async def test_a_recording_ends_in_the_same_state_whatever_brings_it(transport: str, name: str) -> None:
     recorded = recording(name)
