@@ -11,6 +11,7 @@ import grpc
 import pytest
 from aiohttp import web
 from gateway_stack import MODEL, Answer, GatewayClient, Stack, connected, fresh_prompt, running_stack
+from nats_server import nats_server
 from process_metrics import scrape
 from processes import Running, eventually, running
 from scripted_engine import answer, begin, scripted_engine, send, send_tokens
@@ -291,6 +292,34 @@ async def test_a_scheduler_that_drains_hands_over_before_it_ends() -> None:
         await runs.ended()
         await at_second.until_idle()
         assert await ended_by_themselves(at_second) == {}
+
+
+async def test_a_replica_takes_over_what_it_knows_and_nothing_is_booked_anew() -> None:
+    async with nats_server() as nats:
+        replica = ("--nats-server", nats.url, "--router-replica-sync")
+        async with (
+            running("kvscout_scheduler.main", *replica) as second,
+            holding("--scheduler", second.address, scheduler_flags=replica) as (stack, script),
+            connected(stack.gateway, second, stack.indexer) as at_second,
+        ):
+            client = stack.client
+            await until_streaming(client, stack.gateway, stack.scheduler.address)
+            runs = Runs(client)
+            await runs.start(6)
+            await runs.start(2, prefill=True)
+            await eventually(lambda: prefilling(client, 2))
+            before = sorted(await client.loads())
+            await until_loads(at_second, before)  # as mirrors
+            stack.scheduler.process.kill()
+            await stack.scheduler.process.wait()
+            await until_streaming(client, stack.gateway, second.address)
+            assert sorted(await at_second.loads()) == before
+            assert [helper.rebooked for helper in (await client.status()).helpers] == [0, 0]
+            await runs.start(1)
+            script.goes_on.set()
+            await runs.ended()
+            await at_second.until_idle()
+            assert await ended_by_themselves(at_second) == {}
 
 
 @asynccontextmanager
