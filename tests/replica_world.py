@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -32,6 +33,8 @@ class Node:
         self.replication = Replication(self.core, name, clock=clock, wall_clock=clock)
         self.away = False
         """Stopped (SIGSTOP): its messages wait for it."""
+        self.on_wake: list[Callable[[], None]] = []
+        """What it learns as soon as it is not."""
         self.cut_off = False
         """Its connection is down: messages to and from it are lost."""
         for worker_id in workers:
@@ -137,6 +140,8 @@ class World:
             self._ticked_at = self.clock.now
         for node in list(self.nodes.values()):
             if not node.away:
+                while node.on_wake:
+                    node.on_wake.pop(0)()
                 if tick:
                     node.replication.tick()
                     node.core.expire()

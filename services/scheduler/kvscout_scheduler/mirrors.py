@@ -84,6 +84,7 @@ class Mirrors:
             != (claim.attempt_id, claim.rank, claim.isl_tokens, claim.uncached_tokens)
             or (prefill and mirror.phase is Phase.DECODE)
             or claim.output_blocks < mirror.output_blocks
+            or claim.block_hashes != mirror.block_hashes
         ):
             return False
         load = mirror.pool.load

@@ -174,7 +174,7 @@ class Ownership:
                 assert held is not None, f"{key} is here, and nobody's"
                 assert booking.mirror == (held.by != self.me)
                 claim = held.claim._replace(term=1, choice=None, owner_since=0)
-                assert claim_of(booking, 1)._replace(choice=None) == claim
+                assert claim_of(booking, 1)._replace(choice=None) == claim, f"{booking} is claimed as {claim}"
 
     # Journal: what happened to our bookings.
 
