@@ -145,7 +145,7 @@ class Candidates:
         lane_of = self._pool.lane_of
         return [tokens / lane_of[slot].block_size for slot, tokens in zip(self.slots, self.prefill_tokens, strict=True)]
 
-    @cached_property
+    @property
     def kv_costs(self) -> Sequence[float]:
         """Cost of `kvscout_scheduler.cost`; where block sizes differ, in blocks of the smallest."""
         return self._column(lambda scores: scores.costs)
@@ -153,7 +153,8 @@ class Candidates:
     def overlap(self, index: int) -> tuple[int, float]:
         """`device_blocks` and `effective_blocks` of one candidate."""
         if len(self._prompts) == 1:
-            return self._scores[next(iter(self._prompts))].overlap(index)
+            (scores,) = self._scores.values()
+            return scores.overlap(index)
         return self.device_blocks[index], self.effective_blocks[index]
 
     def uncached_tokens(self, index: int) -> int:
@@ -218,6 +219,9 @@ class Candidates:
 
     def _column(self, column: Callable[[Scores], Sequence[T]]) -> Sequence[T]:
         """A column of the scores in the candidates' order."""
+        if len(self._prompts) == 1:
+            (scores,) = self._scores.values()
+            return column(scores)
         return self._by_lane(lambda lane, slots: column(self._scores[lane]))
 
     def _by_lane(self, column: Callable[[Lane, Sequence[int]], Sequence[T]]) -> Sequence[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from kvscout_scheduler.decision import Candidate, Decision, Explanation
 from kvscout_scheduler.eligibility import eligible
 from kvscout_scheduler.policies import Policy, PolicyRegistry
 from kvscout_scheduler.pool import Pool
-from kvscout_scheduler.request import SelectionRequest
+from kvscout_scheduler.request import NO_OVERRIDE, SelectionRequest
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.thresholds import BusyThresholds
 
@@ -37,6 +38,16 @@ class Selector:
     def __init__(self, settings: SchedulerSettings, registry: PolicyRegistry, rng: Random) -> None:
         registry.check(settings.policy)
         self._settings = settings
+        self._defaults = {
+            books: SelectionSettings(
+                overlap_score_weight=settings.overlap_score_weight,
+                router_temperature=settings.router_temperature,
+                tier_weights=settings.tier_weights,
+                cpu_to_gpu_ratio=settings.cpu_to_gpu_ratio,
+                books=books,
+            )
+            for books in (False, True)
+        }
         self._registry = registry
         self._rng = rng
 
@@ -96,14 +107,14 @@ class Selector:
         return Selected(decision, slot, candidates.prompt(lane).block_hashes, candidates.total_blocks(lane))
 
     def _in_effect(self, request: SelectionRequest, books: bool) -> SelectionSettings:
-        defaults, override = self._settings, request.override
+        defaults, override = self._defaults[books], request.override
+        if override is NO_OVERRIDE:
+            return defaults
         weight, temperature = override.overlap_score_weight, override.router_temperature
-        return SelectionSettings(
+        return replace(
+            defaults,
             overlap_score_weight=defaults.overlap_score_weight if weight is None else weight,
             router_temperature=defaults.router_temperature if temperature is None else temperature,
-            tier_weights=defaults.tier_weights,
-            cpu_to_gpu_ratio=defaults.cpu_to_gpu_ratio,
-            books=books,
         )
 
     def _policy(self, pool: Pool, name: str) -> Policy:
