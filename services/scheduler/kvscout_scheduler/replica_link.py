@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvscout.replicas")
 
 COALESCE_SECONDS = 0.001
+"""Between two messages; snapshots go at this pace too."""
 PENDING_MESSAGES = 65_536
 PENDING_BYTES = 64 * 1024 * 1024
 """Messages that wait to be taken; what is beyond them is lost, and comes with a snapshot."""
@@ -149,10 +150,13 @@ class ReplicaLink:
                 self._news.set()
 
     async def _send(self) -> None:
+        sent_at = 0.0
         while True:
             await self._news.wait()
-            await asyncio.sleep(COALESCE_SECONDS)
+            # What comes alone leaves at once, what comes in numbers gathers.
+            await asyncio.sleep(max(0.0, sent_at + COALESCE_SECONDS - time.monotonic()))
             self._news.clear()
+            sent_at = time.monotonic()
             await self._publish()
             end_if_cancelled()
             if self._replication.busy:
