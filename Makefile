@@ -2,7 +2,9 @@
 PY := .venv/bin/python
 CARGO := $(shell command -v cargo 2>/dev/null)
 NATIVE := native/Cargo.toml
-CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo
+# Tests wait for processes more than they compute.
+TEST_WORKERS ?= 3
+CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler
 SOURCES := common services clients bench protos/generate.py tests
 .DEFAULT_GOAL := help
 
@@ -29,7 +31,7 @@ test: ## Run every test (pytest, and cargo test where cargo is).
 ifneq ($(CARGO),)
 	cargo test --quiet --manifest-path $(NATIVE) --no-default-features
 endif
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(TEST_WORKERS)
 
 fuzz: ## Fuzz the index and every decoder, for an hour or FUZZ_SECONDS; libFuzzer targets where cargo-fuzz is.
 	PYTHONPATH=tests $(PY) tests/fuzz.py
