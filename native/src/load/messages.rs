@@ -133,9 +133,9 @@ fn reference(bytes: &[u8]) -> Option<Name<'_>> {
     let mut name = Name::default();
     let mut reader = Reader::new(bytes);
     while let Some(field) = reader.next()? {
-        match field {
-            (1..=5, _) => name.read(field)?,
-            _ => {} // of a later version
+        // Others are of a later version.
+        if let (1..=5, _) = field {
+            name.read(field)?;
         }
     }
     Some(name)
