@@ -6,7 +6,7 @@ The one module of this package that imports the extension, and does so only wher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
@@ -164,6 +164,9 @@ class NativeCosts(Ranked):
 
     def __len__(self) -> int:
         return len(self._core)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._core.costs)
 
     @overload
     def __getitem__(self, index: int) -> float: ...
