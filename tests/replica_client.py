@@ -12,9 +12,11 @@ from typing import Any
 import grpc
 from chaos.members import Member, free_ports
 from process_metrics import scrape
+from processes import eventually
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, workers_pb2
 from kvscout_common.channel import call, open_channel
+from kvscout_common.errors import Unavailable
 
 MODEL = "m"
 BLOCK = 16
@@ -75,10 +77,19 @@ class ReplicaClient:
         return await call(getattr(self.stub, name), request, timeout=DEADLINE_SECONDS)
 
     async def register(self, *worker_ids: str) -> None:
-        """Registers workers, for every replica."""
+        """Registers workers, for every replica, as soon as the registry in NATS is there."""
         for worker_id in worker_ids:
             worker = workers_pb2.Worker(worker_id=worker_id, model=MODEL, block_size=BLOCK)
-            await self.rpc("RegisterWorker", workers_pb2.RegisterWorkerRequest(worker=worker))
+            request = workers_pb2.RegisterWorkerRequest(worker=worker)
+
+            async def registered(request: workers_pb2.RegisterWorkerRequest = request) -> bool:
+                try:
+                    await self.rpc("RegisterWorker", request)
+                except Unavailable:
+                    return False
+                return True
+
+            await eventually(registered, what="a registration")
 
     def knows_workers(self, number: int) -> Callable[[], Awaitable[bool]]:
         """Whether it knows so many workers."""

@@ -25,7 +25,6 @@ from processes import eventually
 from replica_client import BLOCK, MODEL, GatewayStream, ReplicaClient, gateway
 
 from kvscout.v1 import scheduler_pb2, types_pb2
-from kvscout_common.errors import Unavailable
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
 SEED = int(os.environ.get("CHAOS_SEED", SystemRandom().randrange(2**32)))
@@ -150,7 +149,7 @@ class World:
             await relay.start()
             self.replicas.append(ReplicaClient(f"s{number}", relay.url))
         await asyncio.gather(*(replica.start() for replica in self.replicas))
-        await eventually(self._registered, what="the workers")
+        await self.replicas[0].register(*WORKERS)
         for replica in self.replicas:
             await eventually(replica.knows_workers(len(WORKERS)), what="the workers")
 
@@ -214,13 +213,6 @@ class World:
             if sum(load[0] for load in loads.values()) != len(requests):
                 found.append(f"{replica.name}: {len(requests)} requests, but loads {loads}")
         return found
-
-    async def _registered(self) -> bool:
-        try:
-            await self.replicas[0].register(*WORKERS)
-        except Unavailable:
-            return False
-        return True
 
 
 async def run(seconds: float, seed: int, *, quiet: bool = False) -> list[str]:
