@@ -287,6 +287,9 @@ class Scores:
     def overlap(self, index: int) -> tuple[int, float]:
         """Device blocks and effective blocks of one candidate."""
 
+    def draw(self, temperature: float, uniform: float) -> int:
+        """The candidate that a number in 0 .. 1 draws at a temperature above 0."""
+
     def least(self) -> list[int]:
         """Indexes of the least cost, ascending."""
 

@@ -104,6 +104,34 @@ impl Scores {
         let ties = self.costs.iter().enumerate().filter(|&(_, &cost)| cost == least);
         ties.map(|(candidate, _)| candidate).collect()
     }
+
+    /// The candidate that a number in 0 .. 1 draws at a temperature above 0: softmax over range-normalised costs, as in
+    /// `kvscout_scheduler.choose`; None of no candidates.
+    pub fn draw(&self, temperature: f64, uniform: f64) -> Option<usize> {
+        let finite = || self.costs.iter().copied().filter(|cost| cost.is_finite());
+        let (least, most) =
+            (finite().fold(f64::INFINITY, f64::min), finite().fold(f64::NEG_INFINITY, f64::max));
+        // Halved first: the range of two finite costs may be infinite, that of their halves is not.
+        let (least, span) = (least / 2.0, most / 2.0 - least / 2.0);
+        let weights: Vec<f64> = (self.costs.iter())
+            .map(|&cost| match (least.is_finite(), cost.is_finite()) {
+                (false, _) => 1.0,
+                (true, false) => 0.0,
+                (true, true) if span == 0.0 => 1.0,
+                (true, true) => (-((cost / 2.0 - least) / span / temperature)).exp(),
+            })
+            .collect();
+        let total: f64 = weights.iter().sum();
+        let mut reached = 0.0;
+        let reaches: Vec<f64> = (weights.iter())
+            .map(|weight| {
+                reached += weight / total;
+                reached
+            })
+            .collect();
+        let last = reaches.len().checked_sub(1)?;
+        Some(reaches[..last].partition_point(|&reach| reach <= uniform * reached))
+    }
 }
 
 #[cfg(test)]
@@ -156,6 +184,17 @@ mod tests {
         let scores = load.score(None, &question(&[1, 2, 9], None));
         assert_eq!(scores.decode_blocks, [10, 10, 11]);
         assert_eq!(scores.least(), [0, 1]);
+    }
+
+    #[test]
+    fn a_temperature_draws_by_cost() {
+        let costs = |costs: &[f64]| Scores { costs: costs.to_vec(), ..Scores::default() };
+        let even = costs(&[3.0; 4]);
+        assert_eq!([0.0, 0.3, 0.6, 0.99].map(|uniform| even.draw(1.0, uniform)), [0, 1, 2, 3].map(Some));
+        let uneven = costs(&[f64::INFINITY, 1e300, -1e300]);
+        assert_eq!([0.0, 0.1, 0.5].map(|uniform| uneven.draw(1.0, uniform)), [1, 1, 2].map(Some));
+        assert_eq!(costs(&[f64::INFINITY; 2]).draw(1.0, 0.7), Some(1));
+        assert_eq!(costs(&[]).draw(1.0, 0.5), None);
     }
 
     #[test]

@@ -184,6 +184,11 @@ impl Scores {
         Ok((device, effective))
     }
 
+    fn draw(&self, temperature: f64, uniform: f64) -> PyResult<usize> {
+        let drawn = self.scores.draw(temperature, uniform);
+        drawn.ok_or_else(|| PyIndexError::new_err("there are no candidates"))
+    }
+
     fn least(&self) -> Vec<usize> {
         self.scores.least()
     }

@@ -13,11 +13,15 @@ from random import Random
 
 
 class Ranked(Sequence[float], ABC):
-    """Costs that know the least of them."""
+    """Costs that find the least of them, and draw, by themselves."""
 
     @abstractmethod
     def least(self) -> Sequence[int]:
         """Indexes of the least cost, ascending."""
+
+    @abstractmethod
+    def draw(self, temperature: float, uniform: float) -> int:
+        """Index of the cost that a number in 0 .. 1 draws at a temperature above 0."""
 
 
 def choose(costs: Sequence[float], temperature: float, rng: Random) -> int:
@@ -29,6 +33,8 @@ def choose(costs: Sequence[float], temperature: float, rng: Random) -> int:
         rng: Where the draw comes from; not asked when there is nothing to draw.
     """
     if temperature > 0:
+        if isinstance(costs, Ranked):
+            return costs.draw(temperature, rng.random())
         weights = probabilities(costs, temperature)
         return rng.choices(range(len(weights)), weights)[0]
     ties = costs.least() if isinstance(costs, Ranked) else least_of(costs)

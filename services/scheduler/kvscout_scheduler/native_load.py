@@ -162,6 +162,10 @@ class NativeCosts(Ranked):
         """See `Ranked`."""
         return self._core.least()
 
+    def draw(self, temperature: float, uniform: float) -> int:
+        """See `Ranked`."""
+        return self._core.draw(temperature, uniform)
+
     def __len__(self) -> int:
         return len(self._core)
 
