@@ -170,6 +170,6 @@ class ReplicaLink:
                 continue
             try:
                 await client.publish(self._all if to == ALL else self._inbox(to), payload)
-            except nats.errors.Error as error:
+            except (nats.errors.Error, OSError) as error:
                 self.lost += 1
                 log.debug("a message for replicas is lost: %r", error)
