@@ -37,7 +37,8 @@ impl Pool {
         let mut load = ActiveLoad::new(true);
         let names: Vec<String> = (0..workers).map(|worker| format!("worker-{worker:04}")).collect();
         load.arrange(names.iter().zip(0..).map(|(name, slot)| (&**name, 0, slot)));
-        let asked: Vec<Asked> = (0..PROMPTS).map(|prompt| Asked::new(prompt, blocks, &names, shuffled)).collect();
+        let asked: Vec<Asked> =
+            (0..PROMPTS).map(|prompt| Asked::new(prompt, blocks, &names, shuffled)).collect();
         for slot in 0..workers {
             let hashes = &asked[slot as usize % asked.len()].hashes;
             load.add(slot, LANE, hashes, 1, i64::from(slot % 7) * 16);
