@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -63,14 +64,26 @@ class NatsServer:
             await self._process.wait()
 
     def pause(self) -> None:
-        """SIGSTOP."""
+        """SIGSTOP; returns when every thread stands still: until then some of them still answer."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        while tasks.is_dir() and not all(_is_stopped(task) for task in tasks.iterdir()):
+            time.sleep(0.001)
 
     def resume(self) -> None:
         """SIGCONT."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+
+
+def _is_stopped(task: Path) -> bool:
+    """Whether a thread, a folder of /proc, is stopped or has ended."""
+    try:
+        stat = (task / "stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in "TtZX"
 
 
 @asynccontextmanager

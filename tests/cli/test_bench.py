@@ -10,7 +10,9 @@ from click.testing import CliRunner
 
 from kvscout_bench.harness import Row
 from kvscout_bench.index_bench import IndexBench
+from kvscout_bench.ingest import IngestBench
 from kvscout_bench.machine import Machine
+from kvscout_bench.scheduler_bench import SchedulerBench
 from kvscout_cli.main import main
 
 ROW = Row(
@@ -31,41 +33,52 @@ ROW = Row(
 )
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[IndexBench]:
-    """The benchmarks that were run; each gives one row."""
-    benches: list[IndexBench] = []
+Bench = IndexBench | IngestBench | SchedulerBench
 
-    def run(bench: IndexBench, say: Callable[[str], None]) -> Iterator[Row]:
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Bench]:
+    """The benchmarks that were run; each gives one row."""
+    benches: list[Bench] = []
+
+    def run(bench: Bench, say: Callable[[str], None]) -> Iterator[Row]:
         benches.append(bench)
         say("native/hot")
         yield ROW
 
-    monkeypatch.setattr(IndexBench, "run", run)
+    for bench in (IndexBench, IngestBench, SchedulerBench):
+        monkeypatch.setattr(bench, "run", run)
     return benches
 
 
-def test_without_a_subcommand_everything_is_measured_once(asked: list[IndexBench]) -> None:
+def test_without_a_subcommand_everything_is_measured_once(asked: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench"])
     assert result.exit_code == 0, result.output
-    assert asked == [IndexBench()]
+    assert asked == [IndexBench(), IngestBench(), SchedulerBench()]
 
 
-def test_options_reach_the_benchmark(asked: list[IndexBench]) -> None:
+@pytest.mark.parametrize(("name", "bench"), [("ingest", IngestBench), ("scheduler", SchedulerBench)])
+def test_every_subcommand_measures_its_own(asked: list[Bench], name: str, bench: type[IngestBench]) -> None:
+    result = CliRunner().invoke(main, ["bench", name, "--rounds", "2", "--quick"])
+    assert result.exit_code == 0, result.output
+    assert asked == [bench(rounds=2, quick=True)]
+
+
+def test_options_reach_the_benchmark(asked: list[Bench]) -> None:
     arguments = ["--peer", "dynamo", "--rounds", "2", "--only", "hot/", "--only", "large/", "--quick"]
     result = CliRunner().invoke(main, ["bench", "index", *arguments])
     assert result.exit_code == 0, result.output
     assert asked == [IndexBench(peer="dynamo", rounds=2, only=("hot/", "large/"), quick=True)]
 
 
-def test_json_is_one_object_a_line_and_nothing_else(asked: list[IndexBench]) -> None:
+def test_json_is_one_object_a_line_and_nothing_else(asked: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench", "index", "--json"])
     lines = result.stdout.splitlines()
     assert [json.loads(line)["workload"] for line in lines] == ["native/hot/find_hashes"]
     assert len(asked) == 1
 
 
-def test_the_table_names_the_workload_its_goal_and_the_machine(asked: list[IndexBench]) -> None:
+def test_the_table_names_the_workload_its_goal_and_the_machine(asked: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench", "index"])
     assert "a find" in result.stdout
     assert "2.00×" in result.stdout

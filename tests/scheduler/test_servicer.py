@@ -26,7 +26,6 @@ from kvscout_common.errors import (
     NotFound,
     ResourceExhausted,
     Unavailable,
-    Unimplemented,
 )
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
@@ -691,6 +690,7 @@ async def test_a_scheduler_that_drains_takes_nothing_new_and_finishes_the_rest(c
     await client.idle()
 
 
-async def test_replicas_of_later_releases_are_unimplemented(client: Client) -> None:
-    with pytest.raises(Unimplemented):
-        await client.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest())
+async def test_without_replicas_it_says_how_to_have_them(client: Client) -> None:
+    found = await client.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest())
+    assert "--router-replica-sync" in found.problem
+    assert not found.replicas

@@ -95,7 +95,11 @@ class Bridge:
         for rank in self._ranks.values():
             self._let_end(rank.close())
         await self.sender.drained(self.outbox)
-        await self._write_records()
+        try:
+            await self._write_records()
+        except (nats.errors.Error, TimeoutError, OSError) as error:
+            # The next bridge goes on from the record before this one.
+            log.warning("the last event of each engine was not written down: %r", error)
 
     async def close(self) -> None:
         """Closes every socket."""

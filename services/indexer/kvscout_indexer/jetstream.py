@@ -27,7 +27,7 @@ from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.native_index import NativeIndex, state_messages
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.nats_link import NatsLink
+from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
@@ -184,6 +184,7 @@ class JetStream:
     async def _discover(self) -> None:
         """Finds the streams of the namespace: their sources may be registered at any time, and want their past."""
         while True:
+            end_if_cancelled()
             try:
                 if self._reset_states:
                     await self._reset()

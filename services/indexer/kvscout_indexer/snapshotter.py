@@ -18,7 +18,7 @@ from nats.js.api import KeyValueConfig
 from nats.js.errors import BadRequestError, KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
 
-from kvscout_common.nats_link import NatsLink
+from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.nats_names import encode_name
 from kvscout_common.shards import Shard
 from kvscout_common.telemetry import RateLimitedLog
@@ -118,6 +118,7 @@ class Snapshotter:
         """Takes snapshots until cancelled."""
         await self._reader.caught_up.wait()
         while True:
+            end_if_cancelled()
             await asyncio.sleep(LOOK_SECONDS)
             if not self._due():
                 continue

@@ -157,13 +157,15 @@ class StreamPull:
         description = headers.get("Description", "")
         if status == "100":
             return
-        if status == "408" or (status == "409" and "MaxBytes" in description):
+        if status == "408":
             self._asked -= int(headers.get("Nats-Pending-Messages", BATCH))
+        elif status == "409" and "MaxBytes" in description:
+            self._asked -= int(headers.get("Nats-Pending-Messages", BATCH))
+            if not self._came_since_request:
+                self._batch_bytes = min(2 * self._batch_bytes, MAX_BATCH_BYTES)
         elif status == "409" and "Batch Completed" in description:
             # Where bytes were limited, too, the server says that all that a request asked for has come.
             self._asked -= int(headers.get("Nats-Pending-Messages", 0))
-            if status == "409" and not self._came_since_request:
-                self._batch_bytes = min(2 * self._batch_bytes, MAX_BATCH_BYTES)
         else:
             self._broken = f"the server says {status} {description}".rstrip()
         self._arrived()

@@ -22,7 +22,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import NotFoundError
 
 from kvscout_blocks.event_stream import ensure_stream
-from kvscout_common.nats_link import NatsLink
+from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.shards import Shard
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_indexer.position import SnapshotId, SnapshotSchedule, StreamState, follows, resume
@@ -122,6 +122,7 @@ class StreamReader:
         """Reads until cancelled."""
         try:
             while True:
+                end_if_cancelled()
                 await self._connected.wait()
                 try:
                     await self._place()
@@ -173,6 +174,7 @@ class StreamReader:
     async def _place(self) -> None:
         """Decides where to go on, and loads what is needed for it."""
         while True:
+            end_if_cancelled()
             stream = await self.state()
             self.stream = stream
             if self.sources.incarnation is not None and follows(stream, self.sources.incarnation, self.position):
@@ -217,6 +219,7 @@ class StreamReader:
             await pull.open()
             check_at = time.monotonic() + CHECK_SECONDS
             while True:
+                end_if_cancelled()
                 # Before looking: what comes while we look is looked at again.
                 self._arrived.clear()
                 await self.sources.deliver_parked()
