@@ -11,6 +11,7 @@
 //! `kvscout_blocks.sequence`. It lends its cursor to a lane while it has nothing to decide, and takes it back.
 
 mod lane;
+mod mailbox;
 mod reader;
 mod zmq;
 

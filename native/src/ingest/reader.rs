@@ -1,9 +1,8 @@
-//! The thread that reads every socket, and the queue of what it leaves to others.
+//! The thread that reads every socket.
 
 use std::collections::{HashMap, VecDeque};
-use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::net::UnixStream;
+use std::io;
+use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -15,6 +14,7 @@ use mio::{Events, Interest, Poll, Registry, Token, Waker};
 use parking_lot::Mutex;
 
 use super::lane::{Lane, Offered};
+use super::mailbox::Mailbox;
 use super::zmq::{Api, FRAMES, Places, Received, Socket};
 
 /// Messages read in one round, from all sockets.
@@ -84,10 +84,7 @@ struct Inbox {
 /// What the thread shares with those who call.
 struct Shared {
     inbox: Mutex<Inbox>,
-    queue: Mutex<VecDeque<Item>>,
-    /// Whether the event loop was told that the queue has something.
-    told: AtomicBool,
-    bell: UnixStream,
+    mailbox: Mailbox<Item>,
     ended: AtomicBool,
 }
 
@@ -99,7 +96,6 @@ pub struct Reader {
     waker: Arc<Waker>,
     sources: Mutex<HashMap<usize, Arc<Source>>>,
     next: AtomicUsize,
-    listener: UnixStream,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -109,14 +105,9 @@ impl Reader {
         let poll = Poll::new()?;
         let registry = poll.registry().try_clone()?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
-        let (bell, listener) = UnixStream::pair()?;
-        bell.set_nonblocking(true)?;
-        listener.set_nonblocking(true)?;
         let shared = Arc::new(Shared {
             inbox: Mutex::default(),
-            queue: Mutex::default(),
-            told: AtomicBool::new(false),
-            bell,
+            mailbox: Mailbox::new()?,
             ended: AtomicBool::new(false),
         });
         let mut thread = Thread {
@@ -134,8 +125,8 @@ impl Reader {
                 let text = panic.downcast_ref::<String>().cloned();
                 let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
                 let notice = Notice::Failed(text.unwrap_or_else(|| "a panic".into()));
-                thread.shared.queue.lock().push_back(Item { source: usize::MAX, notice });
-                thread.shared.ring();
+                thread.shared.mailbox.push(Item { source: usize::MAX, notice });
+                thread.shared.mailbox.ring();
             }
         };
         let thread = std::thread::Builder::new().name("ingest".into()).spawn(run)?;
@@ -146,7 +137,6 @@ impl Reader {
             waker,
             sources: Mutex::default(),
             next: AtomicUsize::new(0),
-            listener,
             thread: Mutex::new(Some(thread)),
         })
     }
@@ -157,7 +147,7 @@ impl Reader {
 
     /// Readable when `take` has something.
     pub fn fd(&self) -> RawFd {
-        self.listener.as_raw_fd()
+        self.shared.mailbox.fd()
     }
 
     /// Reads a source's sockets from now on; its number.
@@ -195,19 +185,7 @@ impl Reader {
 
     /// The oldest notices, at most so many; those of removed sources are left out.
     pub fn take(&self, most: usize) -> Vec<Item> {
-        if self.shared.told.swap(false, Ordering::AcqRel) {
-            // One byte was written; a spurious call finds none.
-            let _ = (&self.listener).read(&mut [0; 8]);
-        }
-        let items: Vec<Item> = {
-            let mut queue = self.shared.queue.lock();
-            let count = most.min(queue.len());
-            let items = queue.drain(..count).collect();
-            if !queue.is_empty() {
-                self.shared.ring();
-            }
-            items
-        };
+        let items = self.shared.mailbox.take(most);
         let sources = self.sources.lock();
         let mut resumed = Vec::new();
         let known = |item: &Item| {
@@ -243,15 +221,6 @@ impl Reader {
 impl Drop for Reader {
     fn drop(&mut self) {
         self.close();
-    }
-}
-
-impl Shared {
-    fn ring(&self) {
-        if !self.told.swap(true, Ordering::AcqRel) {
-            // Never full: there is at most one byte in it.
-            let _ = (&self.bell).write(&[1]);
-        }
     }
 }
 
@@ -405,7 +374,7 @@ impl Thread {
             let lane = Arc::clone(&watched.source.lane);
             let mut leave = |notice: Notice| {
                 lane.defer(notice.bytes());
-                self.shared.queue.lock().push_back(Item { source: burst.number, notice });
+                self.shared.mailbox.push(Item { source: burst.number, notice });
                 left = true;
             };
             if watched.connected && !watched.backlog {
@@ -436,12 +405,12 @@ impl Thread {
             {
                 watched.connected = false;
                 watched.source.lane.defer(0);
-                self.shared.queue.lock().push_back(Item { source: number, notice: Notice::Connected });
+                self.shared.mailbox.push(Item { source: number, notice: Notice::Connected });
                 left = true;
             }
         }
         if left {
-            self.shared.ring();
+            self.shared.mailbox.ring();
         }
     }
 }
