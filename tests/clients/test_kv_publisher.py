@@ -20,7 +20,7 @@ from processes import eventually
 from scripted_publisher import dumped
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
-from kvscout_blocks.events import EventBatch
+from kvscout_blocks.events import Cleared, EventBatch
 from kvscout_blocks.index import WorkerDump, WorkerOptions
 from kvscout_blocks.native_index import make_index
 from kvscout_client import KvEventPublisher
@@ -72,7 +72,7 @@ class Truth:
             self._apply(*removed_events(gone, medium=None))
         else:
             self.last = self.events.publish_cleared()
-            self.index.reset(self.rank)
+            self._apply(Cleared())
             self._held = []
 
     def stored(self, tokens: list[int], hashes: list[int], parent: int | None, **fields: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from indexer_client import MODEL, IndexerClient, indexer_process
 from process_metrics import scrape
+from processes import eventually
 from stream_world import TENANT, World, register, removed, stream_world, until, until_overlap
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
@@ -85,6 +86,10 @@ async def test_replicas_killed_at_any_time_have_equal_states_and_so_has_one_that
     chance = random.Random(seed)
     traffic = Traffic(world, chance, workers=4)
     flags = (*world.flags, "--router-snapshot-threshold", "60")
+
+    async def purged() -> bool:
+        return await world.first_sequence() > 1
+
     async with AsyncExitStack() as stack:
         stays, process = await stack.enter_async_context(indexer_process(*flags))
         for w in traffic.publishers:
@@ -96,7 +101,7 @@ async def test_replicas_killed_at_any_time_have_equal_states_and_so_has_one_that
                 victim.process.kill()
                 await victim.process.wait()
                 await publishing
-        assert (await world.first_sequence()) > 1
+        await eventually(purged, what="a purged stream")
         comes, other = await stack.enter_async_context(indexer_process(*flags))
         for client in (stays, comes):
             await traffic.shown_by(client)
