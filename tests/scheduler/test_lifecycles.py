@@ -1,6 +1,6 @@
 """Random lifecycles of requests: whatever happens to them, in the end every total is exactly 0.
 
-Both twins of active load go through them side by side. `KVSCOUT_LIFECYCLES` sets how many (default 20,000),
+Both twins of active load go through them side by side. `KVSCOUT_LIFECYCLES` sets how many (default 100,000),
 `KVSCOUT_TEST_SEED` repeats a run.
 """
 
@@ -19,7 +19,10 @@ from kvscout_scheduler.overlaps import Overlaps
 from kvscout_scheduler.request import Prompt, ReserveRequest, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 
-LIFECYCLES = int(os.environ.get("KVSCOUT_LIFECYCLES", "20000"))
+PARTS = 4
+"""Independent runs, which can go on side by side."""
+LIFECYCLES = int(os.environ.get("KVSCOUT_LIFECYCLES", "100000")) // PARTS
+"""A part."""
 CHECK_EVERY = 400
 OWNERS = ("gateway-0", "gateway-1", "")
 
@@ -136,9 +139,10 @@ def rng_attempt(rng: Random) -> int:
 
 
 @pytest.mark.timeout(600)
-def test_s5_random_lifecycles_end_in_exact_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_s5_random_lifecycles_end_in_exact_zeros(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     monkeypatch.setattr("kvscout_scheduler.pool.make_load", SideBySide)
-    traffic = Traffic(test_seed())
+    traffic = Traffic(test_seed() + part)
     made = traffic.scheduler
     for number in range(LIFECYCLES):
         traffic.begin(number)
