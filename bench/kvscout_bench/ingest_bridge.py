@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 import yaml
 
 from kvscout_bench.harness import Case, Goal, Row, Side, compare
-from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, IndexerProcess, until
+from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, IndexerProcess
 from kvscout_bench.ingest_zmq import PUBLISHER, QUICK_DIVISOR, Prober
 from kvscout_bench.machine import this_machine
 from kvscout_bench.nats_process import NatsProcess
-from kvscout_bench.peer import Driver, DriverFailed
+from kvscout_bench.peer import Driver
+from kvscout_bench.service_process import ServiceProcess, until
 
 NAME = "bridge"
 ENGINES = 8
@@ -83,16 +80,13 @@ def _events(indexer: IndexerProcess) -> int:
     return sum(source.last_event_id + 1 for source in indexer.sources() if source.HasField("last_event_id"))
 
 
-class BridgeProcess:
-    """A bridge of several engines of one rank; a context manager that ends it.
+class BridgeProcess(ServiceProcess):
+    """A bridge of several engines of one rank. Errors as of `ServiceProcess`.
 
     Args:
         engines: Where each publishes.
         transport: How it publishes.
         nats: Where.
-
-    Raises:
-        DriverFailed: It does not become ready.
     """
 
     def __init__(self, engines: dict[str, str], transport: str, nats: str) -> None:
@@ -108,21 +102,10 @@ class BridgeProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="kvscout-bench-bridge-")
         path = Path(self._folder.name) / "workers.yaml"
         path.write_text(yaml.safe_dump({"workers": workers}))
-        command = [sys.executable, "-m", "kvscout_bridge.main", "--port", "0", "--metrics-port", "-1"]
-        command += ["--workers-file", str(path), "--transport", transport, "--nats-server", nats]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line or not json.loads(line).get("ready"):
-            self._process.communicate()
-            raise DriverFailed(f"the bridge ended with {self._process.returncode} before it was ready")
-
-    def __enter__(self) -> Self:
-        return self
+        super().__init__("bridge", "--workers-file", str(path), "--transport", transport, "--nats-server", nats)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._process.terminate()
-        self._process.communicate()
+        super().__exit__(kind, error, traceback)
         self._folder.cleanup()

@@ -14,10 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvscout.v1 import events_pb2, indexer_pb2, types_pb2, workers_pb2
 from kvscout_bench.harness import Case, Goal, Row, Side, compare
-from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, READY_SECONDS, IndexerProcess, until
+from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, IndexerProcess
 from kvscout_bench.ingest_publisher import scattered
 from kvscout_bench.machine import this_machine
 from kvscout_bench.nats_process import NatsProcess
+from kvscout_bench.service_process import READY_SECONDS, until
 from kvscout_blocks.codec import VERSION
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.worker import DEFAULT_TENANT, WorkerRank

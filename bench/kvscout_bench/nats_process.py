@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvscout_bench.ingest_process import until
 from kvscout_bench.peer import DriverFailed
+from kvscout_bench.service_process import until
 
 
 class NatsProcess:

@@ -17,6 +17,7 @@ from kvscout_bench.scheduler_process import (
     lifecycle_cpu_us,
     prompts,
 )
+from kvscout_bench.scheduler_replication import measure
 from kvscout_common.errors import InvalidArgument
 
 SEED = 1
@@ -27,6 +28,8 @@ OPERATIONS = 16
 """In one message, at most."""
 LIFECYCLES, QUICK_LIFECYCLES = 10_000, 200
 BOOKINGS, QUICK_BOOKINGS = 4_000, 100
+PER_SECOND = 1_000
+"""Bookings, where they are watched from another replica."""
 SECONDS, QUICK_SECONDS = 0.5, 0.02
 
 
@@ -92,6 +95,14 @@ MEMORY = Case(
     workload="memory",
     value=_itself,
 )
+REPLICA = Case(
+    name="replica/visible_p99",
+    title="a booking to another replica, p99, 1,000 bookings/s",
+    unit="ms",
+    goal=Goal(5.0),
+    workload="replica",
+    value=_itself,
+)
 _RESERVE = "select, reserve and free"
 CORE_CASES = (
     _core("select_and_free", _RESERVE, "µs", 8.0, workers=64, blocks=16),
@@ -100,7 +111,7 @@ CORE_CASES = (
     _core("select_and_free", _RESERVE, "µs", 100.0, workers=1_000, blocks=1_024),
     _core("score", "score, a worker", "ns", 20.0, workers=256, blocks=1_024),
 )
-ROWS: Sequence[str] = [case.name for case in (*LIFECYCLE_CASES, MEMORY, *CORE_CASES)]
+ROWS: Sequence[str] = [case.name for case in (*LIFECYCLE_CASES, MEMORY, REPLICA, *CORE_CASES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +153,9 @@ class SchedulerBench:
         if self._wanted(MEMORY):
             say(MEMORY.name)
             yield self._row(MEMORY, [self._memory() for _ in self._rounds], machine)
+        if self._wanted(REPLICA):
+            say(REPLICA.name)
+            yield self._row(REPLICA, [self._replica() for _ in self._rounds], machine)
         wanted = [case for case in CORE_CASES if self._wanted(case)]
         if wanted:
             say("native: building what is not up to date")
@@ -172,6 +186,9 @@ class SchedulerBench:
     def _memory(self) -> float:
         with SchedulerProcess(WORKERS) as process:
             return bytes_a_booking(process, QUICK_BOOKINGS if self.quick else BOOKINGS, blocks=1_024) / 1024
+
+    def _replica(self) -> float:
+        return measure(QUICK_BOOKINGS if self.quick else BOOKINGS, PER_SECOND).p99 * 1e3
 
     def _core(self, driver: Driver, case: CoreCase) -> Any:
         seconds = QUICK_SECONDS if self.quick else SECONDS

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from random import Random
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, workers_pb2
-from kvscout_bench.ingest_process import READY_SECONDS, cpu_of
 from kvscout_bench.peer import DriverFailed
+from kvscout_bench.service_process import READY_SECONDS, ServiceProcess
 
 MODEL = "bench"
 BLOCK_SIZE = 16
@@ -28,31 +22,16 @@ HASH_BYTES = 8
 OPERATIONS_A_MESSAGE = 16
 
 
-class SchedulerProcess:
-    """A scheduler on a free port; a context manager that ends it.
+class SchedulerProcess(ServiceProcess):
+    """A scheduler with workers. Errors as of `ServiceProcess`.
 
     Args:
         workers: Registered at once, of one rank each.
         environment: Added to this process's.
-
-    Raises:
-        DriverFailed: It does not become ready.
     """
 
     def __init__(self, workers: int, *, environment: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "kvscout_scheduler.main", "--port", "0", "--metrics-port", "0"]
-        self._process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **(environment or {})},
-        )
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise DriverFailed(f"the scheduler ended with {self._process.wait()} before it was ready")
-        self.address = f"127.0.0.1:{json.loads(line)['port']}"
+        super().__init__("scheduler", environment=environment)
         self.worker_ids = [f"worker-{number:04}" for number in range(workers)]
         with grpc.insecure_channel(self.address) as channel:
             grpc.channel_ready_future(channel).result(READY_SECONDS)
@@ -60,24 +39,6 @@ class SchedulerProcess:
             for worker_id in self.worker_ids:
                 worker = workers_pb2.Worker(worker_id=worker_id, model=MODEL, block_size=BLOCK_SIZE, dp_size=1)
                 stub.RegisterWorker(workers_pb2.RegisterWorkerRequest(worker=worker), timeout=READY_SECONDS)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._process.terminate()
-        self._process.communicate()
-
-    def cpu_seconds(self) -> float:
-        """User and system time of the process so far, in seconds."""
-        return cpu_of(Path(f"/proc/{self._process.pid}/stat"))
-
-    def rss_bytes(self) -> int:
-        """Memory of the process that is in RAM."""
-        pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def prompts(count: int, blocks: int, worker_ids: Sequence[str], seed: int) -> list[bytes]:

@@ -1,8 +1,7 @@
 """How soon another replica of the scheduler sees a booking: two processes, a real NATS on loopback.
 
 One replica books requests at a fixed rate, marks their prefill and frees them; the other notes when each becomes load
-there. Both read CLOCK_MONOTONIC, which is one clock for the machine. `python -m kvscout_bench.scheduler_replication`
-prints a line a rate.
+there. Both read CLOCK_MONOTONIC, which is one clock for the machine.
 """
 
 from __future__ import annotations
@@ -29,10 +28,6 @@ from kvscout_scheduler.replication import Replication
 from kvscout_scheduler.request import Prompt, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 
-NAME = "replication"
-GOAL_P99_SECONDS = 0.005
-RATES = (200, 1_000, 3_000)
-"""Requests a second; each is three events."""
 WORKERS = 8
 BLOCKS = 64
 BLOCK_SIZE = 16
@@ -53,12 +48,12 @@ class Visibility:
     longest: float
 
 
-def measure(requests: int = 3_000, per_second: float = 1_000) -> Visibility:
+def measure(requests: int, per_second: float) -> Visibility:
     """Books requests at one replica and waits for them at another.
 
     Args:
         requests: How many.
-        per_second: How fast; what is overdue is made up for at once.
+        per_second: How fast, each of them three events; what is overdue is made up for at once.
 
     Raises:
         DriverFailed: There is no nats-server.
@@ -168,18 +163,3 @@ def _replica(url: str, name: str) -> tuple[Scheduler, Replicas, Callable[[], Cor
             tasks.create_task(replicas.link.run())
 
     return core, replicas, run
-
-
-def main() -> None:
-    """Prints a line a rate."""
-    for rate in RATES:
-        found = measure(requests=3 * rate, per_second=rate)
-        print(
-            f"{found.per_second:5.0f} bookings/s seen by the other replica after "
-            f"p50 {found.p50 * 1e3:.2f} ms, p99 {found.p99 * 1e3:.2f} ms, longest {found.longest * 1e3:.1f} ms"
-            f" (goal: p99 {GOAL_P99_SECONDS * 1e3:g} ms)"
-        )
-
-
-if __name__ == "__main__":
-    main()

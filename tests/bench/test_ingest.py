@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvscout_bench.ingest import PARTS, IngestBench
-from kvscout_bench.ingest_process import TICKS, IndexerProcess, cpu_of, until
+from kvscout_bench.ingest_process import IndexerProcess
 from kvscout_bench.ingest_publisher import serve, stored
 from kvscout_bench.peer import DriverFailed
+from kvscout_bench.service_process import TICKS, cpu_of, until
 from kvscout_blocks.events import Stored
 from kvscout_blocks.wire import decode_batch
 from kvscout_common.errors import InvalidArgument

@@ -12,9 +12,9 @@ from kvscout_common.errors import InvalidArgument
 
 def test_a_quick_run_gives_rows_without_a_verdict_beside_the_published_figures() -> None:
     said: list[str] = []
-    rows = list(SchedulerBench(only=("lifecycle/512", "memory"), quick=True).run(said.append))
-    lifecycle, memory = rows
-    assert (lifecycle.workload, memory.workload) == ("process/lifecycle/512", "process/memory")
+    rows = list(SchedulerBench(only=("lifecycle/512", "memory", "replica"), quick=True).run(said.append))
+    lifecycle, memory, replica = rows
+    assert [row.workload for row in rows] == ["process/lifecycle/512", "process/memory", "replica/visible_p99"]
     assert lifecycle.value > 0
     assert (lifecycle.met, lifecycle.goal, lifecycle.peer, lifecycle.peer_spread) == (
         None,
@@ -23,6 +23,8 @@ def test_a_quick_run_gives_rows_without_a_verdict_beside_the_published_figures()
         (136.0, 172.0),
     )
     assert (memory.goal, memory.peer, memory.ratio) == (24.0, None, None)
+    assert (replica.unit, replica.goal, replica.met) == ("ms", 5.0, None)
+    assert replica.value > 0
     assert "process/memory" in said
 
 

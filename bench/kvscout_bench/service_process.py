@@ -1,0 +1,100 @@
+"""A real service process under measurement: its address, and what the system says of its CPU time and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from kvscout_bench.peer import DriverFailed
+
+READY_SECONDS = 30.0
+DRAIN_SECONDS = 60.0
+TICKS = os.sysconf("SC_CLK_TCK")
+
+T = TypeVar("T")
+
+
+class ServiceProcess:
+    """A service on a free port; a context manager that ends it.
+
+    Args:
+        service: Its name, such as "indexer".
+        flags: Its command line beside the ports.
+        environment: Added to this process's.
+
+    Raises:
+        DriverFailed: It does not become ready.
+    """
+
+    def __init__(self, service: str, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", f"kvscout_{service}.main", "--port", "0", "--metrics-port", "0", *flags]
+        self._process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.communicate()
+            raise DriverFailed(f"the {service} ended with {self._process.returncode} before it was ready")
+        self.address = f"127.0.0.1:{json.loads(line)['port']}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+    def cpu_seconds(self) -> float:
+        """User and system time of the process so far, in seconds."""
+        return cpu_of(Path(f"/proc/{self._process.pid}/stat"))
+
+    def cpu_by_thread(self) -> dict[str, float]:
+        """Seconds of user and system time by thread name; threads of one name are added up."""
+        seconds: dict[str, float] = {}
+        for task in Path(f"/proc/{self._process.pid}/task").iterdir():
+            try:
+                name, used = (task / "comm").read_text().strip(), cpu_of(task / "stat")
+            except FileNotFoundError:
+                continue  # it ended meanwhile
+            seconds[name] = seconds.get(name, 0.0) + used
+        return seconds
+
+    def rss_bytes(self) -> int:
+        """Memory of the process that is in RAM."""
+        pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_of(stat: Path) -> float:
+    """User and system time in the text of a `stat` file of /proc, in seconds."""
+    # The name of the program, in parentheses, may have spaces.
+    fields = stat.read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def until(reached: Callable[[], T], what: str, *, within_seconds: float = DRAIN_SECONDS) -> T:
+    """Waits until something is truthy and returns it; blocks.
+
+    Raises:
+        DriverFailed: It is not in time.
+    """
+    deadline = time.monotonic() + within_seconds
+    while not (value := reached()):
+        if time.monotonic() > deadline:
+            raise DriverFailed(f"{what}: not within {within_seconds:g} s")
+        time.sleep(0.02)
+    return value
