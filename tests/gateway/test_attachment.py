@@ -192,8 +192,9 @@ async def test_a_lease_that_was_left_behind_is_freed_too() -> None:
         assert second_booked
         booking = made.runs("r", second)
         booking.leased = True
-        await until(lambda: made.scripted[0].booked)
-        assert (booking.scheduler, booking.leased, booking.elsewhere) == (first, False, [second])
+        await until(lambda: booking.scheduler is first)
+        assert made.scripted[0].booked
+        assert (booking.leased, booking.elsewhere) == (False, [second])
         made.bookings.free(booking)
         await made.bookings.settle()
         await until(lambda: not made.scripted[0].booked and not made.scripted[1].booked)
