@@ -31,6 +31,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crossbeam_utils::CachePadded;
 use hashbrown::HashMap;
 use parking_lot::{Mutex, RwLock};
 
@@ -123,9 +124,10 @@ pub struct Index {
     bounds: Bounds,
     secret: u64,
     trie: Arc<Trie>,
-    directory: RwLock<Directory>,
-    state: Mutex<State>,
-    queries: AtomicU64,
+    // What queries write and what writers write: on cache lines of their own, or each would take the others' away.
+    directory: CachePadded<RwLock<Directory>>,
+    state: CachePadded<Mutex<State>>,
+    queries: CachePadded<AtomicU64>,
     /// When the first prediction ends, as the bits of a float.
     next_expiry: AtomicU64,
 }
@@ -152,9 +154,9 @@ impl Index {
             bounds,
             secret,
             trie,
-            directory: RwLock::default(),
-            state: Mutex::new(state),
-            queries: AtomicU64::new(0),
+            directory: CachePadded::default(),
+            state: CachePadded::new(Mutex::new(state)),
+            queries: CachePadded::default(),
             next_expiry: AtomicU64::new(f64::INFINITY.to_bits()),
         }
     }

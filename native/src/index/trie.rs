@@ -19,6 +19,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crossbeam_utils::CachePadded;
 use parking_lot::RwLock;
 use smallvec::SmallVec;
 
@@ -267,7 +268,7 @@ pub fn common_prefix(a: &[u64], b: &[u64]) -> usize {
 /// All shards.
 #[derive(Debug)]
 pub struct Trie {
-    shards: Vec<RwLock<Shard>>,
+    shards: Vec<CachePadded<RwLock<Shard>>>,
     /// The clock of the `max_blocks` bound: how often a share of it was stored.
     round: AtomicU32,
 }
@@ -275,7 +276,7 @@ pub struct Trie {
 impl Trie {
     /// An empty trie; `secret` scatters its tables.
     pub fn new(secret: u64) -> Self {
-        let shard = || RwLock::new(Shard { secret, ..Shard::default() });
+        let shard = || CachePadded::new(RwLock::new(Shard { secret, ..Shard::default() }));
         Self { shards: (0..SHARDS).map(|_| shard()).collect(), round: AtomicU32::new(0) }
     }
 
