@@ -111,6 +111,10 @@ class Source:
         self.malformed_frames = 0
         self.faulty_events = 0
         self.resets = 0
+        self.served = 0
+        """Requests that its worker is said to have served, each of which should have brought events."""
+        self.opened_at = clock()
+        """When it was made, on the clock."""
         self.received_at: float | None = None
         """When the last batch came, on the clock, as of the last use of `sequence`; None = none yet."""
         self._recoveries = recoveries

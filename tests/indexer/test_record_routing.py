@@ -19,6 +19,7 @@ from kvscout_common.channel import call
 from kvscout_common.hashing import block_hashes
 from kvscout_common.shards import Shard
 from kvscout_indexer.config import IndexerConfig
+from kvscout_indexer.metrics import IndexerCollector
 from kvscout_indexer.raw_queries import RawQueries
 from kvscout_indexer.servicer import IndexerServicer
 
@@ -38,6 +39,13 @@ async def indexer(config: IndexerConfig) -> AsyncIterator[IndexerClient]:
                 return await call(getattr(stub, name), request, timeout=10)
 
             yield IndexerClient(rpc)
+
+
+class SilentEngine:
+    """Registered at an address where nobody publishes: the discard port."""
+
+    endpoint = "tcp://127.0.0.1:9"
+    replay_endpoint = ""
 
 
 def routed(blocks: int, worker_id: str = "w", dp_rank: int = 0, **fields: Any) -> indexer_pb2.RoutedPrompt:
@@ -112,6 +120,88 @@ async def test_what_is_not_asked_for_is_refused() -> None:
         await client.register()
         with pytest.raises(errors.FailedPrecondition, match="predictions are off"):
             await record(client, routed(2))
+
+
+def served(worker_id: str = "w", dp_rank: int = 0) -> indexer_pb2.RoutedPrompt:
+    """That a worker has served a request."""
+    return indexer_pb2.RoutedPrompt(worker=types_pb2.WorkerRank(worker_id=worker_id, dp_rank=dp_rank))
+
+
+@pytest.mark.parametrize("config", [IndexerConfig(), BESIDE_EVENTS], ids=["predictions off", "beside events"])
+async def test_who_served_and_was_never_heard_is_blind_until_its_first_event(config: IndexerConfig) -> None:
+    async with indexer(config) as client, recorded_engine(has_replay=False) as engine, recorded_engine() as second:
+        await client.register(engine, second, dp_size=2)
+        waiting = await client.status()
+        assert (waiting.state, waiting.reason) == (indexer_pb2.SOURCE_STATE_WAITING, "no event came yet")
+        assert (await record(client, served())).predicted_blocks == 0
+        once = await client.status()
+        assert once.state == indexer_pb2.SOURCE_STATE_BLIND
+        assert once.reason.startswith("1 request was served and no event ever came")
+        assert once.open_seconds >= waiting.open_seconds >= 0.0
+        await record(client, *[served()] * 11)
+        blind = await client.status()
+        assert blind.state == indexer_pb2.SOURCE_STATE_BLIND
+        assert blind.reason == (
+            f"12 requests were served and no event ever came: are KV events switched on at {engine.endpoint}?"
+        )
+        other = await client.until(lambda s: s.state != indexer_pb2.SOURCE_STATE_REPLAYING, dp_rank=1)
+        assert other.state == indexer_pb2.SOURCE_STATE_WAITING
+
+        await engine.subscribed()
+        await engine.publish(*chain(1))
+        live = await client.until_applied(0)
+        assert (live.state, live.reason) == (indexer_pb2.SOURCE_STATE_LIVE, "")
+        await record(client, served())
+        assert (await client.status()).state == indexer_pb2.SOURCE_STATE_LIVE
+        # What is dropped on request was heard once: it is not blind for being empty.
+        await client.rpc("ResetWorker", indexer_pb2.ResetWorkerRequest(worker_id="w", dp_rank=0))
+        assert (await client.status()).state != indexer_pb2.SOURCE_STATE_BLIND
+
+
+async def test_prompts_with_hashes_tell_nothing_of_who_served() -> None:
+    async with indexer(BESIDE_EVENTS) as client:
+        await client.register(SilentEngine())
+        assert (await record(client, *[routed(2)] * 3)).predicted_blocks == 2
+        assert (await client.status()).state == indexer_pb2.SOURCE_STATE_WAITING
+    async with indexer(IndexerConfig()) as client:
+        await client.register(SilentEngine())
+        with pytest.raises(errors.FailedPrecondition, match="predictions are off"):
+            await record(client, routed(2), routed(2))
+        assert (await client.status()).state == indexer_pb2.SOURCE_STATE_WAITING
+        # Among others each stands for itself.
+        answer = await record(client, routed(2), served(), served("nobody"), served(dp_rank=1))
+        assert (answer.predicted_blocks, list(answer.not_recorded)) == (0, [0, 2, 3])
+        assert (await client.status()).reason.startswith("1 request was served")
+        with pytest.raises(errors.NotFound):
+            await record(client, served("nobody"))
+
+
+async def test_who_is_not_read_is_not_blind() -> None:
+    async with indexer(WITHOUT_EVENTS) as client:
+        await client.register(SilentEngine())
+        assert not list((await record(client, served())).not_recorded)
+        status = await client.status()
+        assert status.state == indexer_pb2.SOURCE_STATE_NONE
+        assert not status.HasField("open_seconds")
+    async with indexer(IndexerConfig(shard=Shard(0, 2))) as client:
+        await client.register(SilentEngine(), worker_id="w1")  # of shard 1
+        with pytest.raises(errors.FailedPrecondition, match="not of shard 0/2"):
+            await record(client, served("w1"))
+        assert (await client.status("w1")).state == indexer_pb2.SOURCE_STATE_NONE
+
+
+async def test_blindness_is_said_before_what_is_missing_and_metrics_have_it() -> None:
+    async with local_indexer() as (client, core):
+        await client.register(SilentEngine())
+        [(_, _, source)] = core.sources("default")
+        assert source is not None
+        source.sequence.history_incomplete = True  # as after a publisher that never answered
+        assert (await client.status()).state == indexer_pb2.SOURCE_STATE_INCOMPLETE
+        for count in (0.0, 1.0):
+            blind = next(m for m in IndexerCollector(core).collect() if m.name == "kvscout_source_blind")
+            assert [sample.value for sample in blind.samples] == [count]
+            await record(client, served())
+            assert (await client.status()).state == indexer_pb2.SOURCE_STATE_BLIND
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ class _SourceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SourceSta
     """No events are read: the worker publishes none, the indexer runs without events, or another shard indexes it."""
     SOURCE_STATE_DISCONNECTED: _SourceState.ValueType  # 9
     """Nothing can come now: the connection to NATS is lost, or no publisher pushes. What is known may be out of date."""
+    SOURCE_STATE_BLIND: _SourceState.ValueType  # 10
+    """No event ever came though the worker has served requests: its KV events are off, or published elsewhere."""
 
 class SourceState(_SourceState, metaclass=_SourceStateEnumTypeWrapper):
     """What state a source of events is in."""
@@ -71,6 +73,8 @@ SOURCE_STATE_NONE: SourceState.ValueType  # 8
 """No events are read: the worker publishes none, the indexer runs without events, or another shard indexes it."""
 SOURCE_STATE_DISCONNECTED: SourceState.ValueType  # 9
 """Nothing can come now: the connection to NATS is lost, or no publisher pushes. What is known may be out of date."""
+SOURCE_STATE_BLIND: SourceState.ValueType  # 10
+"""No event ever came though the worker has served requests: its KV events are off, or published elsewhere."""
 Global___SourceState: _TypeAlias = SourceState  # noqa: Y015
 
 @_typing.final
@@ -334,7 +338,9 @@ class RoutedPrompt(_message.Message):
 
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Local hashes of its complete blocks; a prompt without any predicts nothing."""
+        """Local hashes of its complete blocks. A prompt without any predicts nothing, but tells that the worker has served a
+        request that should have brought events; do not send one for a prompt that was cached or has no complete block.
+        """
 
     def __init__(
         self,
@@ -588,6 +594,7 @@ class SourceStatus(_message.Message):
     IGNORED_FIELD_NUMBER: _builtins.int
     OVER_CAPACITY_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
+    OPEN_SECONDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model."""
     tenant: _builtins.str
@@ -632,6 +639,8 @@ class SourceStatus(_message.Message):
     """Total device copies exceed total_kv_blocks: removals were lost."""
     states: _builtins.int
     """States loaded: of the publisher, of a peer, of a snapshot."""
+    open_seconds: _builtins.float
+    """Seconds since this indexer began to read it; unset = it reads nothing of the rank."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -669,19 +678,24 @@ class SourceStatus(_message.Message):
         ignored: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         over_capacity: _builtins.bool = ...,
         states: _builtins.int = ...,
+        open_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "_open_seconds", b"_open_seconds", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "open_seconds", b"open_seconds", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "applied", b"applied", "blocks", b"blocks", "demotions", b"demotions", "dropped", b"dropped", "epoch", b"epoch", "gaps", b"gaps", "ghosts", b"ghosts", "hidden", b"hidden", "ignored", b"ignored", "lag_batches", b"lag_batches", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "malformed", b"malformed", "model", b"model", "orphans", b"orphans", "over_capacity", b"over_capacity", "reason", b"reason", "replays", b"replays", "resets", b"resets", "state", b"state", "states", b"states", "tenant", b"tenant", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "_open_seconds", b"_open_seconds", "applied", b"applied", "blocks", b"blocks", "demotions", b"demotions", "dropped", b"dropped", "epoch", b"epoch", "gaps", b"gaps", "ghosts", b"ghosts", "hidden", b"hidden", "ignored", b"ignored", "lag_batches", b"lag_batches", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "malformed", b"malformed", "model", b"model", "open_seconds", b"open_seconds", "orphans", b"orphans", "over_capacity", b"over_capacity", "reason", b"reason", "replays", b"replays", "resets", b"resets", "state", b"state", "states", b"states", "tenant", b"tenant", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_event_age_seconds: _TypeAlias = _typing.Literal["last_event_age_seconds"]  # noqa: Y015
     _WhichOneofArgType__last_event_age_seconds: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds"]  # noqa: Y015
     _WhichOneofReturnType__last_event_id: _TypeAlias = _typing.Literal["last_event_id"]  # noqa: Y015
     _WhichOneofArgType__last_event_id: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id"]  # noqa: Y015
+    _WhichOneofReturnType__open_seconds: _TypeAlias = _typing.Literal["open_seconds"]  # noqa: Y015
+    _WhichOneofArgType__open_seconds: _TypeAlias = _typing.Literal["_open_seconds", b"_open_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_event_age_seconds) -> _WhichOneofReturnType__last_event_age_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_event_id) -> _WhichOneofReturnType__last_event_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__open_seconds) -> _WhichOneofReturnType__open_seconds | None: ...
 
 Global___SourceStatus: _TypeAlias = SourceStatus  # noqa: Y015
 

@@ -180,6 +180,8 @@ class IndexerServicer:
         those that can be recorded are; the answer names the others. If none can be, the first one's error is the answer.
         INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
         FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard.
+        A prompt without hashes predicts nothing and is taken whether predictions are on or off: it tells that the worker
+        has served a request that should have brought events. If none ever came, the source is BLIND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -74,6 +74,8 @@ class IndexerStub:
     those that can be recorded are; the answer names the others. If none can be, the first one's error is the answer.
     INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
     FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard.
+    A prompt without hashes predicts nothing and is taken whether predictions are on or off: it tells that the worker
+    has served a request that should have brought events. If none ever came, the source is BLIND.
     """
     PublishEvents: _grpc.StreamStreamMultiCallable[_events_pb2.KvEventBatch, _indexer_pb2.PublishEventsResponse]
     """Publishes events into the indexer directly. The first message decides the source; each message must name the
@@ -145,6 +147,8 @@ class IndexerAsyncStub(IndexerStub):
     those that can be recorded are; the answer names the others. If none can be, the first one's error is the answer.
     INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
     FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard.
+    A prompt without hashes predicts nothing and is taken whether predictions are on or off: it tells that the worker
+    has served a request that should have brought events. If none ever came, the source is BLIND.
     """
     PublishEvents: _aio.StreamStreamMultiCallable[_events_pb2.KvEventBatch, _indexer_pb2.PublishEventsResponse]  # type: ignore[assignment]
     """Publishes events into the indexer directly. The first message decides the source; each message must name the
@@ -267,6 +271,8 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         those that can be recorded are; the answer names the others. If none can be, the first one's error is the answer.
         INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
         FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard.
+        A prompt without hashes predicts nothing and is taken whether predictions are on or off: it tells that the worker
+        has served a request that should have brought events. If none ever came, the source is BLIND.
         """
 
     @_abc_1.abstractmethod

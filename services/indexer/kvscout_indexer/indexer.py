@@ -55,7 +55,11 @@ class Indexer:
         self._config = config
         self.shard = config.shard
         self.routed = RoutedPrompts(
-            self.registry, self.pools, ttl_seconds=config.routed_ttl_seconds, shard=config.shard
+            self.registry,
+            self.pools,
+            ttl_seconds=config.routed_ttl_seconds,
+            served=self._count_served,
+            shard=config.shard,
         )
         if not config.kv_events and config.router_predicted_ttl_seconds is not None:
             log.warning("--router-predicted-ttl has no effect with --no-kv-events: predictions last --router-ttl")
@@ -282,6 +286,11 @@ class Indexer:
             self._let_end(source)
         elif not self._config.kv_events:
             self.pools.set_incomplete(spec.pool, rank, incomplete=False)
+
+    def _count_served(self, tenant: str, rank: WorkerRank) -> None:
+        source = self._sources.get((tenant, rank))
+        if source is not None:
+            source.served += 1
 
     def _let_end(self, source: Source) -> None:
         task = source.close()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvscout.v1 import indexer_pb2
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.nats_core import NatsCore
@@ -58,6 +59,9 @@ class IndexerCollector(Collector):
         age = GaugeMetricFamily("kvscout_event_age_seconds", "Seconds since the last batch", labels=_SOURCE)
         lag = GaugeMetricFamily("kvscout_event_lag_batches", "Batches received but not applied", labels=_SOURCE)
         state = GaugeMetricFamily("kvscout_source_live", "1 = up to date, 0 = see GetStatus", labels=_SOURCE)
+        blind = GaugeMetricFamily(
+            "kvscout_source_blind", "1 = requests were served and no event ever came", labels=_SOURCE
+        )
         now = time.monotonic()
         for spec, rank, source in self._indexer.sources(ALL_TENANTS):
             stats = self._indexer.pools.of(spec).worker_stats(rank)
@@ -71,7 +75,8 @@ class IndexerCollector(Collector):
                 age.add_metric(labels, seen.last_event_age_seconds)
             lag.add_metric(labels, seen.lag_batches)
             state.add_metric(labels, float(not seen.reason))
-        yield from (events, age, lag, state)
+            blind.add_metric(labels, float(seen.state == indexer_pb2.SOURCE_STATE_BLIND))
+        yield from (events, age, lag, state, blind)
         if self._indexer.nats_core is not None:
             yield from _core_metrics(self._indexer.nats_core)
         peers = CounterMetricFamily(

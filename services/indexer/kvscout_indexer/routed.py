@@ -3,6 +3,9 @@
 Without events (`--no-kv-events`) this is all that is known of the workers; beside events (`--router-predicted-ttl`) it
 bridges the time until the first Stored, so that prompts which belong together go together. An event that names a
 predicted block ends its prediction; without one it ends with its time, which each further decision begins anew.
+
+A prompt without hashes predicts nothing. It tells that a worker has served a request that should have brought events,
+and is taken whether there are predictions or not.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_indexer.pools import Pools
 
+PREDICTIONS_OFF = "predictions are off: --no-kv-events or --router-predicted-ttl turns them on"
 HASH_BYTES = 8
 BLOCKS_A_TURN = 8192
 """Predicted between two turns of the event loop: about a millisecond, so that queries go on."""
@@ -30,7 +34,7 @@ class RoutedPrompt:
 
     worker: WorkerRank
     block_hashes: bytes
-    """Local hashes of its complete blocks, little-endian u64s."""
+    """Local hashes of its complete blocks, little-endian u64s; empty = it only tells that the worker served it."""
     block_size: int | None = None
     """None = whatever the worker's is."""
     eagle: bool | None = None
@@ -55,6 +59,7 @@ class RoutedPrompts:
         pools: Pools,
         *,
         ttl_seconds: float | None,
+        served: Callable[[str, WorkerRank], object] = lambda tenant, rank: None,
         shard: Shard = WHOLE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,13 +68,15 @@ class RoutedPrompts:
         Args:
             registry: The workers.
             pools: Their indexes.
-            ttl_seconds: How long a prediction lasts; None = decisions are refused.
+            ttl_seconds: How long a prediction lasts; None = prompts with hashes are refused.
+            served: Told of each prompt without hashes: the tenant and the worker rank that served it.
             shard: The workers that are indexed here.
             clock: That of the indexes, in seconds.
         """
         self._registry = registry
         self._pools = pools
         self._ttl_seconds = ttl_seconds
+        self._served = served
         self._shard = shard
         self._clock = clock
         self.recorded = 0
@@ -77,15 +84,16 @@ class RoutedPrompts:
         self.refused = 0
 
     async def record(self, tenant: str, model: str, prompts: Sequence[RoutedPrompt]) -> Recorded:
-        """Predicts the prompts' blocks on their workers, as far as that can be done.
+        """Predicts the prompts' blocks on their workers, as far as that can be done, and passes on who served.
 
         Raises:
-            FailedPrecondition: Predictions are off; or none could be recorded, the first one because of its blocks or
-                its worker's shard.
+            FailedPrecondition: Predictions are off and every prompt has hashes; or none could be recorded, the first
+                one because of that, its blocks or its worker's shard.
             NotFound: None could be recorded, the first one because the model has no such worker rank.
         """
-        if self._ttl_seconds is None:
-            raise FailedPrecondition("predictions are off: --no-kv-events or --router-predicted-ttl turns them on")
+        ttl_seconds = self._ttl_seconds
+        if ttl_seconds is None and all(prompt.block_hashes for prompt in prompts):
+            raise FailedPrecondition(PREDICTIONS_OFF)
         added = blocks = 0
         refused: dict[int, KvscoutError] = {}
         for position, prompt in enumerate(prompts):
@@ -94,8 +102,14 @@ class RoutedPrompts:
             except (NotFound, FailedPrecondition) as error:
                 refused[position] = error
                 continue
+            if not prompt.block_hashes:
+                self._served(tenant, prompt.worker)
+                continue
+            if ttl_seconds is None:
+                refused[position] = FailedPrecondition(PREDICTIONS_OFF)
+                continue
             added += self._pools.of(spec).predict(
-                prompt.worker, prompt.block_hashes, ttl_seconds=self._ttl_seconds, now=self._clock()
+                prompt.worker, prompt.block_hashes, ttl_seconds=ttl_seconds, now=self._clock()
             )
             blocks += len(prompt.block_hashes) // HASH_BYTES
             if blocks >= BLOCKS_A_TURN:

@@ -71,6 +71,8 @@ def source_state(
         (bool(source.feed.outage), indexer_pb2.SOURCE_STATE_DISCONNECTED, lambda: source.feed.outage),
         (source.searching, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} batches wait for peers"),
         (sequence.replaying, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} live batches wait"),
+        # Before what is missing: of a source that was never heard that says nothing new.
+        (_is_blind(source), indexer_pb2.SOURCE_STATE_BLIND, lambda: _blindness(spec, source)),
         (
             sequence.history_incomplete,
             indexer_pb2.SOURCE_STATE_INCOMPLETE,
@@ -82,6 +84,20 @@ def source_state(
         if applies:
             return state, reason()
     return indexer_pb2.SOURCE_STATE_LIVE, ""
+
+
+def _is_blind(source: Source) -> bool:
+    """Whether requests were served and nothing was ever heard of them."""
+    sequence = source.sequence
+    heard = sequence.last_id is not None or source.received_at is not None or sequence.counters["applied"]
+    return source.served > 0 and not heard
+
+
+def _blindness(spec: WorkerSpec, source: Source) -> str:
+    endpoint = spec.event_endpoint(source.rank.dp_rank) if spec.transport is Transport.ZMQ else None
+    where = f"at {endpoint.endpoint}" if endpoint is not None else f"and published over {spec.transport}"
+    served = "1 request was" if source.served == 1 else f"{source.served} requests were"
+    return f"{served} served and no event ever came: are KV events switched on {where}?"
 
 
 def source_status(
@@ -120,6 +136,7 @@ def source_status(
     )
     if source is not None:
         sequence, counters = source.sequence, source.sequence.counters
+        status.open_seconds = now - source.opened_at
         status.epoch = sequence.epoch
         if sequence.last_id is not None:
             status.last_event_id = sequence.last_id
