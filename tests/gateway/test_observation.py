@@ -3,7 +3,7 @@
 import pytest
 
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.observation import Observations, predicted_cached_tokens
+from kvscout_gateway.observation import Observations, computes_a_block, predicted_cached_tokens
 
 RANK = WorkerRank("a", 0)
 
@@ -14,6 +14,15 @@ RANK = WorkerRank("a", 0)
 )
 def test_an_engine_recomputes_the_last_token(overlap: int, isl: int, block_size: int, cached: int) -> None:
     assert predicted_cached_tokens(overlap, isl, block_size) == cached
+
+
+@pytest.mark.parametrize(
+    ("isl", "cached", "block_size", "computes"),
+    [(100, 0, 16, True), (100, 80, 16, True), (100, 96, 16, False), (96, 80, 16, False), (96, 64, 16, True),
+     (15, 0, 16, False), (16, 0, 16, False), (17, 0, 16, True), (100, 0, 0, False)],
+)  # fmt: skip
+def test_what_is_only_recomputed_is_not_new(isl: int, cached: int, block_size: int, computes: bool) -> None:
+    assert computes_a_block(isl, cached, block_size) is computes
 
 
 def test_predictions_are_checked_only_where_there_was_one() -> None:

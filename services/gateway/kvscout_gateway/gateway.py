@@ -27,8 +27,15 @@ from kvscout_gateway.engine import VllmEngine
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.fanout import Fanout
 from kvscout_gateway.generate import GenerateFlow
+from kvscout_gateway.indexer_check import IndexerCheck
 from kvscout_gateway.indexers import Indexers
-from kvscout_gateway.metrics import GatewayMetrics, ObservationCollector, ReportCollector, StreamCollector
+from kvscout_gateway.metrics import (
+    BlindCollector,
+    GatewayMetrics,
+    ObservationCollector,
+    ReportCollector,
+    StreamCollector,
+)
 from kvscout_gateway.observation import Observations
 from kvscout_gateway.overlaps import OverlapQuery
 from kvscout_gateway.placement import Placement, Schedulers
@@ -37,7 +44,6 @@ from kvscout_gateway.releases import Bookings
 from kvscout_gateway.reporter import Reporter
 from kvscout_gateway.routing import RoutingFlow
 from kvscout_gateway.scheduler_link import SchedulerLink
-from kvscout_gateway.shard_check import ShardCheck
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -62,7 +68,6 @@ class Gateway:
         self.backends.discover()
         self.catalog = Catalog(self.registry)
         self.indexers = Indexers(config.indexers, config.security)
-        self.shard_check = ShardCheck(self.indexers)
         self.schedulers: Schedulers = Failover("scheduler", config.schedulers, SchedulerLink, config.security)
         self.members: tuple[Member[Any], ...] = (*self.indexers.members, *self.schedulers.members)
         self.registration = Registration(
@@ -95,6 +100,7 @@ class Gateway:
         self.engine = VllmEngine(connect_seconds=config.engine_connect_seconds, idle_seconds=config.engine_idle_seconds)
         self.fanout = Fanout(self.indexers, self.schedulers, timeout_seconds=config.scheduler_timeout_seconds)
         self.observations = Observations(lambda tenant, worker_id: worker_id in self.catalog.tenant(tenant).specs)
+        self.indexer_check = IndexerCheck(self.indexers, self.observations)
         self._reports: set[asyncio.Task[None]] = set()
         self.generate = GenerateFlow(
             self.routing,
@@ -110,6 +116,7 @@ class Gateway:
         metrics.register(ObservationCollector(self.observations, lambda: self.generate.in_flight))
         metrics.register(ReportCollector(self.reporter))
         metrics.register(StreamCollector(self.schedulers))
+        metrics.register(BlindCollector(self.indexer_check))
         self.registry.listen(self)
 
     def worker_added(self, spec: WorkerSpec) -> None:
@@ -130,7 +137,7 @@ class Gateway:
             **({"nats": self.nats.run} if self.nats is not None else {}),
             **syncs,
             **self.reporter.tasks(),
-            "shard-check": self.shard_check.run,
+            "indexer-check": self.indexer_check.run,
             "renew": self.bookings.renew,
             "attachment": self.attachment.run,
             "scheduler-settings": self._follow_settings,
@@ -164,7 +171,7 @@ class Gateway:
     def info(self) -> types_pb2.ServiceInfo:
         """What this process is, with what an operator should know."""
         warnings = [f"{member.name}: {why}" for member in self.registration.members if (why := problem(member))]
-        warnings += self.shard_check.warnings()
+        warnings += self.indexer_check.warnings()
         return service_info(
             self.started, draining=self.generate.draining, warnings=[*warnings, *self.backends.warnings()]
         )

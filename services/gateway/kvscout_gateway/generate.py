@@ -26,7 +26,7 @@ from kvscout_common.errors import (
 from kvscout_gateway.completion_stream import Chunk, EngineFailed
 from kvscout_gateway.engine import Dispatch, VllmEngine
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.observation import Observations, predicted_cached_tokens
+from kvscout_gateway.observation import Observations, computes_a_block, predicted_cached_tokens
 from kvscout_gateway.placement import Placement, Wish
 from kvscout_gateway.releases import Bookings
 from kvscout_gateway.routing import RoutingFlow
@@ -201,6 +201,7 @@ class GenerateFlow:
                 async for chunk in chunks:
                     run.received(chunk)
                     await emit(Piece(chunk=chunk))
+            run.ended()
         finally:
             if placement.booking is not None:
                 self._bookings.free(placement.booking)
@@ -228,6 +229,9 @@ class _Run:
         self._clock = clock
         self._started = started
         self._previous = 0.0
+        self._dispatched_at = 0.0
+        self._cached_tokens = 0
+        """As long as the engine does not say otherwise: some leave a 0 out, or report none."""
         self.has_output = False
         self.seen = observations.of(wish.tenant, placement.worker)
 
@@ -235,6 +239,7 @@ class _Run:
         """It is sent to its engine."""
         self.seen.requests += 1
         self.seen.prompt_tokens += self.wish.prompt.isl_tokens
+        self._dispatched_at = self._clock()
 
     def received(self, chunk: Chunk) -> None:
         """A piece of output came."""
@@ -250,6 +255,7 @@ class _Run:
                     self._bookings.mark_prefill_complete(self.placement.booking)
             self._previous = now
         if chunk.cached_tokens is not None:
+            self._cached_tokens = chunk.cached_tokens
             placement, isl_tokens = self.placement, self.wish.prompt.isl_tokens
             self._observations.reported(
                 self.seen,
@@ -260,3 +266,8 @@ class _Run:
                 if placement.confirmed_blocks is not None
                 else None,
             )
+
+    def ended(self) -> None:
+        """The engine has sent everything."""
+        if computes_a_block(self.wish.prompt.isl_tokens, self._cached_tokens, self.placement.block_size):
+            self.seen.eventful.append(self._dispatched_at)

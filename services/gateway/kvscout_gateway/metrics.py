@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvscout_gateway.indexer_check import IndexerCheck
 from kvscout_gateway.observation import Observations
 from kvscout_gateway.reporter import Reporter
 
@@ -163,3 +164,21 @@ class StreamCollector(Collector):
             rebooked.add_metric(values, link.rebooked)
             waiting.add_metric(values, link.stream.waiting if link.stream is not None else 0)
         yield from (connected, connects, operations, messages, rebooked, waiting)
+
+
+class BlindCollector(Collector):
+    """Samples of the worker ranks of which indexers hear nothing, read when they are scraped."""
+
+    def __init__(self, check: IndexerCheck) -> None:
+        self._check = check
+
+    def collect(self) -> Iterator[Metric]:
+        """Samples of now."""
+        blind = GaugeMetricFamily(
+            "kvscout_blind_worker_ranks",
+            "Worker ranks that serve requests and whose events never came, as the indexer says",
+            labels=["indexer"],
+        )
+        for one in self._check.checked:
+            blind.add_metric([one.member.address], len(one.ranks.blind))
+        yield blind

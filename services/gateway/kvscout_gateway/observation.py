@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvscout_common.worker import WorkerRank
+
+EVENTFUL_KEPT = 16
+"""One would do to find that a worker's events never come; people want to see that it was no accident."""
 
 
 @dataclass(slots=True)
@@ -23,6 +27,9 @@ class Observation:
     """Requests whose prediction was compared with the engine's report."""
     mispredicted: int = 0
     prediction_error_tokens: int = 0
+    eventful: deque[float] = field(default_factory=lambda: deque(maxlen=EVENTFUL_KEPT))
+    """When the last requests were dispatched that ran to their end and computed a block of their prompt, in seconds on
+    the clock of Generate: whoever hears the worker's events heard of each."""
 
     @property
     def hit_rate(self) -> float:
@@ -38,6 +45,12 @@ def predicted_cached_tokens(overlap_blocks: int, isl_tokens: int, block_size: in
     if block_size <= 0 or isl_tokens <= 0:
         return 0
     return min(overlap_blocks, (isl_tokens - 1) // block_size) * block_size
+
+
+def computes_a_block(isl_tokens: int, cached_tokens: int, block_size: int) -> bool:
+    """Whether a prompt had a complete block that the engine did not have cached, and did not only recompute."""
+    whole = predicted_cached_tokens(isl_tokens, isl_tokens, block_size)
+    return cached_tokens < whole
 
 
 class Observations:
