@@ -136,6 +136,8 @@ class DnsWorkers:
         self._ask = ask
         self._slots = asyncio.Semaphore(ASKED_AT_ONCE)
         self._log = RateLimitedLog(log)
+        self.read = asyncio.Event()
+        """Set after the first round, whatever came of it."""
 
     def warnings(self) -> list[str]:
         """What an operator should know, one sentence each."""
@@ -164,6 +166,7 @@ class DnsWorkers:
             if state.problem:
                 self._log.warning(state.name.url, "%s: %s", state.name.url, state.problem)
         self._registry.replace_source(Source.DNS, specs.values())
+        self.read.set()
 
     async def _workers(self, http: aiohttp.ClientSession, state: _State) -> list[WorkerSpec]:
         try:

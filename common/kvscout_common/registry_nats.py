@@ -39,6 +39,8 @@ CHECK_SECONDS = 0.5
 LAG_SECONDS = 5.0
 """A watch that has not brought by then what the server has is broken."""
 RETRY_SECONDS = 0.5
+CONNECT_SECONDS = 2.0
+"""Time that the first connection has before its lack is a problem."""
 READ_SECONDS = 30.0
 """Longest wait for all of the bucket."""
 IDLE_SECONDS = 60.0
@@ -89,6 +91,8 @@ class NatsRegistry:
         """Values met that could not be read."""
         self.problem = "the registry in NATS was not read yet"
         """Why it is not followed now; "" = it is."""
+        self.read = asyncio.Event()
+        """Set once all of the bucket was read."""
         link.on_connected(self._connected)
 
     def warnings(self) -> list[str]:
@@ -105,7 +109,11 @@ class NatsRegistry:
 
     async def run(self) -> None:
         """Follows the bucket for ever."""
-
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await self._reconnected.wait()
+        except TimeoutError:
+            pass  # following says what is wrong
         while True:
             try:
                 await self._follow()
@@ -127,7 +135,6 @@ class NatsRegistry:
         self._reconnected.set()
 
     async def _follow(self) -> None:
-
         self._reconnected.clear()
         bucket, info = await self._bucket.open()
         watcher: Any = await bucket.watchall(inactive_threshold=IDLE_SECONDS)
@@ -179,6 +186,7 @@ class NatsRegistry:
         self._away = False
         self.problem = ""
         self._show_hidden()
+        self.read.set()
 
     async def _missing(self, stored: Stored, *, new: bool) -> None:
         """A registration is no longer in the bucket, and there is no sign of its removal."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -15,6 +16,10 @@ from kvscout_common.registry_dns import DnsWorkers
 from kvscout_common.registry_nats import NatsRegistry
 from kvscout_common.workers_file import WorkersFile
 
+log = logging.getLogger("kvscout.registry")
+
+WARM_SECONDS = 5.0
+"""Longest time at start that health waits for the workers that others know."""
 EXPIRY_SECONDS = 0.5
 """How often leases are looked at: a fraction of the shortest lease, one second."""
 
@@ -41,6 +46,7 @@ class Backends:
         self.tasks: dict[str, Task] = {"registry-leases": self._expire_leases}
         """What runs beside the server, by name."""
         self._warnings: list[Callable[[], list[str]]] = []
+        self._read: list[asyncio.Event] = []
         if config.workers_file is not None:
             self._follow_file(WorkersFile(config.workers_file, registry))
         if link is not None:
@@ -48,7 +54,17 @@ class Backends:
         if config.workers_dns:
             names = DnsWorkers(config.workers_dns, registry)
             self.tasks["workers-dns"] = names.run
+            self._read.append(names.read)
             self._warnings.append(names.warnings)
+
+    async def warm(self) -> None:
+        """Waits until NATS and DNS have told of their workers, or `WARM_SECONDS`: a service without them knows none."""
+        try:
+            async with asyncio.timeout(WARM_SECONDS):
+                for read in self._read:
+                    await read.wait()
+        except TimeoutError:
+            log.warning("serving before every registry was read")
 
     def discover(self) -> None:
         """Has the engines asked for what registrations leave open of their events."""
@@ -68,6 +84,7 @@ class Backends:
     def _follow_nats(self, shared: NatsRegistry) -> None:
         self.registrar = shared
         self.tasks["registry-nats"] = shared.run
+        self._read.append(shared.read)
         self._warnings.append(shared.warnings)
 
     async def _expire_leases(self) -> None:

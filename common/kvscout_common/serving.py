@@ -116,10 +116,12 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
     try:
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(make(), name=name) for name, make in app.tasks.items()]
-            if app.warm is not None:
-                background.append(group.create_task(_warm(app, probe), name="warm"))
+            warming = group.create_task(_warm(app, probe), name="warm") if app.warm is not None else None
             _announce(app, config, port, metrics_port)
             await stop.wait()
+            if warming is not None:
+                # Or it would say of a service that drains that it serves.
+                warming.cancel()
             await _drain(config, app, server, probe)
             for task in background:
                 task.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from gateway_stack import fresh_prompt, together
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from mocker_process import MockerProcess, running_mocker
 from nats_server import NatsServer, nats_server
 from processes import Running, eventually, running
@@ -224,3 +226,38 @@ async def test_services_start_and_stop_without_their_nats() -> None:
             await channel.close()
             await server.kill()
             assert [await process.stop() for process in started] == [0, 0, 0]
+
+
+async def test_a_service_is_not_healthy_before_it_knows_the_workers(tmp_path: Path) -> None:
+    async with running_services(tmp_path) as services, AsyncExitStack() as stack:
+        await services.register("scheduler", "lasting")
+        services.nats.pause()
+        flags = ("--nats-server", services.nats.url, "--namespace", "test")
+        late = await stack.enter_async_context(running("kvscout_scheduler.main", *flags))
+        channel = open_channel(late.address)
+        stack.push_async_callback(channel.close)
+        scheduler = scheduler_pb2_grpc.SchedulerStub(channel)
+        try:
+            assert not await _serves(channel)
+        finally:
+            services.nats.resume()
+        await eventually(lambda: _serves(channel), what="a healthy scheduler")
+        listed = await call(scheduler.ListWorkers, workers_pb2.ListWorkersRequest(), timeout=SECONDS)
+        assert [entry.worker.worker_id for entry in listed.workers] == ["lasting"]
+
+
+async def test_without_nats_a_service_is_healthy_all_the_same_after_a_while() -> None:
+    async with AsyncExitStack() as stack:
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            nats = f"nats://127.0.0.1:{nobody.getsockname()[1]}"
+            late = await stack.enter_async_context(running("kvscout_scheduler.main", "--nats-server", nats))
+            channel = open_channel(late.address)
+            stack.push_async_callback(channel.close)
+            assert not await _serves(channel)
+            await eventually(lambda: _serves(channel), what="a healthy scheduler")
+
+
+async def _serves(channel: grpc.aio.Channel) -> bool:
+    found = await call(health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest(), timeout=SECONDS)
+    return bool(found.status == health_pb2.HealthCheckResponse.SERVING)

@@ -132,6 +132,7 @@ async def build(config: GatewayConfig) -> App:
             )
         ],
         tasks=gateway.tasks(),
+        warm=gateway.backends.warm,
         drain=gateway.drain,
         close=gateway.close,
         metrics=metrics,

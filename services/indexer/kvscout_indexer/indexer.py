@@ -133,7 +133,11 @@ class Indexer:
         return [*self.backends.warnings(), *self.peers.warnings(), *nats, *streams]
 
     async def warm(self) -> None:
-        """Waits until streams are read and peers have told of the workers known now, or `WARM_SECONDS` for these."""
+        """Waits for the workers, until streams are read, and peers have told of the workers known then.
+
+        For each of them in bounded time; for peers `WARM_SECONDS`.
+        """
+        await self.backends.warm()
         if self.jetstream is not None:
             await self.jetstream.warm()
         try:

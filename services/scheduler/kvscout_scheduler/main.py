@@ -170,6 +170,11 @@ async def build(config: SchedulerConfig) -> App:
             await asyncio.sleep(EXPIRY_SECONDS)
             scheduler.expire()
 
+    async def warm() -> None:
+        await backends.warm()
+        if replicas is not None:
+            await replicas.link.join()
+
     async def drain() -> None:
         scheduler.drain()
         await servicer.drain_streams()
@@ -187,7 +192,7 @@ async def build(config: SchedulerConfig) -> App:
             (SERVICE, servicer.add_to),
         ],
         tasks=tasks,
-        warm=replicas.link.join if replicas is not None else None,
+        warm=warm,
         drain=drain,
         close=link.close if link is not None else None,
         metrics=registry_of(SchedulerCollector(scheduler, replicas)),
