@@ -11,8 +11,7 @@ from scheduler_builders import request, scheduler, worker
 
 from kvscout_common.registry import Registry
 from kvscout_common.worker import EngineKind
-from kvscout_scheduler.engine_metrics import read_engine_metrics
-from kvscout_scheduler.pool import NO_METRICS, EngineMetrics
+from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics, read_engine_metrics
 from kvscout_scheduler.scraper import EngineScraper
 
 VLLM = """

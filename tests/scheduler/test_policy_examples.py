@@ -17,8 +17,8 @@ import yaml
 from scheduler_builders import BLOCK, ManualClock, overlaps, request, reserve, scheduler, worker
 
 from kvscout_common.worker import DeviceClass, WorkerRank
+from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
-from kvscout_scheduler.pool import EngineMetrics
 from kvscout_scheduler.request import ConfigOverride
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings

@@ -11,8 +11,8 @@ from scheduler_builders import key, request, scheduler, worker
 from kvscout_common.errors import ConfigError, FailedPrecondition, InvalidArgument
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.cost import TierWeights
+from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.overlaps import Overlaps
-from kvscout_scheduler.pool import EngineMetrics
 from kvscout_scheduler.request import ConfigOverride, Prompt, ReserveRequest, pack_hashes
 from kvscout_scheduler.settings import SchedulerSettings
 

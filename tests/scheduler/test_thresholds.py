@@ -9,7 +9,7 @@ from scheduler_builders import key, request, reserve, scheduler, worker
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.pool import EngineMetrics
+from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.thresholds import DECODE_BLOCKS, PREFILL_TOKENS, BusyThresholds
 

@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeVar
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.active_load import Scores
 from kvscout_scheduler.cost import DEFAULT_TIER_WEIGHTS, Lane, Question, TierWeights, spread
-from kvscout_scheduler.pool import NO_METRICS, EngineMetrics, Pool
+from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics
+from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import Prompt, SelectionRequest
 
 T = TypeVar("T")

@@ -14,7 +14,8 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_scheduler.pool import NO_METRICS, Pool
+from kvscout_scheduler.engine_metrics import NO_METRICS
+from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import SelectionRequest
 from kvscout_scheduler.thresholds import BusyThresholds
 

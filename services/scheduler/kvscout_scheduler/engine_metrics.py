@@ -1,4 +1,4 @@
-"""What engines say of their load in Prometheus text: vLLM's and SGLang's names, one reading a data-parallel rank.
+"""What engines say of their load, also in Prometheus text: vLLM's and SGLang's names, one reading a data-parallel rank.
 
 | what | vLLM | SGLang |
 |---|---|---|
@@ -11,12 +11,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvscout_scheduler.pool import EngineMetrics
+from kvscout_common.errors import InvalidArgument
 
 _RUNNING, _WAITING, _USAGE = "running_requests", "waiting_requests", "kv_cache_usage"
 _FIELDS: Final[Mapping[str, str]] = {
@@ -29,6 +30,33 @@ _FIELDS: Final[Mapping[str, str]] = {
     "sglang:token_usage": _USAGE,
 }
 _RANK_LABELS = ("engine", "dp_rank")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """What an engine reports of itself; None = not reported."""
+
+    kv_cache_usage: float | None = None
+    """Fraction of KV blocks in use, 0..1."""
+    running_requests: int | None = None
+    waiting_requests: int | None = None
+
+    def validate(self) -> EngineMetrics:
+        """Itself, if it is in range.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        if self.kv_cache_usage is not None and not 0 <= self.kv_cache_usage <= 1:
+            raise InvalidArgument(f"must be between 0 and 1, not {self.kv_cache_usage}", field="kv_cache_usage")
+        for name in ("running_requests", "waiting_requests"):
+            value: int | None = getattr(self, name)
+            if value is not None and value < 0:
+                raise InvalidArgument("must not be negative", field=name)
+        return self
+
+
+NO_METRICS = EngineMetrics()
 
 
 def read_engine_metrics(text: str, ranks: Sequence[int]) -> dict[int, EngineMetrics]:

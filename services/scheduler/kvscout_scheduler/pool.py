@@ -8,38 +8,12 @@ from typing import TYPE_CHECKING
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.cost import Lane
+from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.native_load import make_load
 from kvscout_scheduler.request import EMPTY_PROMPT, PoolId, Prompt
 
 if TYPE_CHECKING:
     from kvscout_scheduler.policies import Policy
-
-
-@dataclass(frozen=True, slots=True)
-class EngineMetrics:
-    """What an engine reports of itself; None = not reported."""
-
-    kv_cache_usage: float | None = None
-    """Fraction of KV blocks in use, 0..1."""
-    running_requests: int | None = None
-    waiting_requests: int | None = None
-
-    def validate(self) -> EngineMetrics:
-        """Itself, if it is in range.
-
-        Raises:
-            InvalidArgument: Naming the field.
-        """
-        if self.kv_cache_usage is not None and not 0 <= self.kv_cache_usage <= 1:
-            raise InvalidArgument(f"must be between 0 and 1, not {self.kv_cache_usage}", field="kv_cache_usage")
-        for name in ("running_requests", "waiting_requests"):
-            value: int | None = getattr(self, name)
-            if value is not None and value < 0:
-                raise InvalidArgument("must not be negative", field=name)
-        return self
-
-
-NO_METRICS = EngineMetrics()
 
 
 @dataclass(slots=True)

@@ -26,9 +26,10 @@ from kvscout_scheduler.bookings import Bookings
 from kvscout_scheduler.candidates import Candidates, SelectionSettings
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.eligibility import busy, eligible
+from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.journal import MAX_HASHED_BLOCKS
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
-from kvscout_scheduler.pool import EngineMetrics, Pool
+from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import (
     EMPTY_PROMPT,
     HASH_BYTES,

@@ -12,8 +12,7 @@ from kvscout_common.errors import KvscoutError
 from kvscout_common.registry import Registry
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EngineKind, WorkerRank, WorkerSpec
-from kvscout_scheduler.engine_metrics import read_engine_metrics
-from kvscout_scheduler.pool import NO_METRICS
+from kvscout_scheduler.engine_metrics import NO_METRICS, read_engine_metrics
 from kvscout_scheduler.scheduler import Scheduler
 
 log = logging.getLogger("kvscout.scheduler")

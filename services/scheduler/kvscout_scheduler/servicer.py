@@ -21,9 +21,9 @@ from kvscout_common.worker_proto import rank_from_proto, role_to_proto
 from kvscout_common.worker_rpcs import WorkerRpcs
 from kvscout_scheduler import native_load, translate
 from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.lifecycle_rpc import LifecycleRpc
 from kvscout_scheduler.packed_operations import columns_of, selection_of
-from kvscout_scheduler.pool import EngineMetrics
 from kvscout_scheduler.request import Prompt, RequestKey, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.thresholds import BusyThresholds
