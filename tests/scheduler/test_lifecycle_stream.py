@@ -19,6 +19,7 @@ from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.config import ServerConfig
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
+from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.operations import MAX_OPERATIONS
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.servicer import SchedulerServicer
@@ -171,6 +172,17 @@ async def test_an_operation_that_fails_has_its_status_and_the_stream_goes_on() -
         assert "model" in results[0].message
         assert "operation" in results[5].message
         assert loads(core)["a"][0] == 1
+        stream.cancel()
+
+
+async def test_a_refusal_says_when_to_try_again() -> None:
+    async with service("a") as (core, _, _, owner):
+        stream = owner()
+        await stream.hello()
+        core.report_failure("default", WorkerRank("a", 0), cooldown_seconds=4)
+        failed, unknown = await stream.ask({"select_and_reserve": wanted("r")}, {"prefill_complete": ref("nobody")})
+        assert (failed.code, failed.retry_after_seconds) == (grpc.StatusCode.UNAVAILABLE.value[0], 4)
+        assert not unknown.HasField("retry_after_seconds")
         stream.cancel()
 
 

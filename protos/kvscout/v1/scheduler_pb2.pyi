@@ -849,12 +849,17 @@ class LifecycleResult(_message.Message):
     ADD_OUTPUT_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Id of the operation."""
     code: _builtins.int
     """gRPC status code; 0 = OK."""
     message: _builtins.str
     """Error text where code is not 0."""
+    retry_after_seconds: _builtins.float
+    """Seconds after which a later try may succeed, where code is not 0; unset = not known. The `retry-after` trailer of
+    a call of its own.
+    """
     @_builtins.property
     def select(self) -> Global___SelectResponse:
         """To select and select_and_reserve."""
@@ -891,13 +896,19 @@ class LifecycleResult(_message.Message):
         add_output: Global___AddOutputResponse | None = ...,
         free: Global___FreeResponse | None = ...,
         renew: Global___RenewResponse | None = ...,
+        retry_after_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["add_output", b"add_output", "free", b"free", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "result", b"result", "select", b"select"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds", "add_output", b"add_output", "free", b"free", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "result", b"result", "retry_after_seconds", b"retry_after_seconds", "select", b"select"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_output", b"add_output", "code", b"code", "free", b"free", "id", b"id", "message", b"message", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "result", b"result", "select", b"select"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds", "add_output", b"add_output", "code", b"code", "free", b"free", "id", b"id", "message", b"message", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "result", b"result", "retry_after_seconds", b"retry_after_seconds", "select", b"select"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__retry_after_seconds: _TypeAlias = _typing.Literal["retry_after_seconds"]  # noqa: Y015
+    _WhichOneofArgType__retry_after_seconds: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds"]  # noqa: Y015
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["select", "reserve", "prefill_complete", "add_output", "free", "renew"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_seconds) -> _WhichOneofReturnType__retry_after_seconds | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___LifecycleResult: _TypeAlias = LifecycleResult  # noqa: Y015

@@ -282,7 +282,11 @@ def error_of(result: scheduler_pb2.LifecycleResult, *, draining: bool = False) -
         draining: The scheduler has said that it drains.
     """
     code = _CODES.get(result.code, grpc.StatusCode.INTERNAL)
-    soon = RETRY_SECONDS if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED) else None
+    soon = None
+    if result.HasField("retry_after_seconds"):
+        soon = result.retry_after_seconds
+    elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
+        soon = RETRY_SECONDS
     raised = Draining.__name__ if draining and code is grpc.StatusCode.UNAVAILABLE else ""
     error = from_status(code, result.message, retry_after_seconds=soon, raised=raised)
     error.answered = True

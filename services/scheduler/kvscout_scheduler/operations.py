@@ -195,6 +195,8 @@ def select_result(operation_id: int, outcome: Decision | KvscoutError) -> schedu
 def refuse(result: scheduler_pb2.LifecycleResult, error: KvscoutError) -> None:
     """Makes a result that of an operation that failed."""
     result.code, result.message = status_code(error).value[0], str(error)
+    if error.retry_after_seconds is not None:
+        result.retry_after_seconds = error.retry_after_seconds
 
 
 def carry_out_here(

@@ -168,7 +168,8 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             return None
         result = await self._forwarding.carry_out(asked, DEFAULT_TENANT)
         if result.code:
-            raise from_status(_STATUS[result.code], result.message)
+            soon = result.retry_after_seconds if result.HasField("retry_after_seconds") else None
+            raise from_status(_STATUS[result.code], result.message, retry_after_seconds=soon)
         return result
 
     async def GetReplicas(
