@@ -46,6 +46,9 @@ FIRST_RETRY_SECONDS: Final = 0.2
 MAX_ATTEMPTS: Final = 8
 """Replays tried for one recovery; the wait between them doubles."""
 
+OUTDATED_AFTER: Final = 100
+"""Live batches of a lower epoch in a row, none of the present one among them: no remains of a former life."""
+
 QUARANTINE_AFTER: Final = 100
 """Malformed batches in a row."""
 
@@ -146,7 +149,7 @@ class SourceSequence(Generic[T]):
         self.missing = ""
         """What is missing while `history_incomplete`."""
         self.misconfigured = ""
-        """Why the source is refused, while its batches name another rank."""
+        """Why the source is refused, while its batches name another rank, or an epoch that is over."""
         self.quarantined_until: float | None = None
         self.retry_at: float | None = None
         """When to call `on_tick`, on the caller's clock; as at `quarantined_until`."""
@@ -165,6 +168,7 @@ class SourceSequence(Generic[T]):
         self._progress = False
         """Whether the replay brought anything."""
         self._malformed_in_row = 0
+        self._outdated_in_row = 0
         self._healing = False
         """Whether the replay is asked for because history is incomplete, not because anything new is missing."""
 
@@ -295,6 +299,12 @@ class SourceSequence(Generic[T]):
         out: list[Decision[T]] = []
         if not self._admit(batch, now, out):
             return out
+        self._outdated_in_row = self._outdated_in_row + 1 if batch.epoch < self.epoch else 0
+        if self._outdated_in_row >= OUTDATED_AFTER:
+            self.misconfigured = (
+                f"batches are of epoch {batch.epoch}, which {self.epoch} has ended: did the publisher's clock go back? "
+                "ResetWorker begins anew with what it sends"
+            )
         if batch.epoch < self.epoch:
             self._drop(batch, DropReason.STALE, out)
         elif batch.epoch > self.epoch and (self.last_id is not None or self._held):

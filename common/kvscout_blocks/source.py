@@ -192,12 +192,16 @@ class Source:
             self._carry_out(self.sequence.on_tick(now))
         self.feed.tick(now)
 
-    def recover(self) -> None:
-        """Drops what is known of the rank and fetches it again, as far as it can still be had."""
+    def recover(self, *, any_epoch: bool = False) -> None:
+        """Drops what is known of the rank and fetches it again, as far as it can still be had.
+
+        Args:
+            any_epoch: Go on with the epoch that comes next, even if it is lower than the present one.
+        """
         sequence = self.sequence
         self._reset()
-        if self.feed.can_replay:
-            sequence.restore(epoch=sequence.epoch, last_id=None)
+        if self.feed.can_replay or (any_epoch and sequence.epoch):
+            sequence.restore(epoch=0 if any_epoch else sequence.epoch, last_id=None)
         # Without a replay the cursor stays: live batches go on from it, and what is dropped here stays missing.
         self._carry_out(sequence.on_reconnect())
 

@@ -12,6 +12,7 @@ from kvscout_blocks.sequence import (
     HELD_BATCHES,
     HELD_BYTES,
     MAX_ATTEMPTS,
+    OUTDATED_AFTER,
     QUARANTINE_AFTER,
     QUARANTINE_SECONDS,
     Apply,
@@ -113,6 +114,18 @@ def test_old_ids_of_the_same_epoch_are_dropped_whatever_their_digest() -> None:
     driver.live(at(0, epoch=7), at(1, epoch=7))
     assert driver.live(at(0, "b", epoch=7)) == ["duplicate 0"]
     assert driver.live(at(2, epoch=6)) == ["stale 2"]
+
+
+def test_a_publisher_whose_clock_went_back_is_shown_until_it_is_right_again() -> None:
+    driver = Driver()
+    driver.live(at(0, epoch=7))
+    driver.live(*(at(number, epoch=6) for number in range(OUTDATED_AFTER - 1)))
+    assert driver.machine.misconfigured == "", "what a former life left behind"
+    driver.live(at(1, epoch=7))
+    driver.live(*(at(number, epoch=6) for number in range(OUTDATED_AFTER)))
+    assert "epoch 6" in driver.machine.misconfigured
+    assert driver.live(at(2, epoch=7)) == ["apply a2"]
+    assert driver.machine.misconfigured == ""
 
 
 def test_a_higher_epoch_is_a_restart() -> None:

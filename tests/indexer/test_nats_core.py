@@ -27,6 +27,7 @@ from scripted_publisher import (
 )
 
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc, indexer_pb2, indexer_pb2_grpc, workers_pb2
+from kvscout_blocks.sequence import OUTDATED_AFTER
 from kvscout_common.errors import FailedPrecondition
 from kvscout_common.worker import Transport, WorkerRank
 from kvscout_indexer import nats_core, publisher_feed
@@ -349,6 +350,23 @@ async def test_poison_quarantines_its_worker_and_no_other(server: NatsServer, st
         status = await stack.client.until(lambda s: s.state == indexer_pb2.SOURCE_STATE_QUARANTINED)
         assert status.malformed >= 100
         assert (await stack.client.until_applied(1, "healthy")).state == LIVE
+
+
+async def test_a_publisher_whose_clock_went_back_is_shown_and_a_reset_begins_anew_with_it(
+    server: NatsServer, stack: Stack
+) -> None:
+    async with core_publisher(server.url, ScriptedPublisher(epoch=9)) as before:
+        await settled(stack.client)
+        await before.publish(*chain(3))
+        await stack.client.until_applied(2)
+    async with core_publisher(server.url, ScriptedPublisher(epoch=5)) as core:
+        await core.publish(*chain(2 * OUTDATED_AFTER))
+        status = await stack.client.until(lambda s: s.state == indexer_pb2.SOURCE_STATE_MISCONFIGURED)
+        assert "clock" in status.reason
+        assert (status.epoch, status.last_event_id) == (9, 2)
+        await stack.client.rpc("ResetWorker", indexer_pb2.ResetWorkerRequest(worker_id="w"))
+        await core.publish(batch(CLEARED), *chain(2))
+        await stack.same_as(core.publisher)
 
 
 async def test_without_nats_a_worker_of_nats_is_shown_as_misconfigured() -> None:

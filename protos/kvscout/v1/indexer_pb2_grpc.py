@@ -222,7 +222,7 @@ class IndexerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResetWorker(self, request, context):
-        """Drops what is known of a worker and recovers it from its source.
+        """Drops what is known of a worker and recovers it from its source, whatever incarnation that says it is.
         NOT_FOUND: unknown worker or rank.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

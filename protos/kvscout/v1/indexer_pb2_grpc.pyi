@@ -100,7 +100,7 @@ class IndexerStub:
     NOT_FOUND: unknown model.
     """
     ResetWorker: _grpc.UnaryUnaryMultiCallable[_indexer_pb2.ResetWorkerRequest, _indexer_pb2.ResetWorkerResponse]
-    """Drops what is known of a worker and recovers it from its source.
+    """Drops what is known of a worker and recovers it from its source, whatever incarnation that says it is.
     NOT_FOUND: unknown worker or rank.
     """
 
@@ -173,7 +173,7 @@ class IndexerAsyncStub(IndexerStub):
     NOT_FOUND: unknown model.
     """
     ResetWorker: _aio.UnaryUnaryMultiCallable[_indexer_pb2.ResetWorkerRequest, _indexer_pb2.ResetWorkerResponse]  # type: ignore[assignment]
-    """Drops what is known of a worker and recovers it from its source.
+    """Drops what is known of a worker and recovers it from its source, whatever incarnation that says it is.
     NOT_FOUND: unknown worker or rank.
     """
 
@@ -321,7 +321,7 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         request: _indexer_pb2.ResetWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_indexer_pb2.ResetWorkerResponse, _abc.Awaitable[_indexer_pb2.ResetWorkerResponse]]:
-        """Drops what is known of a worker and recovers it from its source.
+        """Drops what is known of a worker and recovers it from its source, whatever incarnation that says it is.
         NOT_FOUND: unknown worker or rank.
         """
 

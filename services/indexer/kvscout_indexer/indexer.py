@@ -200,7 +200,7 @@ class Indexer:
         for rank in ranks:
             source = self._sources.get((tenant, rank))
             if source is not None:
-                source.recover()
+                source.recover(any_epoch=True)
             else:
                 self.pools.of(spec).reset(rank)
         return len(ranks)
