@@ -8,12 +8,14 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 DEADLINE_SECONDS = 30.0
+LOG_LINES = 60
 TESTS = Path(__file__).parents[1]
 
 
@@ -40,6 +42,7 @@ class Member:
         self._command = (sys.executable, "-m", module, *flags)
         self._process: asyncio.subprocess.Process | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  # as long as the member
         self.ready: dict[str, Any] = {}
 
     async def start(self) -> None:
@@ -48,14 +51,17 @@ class Member:
         # Some are modules of the tests.
         paths = (str(TESTS), environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        self._log.seek(0)
+        self._log.truncate()
         self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, env=environment
+            *self._command, stdout=asyncio.subprocess.PIPE, stderr=self._log, env=environment
         )
         assert self._process.stdout is not None
         async with asyncio.timeout(DEADLINE_SECONDS):
             line = await self._process.stdout.readline()
         if not line:
-            raise AssertionError(f"{self.name} ended with {await self._process.wait()} before it was ready")
+            code = await self._process.wait()
+            raise AssertionError(f"{self.name} ended with {code} before it was ready:\n{self.log_tail}")
         self.ready = json.loads(line)
         self._draining = asyncio.create_task(_drain(self._process.stdout))
 
@@ -81,10 +87,25 @@ class Member:
             if process.returncode is None:
                 process.send_signal(signal.SIGCONT)
 
+    @property
+    def log_tail(self) -> str:
+        """The last it wrote, since it was started."""
+        return "".join(self._log_lines()[-LOG_LINES:])
+
+    def log_about(self, word: str) -> list[str]:
+        """What it wrote about something, since it was started."""
+        return [line.rstrip() for line in self._log_lines() if word in line]
+
+    def _log_lines(self) -> list[str]:
+        # By a description of its own: the process goes on writing where it is.
+        with open(f"/proc/self/fd/{self._log.fileno()}") as log:
+            return log.readlines()
+
     def require_alive(self) -> None:
         """Fails if it ended by itself."""
         assert self._process is not None
-        assert self._process.returncode is None, f"{self.name} ended by itself with {self._process.returncode}"
+        code = self._process.returncode
+        assert code is None, f"{self.name} ended by itself with {code}:\n{self.log_tail}"
 
 
 async def _drain(stream: asyncio.StreamReader) -> None:

@@ -208,6 +208,13 @@ class World:
                 found.append(
                     f"{replica.name}: missing {sorted(missing)[:3]}, too many {sorted(extra)[:3]}, of {len(truth)}"
                 )
+                # Every end of a booking is logged with its reason.
+                found += [
+                    f"{each.name} says: {line}"
+                    for name in sorted({name for name, _ in missing})[:3]
+                    for each in self.replicas
+                    for line in each.member.log_about(f"request {name} ")
+                ]
             if (requests, loads) != states[0]:
                 found.append(f"{replica.name} and {self.replicas[0].name} differ, loads {loads} and {states[0][1]}")
             if sum(load[0] for load in loads.values()) != len(requests):
@@ -257,6 +264,8 @@ async def run(seconds: float, seed: int, *, quiet: bool = False) -> list[str]:
                 try:
                     await asyncio.wait_for(each.quiet.wait(), 30)
                 except TimeoutError:
+                    for replica in world.replicas:
+                        replica.member.require_alive()
                     raise AssertionError(f"{each.name} finds no scheduler; it left {each.failure}") from None
             for replica in world.replicas:
                 await eventually(replica.has_problem(False), what="NATS")
