@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -43,14 +44,14 @@ class ReplicaClient:
             name, "kvscout_scheduler.main", "--port", str(port), "--metrics-port", "0", "--router-replica-sync",
             "--replica-id", name, "--nats-server", nats_url, "--router-track-output-blocks", "--seed", "1", *flags,
         )  # fmt: skip
-        self._channel: grpc.aio.Channel | None = None
+        self._channels: list[grpc.aio.Channel] = []
+        """One for each start."""
 
     async def start(self) -> None:
         """Starts the process, again too."""
         await self.member.start()
-        if self._channel is not None:
-            await self._channel.close()
-        self._channel = open_channel(self.address)
+        # Gateways may be in a call on the one before: closing it would cancel them, not the call.
+        self._channels.append(open_channel(self.address))
 
     async def kill(self) -> None:
         """SIGKILL."""
@@ -63,15 +64,14 @@ class ReplicaClient:
 
     async def close(self) -> None:
         """Ends everything."""
-        if self._channel is not None:
-            await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
         await self.member.kill()
 
     @property
     def stub(self) -> Any:
         """Its rpcs."""
-        assert self._channel is not None
-        return scheduler_pb2_grpc.SchedulerStub(self._channel)
+        return scheduler_pb2_grpc.SchedulerStub(self._channels[-1])
 
     async def rpc(self, name: str, request: Any) -> Any:
         return await call(getattr(self.stub, name), request, timeout=DEADLINE_SECONDS)
@@ -166,7 +166,9 @@ class GatewayStream:
 
     async def hello(self, owner_id: str, in_flight: Iterable[str], seconds: float) -> None:
         """Says who it is; returns when the scheduler knows."""
-        hello = scheduler_pb2.LifecycleHello(owner_id=owner_id, in_flight=map(self.ref, in_flight))
+        hello = scheduler_pb2.LifecycleHello(
+            owner_id=owner_id, in_flight=map(self.ref, in_flight), opened_at=time.time_ns() // 1000
+        )
         async with asyncio.timeout(seconds):
             await self._call.write(scheduler_pb2.LifecycleRequest(hello=hello))
             await self._read()

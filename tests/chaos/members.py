@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,7 +43,10 @@ class Member:
         self._command = (sys.executable, "-m", module, *flags)
         self._process: asyncio.subprocess.Process | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  # as long as the member
+        descriptor, log = tempfile.mkstemp(prefix=f"kvscout-{name}-", suffix=".log")
+        os.close(descriptor)
+        self._log = Path(log)
+        weakref.finalize(self, self._log.unlink)
         self.ready: dict[str, Any] = {}
 
     async def start(self) -> None:
@@ -51,11 +55,10 @@ class Member:
         # Some are modules of the tests.
         paths = (str(TESTS), environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        self._log.seek(0)
-        self._log.truncate()
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdout=asyncio.subprocess.PIPE, stderr=self._log, env=environment
-        )
+        with self._log.open("w") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, stdout=asyncio.subprocess.PIPE, stderr=log, env=environment
+            )
         assert self._process.stdout is not None
         async with asyncio.timeout(DEADLINE_SECONDS):
             line = await self._process.stdout.readline()
@@ -90,16 +93,11 @@ class Member:
     @property
     def log_tail(self) -> str:
         """The last it wrote, since it was started."""
-        return "".join(self._log_lines()[-LOG_LINES:])
+        return "\n".join(self._log.read_text().splitlines()[-LOG_LINES:])
 
     def log_about(self, word: str) -> list[str]:
         """What it wrote about something, since it was started."""
-        return [line.rstrip() for line in self._log_lines() if word in line]
-
-    def _log_lines(self) -> list[str]:
-        # By a description of its own: the process goes on writing where it is.
-        with open(f"/proc/self/fd/{self._log.fileno()}") as log:
-            return log.readlines()
+        return [line for line in self._log.read_text().splitlines() if word in line]
 
     def require_alive(self) -> None:
         """Fails if it ended by itself."""

@@ -51,7 +51,7 @@ class Gateway:
         self.name = name
         self.in_flight: dict[str, tuple[str, bool]] = {}
         """Requests it was told are booked: on which worker, and whether their prefill is over."""
-        self.booked = self.freed = self.moves = self.rebooked = 0
+        self.booked = self.freed = self.moves = self.rebooked = self.refused = 0
         self.failure = ""
         """Why it left a scheduler last."""
         self.stop, self.quiet, self.release = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -117,8 +117,12 @@ class Gateway:
                 self.booked += 1
         self._owed.difference_update(names)
         ripe = [name for name, (_, over) in self.in_flight.items() if not over and self._rng.random() < 0.5]
-        await stream.ask(*({"prefill_complete": stream.ref(name)} for name in ripe), seconds=CALL_SECONDS)
-        self.in_flight.update({name: (self.in_flight[name][0], True) for name in ripe})
+        marked = await stream.ask(*({"prefill_complete": stream.ref(name)} for name in ripe), seconds=CALL_SECONDS)
+        for name, answer in zip(ripe, marked, strict=True):
+            if answer.code:
+                self.refused += 1
+            else:
+                self.in_flight[name] = (self.in_flight[name][0], True)
         done = [name for name, (_, over) in self.in_flight.items() if over and self._rng.random() < 0.3]
         for name in done:
             del self.in_flight[name]
@@ -290,11 +294,12 @@ async def run(seconds: float, seed: int, *, quiet: bool = False) -> list[str]:
         for line in after:
             say(f"WRONG after all was freed: {line}")
         figures = [await replica.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest()) for replica in world.replicas]
-        booked, freed, moves, rebooked = (
-            sum(getattr(each, name) for each in gateways) for name in ("booked", "freed", "moves", "rebooked")
+        booked, freed, moves, rebooked, refused = (
+            sum(getattr(each, name) for each in gateways)
+            for name in ("booked", "freed", "moves", "rebooked", "refused")
         )
         say(f"{booked} booked, {freed} freed, {held} compared in flight; gateways moved {moves} times, "
-            f"booked {rebooked} again that died with their replica")  # fmt: skip
+            f"booked {rebooked} again that died with their replica; {refused} marks refused")  # fmt: skip
         lost, repeated, reordered = (
             sum(getattr(relay, name) for relay in world.relays) for name in ("lost", "repeated", "reordered")
         )

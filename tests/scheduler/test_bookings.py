@@ -265,6 +265,21 @@ def test_the_end_of_a_replaced_stream_means_nothing() -> None:
     assert made.expire() == 0
 
 
+def test_a_hello_that_was_overtaken_by_a_later_one_is_refused() -> None:
+    clock = ManualClock()
+    made = scheduler("w0", clock=clock)
+    session, _ = made.connect_owner("gateway-1", [], opened_at=20)
+    book(made, "a", owner_id="gateway-1")
+    with pytest.raises(FailedPrecondition, match="later"):
+        made.connect_owner("gateway-1", [], opened_at=10)
+    clock.advance(100.0)
+    assert made.expire() == 0, "the stream that was opened last is open"
+    made.disconnect_owner("gateway-1", session)
+    # An owner whose clock went back is let in when its former stream is gone.
+    _, unknown = made.connect_owner("gateway-1", [(key("a"), 0)], opened_at=10)
+    assert unknown == []
+
+
 def test_bookings_that_a_returning_owner_does_not_list_end() -> None:
     made = scheduler("w0")
     made.connect_owner("gateway-1", [])

@@ -281,6 +281,26 @@ def test_a_request_stays_where_its_owner_is_though_an_older_claim_has_the_higher
     assert world["a"].core.stats.ended == world["c"].core.stats.ended == {}
 
 
+def test_a_hello_that_a_stopped_replica_reads_late_takes_nothing_from_where_the_owner_went() -> None:
+    world = World("a", "b")
+    first, _ = world["a"].core.connect_owner("g", [], opened_at=1)
+    world.book("a", "r", owner="g")
+    world.run(0.1)
+    world["a"].core.disconnect_owner("g", first)
+    # b is stopped: the owner waits for it in vain, and comes back to a.
+    world["a"].core.connect_owner("g", [(key("r"), 1)], opened_at=3)
+    world.run(1)
+    session, unknown = world["b"].core.connect_owner("g", [(key("r"), 1)], opened_at=2)
+    assert unknown == []
+    world["b"].core.disconnect_owner("g", session)
+    world.settled()
+    assert world["a"].replication.ownership.elsewhere(key("r")) is None
+    world.kill("b")
+    world.run(11)
+    assert set(world["a"].state()) == {"r"}
+    assert world["a"].core.stats.ended == {}
+
+
 def test_what_another_ends_by_itself_goes_on_where_its_owner_is() -> None:
     world = World("a", "b")
     session, _ = world["a"].core.connect_owner("g", [])

@@ -780,8 +780,14 @@ class LifecycleHello(_message.Message):
 
     OWNER_ID_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    OPENED_AT_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """Owner id, unique among gateways; kept over reconnects. Required."""
+    opened_at: _builtins.int
+    """When the owner opened this stream: microseconds since the Unix epoch by its own clock, more from stream to stream. Of
+    its streams, at whichever replicas and in whichever order they are read there, the one opened last counts.
+    Unset = when the scheduler reads it.
+    """
     @_builtins.property
     def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestRef]:
         """Every request the owner has in flight; bookings of the owner that are not listed are freed."""
@@ -791,10 +797,11 @@ class LifecycleHello(_message.Message):
         *,
         owner_id: _builtins.str = ...,
         in_flight: _abc.Iterable[Global___RequestRef] | None = ...,
+        opened_at: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "owner_id", b"owner_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "opened_at", b"opened_at", "owner_id", b"owner_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -97,6 +97,8 @@ class Attachment:
         self._clock = clock
         self._health = [_Health() for _ in schedulers.members]
         self._closing: set[asyncio.Task[None]] = set()
+        self._opened_at = 0
+        """Of the newest stream."""
         self._rebooked_at = 0.0
         self._asked_at = 0.0
 
@@ -144,10 +146,12 @@ class Attachment:
         """
         link = member.stub
         listed = self._bookings.in_flight()
+        self._opened_at = max(time.time_ns() // 1000, self._opened_at + 1)
         stream = LifecycleStream(
             link.Lifecycle,
             self.owner_id,
             [booking.ref for booking in listed],
+            opened_at=self._opened_at,
             stuck_seconds=max(self._timeout, 1.0),
         )
         try:

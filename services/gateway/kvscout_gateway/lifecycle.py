@@ -60,6 +60,7 @@ class LifecycleStream:
         owner_id: str,
         in_flight: Iterable[scheduler_pb2.RequestRef],
         *,
+        opened_at: int = 0,
         stuck_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -69,6 +70,7 @@ class LifecycleStream:
             open_stream: The rpc.
             owner_id: Who holds the bookings made here.
             in_flight: What it has in flight; what it does not list of its bookings ends.
+            opened_at: When that was so, microseconds since the Unix epoch; more from stream to stream of an owner.
             stuck_seconds: Silence after which the stream is broken off, where an answer is due.
             clock: Monotonic seconds.
         """
@@ -100,7 +102,7 @@ class LifecycleStream:
         self.operations = 0
         self.messages = 0
         hello = scheduler_pb2.LifecycleRequest(
-            hello=scheduler_pb2.LifecycleHello(owner_id=owner_id, in_flight=in_flight)
+            hello=scheduler_pb2.LifecycleHello(owner_id=owner_id, in_flight=in_flight, opened_at=opened_at)
         )
         self._task = self._loop.create_task(self._run(open_stream, hello), name="lifecycle")
 

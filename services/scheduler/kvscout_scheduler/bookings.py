@@ -213,7 +213,7 @@ class Bookings:
         return True
 
     def connect_owner(
-        self, owner_id: str, in_flight: Iterable[tuple[RequestKey, int]], now: float
+        self, owner_id: str, in_flight: Iterable[tuple[RequestKey, int]], now: float, opened_at: int = 0
     ) -> tuple[int, list[tuple[RequestKey, int]]]:
         """Opens a stream of an owner, who lists what it has in flight.
 
@@ -222,8 +222,11 @@ class Bookings:
 
         Returns:
             The session of the stream, and the listed requests that are not the owner's here.
+
+        Raises:
+            FailedPrecondition: A stream that the owner opened later is open.
         """
-        session = self._owners.connect(owner_id, now)
+        session = self._owners.connect(owner_id, now, opened_at)
         listed = list(in_flight)
         names = set(listed)
         for booking in list(self._owners.bookings(owner_id)):
@@ -245,6 +248,10 @@ class Bookings:
     def owner_connected(self, owner_id: str, now: float) -> float:
         """For how many seconds an owner has had a stream open here; 0 = it has none."""
         return self._owners.connected(owner_id, now)
+
+    def owner_opened_at(self, owner_id: str) -> int:
+        """When an owner opened the stream that it has open here, see `Owner.opened_at`."""
+        return self._owners.opened_at(owner_id)
 
     def disconnect_owner(self, owner_id: str, session: int, now: float) -> None:
         """Ends a stream of an owner; its bookings end after the grace time unless it comes back."""

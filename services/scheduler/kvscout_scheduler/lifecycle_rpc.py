@@ -65,7 +65,7 @@ class LifecycleRpc:
             raise InvalidArgument("the first message of a stream names its owner", field="hello.owner_id")
         scheduler, owner_id = self._lifecycles, first.hello.owner_id
         in_flight = [(translate.key_from_proto(ref, first.tenant), ref.attempt_id) for ref in first.hello.in_flight]
-        session, unknown = scheduler.connect_owner(owner_id, in_flight)
+        session, unknown = scheduler.connect_owner(owner_id, in_flight, first.hello.opened_at)
         outbox = _Outbox(draining=scheduler.draining, packed=packed)
         outbox.next.unknown_in_flight.extend(translate.key_to_proto(*name) for name in unknown)
         # Even an empty answer tells the owner that it is known: its bookings are safe from here on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvscout_common.errors import FailedPrecondition
 from kvscout_scheduler.booking import Booking
 
 
@@ -16,6 +17,8 @@ class Owner:
     """Number of its newest stream."""
     connected_at: float = 0.0
     """When that stream began."""
+    opened_at: int = 0
+    """When its owner opened it, microseconds since the Unix epoch by the owner's clock; 0 = it did not say."""
     gone_at: float | None = None
     """When that stream ended; None = it is open."""
     bookings: set[Booking] = field(default_factory=set)
@@ -36,15 +39,20 @@ class Owners:
     def __len__(self) -> int:
         return len(self._owners)
 
-    def connect(self, owner_id: str, now: float) -> int:
+    def connect(self, owner_id: str, now: float, opened_at: int = 0) -> int:
         """Opens a stream of an owner; an older one of it counts no more.
 
         Returns:
             The session to give to `disconnect`.
+
+        Raises:
+            FailedPrecondition: It is the older one itself: what it says is out of date.
         """
-        self._sessions += 1
         owner = self._owners.setdefault(owner_id, Owner())
-        owner.session, owner.connected_at, owner.gone_at = self._sessions, now, None
+        if owner.session and owner.gone_at is None and 0 < opened_at < owner.opened_at:
+            raise FailedPrecondition(f"owner {owner_id!r} has opened a later stream")
+        self._sessions += 1
+        owner.session, owner.connected_at, owner.opened_at, owner.gone_at = self._sessions, now, opened_at, None
         return self._sessions
 
     def disconnect(self, owner_id: str, session: int, now: float) -> None:
@@ -60,6 +68,11 @@ class Owners:
         """For how many seconds an owner has had its stream open; 0 = it has none, else above 0."""
         owner = self._owners.get(owner_id)
         return max(now - owner.connected_at, 1e-9) if owner is not None and owner.gone_at is None else 0.0
+
+    def opened_at(self, owner_id: str) -> int:
+        """When the owner of an open stream says that it opened it; 0 = there is none, or it did not say."""
+        owner = self._owners.get(owner_id)
+        return owner.opened_at if owner is not None and owner.gone_at is None else 0
 
     def add(self, booking: Booking, owner_id: str, now: float) -> None:
         """Gives a booking to an owner; one without a stream counts as gone from now."""

@@ -137,7 +137,7 @@ class Ownership:
                 owner = claim.owner_id
                 if owner not in connected:
                     connected[owner] = self._bookings.owner_connected(owner, now) if owner else 0.0
-                if connected[owner] > grace:
+                if connected[owner] > grace and claim.owner_since <= self._owner_since(owner):
                     reason = EndReason.OWNER_FORGOT
                 elif now - view.heard_at >= claim.lease_seconds + later:
                     reason = EndReason.LEASE
@@ -195,7 +195,7 @@ class Ownership:
         claim = self.log.claims[booking.key]
         if claim.owner_id != booking.owner_id:
             # With the owner's stream, which others must know of; the same term: nobody else has claimed it.
-            self.log.put(claim_of(booking, claim.term)._replace(owner_since=self._owner_since(booking)))
+            self.log.put(claim_of(booking, claim.term)._replace(owner_since=self._owner_since(booking.owner_id)))
         else:
             self.log.hold(booking.key, booking.owner_id, booking.lease_seconds)
 
@@ -279,18 +279,23 @@ class Ownership:
     def _next_term(self, key: RequestKey) -> int:
         return 1 + max((held.claim.term for held in self._claims(key)), default=0)
 
-    def _owner_since(self, booking: Booking) -> int:
-        """When a booking's owner came to us, microseconds since the Unix epoch; 0 = it is not here."""
-        seconds = self._bookings.owner_connected(booking.owner_id, self._clock()) if booking.owner_id else 0.0
-        return int((self._wall_clock() - seconds) * MICROSECONDS) if seconds else 0
+    def _owner_since(self, owner_id: str) -> int:
+        """When an owner came to us, microseconds since the Unix epoch; 0 = it is not here.
+
+        By its own clock where it tells: a replica that was stopped reads what has long been overtaken elsewhere.
+        """
+        seconds = self._bookings.owner_connected(owner_id, self._clock()) if owner_id else 0.0
+        if not seconds:
+            return 0
+        return self._bookings.owner_opened_at(owner_id) or int((self._wall_clock() - seconds) * MICROSECONDS)
 
     def _claim_booking(self, booking: Booking) -> None:
         claim = claim_of(booking, self._next_term(booking.key))
-        self._claim(claim._replace(owner_since=self._owner_since(booking)))
+        self._claim(claim._replace(owner_since=self._owner_since(booking.owner_id)))
 
     def _insist(self, booking: Booking, held: Held | None) -> bool:
         """Claims a request of ours again that another beats or cancels, if its owner came to us last."""
-        key, since = booking.key, self._owner_since(booking)
+        key, since = booking.key, self._owner_since(booking.owner_id)
         if not since or self._bookings.freed_by_caller(key, booking.attempt_id, self._clock()):
             return False
         if held is not None:

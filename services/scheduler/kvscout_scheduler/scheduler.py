@@ -313,16 +313,17 @@ class Scheduler:
         return self.bookings.undelivered(key, attempt_id, self._clock())
 
     def connect_owner(
-        self, owner_id: str, in_flight: Iterable[tuple[RequestKey, int]]
+        self, owner_id: str, in_flight: Iterable[tuple[RequestKey, int]], opened_at: int = 0
     ) -> tuple[int, list[tuple[RequestKey, int]]]:
         """Opens an owner's stream; see `Bookings.connect_owner`.
 
         Raises:
             InvalidArgument: The owner has no name.
+            FailedPrecondition: A stream that it opened later is open.
         """
         if not owner_id:
             raise InvalidArgument("must not be empty", field="owner_id")
-        return self.bookings.connect_owner(owner_id, in_flight, self._clock())
+        return self.bookings.connect_owner(owner_id, in_flight, self._clock(), opened_at)
 
     def disconnect_owner(self, owner_id: str, session: int) -> None:
         """Ends an owner's stream; its bookings end after the grace time unless it comes back."""
