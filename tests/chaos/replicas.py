@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from random import Random, SystemRandom
 
@@ -52,6 +53,8 @@ class Gateway:
         self.in_flight: dict[str, tuple[str, bool]] = {}
         """Requests it was told are booked: on which worker, and whether their prefill is over."""
         self.booked = self.freed = self.moves = self.rebooked = self.refused = 0
+        self.history: dict[str, list[str]] = {}
+        """Of what is in flight: what happened to it, where."""
         self.failure = ""
         """Why it left a scheduler last."""
         self.stop, self.quiet, self.release = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -69,6 +72,7 @@ class Gateway:
                 async with gateway(
                     self._replicas[self._place], self.name, list(self.in_flight), CALL_SECONDS
                 ) as stream:
+                    self._note("listed", set(self.in_flight) - set(stream.unknown))
                     await self._settle(stream)
                     while not self.stop.is_set():
                         await self._work(stream)
@@ -84,8 +88,13 @@ class Gateway:
                 self._place = (self._place + 1) % len(self._replicas)
                 await asyncio.sleep(0.02)
 
+    def _note(self, what: str, names: Iterable[str]) -> None:
+        at = f"{time.monotonic() % 1000:.3f} {what} at {self._replicas[self._place].name}"
+        for name in names:
+            self.history.setdefault(name, []).append(at)
+
     async def _settle(self, stream: GatewayStream) -> None:
-        """Books again what the scheduler has lost, and frees what is owed."""
+        """Books again what the scheduler has lost, says once more whose prefill is over, and frees what is owed."""
         lost = [name for name in stream.unknown if name in self.in_flight]
         stream.unknown.clear()
         again = [
@@ -102,7 +111,9 @@ class Gateway:
                 raise ConnectionError(f"it has just started: {answer.message}")
             assert not answer.code, f"a request in flight cannot be booked again: {answer.message}"
             self.rebooked += 1
-        over = [name for name in lost if self.in_flight[name][1]]
+        self._note("booked again", lost)
+        # What a replica takes over may be older than what the last one was told.
+        over = [name for name, (_, marked) in self.in_flight.items() if marked]
         await stream.ask(*({"prefill_complete": stream.ref(name)} for name in over), seconds=CALL_SECONDS)
         owed = list(self._owed)
         await stream.ask(*({"free": stream.ref(name)} for name in owed), seconds=CALL_SECONDS)
@@ -115,6 +126,7 @@ class Gateway:
             if not answer.code:
                 self.in_flight[name] = (answer.select.worker.worker_id, False)
                 self.booked += 1
+                self._note("booked", [name])
         self._owed.difference_update(names)
         ripe = [name for name, (_, over) in self.in_flight.items() if not over and self._rng.random() < 0.5]
         marked = await stream.ask(*({"prefill_complete": stream.ref(name)} for name in ripe), seconds=CALL_SECONDS)
@@ -123,9 +135,10 @@ class Gateway:
                 self.refused += 1
             else:
                 self.in_flight[name] = (self.in_flight[name][0], True)
+                self._note("marked", [name])
         done = [name for name, (_, over) in self.in_flight.items() if over and self._rng.random() < 0.3]
         for name in done:
-            del self.in_flight[name]
+            del self.in_flight[name], self.history[name]
         self._owed.update(done)
         if done and self._rng.random() < 0.2:
             other = self._rng.choice(self._replicas)
@@ -212,6 +225,11 @@ class World:
                 found.append(
                     f"{replica.name}: missing {sorted(missing)[:3]}, too many {sorted(extra)[:3]}, of {len(truth)}"
                 )
+                found += [
+                    f"{name}: {', '.join(each.history[name])}"
+                    for each in gateways
+                    for name in sorted({name for name, _ in missing} & each.history.keys())[:3]
+                ]
                 # Every end of a booking is logged with its reason.
                 found += [
                     f"{each.name} says: {line}"

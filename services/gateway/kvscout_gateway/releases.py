@@ -106,7 +106,8 @@ class Bookings:
             elif booking.scheduler is not member and booking.worker is not None:
                 self.moved(booking, member)
             else:
-                booking.leased = False
+                # Another replica may have had it meanwhile, and may not have heard that its prefill is over.
+                booking.leased = booking.prefill_told = False
                 if booking in self._open:
                     self._tell_prefill(booking)
 
