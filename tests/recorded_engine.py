@@ -98,6 +98,10 @@ class RecordedEngine:
         self.next_seq = 0
         self._buffer.clear()
 
+    def forget_subscribers(self) -> None:
+        """`subscribed` waits for one that comes from now on."""
+        self._subscribed.clear()
+
     async def subscribed(self) -> None:
         """Waits until a subscription has reached this engine."""
         async with asyncio.timeout(DEADLINE_SECONDS):

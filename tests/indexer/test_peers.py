@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -19,6 +19,7 @@ from recorded_engine import RecordedEngine, recorded_engine
 from scripted_publisher import ScriptedPublisher, core_publisher, dumped, follow, nats_config, served_indexer
 
 from kvscout.v1 import events_pb2, indexer_pb2, types_pb2
+from kvscout_blocks.codec import encode_dump
 from kvscout_common.worker import EventEndpoint, Transport
 from kvscout_indexer import peers
 from kvscout_indexer.config import IndexerConfig
@@ -209,9 +210,9 @@ async def test_the_first_peer_with_a_complete_history_wins() -> None:
         await engine.subscribed()
         await engine.publish(*chain(3))
         await old.client.until_applied(2)
+        engine.forget_subscribers()
         read(lacking.indexer, engine)
-        source = next(iter(lacking.indexer._sources.values()))
-        await asyncio.wait_for(source._connected.wait(), 10)
+        await engine.subscribed()
         await engine.publish(chain(4)[3])
         await lacking.client.until(lambda s: s.state == INCOMPLETE)
         await old.client.until_applied(3)
@@ -231,7 +232,9 @@ async def test_the_first_peer_with_a_complete_history_wins() -> None:
 async def test_a_peer_that_dies_half_way_leaves_nothing_half_loaded(
     monkeypatch: pytest.MonkeyPatch, breaks_after: int
 ) -> None:
+    # Of both twins.
     monkeypatch.setattr("kvscout_blocks.native_index.MAX_CHUNK_BYTES", 8192)
+    monkeypatch.setitem(cast(dict[str, Any], encode_dump.__kwdefaults__), "max_chunk_bytes", 8192)
     async with recorded_engine() as engine, member(breaks_after=breaks_after) as old:
         read(old.indexer, engine)
         await engine.subscribed()
