@@ -22,6 +22,8 @@ from kvscout_common.channel import call
 from kvscout_common.hashing import block_hashes
 
 GRACE_SECONDS = 10.0
+PROMPT_TOKENS = 100
+"""Of each request that runs."""
 
 
 class Holding:
@@ -80,13 +82,15 @@ class Runs:
     def __init__(self, client: GatewayClient) -> None:
         self._client = client
         self.calls: list[asyncio.Task[Answer]] = []
+        self.prefills = 0
 
     async def start(self, count: int, *, prefill: bool = False) -> None:
         """Starts so many, of which the engine gives no token if it is a prefill; returns once they are dispatched."""
         for _ in range(count):
-            prompt = [0, *fresh_prompt(99)] if prefill else fresh_prompt(100)
+            prompt = [0, *fresh_prompt(PROMPT_TOKENS - 1)] if prefill else fresh_prompt(PROMPT_TOKENS)
             begun = asyncio.Event()
             self.calls.append(asyncio.create_task(self._run(prompt, 1 if prefill else 2, begun)))
+            self.prefills += prefill
             await begun.wait()
 
     async def _run(self, prompt: Any, messages: int, begun: asyncio.Event) -> Answer:
@@ -101,6 +105,17 @@ class Runs:
     async def ended(self) -> list[Answer]:
         """Their answers; none failed."""
         return list(await asyncio.gather(*self.calls))
+
+
+async def loads_of(runs: Runs, client: GatewayClient) -> list[tuple[int, int, int]]:
+    """Loads, once a scheduler shows all that runs, and was told of every first token."""
+
+    async def told() -> bool:
+        requests, prefill_tokens, _ = map(sum, zip(*await client.loads(), strict=True))
+        return (requests, prefill_tokens) == (len(runs.calls), PROMPT_TOKENS * runs.prefills)
+
+    await eventually(told, what=f"{len(runs.calls)} requests, {runs.prefills} without a token")
+    return sorted(await client.loads())
 
 
 async def until_loads(client: GatewayClient, loads: list[tuple[int, int, int]]) -> None:
@@ -217,7 +232,7 @@ async def test_a_scheduler_that_hangs_for_a_while_loses_none_and_books_none_twic
         client = stack.client
         runs = Runs(client)
         await runs.start(8)
-        before = sorted(await client.loads())
+        before = await loads_of(runs, client)
         names = {(active.request.request_id, active.request.attempt_id) for active in await client.active()}
         stack.scheduler.process.send_signal(signal.SIGSTOP)
         try:
@@ -245,15 +260,14 @@ async def test_what_runs_moves_to_the_next_scheduler_and_back_to_the_first_when_
         runs = Runs(client)
         await runs.start(6)
         await runs.start(2, prefill=True)
-        before = sorted(await client.loads())
+        before = await loads_of(runs, client)
         assert not await at_second.active()
         async with short_requests(client) as routes:
             stack.scheduler.process.kill()
             await stack.scheduler.process.wait()
             await until_loads(at_second, before)
             await runs.start(2)
-            moved = sorted(await at_second.loads())
-            assert sum(load[0] for load in moved) == 10
+            moved = await loads_of(runs, at_second)
             async with running("kvscout_scheduler.main", "--port", port) as flapping:
                 await until_registered(client)
                 assert not await client.active(), "it is not gone back to at once"
@@ -283,7 +297,7 @@ async def test_a_scheduler_that_drains_hands_over_before_it_ends() -> None:
         await until_streaming(client, stack.gateway, stack.scheduler.address)
         runs = Runs(client)
         await runs.start(6)
-        before = sorted(await client.loads())
+        before = await loads_of(runs, client)
         async with short_requests(client) as routes:
             assert await stack.scheduler.stop() == 0
             await until_loads(at_second, before)
@@ -308,7 +322,7 @@ async def test_a_replica_takes_over_what_it_knows_and_nothing_is_booked_anew() -
             await runs.start(6)
             await runs.start(2, prefill=True)
             await eventually(lambda: prefilling(client, 2))
-            before = sorted(await client.loads())
+            before = await loads_of(runs, client)
             await until_loads(at_second, before)  # as mirrors
             stack.scheduler.process.kill()
             await stack.scheduler.process.wait()
