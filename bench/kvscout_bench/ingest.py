@@ -6,13 +6,13 @@ A part is a module beside this one that measures one way in which events come (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvscout_bench import ingest_bridge, ingest_jetstream, ingest_zmq
 from kvscout_bench.harness import Row
-from kvscout_common.errors import InvalidArgument
+from kvscout_bench.selection import Selection
 
 
 class Part(Protocol):
@@ -42,34 +42,17 @@ PARTS: tuple[Part, ...] = (ingest_zmq, ingest_jetstream, ingest_bridge)
 
 
 @dataclass(frozen=True, slots=True)
-class IngestBench:
-    """What to run.
+class IngestBench(Selection):
+    """What of the parts to run. Errors as of `Selection`."""
 
-    Raises:
-        InvalidArgument: A value is out of range or names nothing.
-    """
-
-    rounds: int = 3
-    only: tuple[str, ...] = ()
-    """Parts of names of rows; empty: all."""
-    quick: bool = False
-    """Short: shows that everything works, judges nothing."""
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise InvalidArgument("must be at least 1", field="rounds")
-        for part in self.only:
-            if not any(part in row for each in PARTS for row in each.ROWS):
-                raise InvalidArgument(f"{part!r} is in no workload's name", field="only")
-
-    def wanted(self, row: str) -> bool:
-        """Whether a row is asked for."""
-        return not self.only or any(part in row for part in self.only)
+    @classmethod
+    def rows(cls) -> Iterable[str]:
+        """See `Selection.rows`."""
+        return (row for part in PARTS for row in part.ROWS)
 
     def run(self, say: Callable[[str], None]) -> Iterator[Row]:
         """Measures part by part; blocks. Arguments and errors as of `Part.run`."""
         for part in PARTS:
             if any(self.wanted(row) for row in part.ROWS):
                 say(part.NAME)
-                rounds = 1 if self.quick else self.rounds
-                yield from part.run(rounds=rounds, quick=self.quick, wanted=self.wanted, say=say)
+                yield from part.run(rounds=self.rounds_to_run, quick=self.quick, wanted=self.wanted, say=say)

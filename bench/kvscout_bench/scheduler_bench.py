@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvscout_bench.scheduler_process import (
     prompts,
 )
 from kvscout_bench.scheduler_replication import measure
-from kvscout_common.errors import InvalidArgument
+from kvscout_bench.selection import Selection
 
 SEED = 1
 WORKERS = 256
@@ -115,25 +115,13 @@ ROWS: Sequence[str] = [case.name for case in (*LIFECYCLE_CASES, MEMORY, REPLICA,
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerBench:
-    """What to run.
+class SchedulerBench(Selection):
+    """What of the rows to run. Errors as of `Selection`."""
 
-    Raises:
-        InvalidArgument: A value is out of range or names nothing.
-    """
-
-    rounds: int = 3
-    only: tuple[str, ...] = ()
-    """Parts of names of rows; empty: all."""
-    quick: bool = False
-    """Short: shows that everything works, judges nothing."""
-
-    def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise InvalidArgument("must be at least 1", field="rounds")
-        for part in self.only:
-            if not any(part in row for row in ROWS):
-                raise InvalidArgument(f"{part!r} is in no workload's name", field="only")
+    @classmethod
+    def rows(cls) -> Iterable[str]:
+        """See `Selection.rows`."""
+        return ROWS
 
     def run(self, say: Callable[[str], None]) -> Iterator[Row]:
         """Measures row by row; blocks.
@@ -146,30 +134,25 @@ class SchedulerBench:
         """
         machine = this_machine()
         for case in LIFECYCLE_CASES:
-            if self._wanted(case):
+            if self.wanted(case.name):
                 say(case.name)
-                row = self._row(case, [self._lifecycle(case.tokens) for _ in self._rounds], machine, case.peer[:1])
+                row = self._row(
+                    case, [self._lifecycle(case.tokens) for _ in range(self.rounds_to_run)], machine, case.peer[:1]
+                )
                 yield replace(row, peer_spread=case.peer)
-        if self._wanted(MEMORY):
+        if self.wanted(MEMORY.name):
             say(MEMORY.name)
-            yield self._row(MEMORY, [self._memory() for _ in self._rounds], machine)
-        if self._wanted(REPLICA):
+            yield self._row(MEMORY, [self._memory() for _ in range(self.rounds_to_run)], machine)
+        if self.wanted(REPLICA.name):
             say(REPLICA.name)
-            yield self._row(REPLICA, [self._replica() for _ in self._rounds], machine)
-        wanted = [case for case in CORE_CASES if self._wanted(case)]
+            yield self._row(REPLICA, [self._replica() for _ in range(self.rounds_to_run)], machine)
+        wanted = [case for case in CORE_CASES if self.wanted(case.name)]
         if wanted:
             say("native: building what is not up to date")
             with Driver(native_driver("scheduler")) as driver:
                 driver.pin(usable_cores()[0], usable_cores()[0])
                 for core in wanted:
-                    yield self._row(core, [self._core(driver, core) for _ in self._rounds], machine)
-
-    @property
-    def _rounds(self) -> range:
-        return range(1 if self.quick else self.rounds)
-
-    def _wanted(self, case: Case) -> bool:
-        return not self.only or any(part in case.name for part in self.only)
+                    yield self._row(core, [self._core(driver, core) for _ in range(self.rounds_to_run)], machine)
 
     def _row(self, case: Case, samples: Sequence[Any], machine: Machine, peer: Sequence[float] = ()) -> Row:
         p99s = tuple(case.p99(sample) for sample in samples) if case.p99 else ()
