@@ -20,6 +20,7 @@ from kvscout_blocks.recovery import RecoveryService, serve_recovery
 from kvscout_bridge.config import BridgeConfig
 from kvscout_bridge.rank import BridgedRank
 from kvscout_bridge.registration import Registrations
+from kvscout_common.endings import Closing, FirstDefect
 from kvscout_common.engine_discovery import Discovery
 from kvscout_common.engine_facts import lacks_event_endpoints
 from kvscout_common.errors import InvalidArgument, NotFound
@@ -64,8 +65,8 @@ class Bridge:
         self._read: dict[Key, Record | None] = {}
         """What was on record before."""
         self._record_due = asyncio.Event()
-        self._closing: set[asyncio.Task[None]] = set()
-        self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closing = Closing()
+        self._defect = FirstDefect()
         self._file = WorkersFile(config.server.workers_file, self.registry) if config.server.workers_file else None
         self.registry.listen(self)
         self._discovery = Discovery(self.registry)
@@ -81,7 +82,7 @@ class Bridge:
             "send": lambda: self.sender.run(self.outbox),
             "records": self._keep_records,
             "ticks": self._tick,
-            "ingest": self._watch_ingest,
+            "ingest": self._defect.watch,
             "discovery": self._discovery.run,
         }
         if self._file is not None:
@@ -93,7 +94,7 @@ class Bridge:
     async def drain(self) -> None:
         """Reads no more, and waits until NATS has what was read."""
         for rank in self._ranks.values():
-            self._let_end(rank.close())
+            self._closing.add(rank.close())
         await self.sender.drained(self.outbox)
         try:
             await self._write_records()
@@ -104,8 +105,8 @@ class Bridge:
     async def close(self) -> None:
         """Closes every socket."""
         for rank in self._ranks.values():
-            self._let_end(rank.close())
-        await asyncio.gather(*self._closing, return_exceptions=True)
+            self._closing.add(rank.close())
+        await self._closing.wait()
         for service in self._services.values():
             await service.close()
         await self.link.close()
@@ -167,7 +168,7 @@ class Bridge:
                 clock=time.monotonic,
                 wall_clock=time.time,
                 warnings=self._warnings,
-                failed=self._fail,
+                failed=self._defect.report,
                 changed=self._record_due.set,
                 answers=self.config.local_indexer,
             )
@@ -196,28 +197,15 @@ class Bridge:
             bridged = self._ranks.pop(key, None)
             if bridged is None:
                 continue
-            self._let_end(bridged.close())
+            self._closing.add(bridged.close())
             self.outbox.remove(bridged.publication)
             self._read.pop(key, None)
             service = self._services.pop(key, None)
             if service is not None:
-                self._let_end(asyncio.get_running_loop().create_task(service.close()))
+                self._closing.add(asyncio.get_running_loop().create_task(service.close()))
 
     def _streams(self) -> set[tuple[str, str]]:
         return {(rank.spec.tenant, rank.spec.model) for rank in self._ranks.values()}
-
-    def _let_end(self, task: asyncio.Task[None] | None) -> None:
-        if task is not None and not task.done():
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._crash.done():
-            self._crash.set_exception(error)
-
-    async def _watch_ingest(self) -> None:
-        """Ends with the first defect met while reading events, and the process with it."""
-        await asyncio.shield(self._crash)
 
     async def _tick(self) -> None:
         while True:

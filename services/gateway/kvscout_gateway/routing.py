@@ -28,7 +28,7 @@ from kvscout_gateway.placement import UNBOOKED_ATTEMPT, Booking, Placement, Sche
 from kvscout_gateway.prompt import Geometry, hash_prompt
 from kvscout_gateway.releases import Bookings
 from kvscout_gateway.reporter import Decision, Reporter
-from kvscout_gateway.scheduler_link import LeftInLine, Line, Reserved
+from kvscout_gateway.scheduler_link import LeftInLine, Line, Reserved, ref_of
 from kvscout_gateway.turns import Turns
 
 log = logging.getLogger("kvscout.gateway")
@@ -214,7 +214,7 @@ class RoutingFlow:
         return Decision(wish.tenant, asked.target.model, rank, pool, hashes)
 
     async def _select(self, asked: _Asked, wish: Wish, request: scheduler_pb2.SelectRequest) -> Placement:
-        booking = Booking(_ref(request)) if wish.request_id else None
+        booking = Booking(ref_of(request)) if wish.request_id else None
         reserved, member = await self._ask_scheduler(asked, wish, request, booking)
         answer = reserved.response
         worker = WorkerRank(answer.worker.worker_id, answer.worker.dp_rank)
@@ -286,7 +286,7 @@ class RoutingFlow:
         hashes = asked.hashes.get(pool, ())
         booking: Booking | None = None
         if wish.owned and wish.request_id:
-            ref = _ref(_select_request(asked, wish))
+            ref = ref_of(_select_request(asked, wish))
             ref.attempt_id |= UNBOOKED_ATTEMPT
             booking = Booking(ref)
             _describe(booking, wish, rank, hashes)
@@ -339,16 +339,6 @@ def _select_request(asked: _Asked, wish: Wish) -> scheduler_pb2.SelectRequest:
         expected_output_tokens=wish.expected_output_tokens,
         explain=wish.explain,
         lease_seconds=wish.lease_seconds,
-    )
-
-
-def _ref(request: scheduler_pb2.SelectRequest) -> scheduler_pb2.RequestRef:
-    return scheduler_pb2.RequestRef(
-        model=request.model,
-        tenant=request.tenant,
-        role=request.role,
-        request_id=request.request_id,
-        attempt_id=request.attempt_id,
     )
 
 

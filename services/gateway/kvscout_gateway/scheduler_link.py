@@ -241,7 +241,7 @@ class SchedulerLink(_Stub):
             next_pause = REFRESH_SECONDS
             while not await _within(operation, min(pause, _left(line.ends_at))):
                 if not _left(line.ends_at):
-                    stream.put("free", _ref(request))
+                    stream.put("free", ref_of(request))
                     raise _waited_too_long()
                 fresh = await line.refresh()
                 if not operation.answer.done():
@@ -306,7 +306,8 @@ async def _within(operation: Operation, seconds: float) -> bool:
     return operation.answer.done()
 
 
-def _ref(request: scheduler_pb2.SelectRequest) -> scheduler_pb2.RequestRef:
+def ref_of(request: scheduler_pb2.SelectRequest) -> scheduler_pb2.RequestRef:
+    """The name of the booking that a request asks for."""
     return scheduler_pb2.RequestRef(
         model=request.model,
         tenant=request.tenant,

@@ -14,6 +14,7 @@ from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.native_index import NativeIndex, make_index, make_queries
 from kvscout_blocks.published import with_last_digest
 from kvscout_blocks.source import Elsewhere, Source
+from kvscout_common.endings import Closing, FirstDefect
 from kvscout_common.errors import NotFound
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry
@@ -64,14 +65,14 @@ class Indexer:
         if not config.kv_events and config.router_predicted_ttl_seconds is not None:
             log.warning("--router-predicted-ttl has no effect with --no-kv-events: predictions last --router-ttl")
         self._sources: dict[tuple[str, WorkerRank], Source] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Closing()
         """Replays of closed sources that have not ended yet."""
         self._recoveries = asyncio.Semaphore(MAX_RECOVERIES)
         self._warnings = RateLimitedLog(log)
-        self._crash: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.push = GrpcPush(self.registry, failed=self._fail)
+        self._defect = FirstDefect()
+        self.push = GrpcPush(self.registry, failed=self._defect.report)
         self._transports: dict[Transport, EventTransport] = {
-            Transport.ZMQ: ZmqDirect(warnings=self._warnings, failed=self._fail),
+            Transport.ZMQ: ZmqDirect(warnings=self._warnings, failed=self._defect.report),
             Transport.GRPC: self.push,
         }
         self.nats = NatsLink(config.nats, "kvscout-indexer") if config.nats is not None else None
@@ -79,7 +80,9 @@ class Indexer:
         self.nats_core: NatsCore | None = None
         """None as well, then."""
         if self.nats is not None:
-            self.nats_core = NatsCore(self.nats, security=config.client, warnings=self._warnings, failed=self._fail)
+            self.nats_core = NatsCore(
+                self.nats, security=config.client, warnings=self._warnings, failed=self._defect.report
+            )
             self._transports[Transport.NATS_CORE] = self.nats_core
         self.jetstream = self._make_jetstream(config)
         """None without NATS."""
@@ -118,7 +121,7 @@ class Indexer:
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         """What runs beside the server, by name."""
-        tasks = {**self.backends.tasks, "ingest": self._watch_ingest, "ticks": self._tick, "maintain": self._maintain}
+        tasks = {**self.backends.tasks, "ingest": self._defect.watch, "ticks": self._tick, "maintain": self._maintain}
         if self._config.kv_events:
             for transport in self._transports.values():
                 tasks.update(transport.tasks())
@@ -154,8 +157,8 @@ class Indexer:
     async def close(self) -> None:
         """Ends every source and transport."""
         for source in self._sources.values():
-            self._let_end(source)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+            self._closing.add(source.close())
+        await self._closing.wait()
         for transport in self._transports.values():
             await transport.close()
         await self.peers.close()
@@ -272,7 +275,7 @@ class Indexer:
             ttl_seconds=self._config.router_ttl_seconds,
             warnings=self._warnings,
             incomplete=lambda incomplete: self.pools.set_incomplete(spec.pool, rank, incomplete),
-            failed=self._fail,
+            failed=self._defect.report,
             elsewhere=self._elsewhere(spec, index),
         )
         self._sources[spec.tenant, rank] = source
@@ -287,7 +290,7 @@ class Indexer:
     def _close(self, spec: WorkerSpec, rank: WorkerRank) -> None:
         source = self._sources.pop((spec.tenant, rank), None)
         if source is not None:
-            self._let_end(source)
+            self._closing.add(source.close())
         elif not self._config.kv_events:
             self.pools.set_incomplete(spec.pool, rank, incomplete=False)
 
@@ -295,20 +298,6 @@ class Indexer:
         source = self._sources.get((tenant, rank))
         if source is not None:
             source.served += 1
-
-    def _let_end(self, source: Source) -> None:
-        task = source.close()
-        if task is not None and not task.done():
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._crash.done():
-            self._crash.set_exception(error)
-
-    async def _watch_ingest(self) -> None:
-        """Ends with the first defect met while ingesting, and the process with it."""
-        await asyncio.shield(self._crash)
 
     async def _tick(self) -> None:
         while True:
