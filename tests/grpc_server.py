@@ -18,12 +18,14 @@ async def serving(
     *,
     tokens: TokenTable | None = None,
     security: ClientSecurity = PLAINTEXT,
+    on_port: Callable[[int], object] = lambda port: None,
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a server that `add` adds a servicer to."""
+    """A channel to a server that `add` adds a servicer to; `on_port` is told where, for further channels."""
     server = grpc.aio.server(interceptors=(ErrorInterceptor(), IdentityInterceptor(tokens)))
     add(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    on_port(port)
     channel = open_channel(f"127.0.0.1:{port}", security)
     try:
         yield channel

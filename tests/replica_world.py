@@ -17,7 +17,7 @@ from scheduler_builders import BLOCK, MODEL, ManualClock, key, worker
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import Booking, FreeOutcome, Phase
 from kvscout_scheduler.replication import TICK_SECONDS, Replication
-from kvscout_scheduler.request import ReserveRequest, pack_hashes
+from kvscout_scheduler.request import OwnerName, ReserveRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
 
@@ -55,7 +55,7 @@ class Node:
         return {
             b.key.request_id: (
                 b.attempt_id, b.rank.worker_id, b.phase, b.output_blocks, b.prompt_blocks, b.uncached_tokens,
-                b.owner_id, b.lease_seconds,
+                b.owner, b.lease_seconds,
             )
             for b in self.core.bookings
         }  # fmt: skip
@@ -199,14 +199,15 @@ class World:
     # Calls, as a servicer makes them.
 
     def book(
-        self, at: str, request_id: str, *, worker_id: str = "w0", blocks: int = 2, attempt: int = 1, owner: str = "",
-        shared: int = 0,
+        self, at: str, request_id: str, *, worker_id: str = "w0", blocks: int = 2, attempt: int = 1,
+        owner: OwnerName | None = None, shared: int = 0, lease_seconds: float = 0.0,
     ) -> Booking:  # fmt: skip
         """Books a request; the first `shared` blocks are those of all others."""
         hashes = [*range(shared), *(hash((request_id, number)) % 2**64 for number in range(blocks - shared))]
         self[at].core.reserve(
             ReserveRequest(key(request_id), WorkerRank(worker_id, 0), blocks * BLOCK + 3, pack_hashes(hashes), attempt),
-            owner_id=owner,
+            owner=owner,
+            lease_seconds=lease_seconds,
         )
         found = self[at].core.bookings.find(key(request_id))
         assert found is not None

@@ -7,9 +7,10 @@ import time
 from random import Random
 from typing import Any
 
+from kvscout_common.identity import ALL_TENANTS
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
-from kvscout_scheduler.request import Prompt, RequestKey, ReserveRequest, SelectionRequest, pack_hashes
+from kvscout_scheduler.request import OwnerName, Prompt, RequestKey, ReserveRequest, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
 
@@ -76,6 +77,11 @@ def request(
 def key(request_id: str, role: Role = Role.AGGREGATED) -> RequestKey:
     """Name of a booking of model "m"."""
     return RequestKey("default", MODEL, role, request_id)
+
+
+def owner(owner_id: str, tenant: str = ALL_TENANTS) -> OwnerName:
+    """An owner of bookings, bound to no tenant unless told."""
+    return OwnerName(tenant, owner_id)
 
 
 def reserve(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from scheduler_builders import BLOCK, ManualClock, key, loads, overlaps, request, reserve, scheduler, worker
+from scheduler_builders import BLOCK, ManualClock, key, loads, overlaps, owner, request, reserve, scheduler, worker
 
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
 from kvscout_scheduler.booking import EndReason, FreeOutcome, Phase
@@ -226,13 +226,13 @@ def test_a_lease_can_be_made_shorter_or_longer() -> None:
 def test_an_owner_that_is_gone_for_ten_seconds_loses_its_bookings() -> None:
     clock = ManualClock()
     made = scheduler("w0", clock=clock)
-    session, _ = made.connect_owner("gateway-1", [])
+    session, _ = made.connect_owner(owner("gateway-1"), [])
     for number in range(100):
-        book(made, f"r{number}", owner_id="gateway-1")
+        book(made, f"r{number}", owner=owner("gateway-1"))
     book(made, "unary")
     clock.advance(1000.0)
     made.renew(key("unary"))
-    made.disconnect_owner("gateway-1", session)
+    made.disconnect_owner(owner("gateway-1"), session)
     clock.advance(9.9)
     assert made.expire() == 0
     clock.advance(0.1)
@@ -244,11 +244,11 @@ def test_an_owner_that_is_gone_for_ten_seconds_loses_its_bookings() -> None:
 def test_an_owner_that_comes_back_in_time_loses_nothing() -> None:
     clock = ManualClock()
     made = scheduler("w0", clock=clock)
-    old, _ = made.connect_owner("gateway-1", [])
-    book(made, "a", owner_id="gateway-1")
-    made.disconnect_owner("gateway-1", old)
+    old, _ = made.connect_owner(owner("gateway-1"), [])
+    book(made, "a", owner=owner("gateway-1"))
+    made.disconnect_owner(owner("gateway-1"), old)
     clock.advance(9.0)
-    _, unknown = made.connect_owner("gateway-1", [(key("a"), 0), (key("lost"), 0)])
+    _, unknown = made.connect_owner(owner("gateway-1"), [(key("a"), 0), (key("lost"), 0)])
     assert unknown == [(key("lost"), 0)]
     clock.advance(100.0)
     assert made.expire() == 0
@@ -257,10 +257,10 @@ def test_an_owner_that_comes_back_in_time_loses_nothing() -> None:
 def test_the_end_of_a_replaced_stream_means_nothing() -> None:
     clock = ManualClock()
     made = scheduler("w0", clock=clock)
-    old, _ = made.connect_owner("gateway-1", [])
-    book(made, "a", owner_id="gateway-1")
-    made.connect_owner("gateway-1", [(key("a"), 0)])
-    made.disconnect_owner("gateway-1", old)
+    old, _ = made.connect_owner(owner("gateway-1"), [])
+    book(made, "a", owner=owner("gateway-1"))
+    made.connect_owner(owner("gateway-1"), [(key("a"), 0)])
+    made.disconnect_owner(owner("gateway-1"), old)
     clock.advance(100.0)
     assert made.expire() == 0
 
@@ -268,24 +268,24 @@ def test_the_end_of_a_replaced_stream_means_nothing() -> None:
 def test_a_hello_that_was_overtaken_by_a_later_one_is_refused() -> None:
     clock = ManualClock()
     made = scheduler("w0", clock=clock)
-    session, _ = made.connect_owner("gateway-1", [], opened_at=20)
-    book(made, "a", owner_id="gateway-1")
+    session, _ = made.connect_owner(owner("gateway-1"), [], opened_at=20)
+    book(made, "a", owner=owner("gateway-1"))
     with pytest.raises(FailedPrecondition, match="later"):
-        made.connect_owner("gateway-1", [], opened_at=10)
+        made.connect_owner(owner("gateway-1"), [], opened_at=10)
     clock.advance(100.0)
     assert made.expire() == 0, "the stream that was opened last is open"
-    made.disconnect_owner("gateway-1", session)
+    made.disconnect_owner(owner("gateway-1"), session)
     # An owner whose clock went back is let in when its former stream is gone.
-    _, unknown = made.connect_owner("gateway-1", [(key("a"), 0)], opened_at=10)
+    _, unknown = made.connect_owner(owner("gateway-1"), [(key("a"), 0)], opened_at=10)
     assert unknown == []
 
 
 def test_bookings_that_a_returning_owner_does_not_list_end() -> None:
     made = scheduler("w0")
-    made.connect_owner("gateway-1", [])
-    book(made, "a", owner_id="gateway-1")
-    book(made, "b", owner_id="gateway-1")
-    made.connect_owner("gateway-1", [(key("b"), 0)])
+    made.connect_owner(owner("gateway-1"), [])
+    book(made, "a", owner=owner("gateway-1"))
+    book(made, "b", owner=owner("gateway-1"))
+    made.connect_owner(owner("gateway-1"), [(key("b"), 0)])
     assert made.stats.ended == {EndReason.OWNER_FORGOT: 1}
     assert [active.key.request_id for active in made.list_active_requests("default")[0]] == ["b"]
 
@@ -293,10 +293,10 @@ def test_bookings_that_a_returning_owner_does_not_list_end() -> None:
 def test_an_owner_takes_over_listed_bookings_of_unary_callers_only() -> None:
     clock = ManualClock()
     made = scheduler("w0", clock=clock)
-    made.connect_owner("gateway-1", [])
-    book(made, "a", owner_id="gateway-1")
+    made.connect_owner(owner("gateway-1"), [])
+    book(made, "a", owner=owner("gateway-1"))
     book(made, "b", lease_seconds=5.0)
-    _, unknown = made.connect_owner("gateway-2", [(key("a"), 0), (key("b"), 0)])
+    _, unknown = made.connect_owner(owner("gateway-2"), [(key("a"), 0), (key("b"), 0)])
     assert unknown == [(key("a"), 0)]
     clock.advance(100.0)
     assert made.expire() == 0
@@ -330,14 +330,14 @@ def test_active_requests_are_listed_oldest_first() -> None:
     made = scheduler("w0", worker("x", model="n"), clock=clock)
     book(made, "a", attempt_id=4)
     clock.advance(2.0)
-    made.select_and_reserve(request(isl=1, request_id="b", model="n", expected_output_tokens=9), owner_id="g")
+    made.select_and_reserve(request(isl=1, request_id="b", model="n", expected_output_tokens=9), owner=owner("g"))
     made.mark_prefill_complete(key("a"), 4)
     listed, total = made.list_active_requests("default")
     assert ([active.key.request_id for active in listed], total) == (["a", "b"], 2)
     assert (listed[0].phase, listed[0].attempt_id, listed[0].age_seconds) == (Phase.DECODE, 4, 2.0)
     assert (listed[0].prompt_blocks, listed[0].uncached_tokens) == (2, 2 * BLOCK)
     assert (listed[0].lease_remaining_seconds, listed[1].lease_remaining_seconds) == (300.0, None)
-    assert (listed[1].owner_id, listed[1].expected_output_tokens) == ("g", 9)
+    assert (listed[1].owner, listed[1].expected_output_tokens) == (owner("g"), 9)
     assert made.list_active_requests("default", limit=1)[1] == 2
     assert made.list_active_requests("default", worker_id="x")[1] == 1
     assert made.list_active_requests("default", model="m")[1] == 1

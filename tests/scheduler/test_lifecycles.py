@@ -11,12 +11,12 @@ from random import Random
 
 import pytest
 from load_twins import SideBySide
-from scheduler_builders import BLOCK, MODEL, ManualClock, key, scheduler, test_seed, worker
+from scheduler_builders import BLOCK, MODEL, ManualClock, key, owner, scheduler, test_seed, worker
 
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound, Unavailable
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.overlaps import Overlaps
-from kvscout_scheduler.request import Prompt, ReserveRequest, SelectionRequest, pack_hashes
+from kvscout_scheduler.request import OwnerName, Prompt, ReserveRequest, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 
 PARTS = 4
@@ -24,7 +24,7 @@ PARTS = 4
 LIFECYCLES = int(os.environ.get("KVSCOUT_LIFECYCLES", "100000")) // PARTS
 """A part."""
 CHECK_EVERY = 400
-OWNERS = ("gateway-0", "gateway-1", "")
+OWNERS = (owner("gateway-0"), owner("gateway-1"), None)
 
 
 class Traffic:
@@ -62,10 +62,10 @@ class Traffic:
                 asked = SelectionRequest(
                     MODEL, isl, Prompt(hashes, overlaps=Overlaps(ids, (), columns)), request_id=name, attempt_id=attempt
                 )
-                self.scheduler.select_and_reserve(asked, owner_id=owner)
+                self.scheduler.select_and_reserve(asked, owner=owner)
             else:
                 rank = WorkerRank(rng.choice([*self.specs, *self.absent]), 0)
-                self.scheduler.reserve(ReserveRequest(key(name), rank, isl, hashes, attempt), owner_id=owner)
+                self.scheduler.reserve(ReserveRequest(key(name), rank, isl, hashes, attempt), owner=owner)
         except (Cancelled, NotFound, Unavailable):
             return
         self.open.append((name, attempt))
@@ -113,7 +113,7 @@ class Traffic:
         except (AlreadyExists, Cancelled, NotFound, Unavailable):
             pass
 
-    def reconnect(self, owner: str) -> None:
+    def reconnect(self, owner: OwnerName) -> None:
         """A stream breaks, and comes back at once, late, or with part of what it had."""
         self.scheduler.disconnect_owner(owner, self.sessions[owner])
         self.clock.advance(self.rng.choice((0.0, 1.0, 5.0, 11.0)))
@@ -125,8 +125,8 @@ class Traffic:
         """Everyone leaves: half of the requests are freed, the rest ends by itself."""
         for name, attempt in self.open[::2]:
             self.scheduler.free(key(name), attempt)
-        for owner, session in self.sessions.items():
-            self.scheduler.disconnect_owner(owner, session)
+        for each, session in self.sessions.items():
+            self.scheduler.disconnect_owner(each, session)
         self.clock.advance(100.0)
         self.scheduler.expire()
         for spec in self.absent.values():

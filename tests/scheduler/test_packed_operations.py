@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_server import serving
-from scheduler_builders import BLOCK, MODEL, ManualClock, scheduler, test_seed, worker
+from scheduler_builders import BLOCK, MODEL, ManualClock, owner, scheduler, test_seed, worker
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.config import ServerConfig
@@ -35,8 +35,8 @@ class Side:
         self.core: Scheduler = scheduler(*specs, clock=ManualClock(), seed=seed, track_output_blocks=True, **settings)
         self.core.workers.worker_added(worker("t", tenant="team", http_endpoint="http://t"))
         self.later = scheduler_pb2.LifecycleResponse()
-        self.core.connect_owner("gateway", [])
-        self._plain = Operations(self.core, "gateway", "", self.later.results.append)
+        self.core.connect_owner(owner("gateway"), [])
+        self._plain = Operations(self.core, owner("gateway"), "", self.later.results.append)
         self._packed = PackedOperations(self.core, "", caller_tenant, self._plain, None)
 
     def plain(self, message: scheduler_pb2.LifecycleRequest) -> scheduler_pb2.LifecycleResponse:

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from replica_world import Node, World, decoding
-from scheduler_builders import BLOCK, key, test_seed
+from scheduler_builders import BLOCK, key, owner, test_seed
 
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound
@@ -173,6 +173,21 @@ def test_another_digest_at_the_same_sequence_is_a_divergence_and_is_repaired() -
     assert world["b"].state() == world["a"].state()
 
 
+def test_a_lease_that_is_a_whole_number_is_the_same_at_every_replica() -> None:
+    # As the messages of callers, and settings that were written without a point, give them.
+    world = World("a", "b", settings=SchedulerSettings(lease_seconds=300))
+    world.book("a", "r", lease_seconds=60)
+    world.book("a", "s")
+    world.run(1)
+    world["a"].core.renew(key("r"), 1, lease_seconds=90)
+    world.run(1)
+    assert [status.divergences for status in world["b"].replication.status()] == [0, 0]
+    # And a snapshot of them is as good as their events.
+    world.start("c")
+    world.settled()
+    assert all(status.divergences == 0 for status in world["c"].replication.status())
+
+
 def test_what_only_one_survivor_heard_of_a_killed_replica_the_others_learn_from_it() -> None:
     world = World("a", "b", "c")
     world.run(1)
@@ -188,7 +203,7 @@ def test_what_only_one_survivor_heard_of_a_killed_replica_the_others_learn_from_
 def test_the_requests_of_a_killed_replica_stay_until_their_leases_end_and_end_everywhere_at_once() -> None:
     world = World("a", "b", "c", settings=SchedulerSettings(lease_seconds=30))
     world.book("a", "r")
-    world.book("a", "s", owner="gateway")
+    world.book("a", "s", owner=owner("gateway"))
     world.run(1)
     world.kill("a")
     world.run(29)
@@ -206,13 +221,13 @@ def test_the_requests_of_a_killed_replica_stay_until_their_leases_end_and_end_ev
 
 def test_a_gateway_that_fails_over_takes_what_it_lists_along_and_what_it_does_not_list_ends() -> None:
     world = World("a", "b", "c")
-    world["a"].core.connect_owner("g", [])
+    world["a"].core.connect_owner(owner("g"), [])
     for name in ("r", "s", "t"):
-        world.book("a", name, owner="g")
+        world.book("a", name, owner=owner("g"))
     world.run(1)
     world.kill("a")
     world.run(0.1)
-    session, unknown = world["b"].core.connect_owner("g", [(key("r"), 1), (key("s"), 1), (key("never"), 1)])
+    session, unknown = world["b"].core.connect_owner(owner("g"), [(key("r"), 1), (key("s"), 1), (key("never"), 1)])
     assert unknown == [(key("never"), 1)]
     world.settled()
     assert world["b"].replication.ownership.elsewhere(key("r")) is None
@@ -221,7 +236,7 @@ def test_a_gateway_that_fails_over_takes_what_it_lists_along_and_what_it_does_no
     world.agree()
     assert set(world["c"].state()) == {"r", "s"}
     assert world["b"].core.stats.ended == {"owner_forgot": 1}
-    world["b"].core.disconnect_owner("g", session)
+    world["b"].core.disconnect_owner(owner("g"), session)
     world.run(10.1)
     world.settled()
     assert set(world["c"].loads().values()) == {IDLE}
@@ -231,19 +246,19 @@ def test_a_gateway_that_fails_over_takes_what_it_lists_along_and_what_it_does_no
 @pytest.mark.parametrize("freed", [True, False])
 def test_a_replica_that_comes_back_after_a_partition_yields_what_was_taken_from_it(freed: bool) -> None:
     world = World("a", "b", "c")
-    session, _ = world["a"].core.connect_owner("g", [])
-    world.book("a", "r", owner="g")
-    world.book("a", "s", owner="g")
+    session, _ = world["a"].core.connect_owner(owner("g"), [])
+    world.book("a", "r", owner=owner("g"))
+    world.book("a", "s", owner=owner("g"))
     world.run(1)
     world["a"].away = True
     world.run(6)
-    world["b"].core.connect_owner("g", [(key("r"), 1), (key("s"), 1)])
+    world["b"].core.connect_owner(owner("g"), [(key("r"), 1), (key("s"), 1)])
     if freed:
         world.free("b", "s")
     world.run(90)
     # It wakes, and its own clock and the end of its stream come before any message.
     world["a"].away = False
-    world["a"].core.disconnect_owner("g", session)
+    world["a"].core.disconnect_owner(owner("g"), session)
     world["a"].core.expire()
     world.settled()
     assert set(world["a"].state()) == ({"r"} if freed else {"r", "s"})
@@ -259,19 +274,19 @@ def test_a_replica_that_comes_back_after_a_partition_yields_what_was_taken_from_
 
 def test_a_request_stays_where_its_owner_is_though_an_older_claim_has_the_higher_term() -> None:
     world = World("a", "b", "c")
-    world["c"].core.connect_owner("g", [])
-    world.book("c", "r", owner="g")
+    world["c"].core.connect_owner(owner("g"), [])
+    world.book("c", "r", owner=owner("g"))
     world.run(0.1)
-    session, _ = world["a"].core.connect_owner("g", [(key("r"), 1)])
+    session, _ = world["a"].core.connect_owner(owner("g"), [(key("r"), 1)])
     world.run(0.1)
     # At b nothing of it has arrived: the owner books it again.
     world.kill("b")
     world.faults(loss=1)
     world.start("b")
-    _, unknown = world["b"].core.connect_owner("g", [(key("r"), 1)])
+    _, unknown = world["b"].core.connect_owner(owner("g"), [(key("r"), 1)])
     assert unknown == [(key("r"), 1)]
-    world.book("b", "r", owner="g")
-    world["a"].core.disconnect_owner("g", session)
+    world.book("b", "r", owner=owner("g"))
+    world["a"].core.disconnect_owner(owner("g"), session)
     world.run(1)
     world.settled()
     assert world["b"].replication.ownership.elsewhere(key("r")) is None
@@ -283,16 +298,16 @@ def test_a_request_stays_where_its_owner_is_though_an_older_claim_has_the_higher
 
 def test_a_hello_that_a_stopped_replica_reads_late_takes_nothing_from_where_the_owner_went() -> None:
     world = World("a", "b")
-    first, _ = world["a"].core.connect_owner("g", [], opened_at=1)
-    world.book("a", "r", owner="g")
+    first, _ = world["a"].core.connect_owner(owner("g"), [], opened_at=1)
+    world.book("a", "r", owner=owner("g"))
     world.run(0.1)
-    world["a"].core.disconnect_owner("g", first)
+    world["a"].core.disconnect_owner(owner("g"), first)
     # b is stopped: the owner waits for it in vain, and comes back to a.
-    world["a"].core.connect_owner("g", [(key("r"), 1)], opened_at=3)
+    world["a"].core.connect_owner(owner("g"), [(key("r"), 1)], opened_at=3)
     world.run(1)
-    session, unknown = world["b"].core.connect_owner("g", [(key("r"), 1)], opened_at=2)
+    session, unknown = world["b"].core.connect_owner(owner("g"), [(key("r"), 1)], opened_at=2)
     assert unknown == []
-    world["b"].core.disconnect_owner("g", session)
+    world["b"].core.disconnect_owner(owner("g"), session)
     world.settled()
     assert world["a"].replication.ownership.elsewhere(key("r")) is None
     world.kill("b")
@@ -303,12 +318,12 @@ def test_a_hello_that_a_stopped_replica_reads_late_takes_nothing_from_where_the_
 
 def test_what_another_ends_by_itself_goes_on_where_its_owner_is() -> None:
     world = World("a", "b")
-    session, _ = world["a"].core.connect_owner("g", [])
-    world.book("a", "r", owner="g")
+    session, _ = world["a"].core.connect_owner(owner("g"), [])
+    world.book("a", "r", owner=owner("g"))
     world.faults(loss=1)
-    world["b"].core.connect_owner("g", [])
-    world.book("b", "r", owner="g")
-    world["a"].core.disconnect_owner("g", session)
+    world["b"].core.connect_owner(owner("g"), [])
+    world.book("b", "r", owner=owner("g"))
+    world["a"].core.disconnect_owner(owner("g"), session)
     world.run(10.1)
     assert world["a"].core.stats.ended == {"owner_gone": 1}
     world.settled()
@@ -481,13 +496,13 @@ class Gateway:
         """Opens its stream at another replica; the former one notices when it can."""
         world = self._world
         if self.node is not None:
-            self.node.on_wake.append(partial(self.node.core.disconnect_owner, self.name, self._session))
+            self.node.on_wake.append(partial(self.node.core.disconnect_owner, owner(self.name), self._session))
         self.at, self.node = name, world[name]
         core = self.node.core
         listed = [(key(request_id), 1) for request_id in self.in_flight]
-        self._session, unknown = core.connect_owner(self.name, listed)
+        self._session, unknown = core.connect_owner(owner(self.name), listed)
         for lost, _ in unknown:
-            world.book(name, lost.request_id, worker_id=self.in_flight[lost.request_id], owner=self.name)
+            world.book(name, lost.request_id, worker_id=self.in_flight[lost.request_id], owner=owner(self.name))
         for request_id in self.owed:
             world.free(name, request_id)
         self.owed.clear()
@@ -497,7 +512,7 @@ class Gateway:
         world, rng = self._world, self._world.rng
         if rng.random() < 0.5:
             request_id, worker_id = f"{self.name}-{next(self._numbers)}", rng.choice(world.workers)
-            world.book(self.at, request_id, worker_id=worker_id, owner=self.name, shared=2)
+            world.book(self.at, request_id, worker_id=worker_id, owner=owner(self.name), shared=2)
             self.in_flight[request_id] = worker_id
         elif self.in_flight:
             request_id = rng.choice(list(self.in_flight))
@@ -509,7 +524,7 @@ class Gateway:
 
     def leave(self) -> None:
         """Ends its stream."""
-        self._world[self.at].core.disconnect_owner(self.name, self._session)
+        self._world[self.at].core.disconnect_owner(owner(self.name), self._session)
 
 
 @pytest.mark.parametrize("run", range(3))

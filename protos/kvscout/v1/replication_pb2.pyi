@@ -177,6 +177,7 @@ class Claim(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     OWNER_SINCE_FIELD_NUMBER: _builtins.int
+    OWNER_TENANT_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """1 for a new booking; one more than any other claim to the name that the replica knew."""
     state: Global___ClaimState.ValueType
@@ -199,6 +200,8 @@ class Claim(_message.Message):
     """When the owner opened the stream on which the sender has the request, microseconds since the Unix epoch; 0 = it has
     none open there. A replica to which the owner came later keeps its claim, and makes it the higher one.
     """
+    owner_tenant: _builtins.str
+    """Tenant to which the owner is bound; unset = to none."""
     @_builtins.property
     def request(self) -> _scheduler_pb2.RequestRef:
         """The request and its attempt."""
@@ -227,10 +230,11 @@ class Claim(_message.Message):
         lease_seconds: _builtins.float = ...,
         choice: Global___ClaimChoice | None = ...,
         owner_since: _builtins.int = ...,
+        owner_tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "request", b"request", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "output_blocks", b"output_blocks", "owner_id", b"owner_id", "owner_since", b"owner_since", "request", b"request", "state", b"state", "term", b"term", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "output_blocks", b"output_blocks", "owner_id", b"owner_id", "owner_since", b"owner_since", "owner_tenant", b"owner_tenant", "request", b"request", "state", b"state", "term", b"term", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -299,9 +303,12 @@ class RenewedEvent(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     OWNER_ID_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    OWNER_TENANT_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """Owner; "" = a unary caller."""
     lease_seconds: _builtins.float
+    """As in Claim."""
+    owner_tenant: _builtins.str
     """As in Claim."""
     @_builtins.property
     def request(self) -> _scheduler_pb2.RequestRef:
@@ -313,10 +320,11 @@ class RenewedEvent(_message.Message):
         request: _scheduler_pb2.RequestRef | None = ...,
         owner_id: _builtins.str = ...,
         lease_seconds: _builtins.float = ...,
+        owner_tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "owner_id", b"owner_id", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "owner_id", b"owner_id", "owner_tenant", b"owner_tenant", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -556,7 +564,7 @@ class ReplicaHeartbeat(_message.Message):
     """Its claims at that sequence."""
     digest: _builtins.int
     """Exclusive or of a hash of each of them: BLAKE2b, 8 bytes, little-endian, over name, attempt, term, state, worker,
-    output blocks, owner and lease.
+    output blocks, owner and lease (a double: "300.0"), and the owner's tenant where it is bound to one.
     """
     query: _builtins.bool
     """True = asks for everyone's heartbeat at once: it has just come, or was away."""

@@ -782,11 +782,13 @@ class LifecycleHello(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     OPENED_AT_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
-    """Owner id, unique among gateways; kept over reconnects. Required."""
+    """Owner id, unique among gateways; kept over reconnects. Required. Owners whose tokens are bound to different tenants
+    are different owners, whatever their ids.
+    """
     opened_at: _builtins.int
     """When the owner opened this stream: microseconds since the Unix epoch by its own clock, more from stream to stream. Of
     its streams, at whichever replicas and in whichever order they are read there, the one opened last counts.
-    Unset = when the scheduler reads it.
+    Unset = when the scheduler reads it. More than a second ahead of the scheduler's clock counts as a second ahead.
     """
     @_builtins.property
     def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestRef]:
@@ -1142,7 +1144,7 @@ class ActiveRequest(_message.Message):
     uncached_tokens: _builtins.int
     """Uncached prompt tokens charged."""
     owner_id: _builtins.str
-    """Owner of the booking; empty = a unary caller."""
+    """Owner of the booking; empty = a unary caller. Told to admins only."""
     age_seconds: _builtins.float
     """Seconds since it was booked."""
     lease_remaining_seconds: _builtins.float

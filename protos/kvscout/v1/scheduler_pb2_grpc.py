@@ -283,7 +283,8 @@ class SchedulerServicer:
     def Lifecycle(self, request_iterator, context):
         """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
         Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-        INVALID_ARGUMENT: the first message does not name the owner.
+        INVALID_ARGUMENT: the first message does not name the owner. FAILED_PRECONDITION: the owner has a stream open that it
+        opened later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -97,7 +97,8 @@ class SchedulerStub:
     Lifecycle: _grpc.StreamStreamMultiCallable[_scheduler_pb2.LifecycleRequest, _scheduler_pb2.LifecycleResponse]
     """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
     Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-    INVALID_ARGUMENT: the first message does not name the owner.
+    INVALID_ARGUMENT: the first message does not name the owner. FAILED_PRECONDITION: the owner has a stream open that it
+    opened later.
     """
     GetPotentialLoads: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PotentialLoadsRequest, _scheduler_pb2.PotentialLoadsResponse]
     """The load of each worker, now and with a given prompt added.
@@ -203,7 +204,8 @@ class SchedulerAsyncStub(SchedulerStub):
     Lifecycle: _aio.StreamStreamMultiCallable[_scheduler_pb2.LifecycleRequest, _scheduler_pb2.LifecycleResponse]  # type: ignore[assignment]
     """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
     Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-    INVALID_ARGUMENT: the first message does not name the owner.
+    INVALID_ARGUMENT: the first message does not name the owner. FAILED_PRECONDITION: the owner has a stream open that it
+    opened later.
     """
     GetPotentialLoads: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PotentialLoadsRequest, _scheduler_pb2.PotentialLoadsResponse]  # type: ignore[assignment]
     """The load of each worker, now and with a given prompt added.
@@ -390,7 +392,8 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.LifecycleResponse], _abc.AsyncIterator[_scheduler_pb2.LifecycleResponse]]:
         """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
         Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-        INVALID_ARGUMENT: the first message does not name the owner.
+        INVALID_ARGUMENT: the first message does not name the owner. FAILED_PRECONDITION: the owner has a stream open that it
+        opened later.
         """
 
     @_abc_1.abstractmethod

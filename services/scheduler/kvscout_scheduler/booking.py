@@ -9,7 +9,7 @@ from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.active_load import Allocation
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.pool import Pool
-from kvscout_scheduler.request import RequestKey
+from kvscout_scheduler.request import OwnerName, RequestKey
 
 
 class Phase(StrEnum):
@@ -64,8 +64,8 @@ class Booking:
     uncached_tokens: int
     expected_output_tokens: int
     booked_at: float
-    owner_id: str = ""
-    """"" = a unary caller."""
+    owner: OwnerName | None = None
+    """None = a unary caller."""
     lease_seconds: float = 0.0
     expires_at: float | None = None
     """None = it has no lease: its owner holds it."""
@@ -93,6 +93,6 @@ class ActiveRequest:
     output_blocks: int
     uncached_tokens: int
     expected_output_tokens: int
-    owner_id: str
+    owner: OwnerName | None
     age_seconds: float
     lease_remaining_seconds: float | None

@@ -23,7 +23,7 @@ from kvscout_scheduler.journal import Journal
 from kvscout_scheduler.leases import Leases
 from kvscout_scheduler.owners import Owners
 from kvscout_scheduler.pool import Pool
-from kvscout_scheduler.request import RequestKey
+from kvscout_scheduler.request import OwnerName, RequestKey
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.stats import SchedulerStats
 
@@ -84,20 +84,20 @@ class Bookings:
             raise ResourceExhausted(f"{len(self._active)} requests are active (limit)", retry_after_seconds=1.0)
         return None
 
-    def add(self, booking: Booking, *, owner_id: str = "", lease_seconds: float = 0.0) -> None:
+    def add(self, booking: Booking, *, owner: OwnerName | None = None, lease_seconds: float = 0.0) -> None:
         """Adds a booking that `admit` let in.
 
         Args:
             booking: Its load is in its pool already.
-            owner_id: Its owner; "" = it has a lease instead.
+            owner: Its owner; None = it has a lease instead.
             lease_seconds: 0 = the default.
         """
         self._active[booking.key] = booking
         self._members.setdefault((booking.pool, booking.allocation.slot), {})[booking] = None
         self._attempts.forget(booking.key, booking.attempt_id)
-        booking.lease_seconds = lease_seconds or self._settings.lease_seconds
-        if owner_id:
-            self._owners.add(booking, owner_id, booking.booked_at)
+        booking.lease_seconds = float(lease_seconds or self._settings.lease_seconds)
+        if owner is not None:
+            self._owners.add(booking, owner, booking.booked_at)
         else:
             self._leases.set(booking, booking.booked_at + booking.lease_seconds)
         self._stats.bookings += 1
@@ -191,7 +191,7 @@ class Bookings:
             return False
         self._own(booking, now)
         if lease_seconds:
-            booking.lease_seconds = lease_seconds
+            booking.lease_seconds = float(lease_seconds)
         self._renew(booking, now)
         if self.journal is not None:
             self.journal.held(booking)
@@ -213,7 +213,12 @@ class Bookings:
         return True
 
     def connect_owner(
-        self, owner_id: str, in_flight: Iterable[tuple[RequestKey, int]], now: float, opened_at: int = 0
+        self,
+        owner: OwnerName,
+        in_flight: Iterable[tuple[RequestKey, int]],
+        now: float,
+        opened_at: int,
+        wall_now: float,
     ) -> tuple[int, list[tuple[RequestKey, int]]]:
         """Opens a stream of an owner, who lists what it has in flight.
 
@@ -224,38 +229,38 @@ class Bookings:
             The session of the stream, and the listed requests that are not the owner's here.
 
         Raises:
-            FailedPrecondition: A stream that the owner opened later is open.
+            FailedPrecondition: A stream that the owner opened later is open, see `Owners.connect`.
         """
-        session = self._owners.connect(owner_id, now, opened_at)
+        session = self._owners.connect(owner, now, opened_at, wall_now)
         listed = list(in_flight)
         names = set(listed)
-        for booking in list(self._owners.bookings(owner_id)):
+        for booking in list(self._owners.bookings(owner)):
             if (booking.key, booking.attempt_id) not in names:
                 self._expire(booking, EndReason.OWNER_FORGOT, now)
         unknown = []
         for key, attempt_id in listed:
             active = self._active.get(key)
-            if active is None or active.attempt_id != attempt_id or active.owner_id not in ("", owner_id):
+            if active is None or active.attempt_id != attempt_id or active.owner not in (None, owner):
                 unknown.append((key, attempt_id))
             elif not self._owners.owns(active):
                 self._own(active, now)
                 self._leases.clear(active)
-                self._owners.add(active, owner_id, now)
+                self._owners.add(active, owner, now)
                 if self.journal is not None:
                     self.journal.held(active)
         return session, unknown
 
-    def owner_connected(self, owner_id: str, now: float) -> float:
+    def owner_connected(self, owner: OwnerName, now: float) -> float:
         """For how many seconds an owner has had a stream open here; 0 = it has none."""
-        return self._owners.connected(owner_id, now)
+        return self._owners.connected(owner, now)
 
-    def owner_opened_at(self, owner_id: str) -> int:
+    def owner_opened_at(self, owner: OwnerName) -> int:
         """When an owner opened the stream that it has open here, see `Owner.opened_at`."""
-        return self._owners.opened_at(owner_id)
+        return self._owners.opened_at(owner)
 
-    def disconnect_owner(self, owner_id: str, session: int, now: float) -> None:
+    def disconnect_owner(self, owner: OwnerName, session: int, now: float) -> None:
         """Ends a stream of an owner; its bookings end after the grace time unless it comes back."""
-        self._owners.disconnect(owner_id, session, now)
+        self._owners.disconnect(owner, session, now)
 
     def expire(self, now: float) -> int:
         """Ends bookings whose lease or whose owner's grace time is over; forgets old attempts.
@@ -327,7 +332,7 @@ class Bookings:
             output_blocks=booking.output_blocks,
             uncached_tokens=booking.uncached_tokens,
             expected_output_tokens=booking.expected_output_tokens,
-            owner_id=booking.owner_id,
+            owner=booking.owner,
             age_seconds=now - booking.booked_at,
             lease_remaining_seconds=None if booking.expires_at is None else max(0.0, booking.expires_at - now),
         )
@@ -358,8 +363,8 @@ class Bookings:
             return
         booking.mirror = False
         booking.answers = 0
-        if booking.owner_id and self._owners.connected(booking.owner_id, now):
-            self._owners.add(booking, booking.owner_id, now)
+        if booking.owner is not None and self._owners.connected(booking.owner, now):
+            self._owners.add(booking, booking.owner, now)
         else:
             self._leases.set(booking, now + booking.lease_seconds)
         assert self.journal is not None

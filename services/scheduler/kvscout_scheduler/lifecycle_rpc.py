@@ -23,6 +23,7 @@ from kvscout_common.raw_messages import parse_message
 from kvscout_scheduler import translate
 from kvscout_scheduler.operations import MAX_OPERATIONS, Elsewhere, Operations
 from kvscout_scheduler.packed_operations import PackedOperations
+from kvscout_scheduler.request import OwnerName
 from kvscout_scheduler.scheduler import Scheduler
 
 MAX_RESULTS = 16 * MAX_OPERATIONS
@@ -63,18 +64,18 @@ class LifecycleRpc:
         first = read(message)
         if not first.HasField("hello") or not first.hello.owner_id:
             raise InvalidArgument("the first message of a stream names its owner", field="hello.owner_id")
-        scheduler, owner_id = self._lifecycles, first.hello.owner_id
+        scheduler, owner = self._lifecycles, OwnerName(current_identity().tenant, first.hello.owner_id)
         in_flight = [(translate.key_from_proto(ref, first.tenant), ref.attempt_id) for ref in first.hello.in_flight]
-        session, unknown = scheduler.connect_owner(owner_id, in_flight, first.hello.opened_at)
+        session, unknown = scheduler.connect_owner(owner, in_flight, first.hello.opened_at)
         outbox = _Outbox(draining=scheduler.draining, packed=packed)
         outbox.next.unknown_in_flight.extend(translate.key_to_proto(*name) for name in unknown)
         # Even an empty answer tells the owner that it is known: its bookings are safe from here on.
         outbox.news.set()
-        operations = Operations(scheduler, owner_id, first.tenant, outbox.put, self._elsewhere)
+        operations = Operations(scheduler, owner, first.tenant, outbox.put, self._elsewhere)
         caller_tenant = current_identity().tenant
         fast = PackedOperations(scheduler, first.tenant, caller_tenant, operations, self._elsewhere)
         self._streams.add(outbox)
-        writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner_id}")
+        writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner}")
         reader = asyncio.current_task()
         assert reader is not None
         self._readers.add(reader)
@@ -102,7 +103,7 @@ class LifecycleRpc:
             self._readers.discard(reader)
             writer.cancel()
             operations.close()
-            scheduler.disconnect_owner(owner_id, session)
+            scheduler.disconnect_owner(owner, session)
 
     async def drain_streams(self) -> None:
         """Tells every owner to go to the next scheduler, and ends the streams of those that stay."""

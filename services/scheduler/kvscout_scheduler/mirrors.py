@@ -66,7 +66,7 @@ class Mirrors:
             uncached_tokens=claim.uncached_tokens,
             expected_output_tokens=claim.expected_output_tokens,
             booked_at=self._clock(),
-            owner_id=claim.owner_id,
+            owner=claim.owner,
             lease_seconds=claim.lease_seconds,
             phase=Phase.PREFILL if prefill else Phase.DECODE,
             output_blocks=claim.output_blocks,
@@ -95,7 +95,7 @@ class Mirrors:
         if claim.output_blocks > mirror.output_blocks:
             load.add_private(mirror.allocation, claim.output_blocks - mirror.output_blocks)
             mirror.output_blocks = claim.output_blocks
-        mirror.owner_id, mirror.lease_seconds = claim.owner_id, claim.lease_seconds
+        mirror.owner, mirror.lease_seconds = claim.owner, claim.lease_seconds
         return True
 
     def remove(self, mirror: Booking) -> None:
@@ -124,7 +124,7 @@ def claim_of(booking: Booking, term: int) -> Claim:
         uncached_tokens=booking.uncached_tokens,
         expected_output_tokens=booking.expected_output_tokens,
         output_blocks=booking.output_blocks,
-        owner_id=booking.owner_id,
+        owner=booking.owner,
         lease_seconds=booking.lease_seconds,
         choice=None
         if answer is None

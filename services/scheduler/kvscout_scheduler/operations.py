@@ -11,7 +11,7 @@ from kvscout_common.errors import InvalidArgument, KvscoutError, status_code
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_scheduler import translate
 from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.request import RequestKey, SelectionRequest
+from kvscout_scheduler.request import OwnerName, RequestKey, SelectionRequest
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.waiting import Answer
 
@@ -49,17 +49,22 @@ class Operations:
 
     Args:
         scheduler: Decides.
-        owner_id: Whose bookings these are.
+        owner: Whose bookings these are; None = those of unary callers.
         tenant: Of operations that name none; "" = the default one.
         later: Takes the results of operations that waited.
         elsewhere: Knows of other replicas; None = there are none.
     """
 
     def __init__(
-        self, scheduler: Scheduler, owner_id: str, tenant: str, later: Later, elsewhere: Elsewhere | None = None
+        self,
+        scheduler: Scheduler,
+        owner: OwnerName | None,
+        tenant: str,
+        later: Later,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._owner_id = owner_id
+        self._owner = owner
         self._tenant = tenant or DEFAULT_TENANT
         self._later = later
         self._elsewhere = elsewhere
@@ -141,7 +146,7 @@ class Operations:
                 self._later(select_result(operation_id, outcome))
 
         try:
-            self._scheduler.reserve_or_wait(wanted, answer, owner_id=self._owner_id, lease_seconds=lease_seconds)
+            self._scheduler.reserve_or_wait(wanted, answer, owner=self._owner, lease_seconds=lease_seconds)
         except KvscoutError as error:
             return error
         if told:
@@ -163,7 +168,7 @@ class Operations:
     def _reserve(self, message: scheduler_pb2.ReserveRequest, result: scheduler_pb2.LifecycleResult) -> None:
         wanted = translate.reserve_from_proto(message, self._tenant)
         result.reserve.uncached_tokens = self._scheduler.reserve(
-            wanted, owner_id=self._owner_id, lease_seconds=message.lease_seconds
+            wanted, owner=self._owner, lease_seconds=message.lease_seconds
         )
 
     def _prefill_complete(self, message: scheduler_pb2.RequestRef, result: scheduler_pb2.LifecycleResult) -> None:
@@ -204,5 +209,5 @@ def carry_out_here(
 ) -> scheduler_pb2.LifecycleResult:
     """Carries one operation out that cannot wait; its errors are in the result."""
     results = scheduler_pb2.LifecycleResponse().results
-    Operations(scheduler, "", tenant, lambda result: None).carry_out([operation], results)
+    Operations(scheduler, None, tenant, lambda result: None).carry_out([operation], results)
     return results[0]

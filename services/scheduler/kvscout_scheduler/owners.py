@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 
 from kvscout_common.errors import FailedPrecondition
 from kvscout_scheduler.booking import Booking
+from kvscout_scheduler.request import MICROSECONDS, OwnerName
+
+MAX_AHEAD_SECONDS = 1.0
+"""How far the clocks of owners may be ahead of ours. A stream from further ahead could keep its owner's later ones out:
+so it can for this long."""
 
 
 @dataclass(slots=True)
@@ -33,14 +38,20 @@ class Owners:
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
-        self._owners: dict[str, Owner] = {}
+        self._owners: dict[OwnerName, Owner] = {}
         self._sessions = 0
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def connect(self, owner_id: str, now: float, opened_at: int = 0) -> int:
+    def connect(self, name: OwnerName, now: float, opened_at: int, wall_now: float) -> int:
         """Opens a stream of an owner; an older one of it counts no more.
+
+        Args:
+            name: Whose.
+            now: On the scheduler's clock.
+            opened_at: See `Owner`; what lies too far ahead of our own clock counts as `MAX_AHEAD_SECONDS` ahead.
+            wall_now: Seconds since the Unix epoch.
 
         Returns:
             The session to give to `disconnect`.
@@ -48,56 +59,60 @@ class Owners:
         Raises:
             FailedPrecondition: It is the older one itself: what it says is out of date.
         """
-        owner = self._owners.setdefault(owner_id, Owner())
-        if owner.session and owner.gone_at is None and 0 < opened_at < owner.opened_at:
-            raise FailedPrecondition(f"owner {owner_id!r} has opened a later stream")
+        owner = self._owners.setdefault(name, Owner())
+        latest = int((wall_now + MAX_AHEAD_SECONDS) * MICROSECONDS)
+        # One from beyond that was noted before our clock was set back: it orders nothing any more.
+        if owner.session and owner.gone_at is None and 0 < opened_at < owner.opened_at <= latest:
+            raise FailedPrecondition(f"owner {name.owner_id!r} has opened a later stream")
         self._sessions += 1
-        owner.session, owner.connected_at, owner.opened_at, owner.gone_at = self._sessions, now, opened_at, None
+        owner.session, owner.connected_at, owner.gone_at = self._sessions, now, None
+        owner.opened_at = min(opened_at, latest)
         return self._sessions
 
-    def disconnect(self, owner_id: str, session: int, now: float) -> None:
+    def disconnect(self, name: OwnerName, session: int, now: float) -> None:
         """Ends a stream; the end of one that was replaced means nothing."""
-        owner = self._owners.get(owner_id)
+        owner = self._owners.get(name)
         if owner is not None and owner.session == session:
             if owner.bookings:
                 owner.gone_at = now
             else:
-                del self._owners[owner_id]
+                del self._owners[name]
 
-    def connected(self, owner_id: str, now: float) -> float:
+    def connected(self, name: OwnerName, now: float) -> float:
         """For how many seconds an owner has had its stream open; 0 = it has none, else above 0."""
-        owner = self._owners.get(owner_id)
+        owner = self._owners.get(name)
         return max(now - owner.connected_at, 1e-9) if owner is not None and owner.gone_at is None else 0.0
 
-    def opened_at(self, owner_id: str) -> int:
+    def opened_at(self, name: OwnerName) -> int:
         """When the owner of an open stream says that it opened it; 0 = there is none, or it did not say."""
-        owner = self._owners.get(owner_id)
+        owner = self._owners.get(name)
         return owner.opened_at if owner is not None and owner.gone_at is None else 0
 
-    def add(self, booking: Booking, owner_id: str, now: float) -> None:
+    def add(self, booking: Booking, name: OwnerName, now: float) -> None:
         """Gives a booking to an owner; one without a stream counts as gone from now."""
-        owner = self._owners.get(owner_id)
+        owner = self._owners.get(name)
         if owner is None:
-            owner = self._owners[owner_id] = Owner(gone_at=now)
-        booking.owner_id = owner_id
+            owner = self._owners[name] = Owner(gone_at=now)
+        booking.owner = name
         owner.bookings.add(booking)
 
     def drop(self, booking: Booking) -> None:
         """Takes a booking from its owner, if it has one."""
-        owner = self._owners.get(booking.owner_id)
-        if owner is not None:
+        name = booking.owner
+        owner = self._owners.get(name) if name is not None else None
+        if name is not None and owner is not None:
             owner.bookings.discard(booking)
             if not owner.bookings and owner.gone_at is not None:
-                del self._owners[booking.owner_id]
+                del self._owners[name]
 
     def owns(self, booking: Booking) -> bool:
         """Whether a booking is with its owner."""
-        owner = self._owners.get(booking.owner_id)
+        owner = self._owners.get(booking.owner) if booking.owner is not None else None
         return owner is not None and booking in owner.bookings
 
-    def bookings(self, owner_id: str) -> Iterable[Booking]:
+    def bookings(self, name: OwnerName) -> Iterable[Booking]:
         """What an owner has, oldest first."""
-        owner = self._owners.get(owner_id)
+        owner = self._owners.get(name)
         return sorted(owner.bookings, key=lambda booking: booking.booked_at) if owner is not None else ()
 
     def expired(self, now: float) -> list[Booking]:

@@ -26,11 +26,11 @@ from kvscout.v1 import replication_pb2
 from kvscout_common.worker import WorkerSpec
 from kvscout_scheduler.booking import Booking, EndReason
 from kvscout_scheduler.mirrors import Mirrors, claim_of
-from kvscout_scheduler.registers import MICROSECONDS, Registers
+from kvscout_scheduler.registers import Registers
 from kvscout_scheduler.replica_claim import Claim, ClaimState, Incarnation
 from kvscout_scheduler.replica_log import ReplicaLog
 from kvscout_scheduler.replica_view import View
-from kvscout_scheduler.request import RequestKey
+from kvscout_scheduler.request import MICROSECONDS, OwnerName, RequestKey
 from kvscout_scheduler.scheduler import Scheduler
 
 log = logging.getLogger("kvscout.replicas")
@@ -127,16 +127,16 @@ class Ownership:
         """
         grace = self._scheduler.settings.owner_grace_seconds
         later = 0.0 if first else SECOND_TO_END_SECONDS
-        connected: dict[str, float] = {}
+        connected: dict[OwnerName | None, float] = {}
         for of, view in list(self.views.items()):
             if view.live(now):
                 continue
             for key, claim in list(view.claims.items()):
                 if not claim.active:
                     continue
-                owner = claim.owner_id
+                owner = claim.owner
                 if owner not in connected:
-                    connected[owner] = self._bookings.owner_connected(owner, now) if owner else 0.0
+                    connected[owner] = self._bookings.owner_connected(owner, now) if owner is not None else 0.0
                 if connected[owner] > grace and claim.owner_since <= self._owner_since(owner):
                     reason = EndReason.OWNER_FORGOT
                 elif now - view.heard_at >= claim.lease_seconds + later:
@@ -193,11 +193,11 @@ class Ownership:
     def held(self, booking: Booking) -> None:
         """Its owner or the length of its lease may be another."""
         claim = self.log.claims[booking.key]
-        if claim.owner_id != booking.owner_id:
+        if claim.owner != booking.owner:
             # With the owner's stream, which others must know of; the same term: nobody else has claimed it.
-            self.log.put(claim_of(booking, claim.term)._replace(owner_since=self._owner_since(booking.owner_id)))
+            self.log.put(claim_of(booking, claim.term)._replace(owner_since=self._owner_since(booking.owner)))
         else:
-            self.log.hold(booking.key, booking.owner_id, booking.lease_seconds)
+            self.log.hold(booking.key, booking.owner, booking.lease_seconds)
 
     def ended(self, booking: Booking, *, by_caller: bool) -> None:
         """It is over."""
@@ -279,23 +279,25 @@ class Ownership:
     def _next_term(self, key: RequestKey) -> int:
         return 1 + max((held.claim.term for held in self._claims(key)), default=0)
 
-    def _owner_since(self, owner_id: str) -> int:
+    def _owner_since(self, owner: OwnerName | None) -> int:
         """When an owner came to us, microseconds since the Unix epoch; 0 = it is not here.
 
         By its own clock where it tells: a replica that was stopped reads what has long been overtaken elsewhere.
         """
-        seconds = self._bookings.owner_connected(owner_id, self._clock()) if owner_id else 0.0
+        if owner is None:
+            return 0
+        seconds = self._bookings.owner_connected(owner, self._clock())
         if not seconds:
             return 0
-        return self._bookings.owner_opened_at(owner_id) or int((self._wall_clock() - seconds) * MICROSECONDS)
+        return self._bookings.owner_opened_at(owner) or int((self._wall_clock() - seconds) * MICROSECONDS)
 
     def _claim_booking(self, booking: Booking) -> None:
         claim = claim_of(booking, self._next_term(booking.key))
-        self._claim(claim._replace(owner_since=self._owner_since(booking.owner_id)))
+        self._claim(claim._replace(owner_since=self._owner_since(booking.owner)))
 
     def _insist(self, booking: Booking, held: Held | None) -> bool:
         """Claims a request of ours again that another beats or cancels, if its owner came to us last."""
-        key, since = booking.key, self._owner_since(booking.owner_id)
+        key, since = booking.key, self._owner_since(booking.owner)
         if not since or self._bookings.freed_by_caller(key, booking.attempt_id, self._clock()):
             return False
         if held is not None:

@@ -14,13 +14,12 @@ from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto
 from kvscout_scheduler.replica_log import ReplicaLog
-from kvscout_scheduler.request import MAX_LEASE_SECONDS
+from kvscout_scheduler.request import MAX_LEASE_SECONDS, MICROSECONDS
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.thresholds import BusyThresholds
 
 log = logging.getLogger("kvscout.replicas")
 
-MICROSECONDS = 1_000_000
 MAX_COOL_DOWNS = 100_000
 """Ranks known or not that are told of; more are left to the replica that saw them fail."""
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from enum import IntEnum
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvscout.v1 import replication_pb2, scheduler_pb2
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.identity import ALL_TENANTS
 from kvscout_common.worker import WorkerRank
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
-from kvscout_scheduler.request import HASH_BYTES, MAX_LEASE_SECONDS, RequestKey
+from kvscout_scheduler.request import HASH_BYTES, MAX_LEASE_SECONDS, OwnerName, RequestKey
 from kvscout_scheduler.translate import key_from_proto
 
 
@@ -53,6 +54,9 @@ class Choice(NamedTuple):
 
 _STATES = frozenset(state.value for state in ClaimState)
 
+NOBODY = OwnerName("", "")
+"""The owner, in a digest, of what has none."""
+
 NOWHERE = WorkerRank("", 0)
 """The worker of a claim that is over."""
 
@@ -70,7 +74,7 @@ class Claim(NamedTuple):
     uncached_tokens: int = 0
     expected_output_tokens: int = 0
     output_blocks: int = 0
-    owner_id: str = ""
+    owner: OwnerName | None = None
     lease_seconds: float = 0.0
     choice: Choice | None = None
     owner_since: int = 0
@@ -87,16 +91,24 @@ class Claim(NamedTuple):
 
     def mark(self) -> int:
         """Its part in its replica's digest: 64 bits over all that can change, and its name."""
-        key = self.key
+        key, owner = self.key, self.owner or NOBODY
         text = (
             f"{key.tenant}\0{key.model}\0{key.role}\0{key.request_id}\0{self.attempt_id}\0{self.term}\0{self.state:d}\0"
-            f"{self.rank.worker_id}\0{self.rank.dp_rank}\0{self.output_blocks}\0{self.owner_id}\0{self.lease_seconds!r}"
+            f"{self.rank.worker_id}\0{self.rank.dp_rank}\0{self.output_blocks}\0{owner.owner_id}\0{float(self.lease_seconds)!r}"
         )
+        if owner.tenant not in ("", ALL_TENANTS):
+            text += f"\0{owner.tenant}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def size(self) -> int:
         """About its bytes in a message."""
-        return len(self.block_hashes) + len(self.key.request_id) + len(self.key.model) + len(self.owner_id) + 128
+        return (
+            len(self.block_hashes)
+            + len(self.key.request_id)
+            + len(self.key.model)
+            + sum(map(len, self.owner or ()))
+            + 128
+        )
 
 
 class ClaimSet:
@@ -131,6 +143,25 @@ class ClaimSet:
         assert self._marks.keys() == self.by_key.keys()
 
 
+class _Owned(Protocol):
+    """A message that tells an owner."""
+
+    owner_id: str
+    owner_tenant: str
+
+
+def owner_to_proto(owner: OwnerName | None) -> dict[str, str]:
+    """The fields of a message that tell an owner."""
+    if owner is None:
+        return {}
+    return {"owner_id": owner.owner_id, "owner_tenant": "" if owner.tenant == ALL_TENANTS else owner.tenant}
+
+
+def owner_from_proto(message: _Owned) -> OwnerName | None:
+    """The owner that a message tells."""
+    return OwnerName(message.owner_tenant or ALL_TENANTS, message.owner_id) if message.owner_id else None
+
+
 def name_to_proto(claim: Claim) -> scheduler_pb2.RequestRef:
     """The request and attempt of a claim."""
     key = claim.key
@@ -156,7 +187,7 @@ def claim_to_proto(claim: Claim) -> replication_pb2.Claim:
         uncached_tokens=claim.uncached_tokens,
         expected_output_tokens=claim.expected_output_tokens,
         output_blocks=claim.output_blocks,
-        owner_id=claim.owner_id,
+        **owner_to_proto(claim.owner),
         lease_seconds=claim.lease_seconds,
         choice=replication_pb2.ClaimChoice(**choice._asdict()) if choice is not None else None,
         owner_since=claim.owner_since,
@@ -190,7 +221,7 @@ def claim_from_proto(message: replication_pb2.Claim) -> Claim:
         uncached_tokens=message.uncached_tokens,
         expected_output_tokens=message.expected_output_tokens,
         output_blocks=message.output_blocks,
-        owner_id=message.owner_id,
+        owner=owner_from_proto(message),
         lease_seconds=lease,
         choice=Choice(choice.policy, choice.overlap_blocks, choice.effective_overlap_blocks, choice.cost)
         if message.HasField("choice")

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvscout.v1 import replication_pb2
-from kvscout_scheduler.replica_claim import Claim, ClaimSet, ClaimState, claim_to_proto, name_to_proto
-from kvscout_scheduler.request import RequestKey
+from kvscout_scheduler.replica_claim import Claim, ClaimSet, ClaimState, claim_to_proto, name_to_proto, owner_to_proto
+from kvscout_scheduler.request import OwnerName, RequestKey
 
 MAX_BATCH_EVENTS = 256
 MAX_BATCH_BYTES = 512 * 1024
@@ -64,15 +64,15 @@ class ReplicaLog:
         event = replication_pb2.OutputAddedEvent(request=name_to_proto(claim), output_blocks=output_blocks)
         self._tell(replication_pb2.ReplicaEvent(add_output=event))
 
-    def hold(self, key: RequestKey, owner_id: str, lease_seconds: float) -> None:
+    def hold(self, key: RequestKey, owner: OwnerName | None, lease_seconds: float) -> None:
         """A claimed request is held by another owner or for another time; nothing to tell if it is not."""
         claim = self.claims[key]
-        if (claim.owner_id, claim.lease_seconds) == (owner_id, lease_seconds):
+        if (claim.owner, claim.lease_seconds) == (owner, lease_seconds):
             return
-        claim = claim._replace(owner_id=owner_id, lease_seconds=lease_seconds)
+        claim = claim._replace(owner=owner, lease_seconds=lease_seconds)
         self._claims.put(claim)
         event = replication_pb2.RenewedEvent(
-            request=name_to_proto(claim), owner_id=owner_id, lease_seconds=lease_seconds
+            request=name_to_proto(claim), lease_seconds=lease_seconds, **owner_to_proto(owner)
         )
         self._tell(replication_pb2.ReplicaEvent(renew=event))
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvscout.v1 import replication_pb2
-from kvscout_scheduler.replica_claim import Claim, ClaimSet, ClaimState, Incarnation, claim_from_proto
+from kvscout_scheduler.replica_claim import Claim, ClaimSet, ClaimState, Incarnation, claim_from_proto, owner_from_proto
 from kvscout_scheduler.request import RequestKey
 from kvscout_scheduler.translate import key_from_proto
 
@@ -281,7 +281,7 @@ class View:
         elif isinstance(event, replication_pb2.OutputAddedEvent):
             self._put(claim._replace(output_blocks=event.output_blocks))
         elif isinstance(event, replication_pb2.RenewedEvent):
-            self._put(claim._replace(owner_id=event.owner_id, lease_seconds=event.lease_seconds))
+            self._put(claim._replace(owner=owner_from_proto(event), lease_seconds=event.lease_seconds))
         else:
             self._put(claim._replace(state=ClaimState.DECODE))
 

@@ -25,11 +25,10 @@ from kvscout.v1 import replication_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_scheduler.ownership import Ownership
-from kvscout_scheduler.registers import MICROSECONDS
 from kvscout_scheduler.replica_claim import Claim, Incarnation, claim_to_proto
 from kvscout_scheduler.replica_log import MAX_BATCH_BYTES, MAX_BATCH_EVENTS
 from kvscout_scheduler.replica_view import View
-from kvscout_scheduler.request import RequestKey
+from kvscout_scheduler.request import MICROSECONDS, RequestKey
 from kvscout_scheduler.scheduler import Scheduler
 
 log = logging.getLogger("kvscout.replicas")

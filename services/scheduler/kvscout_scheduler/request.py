@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.identity import ALL_TENANTS
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerRank
 from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps
 
 HASH_BYTES = 8
+MICROSECONDS = 1_000_000
+"""A second's; times between processes are microseconds since the Unix epoch."""
 MAX_LEASE_SECONDS = 86_400
 
 
@@ -37,6 +40,17 @@ class RequestKey(NamedTuple):
     def pool(self) -> PoolId:
         """The pool it is booked in."""
         return PoolId(self.tenant, self.model, self.role)
+
+
+class OwnerName(NamedTuple):
+    """What names an owner of bookings: two tenants may use one id, and have nothing to do with each other."""
+
+    tenant: str
+    """To which the owner's token is bound; "*" = to none."""
+    owner_id: str
+
+    def __str__(self) -> str:
+        return self.owner_id if self.tenant == ALL_TENANTS else f"{self.owner_id} of tenant {self.tenant}"
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:

@@ -34,6 +34,7 @@ from kvscout_scheduler.request import (
     EMPTY_PROMPT,
     HASH_BYTES,
     MAX_LEASE_SECONDS,
+    OwnerName,
     PoolId,
     Prompt,
     RequestKey,
@@ -104,6 +105,7 @@ class Scheduler:
         self.on_cool_down: Callable[[str, WorkerRank, float], None] | None = None
         """Told tenant, rank and end of each cool-down that was reported here."""
         self._clock = clock
+        self._wall_clock = wall_clock
         self._selector = Selector(settings, self.policies, rng)
 
     def select(self, request: SelectionRequest) -> Decision:
@@ -120,7 +122,7 @@ class Scheduler:
         return self._select(request, self._clock(), books=False).decision
 
     def select_and_reserve(
-        self, request: SelectionRequest, *, owner_id: str = "", lease_seconds: float = 0.0
+        self, request: SelectionRequest, *, owner: OwnerName | None = None, lease_seconds: float = 0.0
     ) -> Decision:
         """Picks a worker and books the request on it, in one step.
 
@@ -128,7 +130,7 @@ class Scheduler:
 
         Args:
             request: With a request id.
-            owner_id: Whose it is; "" = a unary caller, who has a lease.
+            owner: Whose it is; None = a unary caller, who has a lease.
             lease_seconds: Length of the lease; 0 = the default.
 
         Raises:
@@ -162,13 +164,13 @@ class Scheduler:
             answer=decision if decision.explanation is None else replace(decision, explanation=None),
             now=now,
         )
-        self.bookings.add(booking, owner_id=owner_id, lease_seconds=lease_seconds)
+        self.bookings.add(booking, owner=owner, lease_seconds=lease_seconds)
         if request.charge_prefill:
             self._count_hits(pool, selected.slot, request.isl_tokens, decision.uncached_tokens)
         return decision
 
     def reserve_or_wait(
-        self, request: SelectionRequest, answer: Answer, *, owner_id: str = "", lease_seconds: float = 0.0
+        self, request: SelectionRequest, answer: Answer, *, owner: OwnerName | None = None, lease_seconds: float = 0.0
     ) -> None:
         """`select_and_reserve`, or a place in line while all workers have prefill work enough.
 
@@ -176,24 +178,24 @@ class Scheduler:
             request: With a request id.
             answer: Told of the decision or of the error, now or later, once. Whoever is told later of a decision that
                 nobody wants any more calls `undelivered`.
-            owner_id: As of `select_and_reserve`.
+            owner: As of `select_and_reserve`.
             lease_seconds: As of `select_and_reserve`.
 
         Raises:
             KvscoutError: As `select_and_reserve`, if it is decided now; and ResourceExhausted: the line is full.
         """
         if self.settings.queue_threshold is None:
-            answer(self.select_and_reserve(request, owner_id=owner_id, lease_seconds=lease_seconds))
+            answer(self.select_and_reserve(request, owner=owner, lease_seconds=lease_seconds))
             return
         self._selector.check(request)
         _check_booking(request.request_id, request.attempt_id, lease_seconds)
         key, now = request.key, self._clock()
         if key in self.bookings or (not self._must_wait(request, now) and not self.waiting.length(request.pool)):
-            answer(self.select_and_reserve(request, owner_id=owner_id, lease_seconds=lease_seconds))
+            answer(self.select_and_reserve(request, owner=owner, lease_seconds=lease_seconds))
             return
         # Who was freed already must not wait for nothing.
         self.bookings.admit(key, request.attempt_id, now)
-        self.waiting.join(Waiter(request, answer, owner_id, lease_seconds, now))
+        self.waiting.join(Waiter(request, answer, owner, lease_seconds, now))
         self.stats.queued += 1
         self._pump(request.pool, now)
 
@@ -203,12 +205,12 @@ class Scheduler:
         if waiter is not None and waiter.answer is answer:
             self.waiting.leave(waiter)
 
-    def reserve(self, request: ReserveRequest, *, owner_id: str = "", lease_seconds: float = 0.0) -> int:
+    def reserve(self, request: ReserveRequest, *, owner: OwnerName | None = None, lease_seconds: float = 0.0) -> int:
         """Books a request on a given worker, whatever its load.
 
         Args:
             request: What to book.
-            owner_id: Whose it is; "" = a unary caller, who has a lease.
+            owner: Whose it is; None = a unary caller, who has a lease.
             lease_seconds: Length of the lease; 0 = the default.
 
         Returns:
@@ -251,7 +253,7 @@ class Scheduler:
             answer=None,
             now=now,
         )
-        self.bookings.add(booking, owner_id=owner_id, lease_seconds=lease_seconds)
+        self.bookings.add(booking, owner=owner, lease_seconds=lease_seconds)
         self._count_hits(pool, slot, request.isl_tokens, booking.uncached_tokens)
         return booking.uncached_tokens
 
@@ -313,21 +315,18 @@ class Scheduler:
         return self.bookings.undelivered(key, attempt_id, self._clock())
 
     def connect_owner(
-        self, owner_id: str, in_flight: Iterable[tuple[RequestKey, int]], opened_at: int = 0
+        self, owner: OwnerName, in_flight: Iterable[tuple[RequestKey, int]], opened_at: int = 0
     ) -> tuple[int, list[tuple[RequestKey, int]]]:
         """Opens an owner's stream; see `Bookings.connect_owner`.
 
         Raises:
-            InvalidArgument: The owner has no name.
             FailedPrecondition: A stream that it opened later is open.
         """
-        if not owner_id:
-            raise InvalidArgument("must not be empty", field="owner_id")
-        return self.bookings.connect_owner(owner_id, in_flight, self._clock(), opened_at)
+        return self.bookings.connect_owner(owner, in_flight, self._clock(), opened_at, self._wall_clock())
 
-    def disconnect_owner(self, owner_id: str, session: int) -> None:
+    def disconnect_owner(self, owner: OwnerName, session: int) -> None:
         """Ends an owner's stream; its bookings end after the grace time unless it comes back."""
-        self.bookings.disconnect_owner(owner_id, session, self._clock())
+        self.bookings.disconnect_owner(owner, session, self._clock())
 
     def expire(self) -> int:
         """Ends what is overdue; to be called every second or so. Returns bookings that ended."""
@@ -536,7 +535,7 @@ class Scheduler:
                 continue
             try:
                 decision = self.select_and_reserve(
-                    waiter.request, owner_id=waiter.owner_id, lease_seconds=waiter.lease_seconds
+                    waiter.request, owner=waiter.owner, lease_seconds=waiter.lease_seconds
                 )
             except KvscoutError as error:
                 waiter.answer(error)

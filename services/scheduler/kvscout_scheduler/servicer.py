@@ -11,7 +11,7 @@ import grpc
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.errors import InvalidArgument, KvscoutError, from_status
 from kvscout_common.hashing import native_available
-from kvscout_common.identity import current_identity
+from kvscout_common.identity import AccessRole, current_identity
 from kvscout_common.raw_messages import parse_message
 from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_tasks import Backends
@@ -197,7 +197,11 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             worker_id=request.worker_id,
             limit=min(request.limit or DEFAULT_LIST_LIMIT, MAX_LIST_LIMIT),
         )
-        return scheduler_pb2.ListActiveRequestsResponse(requests=map(translate.active_to_proto, listed), total=total)
+        # Who knows an owner's id can be taken for it.
+        shows_owner = current_identity().role is AccessRole.ADMIN
+        return scheduler_pb2.ListActiveRequestsResponse(
+            requests=[translate.active_to_proto(each, shows_owner=shows_owner) for each in listed], total=total
+        )
 
     async def ReportWorkerMetrics(
         self, request: scheduler_pb2.ReportWorkerMetricsRequest, context: Any

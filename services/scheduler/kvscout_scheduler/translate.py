@@ -236,7 +236,7 @@ def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
     )
 
 
-def active_to_proto(active: ActiveRequest) -> scheduler_pb2.ActiveRequest:
+def active_to_proto(active: ActiveRequest, *, shows_owner: bool) -> scheduler_pb2.ActiveRequest:
     """An active request."""
     return scheduler_pb2.ActiveRequest(
         request=key_to_proto(active.key, active.attempt_id),
@@ -245,7 +245,7 @@ def active_to_proto(active: ActiveRequest) -> scheduler_pb2.ActiveRequest:
         blocks=active.prompt_blocks,
         output_blocks=active.output_blocks,
         uncached_tokens=active.uncached_tokens,
-        owner_id=active.owner_id,
+        owner_id=active.owner.owner_id if shows_owner and active.owner is not None else "",
         age_seconds=active.age_seconds,
         lease_remaining_seconds=active.lease_remaining_seconds,
     )

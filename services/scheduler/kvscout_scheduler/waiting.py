@@ -28,7 +28,7 @@ from kvscout_common.errors import AlreadyExists, Cancelled, KvscoutError, Resour
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import ActiveRequest, Phase
 from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.request import PoolId, RequestKey, SelectionRequest
+from kvscout_scheduler.request import OwnerName, PoolId, RequestKey, SelectionRequest
 
 RETRY_SECONDS = 1.0
 """What refused callers are told: prefills take fractions of a second, a full line of them a few."""
@@ -43,7 +43,7 @@ class Waiter:
     request: SelectionRequest
     answer: Answer
     """Told of the decision, or why there is none; must not raise."""
-    owner_id: str
+    owner: OwnerName | None
     lease_seconds: float
     since: float
     place: tuple[int, int] = field(default=(0, 0))
@@ -62,7 +62,7 @@ def queued_listing(waiter: Waiter, now: float) -> ActiveRequest:
         output_blocks=0,
         uncached_tokens=0,
         expected_output_tokens=request.expected_output_tokens,
-        owner_id=waiter.owner_id,
+        owner=waiter.owner,
         age_seconds=now - waiter.since,
         lease_remaining_seconds=None,
     )
