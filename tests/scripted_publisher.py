@@ -302,14 +302,21 @@ class Pushing:
         self, reached: Callable[[indexer_pb2.PublishEventsResponse], bool]
     ) -> indexer_pb2.PublishEventsResponse:
         """Waits for an answer that meets a condition."""
+        return (await self._those(reached, times=1))[0]
+
+    async def asked(self, resend_from: int, *, times: int = 1) -> None:
+        """Waits until it has been asked so often to go back to an event."""
+        await self._those(lambda a: a.HasField("resend_from") and a.resend_from == resend_from, times=times)
+
+    async def _those(
+        self, reached: Callable[[indexer_pb2.PublishEventsResponse], bool], *, times: int
+    ) -> list[indexer_pb2.PublishEventsResponse]:
         async with asyncio.timeout(DEADLINE_SECONDS):
-            while True:
-                for answer in self.answers:
-                    if reached(answer):
-                        return answer
+            while len(those := [answer for answer in self.answers if reached(answer)]) < times:
                 assert self.error is None, self.error
                 self._came.clear()
                 await self._came.wait()
+        return those
 
     async def ended(self) -> KvscoutError | None:
         """Waits for the end of the stream; returns why."""

@@ -60,8 +60,8 @@ class PushPosition:
         """Incarnation that `_next` counts in."""
         self._next: int | None = None
         """Event that is sent next; None = the state comes first."""
-        self._resend: int | None = None
-        """From where it wants to have events again."""
+        self._resend: tuple[int, int] | None = None
+        """From where it wants to have events again, and the number of that request."""
 
     def begin(self) -> None:
         """A stream begins; what it has is not known before it answers."""
@@ -76,7 +76,7 @@ class PushPosition:
             self._next = last + 1 if last is not None and answer.epoch == self._epoch else None
         self._acked = (answer.epoch, last)
         if answer.HasField("resend_from"):
-            self._resend = answer.resend_from
+            self._resend = answer.resend_from, answer.resend_id
         self.outdated = answer.epoch > self._rank.epoch
         self.malformed = answer.malformed
 
@@ -87,8 +87,8 @@ class PushPosition:
         if self._epoch != self._rank.epoch:
             self._epoch, self._next, self._resend = self._rank.epoch, None, None
         if self._resend is not None:
-            first_id, self._resend = self._resend, None
-            return self._again(first_id)
+            (first_id, resend_id), self._resend = self._resend, None
+            return self._again(first_id, resend_id)
         if self._next is None:
             if self._rank.is_known:
                 return self._state()
@@ -114,15 +114,15 @@ class PushPosition:
             return 0
         return self._acked[1] + 1
 
-    def _again(self, first_id: int) -> Sequence[bytes]:
+    def _again(self, first_id: int, resend_id: int) -> Sequence[bytes]:
         last, oldest = self._local.last_event_id, self._local.oldest_event_id
         if last is not None and first_id > last:
-            return (self._rank.greeting(),)
+            return (self._rank.greeting(resend_id),)
         # From the beginning on: the state is shorter than all that led to it, and makes what is incomplete whole.
         if self._rank.is_known and (first_id == 0 or oldest is None or first_id < oldest):
             return self._state()
         if oldest is None or first_id < oldest:
-            return (self._rank.greeting(),)
+            return (self._rank.greeting(resend_id),)
         return self._batches(first_id)
 
     def _batches(self, first_id: int) -> Sequence[bytes]:

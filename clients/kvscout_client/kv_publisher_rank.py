@@ -218,8 +218,8 @@ class PublishedRank:
         self._index.reset(self.rank)
         outlet.began(self.epoch)
 
-    def greeting(self) -> bytes:
-        """A message that names the source and says nothing."""
+    def greeting(self, resend_id: int = 0) -> bytes:
+        """A message that names the source and says nothing, but for the request to which it is the last answer."""
         pool = self.spec.pool
         return events_pb2.KvEventBatch(
             version=VERSION,
@@ -229,6 +229,7 @@ class PublishedRank:
             tenant=pool.tenant,
             block_size=pool.block_size,
             epoch=self.epoch,
+            resend_id=resend_id,
         ).SerializeToString()
 
     @property

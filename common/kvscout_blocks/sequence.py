@@ -117,7 +117,7 @@ class RequestReplay(NamedTuple):
 
 
 class Reset(NamedTuple):
-    """The engine restarted: drop all that is known of the worker rank."""
+    """Drop all that is known of the worker rank: its engine restarted, or all its batches come again."""
 
 
 class Demote(NamedTuple):
@@ -286,7 +286,7 @@ class SourceSequence(Generic[T]):
     def on_heal(self) -> list[Decision[T]]:
         """Asks for everything once more: history is incomplete, and the source may have a whole state by now.
 
-        A replay that fails changes nothing then.
+        A replay that fails changes nothing then, unless batch 0 has come: from there on it is one like any other.
         """
         out: list[Decision[T]] = []
         if self.history_incomplete and self._can_replay and not self.replaying:
@@ -345,6 +345,9 @@ class SourceSequence(Generic[T]):
         if batch.epoch > self.epoch and (self.last_id is not None or self._held):
             self._restart(out, epoch=batch.epoch)
             return out
+        if self._healing and batch.event_id == 0:
+            # All of it comes again, not as a state: that replaces what is incomplete.
+            self._begin_again(out)
         # Within one epoch an id is one batch, however often it is encoded; without epochs its bytes decide.
         waiting = None if batch.epoch else self._held.get(batch.event_id)
         known = None if batch.epoch else self._digests.get(batch.event_id)
@@ -496,15 +499,21 @@ class SourceSequence(Generic[T]):
         self._drop_held(out)
         self._end_replay()
         self.counters["restarts"] += 1
-        out.append(Reset())
-        self.epoch, self.last_id = epoch, None
-        self._digests.clear()
-        self._highest_live = -1
-        self._complete()
+        self._begin_again(out)
+        self.epoch = epoch
         if cause is not None:
             self._accept(cause, out)
         elif self._can_replay:
             self._request(out)
+
+    def _begin_again(self, out: list[Decision[T]]) -> None:
+        """Forgets everything, to learn it from batch 0 on."""
+        out.append(Reset())
+        self.last_id = None
+        self._digests.clear()
+        self._highest_live = -1
+        self._healing = False
+        self._complete()
 
     def _request(self, out: list[Decision[T]], *, everything: bool = False) -> None:
         """Begins a replay, or begins the running one again."""

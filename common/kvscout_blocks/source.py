@@ -264,7 +264,7 @@ class Source:
             self._observer.reset()
 
     def _restart(self) -> None:
-        """The source lives anew."""
+        """The source begins anew."""
         if self._search is not None:
             # What others have is of the life that has just ended.
             self._search.cancel()
@@ -277,7 +277,7 @@ class Source:
             if isinstance(decision, Apply):
                 self._apply(decision.batch)
             elif isinstance(decision, Reset):
-                log.warning("worker %s/%d restarted: its blocks are forgotten", *self.rank)
+                log.warning("worker %s/%d begins anew: its blocks are forgotten", *self.rank)
                 self._restart()
             elif isinstance(decision, Demote):
                 log.warning("worker %s/%d: events %s are lost", *self.rank, decision.missing)

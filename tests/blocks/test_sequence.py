@@ -503,6 +503,24 @@ def test_healing_asks_for_everything_and_a_failure_costs_nothing() -> None:
     assert not driver.machine.history_incomplete
 
 
+def test_healing_by_all_batches_begins_anew_and_goes_on_as_any_replay() -> None:
+    driver = Stateful()
+    driver.live(at(8, epoch=1))
+    driver.machine.on_no_history(driver.machine.attempt, "")
+    assert _words(driver.machine.on_heal()) == ["replay 0"]
+    assert driver.live(at(9, epoch=1)) == []
+    assert driver.replayed(at(0, epoch=1), at(1, epoch=1)) == ["reset", "apply a0", "apply a1"]
+    assert not driver.machine.history_incomplete
+    # What broke off is asked for from there on: nothing more is forgotten.
+    driver.fail()
+    assert driver.tick(driver.machine.retry_at or 0.0) == ["replay 1"]
+    assert driver.replayed(*(at(number, epoch=1) for number in range(1, 9))) == [
+        *(f"apply a{number}" for number in range(2, 9))
+    ]
+    assert driver.end() == ["apply a9"]
+    assert not driver.machine.history_incomplete
+
+
 def test_what_has_no_place_in_the_sequence_counts_for_the_quarantine(driver: Driver) -> None:
     until = []
     for _ in range(QUARANTINE_AFTER):

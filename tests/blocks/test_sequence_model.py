@@ -219,7 +219,7 @@ class World:
             self.carry_out(self.machine.on_tick(self.now))
         elif kind < 0.985 and self.states:
             self.send_state()
-        elif kind < 0.99 and self.states:
+        elif kind < 0.99:
             self.carry_out(self.machine.on_heal())
         else:
             self.reconnect()

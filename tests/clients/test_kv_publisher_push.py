@@ -34,10 +34,12 @@ class Publisher:
             self.rank.publish(self.outlet, stored([at] * 4, [at + 1]), event_id)
 
     def answers(self, last: int | None, *, epoch: int | None = None, resend_from: int | None = None) -> list[str]:
-        """What is sent after an answer, in short: event ids, "state <cursor>", "greeting"."""
+        """What is sent after an answer, in short: event ids, "state <cursor>", "greeting <resend_id>"."""
         epoch = self.rank.epoch if epoch is None else epoch
         self.position.on_answer(
-            indexer_pb2.PublishEventsResponse(last_event_id=last, epoch=epoch, resend_from=resend_from)
+            indexer_pb2.PublishEventsResponse(
+                last_event_id=last, epoch=epoch, resend_from=resend_from, resend_id=0 if resend_from is None else 7
+            )
         )
         return self.sends()
 
@@ -51,7 +53,7 @@ class Publisher:
         assert (message.worker_id, message.model, message.epoch) == ("w", "m", self.rank.epoch)
         cursor = str(message.event_id) if message.HasField("event_id") else "-"
         if not message.events:
-            return "greeting"
+            return f"greeting {message.resend_id}"
         return f"state {cursor}" if message.events[0].HasField("state") else cursor
 
 
@@ -102,7 +104,7 @@ def test_what_is_no_longer_in_the_ring_is_in_the_state() -> None:
 def test_who_asks_for_what_is_not_there_yet_is_told_that_there_is_no_more() -> None:
     publisher = Publisher()
     publisher.publish(1)
-    assert publisher.answers(0, resend_from=1) == ["greeting"]
+    assert publisher.answers(0, resend_from=1) == ["greeting 7"]
 
 
 def test_without_a_state_what_is_no_longer_in_the_ring_is_a_gap_and_a_greeting_says_so() -> None:
@@ -111,7 +113,7 @@ def test_without_a_state_what_is_no_longer_in_the_ring_is_a_gap_and_a_greeting_s
     publisher.publish(10)
     assert publisher.sends() == ["6", "7", "8", "9"]
     assert publisher.position.dropped == 6
-    assert publisher.answers(None, resend_from=0) == ["greeting"]
+    assert publisher.answers(None, resend_from=0) == ["greeting 7"]
     publisher.publish(1)
     assert publisher.sends() == ["10"]
     assert publisher.answers(10, resend_from=8) == ["8", "9", "10"]

@@ -226,6 +226,66 @@ async def test_a_source_that_is_incomplete_asks_a_publisher_that_comes_back_for_
     await stack.same_as(publisher)
 
 
+async def test_a_greeting_that_answers_an_earlier_question_ends_no_later_one(
+    stack: Stack, publisher: ScriptedPublisher
+) -> None:
+    messages = [publisher.make(payload) for payload in chain(9)]
+    stream = stack.push()
+    await stream.send(*messages[:3], messages[4])
+    await stream.answer(lambda a: a.HasField("resend_from"))
+    await stream.send(*messages[2:5], messages[6])
+    await stream.answer(lambda a: a.HasField("resend_from") and a.resend_from == 4)
+    # The end of what was sent again first, told when more has been asked for already.
+    await stream.send(greeting(publisher))
+    await stream.asked(4, times=2)
+    await stream.send(*messages[4:])
+    await stack.same_as(publisher)
+    assert (await stack.client.status()).demotions == 0
+
+
+async def test_a_greeting_that_names_the_question_ends_that_one_at_once(
+    stack: Stack, publisher: ScriptedPublisher
+) -> None:
+    messages = [publisher.make(payload) for payload in chain(9)]
+    stream = stack.push()
+    await stream.send(*messages[:3], messages[4])
+    first = await stream.answer(lambda a: a.HasField("resend_from"))
+    await stream.send(*messages[2:5], messages[6])
+    second = await stream.answer(lambda a: a.HasField("resend_from") and a.resend_from == 4)
+    assert (first.resend_id, second.resend_id) == (1, 2)
+    await stream.send(greeting(publisher, resend_id=1), messages[7])
+    await stack.client.until(lambda s: s.lag_batches == 2)
+    await stream.send(greeting(publisher, resend_id=2))
+    status = await stack.client.until(lambda s: s.state == INCOMPLETE)
+    assert (status.reason, status.replays) == ("events are missing: 5..5", 2)
+
+
+@pytest.mark.parametrize("reconnects", [True, False])
+async def test_an_incomplete_source_is_made_whole_by_all_its_events(
+    stack: Stack, publisher: ScriptedPublisher, monkeypatch: pytest.MonkeyPatch, *, reconnects: bool
+) -> None:
+    if not reconnects:
+        monkeypatch.setattr("kvscout_indexer.healing.HEAL_SECONDS", 0.1)
+    messages = [publisher.make(payload) for payload in chain(6)]
+    stream = stack.push()
+    await stream.send(*messages[1:])
+    await stream.answer(lambda a: a.HasField("resend_from"))
+    await stream.send(greeting(publisher))
+    await stack.client.until(lambda s: s.state == INCOMPLETE)
+    if reconnects:
+        await stream.close()
+        stream = stack.push()
+        await stream.send(greeting(publisher))
+        await stream.answer(lambda a: a.HasField("resend_from"))
+    else:
+        await stream.asked(0, times=2)
+    # No state: who keeps none has what it sent, if that was not much.
+    await stream.send(*messages)
+    await stack.client.until(lambda s: s.state == LIVE)
+    await stack.same_as(publisher)
+    assert await stack.client.overlap(prompt(6)) == 6
+
+
 async def test_duplicates_after_a_reconnect_are_dropped(stack: Stack, publisher: ScriptedPublisher) -> None:
     messages = [publisher.make(payload) for payload in chain(4)]
     first = stack.push()

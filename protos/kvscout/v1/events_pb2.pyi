@@ -67,6 +67,7 @@ class KvEventBatch(_message.Message):
     TIMESTAMP_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     LAST_DIGEST_FIELD_NUMBER: _builtins.int
+    RESEND_ID_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version of this message; now 1. 0 is refused."""
     worker_id: _builtins.str
@@ -93,6 +94,10 @@ class KvEventBatch(_message.Message):
     """In state chunks that are not the source's own (dumps of an indexer) of a source without epochs: XXH3_64 of batch
     `event_id` as the source sent it, by which a reader finds out that the source restarted since. Unset = not known.
     """
+    resend_id: _builtins.int
+    """In a greeting to an indexer that asked for events again: the `resend_id` that it answers, all that can be sent for
+    which came before it. Unset = not told, as in the first message of a stream.
+    """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
         """Events in order."""
@@ -112,10 +117,11 @@ class KvEventBatch(_message.Message):
         timestamp: _builtins.float = ...,
         events: _abc.Iterable[Global___KvEvent] | None = ...,
         last_digest: _builtins.int | None = ...,
+        resend_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_event_id", b"_event_id", "_last_digest", b"_last_digest", "event_id", b"event_id", "last_digest", b"last_digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_event_id", b"_event_id", "_last_digest", b"_last_digest", "block_size", b"block_size", "dp_rank", b"dp_rank", "eagle", b"eagle", "epoch", b"epoch", "event_id", b"event_id", "events", b"events", "last_digest", b"last_digest", "model", b"model", "tenant", b"tenant", "timestamp", b"timestamp", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_event_id", b"_event_id", "_last_digest", b"_last_digest", "block_size", b"block_size", "dp_rank", b"dp_rank", "eagle", b"eagle", "epoch", b"epoch", "event_id", b"event_id", "events", b"events", "last_digest", b"last_digest", "model", b"model", "resend_id", b"resend_id", "tenant", b"tenant", "timestamp", b"timestamp", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__event_id: _TypeAlias = _typing.Literal["event_id"]  # noqa: Y015
     _WhichOneofArgType__event_id: _TypeAlias = _typing.Literal["_event_id", b"_event_id"]  # noqa: Y015

@@ -403,14 +403,17 @@ class PublishEventsResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     RESEND_FROM_FIELD_NUMBER: _builtins.int
     MALFORMED_FIELD_NUMBER: _builtins.int
+    RESEND_ID_FIELD_NUMBER: _builtins.int
     last_event_id: _builtins.int
     """Last event id that was applied or known to be a duplicate; unset = none."""
     epoch: _builtins.int
     """Epoch it belongs to."""
     resend_from: _builtins.int
-    """Set when events are missing: send again from this event id on."""
+    """Set when events are missing: send again from this event id on, or the state, or, having neither, a greeting."""
     malformed: _builtins.int
     """Batches applied with errors on this stream so far."""
+    resend_id: _builtins.int
+    """Number of this request among those of the stream, from 1; set with `resend_from`."""
     def __init__(
         self,
         *,
@@ -418,10 +421,11 @@ class PublishEventsResponse(_message.Message):
         epoch: _builtins.int = ...,
         resend_from: _builtins.int | None = ...,
         malformed: _builtins.int = ...,
+        resend_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id", "_resend_from", b"_resend_from", "last_event_id", b"last_event_id", "resend_from", b"resend_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id", "_resend_from", b"_resend_from", "epoch", b"epoch", "last_event_id", b"last_event_id", "malformed", b"malformed", "resend_from", b"resend_from"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id", "_resend_from", b"_resend_from", "epoch", b"epoch", "last_event_id", b"last_event_id", "malformed", b"malformed", "resend_from", b"resend_from", "resend_id", b"resend_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_event_id: _TypeAlias = _typing.Literal["last_event_id"]  # noqa: Y015
     _WhichOneofArgType__last_event_id: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id"]  # noqa: Y015

@@ -24,14 +24,12 @@ from kvscout_common.channel import ClientSecurity, open_channel, stream
 from kvscout_common.errors import FailedPrecondition, KvscoutError
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
+from kvscout_indexer.healing import Healing
 
 UNANSWERED = 3
 """Requests that nobody answers while events go on coming, until their publisher counts as one without a local index."""
 RPC_SECONDS = 60.0
 """Longest answer of a bridge by rpc."""
-HEAL_SECONDS = 30.0
-MAX_HEAL_SECONDS = 600.0
-"""Between two tries to complete a history; the wait doubles."""
 
 History = AsyncGenerator[SequencedBatch[DecodedBatch] | SourceState, None]
 
@@ -90,8 +88,7 @@ class PublisherFeed:
         """Requests in a row that nobody answered, with events between them."""
         self._received_before = 0
         """Messages that had come when the last one of them failed."""
-        self._heal_at: float | None = None
-        self._heal_seconds = HEAL_SECONDS
+        self._healing = Healing()
 
     @property
     def outage(self) -> str:
@@ -108,17 +105,9 @@ class PublisherFeed:
         self._carrier.remove(self)
 
     def tick(self, now: float) -> None:
-        """See `Feed.tick`: a publisher that was away may be back, with its whole state."""
-        source = self._source
-        assert source is not None
-        if not source.incomplete:
-            self._heal_at, self._heal_seconds = None, HEAL_SECONDS
-        elif self._heal_at is None:
-            self._heal_at = now + self._heal_seconds
-        elif now >= self._heal_at and self._carrier.link.connected and not source.replaying:
-            self._heal_seconds = min(2 * self._heal_seconds, MAX_HEAL_SECONDS)
-            self._heal_at = now + self._heal_seconds
-            source.heal()
+        """See `Feed.tick`."""
+        assert self._source is not None
+        self._healing.tick(self._source, now, possible=self._carrier.link.connected)
 
     def on_reconnect(self) -> None:
         """Messages may have been lost."""

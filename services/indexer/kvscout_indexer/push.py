@@ -8,7 +8,8 @@
 
 A stream loses nothing by itself; a gap is a batch that its publisher dropped, or that came before. It is asked for
 once, by `resend_from`; what goes on coming until the publisher has turned back is live and waits in the sequence, what
-comes after is the history, until it has caught up. A publisher whose messages are not read is held back by gRPC.
+comes after is the history, until it has caught up. A greeting, too, ends the history that it names by its `resend_id`:
+it may come when the next one has been asked for. A publisher whose messages are not read is held back by gRPC.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import grpc
 
+from kvscout.v1 import events_pb2
 from kvscout_blocks.codec import check_version, parse_batch, source_of
 from kvscout_blocks.events import DecodedBatch
 from kvscout_blocks.feed import Cursor, Feed, HistoryBroken, SourceInput, SourceState
@@ -29,6 +31,7 @@ from kvscout_blocks.sequence import SequencedBatch
 from kvscout_common.errors import Draining, FailedPrecondition, InternalError, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.registry import Registry
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
+from kvscout_indexer.healing import Healing
 
 log = logging.getLogger("kvscout.events")
 
@@ -43,11 +46,19 @@ RESEND_QUEUE: Final = 64
 Item = SequencedBatch[DecodedBatch] | SourceState
 
 
+class Question(NamedTuple):
+    """What a publisher is asked to send again."""
+
+    number: int
+    """Among those of its stream, from 1."""
+    first_id: int
+
+
 class Answer(NamedTuple):
     """How far a source is."""
 
     cursor: Cursor
-    resend_from: int | None
+    resend: Question | None
     malformed: int
 
 
@@ -163,6 +174,7 @@ class PushFeed:
         self._index = index
         self._source: SourceInput | None = None
         self._stream: Stream | None = None
+        self._healing = Healing()
 
     @property
     def outage(self) -> str:
@@ -193,7 +205,8 @@ class PushFeed:
             self._stream = None
 
     def tick(self, now: float) -> None:
-        """See `Feed.tick`: nothing is due."""
+        """See `Feed.tick`."""
+        self._healing.tick(self.source, now, possible=self._stream is not None)
 
     def reader(self) -> PublishedReader:
         """Reads one stream's messages."""
@@ -246,11 +259,11 @@ class Resend:
     """What a publisher sends again.
 
     Args:
-        first_id: From which event on it was asked.
+        question: What it was asked for.
     """
 
-    def __init__(self, first_id: int) -> None:
-        self.first_id = first_id
+    def __init__(self, question: Question) -> None:
+        self.question = question
         self.begun = False
         """Whether the publisher has turned back."""
         self.over = asyncio.Event()
@@ -276,7 +289,7 @@ class Resend:
 
     def turns_back(self, item: Item) -> bool:
         """Whether a message is the first that is sent again: what is under way is newer than what we have."""
-        return isinstance(item, SourceState) or item.event_id <= self.first_id
+        return isinstance(item, SourceState) or item.event_id <= self.question.first_id
 
     def caught_up(self, item: Item, live: int | None, epoch: int) -> bool:
         """Whether all that was asked for, and all that came live meanwhile, is sent again with this one.
@@ -286,7 +299,7 @@ class Resend:
             live: Last event that came live; None = none did.
             epoch: That was asked about.
         """
-        target = max(self.first_id, live if live is not None else 0)
+        target = max(self.question.first_id, live if live is not None else 0)
         if isinstance(item, SourceState):
             return item.last_event_id is None or item.last_event_id >= target or item.epoch != epoch
         return item.event_id >= target
@@ -316,9 +329,11 @@ class Stream:
         """Event id of the last one that came live; None = none did."""
         self._resend: Resend | None = None
         self._last_resend: Resend | None = None
-        self._asked: int | None = None
+        self._questions = 0
+        """Asked on this stream."""
+        self._open: Question | None = None
         """What the publisher was asked for and has not begun to send."""
-        self._tell_resend: int | None = None
+        self._to_tell: Question | None = None
         """What it is still to be asked for."""
         self._unanswered = 0
         self._due = asyncio.Event()
@@ -372,10 +387,11 @@ class Stream:
 
     def ask(self, first_id: int) -> Resend:
         """Asks the publisher to go back; what it then sends is in the answer."""
-        self._resend = self._last_resend = Resend(first_id)
-        if self._asked != first_id:
-            self._asked = self._tell_resend = first_id
+        if self._open is None or self._open.first_id != first_id:
+            self._questions += 1
+            self._open = self._to_tell = Question(self._questions, first_id)
             self._due.set()
+        self._resend = self._last_resend = Resend(self._open)
         return self._resend
 
     def stop_asking(self, resend: Resend) -> None:
@@ -391,10 +407,11 @@ class Stream:
         try:
             item = self._reader.read(message)
         except InvalidArgument:
-            if not self._is_greeting(message):
+            greeting = parse_batch(message)
+            if not self._is_greeting(greeting):
                 raise
             if not opening:  # else it may not know yet what it is asked for
-                await self._end_resend()
+                await self._on_greeting(greeting.resend_id)
         else:
             if isinstance(item, SequencedBatch):
                 self._malformed += item.malformed or bool(item.content.faults)
@@ -406,7 +423,7 @@ class Stream:
         resend = self._resend
         if resend is not None and (resend.begun or resend.turns_back(item)):
             resend.begun = True
-            self._asked = None
+            self._open = None
             epoch = self.feed.source.cursor.epoch
             await resend.put(item)
             if resend.caught_up(item, self._live, epoch):
@@ -417,15 +434,25 @@ class Stream:
             self._live = item.event_id
             self.feed.source.on_batch(item)
 
-    async def _end_resend(self) -> None:
-        """All that can be sent again was."""
-        resend, self._resend, self._asked = self._resend, None, None
-        if resend is not None:
-            await resend.put(None)
+    async def _on_greeting(self, resend_id: int) -> None:
+        """All that can be sent again was, of what the publisher means."""
+        resend = self._resend
+        if resend is None or resend_id not in (0, resend.question.number):
+            return
+        if not (resend_id or resend.begun) and self._questions > 1:
+            # It may mean a former question, whose end came late; to ask again costs less than what is there to be had.
+            await self._end_resend(HistoryBroken("the publisher says that it has nothing, and not of which request"))
+        else:
+            await self._end_resend()
 
-    def _is_greeting(self, message: bytes) -> bool:
-        parsed = parse_batch(message)
-        return not parsed.events and not parsed.HasField("event_id") and source_of(parsed) == self.feed.identity
+    async def _end_resend(self, broken: HistoryBroken | None = None) -> None:
+        """Nothing more is sent again."""
+        resend, self._resend, self._open = self._resend, None, None
+        if resend is not None:
+            await resend.put(broken)
+
+    def _is_greeting(self, message: events_pb2.KvEventBatch) -> bool:
+        return not message.events and not message.HasField("event_id") and source_of(message) == self.feed.identity
 
     def _answer_soon(self) -> None:
         self._unanswered += 1
@@ -443,5 +470,5 @@ class Stream:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        resend, self._tell_resend = self._tell_resend, None
-        return Answer(self.feed.source.cursor, resend, self._malformed)
+        question, self._to_tell = self._to_tell, None
+        return Answer(self.feed.source.cursor, question, self._malformed)

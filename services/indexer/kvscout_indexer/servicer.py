@@ -163,11 +163,12 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             KvscoutError: As `GrpcPush.publish`.
         """
         async with aclosing(self._indexer.push.publish(messages)) as answers:
-            async for cursor, resend_from, malformed in answers:
+            async for cursor, resend, malformed in answers:
                 yield indexer_pb2.PublishEventsResponse(
                     last_event_id=cursor.last_event_id,
                     epoch=cursor.epoch,
-                    resend_from=resend_from,
+                    resend_from=resend.first_id if resend is not None else None,
+                    resend_id=resend.number if resend is not None else 0,
                     malformed=malformed,
                 )
 
