@@ -370,6 +370,23 @@ async def test_a_higher_epoch_is_a_restart(stack: Stack, publisher: ScriptedPubl
     assert (await stack.client.status()).resets == 1
 
 
+async def test_a_restart_amid_a_resend_waits_for_no_number_of_the_former_life(
+    stack: Stack, publisher: ScriptedPublisher
+) -> None:
+    messages = [publisher.make(payload) for payload in chain(9)]
+    stream = stack.push()
+    await stream.send(*messages[:3], messages[8])
+    await stream.asked(2)
+    publisher.restart()
+    first = publisher.make(batch(stored([70], prompt(1, first=700))))
+    await stream.send(first)
+    await stream.asked(0)
+    await stream.send(first)
+    await stack.same_as(publisher)
+    await stream.send(publisher.make(batch(removed([70]))))
+    await stream.answer(lambda a: a.epoch == 2 and a.last_event_id == 1)
+
+
 async def test_an_event_that_cannot_be_read_is_counted_in_the_answers(
     stack: Stack, publisher: ScriptedPublisher
 ) -> None:

@@ -291,15 +291,17 @@ class Resend:
         """Whether a message is the first that is sent again: what is under way is newer than what we have."""
         return isinstance(item, SourceState) or item.event_id <= self.question.first_id
 
-    def caught_up(self, item: Item, live: int | None, epoch: int) -> bool:
+    def caught_up(self, item: Item, live: Cursor, epoch: int) -> bool:
         """Whether all that was asked for, and all that came live meanwhile, is sent again with this one.
 
         Args:
             item: What came.
-            live: Last event that came live; None = none did.
+            live: What came live last; of another epoch than the item it tells nothing.
             epoch: That was asked about.
         """
-        target = max(self.question.first_id, live if live is not None else 0)
+        target = self.question.first_id
+        if live.epoch == item.epoch and live.last_event_id is not None:
+            target = max(target, live.last_event_id)
         if isinstance(item, SourceState):
             return item.last_event_id is None or item.last_event_id >= target or item.epoch != epoch
         return item.event_id >= target
@@ -325,8 +327,8 @@ class Stream:
         self.feed = feed
         self._reader = feed.reader()
         self._malformed = 0
-        self._live: int | None = None
-        """Event id of the last one that came live; None = none did."""
+        self._live = Cursor(0, None)
+        """What came live last."""
         self._resend: Resend | None = None
         self._last_resend: Resend | None = None
         self._questions = 0
@@ -431,7 +433,7 @@ class Stream:
         elif isinstance(item, SourceState):
             self.feed.source.on_state(item)
         else:
-            self._live = item.event_id
+            self._live = Cursor(item.epoch, item.event_id)
             self.feed.source.on_batch(item)
 
     async def _on_greeting(self, resend_id: int) -> None:
