@@ -63,8 +63,8 @@ protos-check: ## Fail if the generated code is not what the .proto files say.
 
 native: ## Build the Rust extension in place; fails without cargo.
 	$(PY) -m pip install --quiet 'setuptools-rust>=1.10'
-	KVSCOUT_REQUIRE_NATIVE=1 $(PY) -c 'from setuptools import setup; setup()' build_rust --inplace --release
-	KVSCOUT_REQUIRE_NATIVE=1 $(PY) -c "from kvscout_common.hashing import backend_name; print('backend:', backend_name())"
+	kvscout_require_native=1 $(PY) -c 'from setuptools import setup; setup()' build_rust --inplace --release
+	kvscout_require_native=1 $(PY) -c "from kvscout_common.hashing import backend_name; print('backend:', backend_name())"
 
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench

@@ -21,6 +21,7 @@ from kvscout_cli.progress import ReplayProgress
 from kvscout_cli.stack import Stack
 from kvscout_cli.topology import MODEL, Topology, launch
 from kvscout_client import Router
+from kvscout_common.variables import PREFIX, SWITCHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,7 @@ async def replay_under(
 
 def _environment() -> dict[str, str]:
     # Settings of the caller's own kvscout must not change what is compared; how it was built may matter to CI.
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("KVSCOUT_") or name == "KVSCOUT_REQUIRE_NATIVE"
-    }
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name in SWITCHES}
 
 
 def _cpu_seconds(stack: Stack) -> float | None:

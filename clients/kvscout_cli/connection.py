@@ -75,7 +75,7 @@ option = functools.partial(click.option, cls=SectionedOption, section="Options")
 
 json_flag = option("--json", "as_json", is_flag=True, help="Print JSON.")
 
-model_flag = option("--model", envvar="KVSCOUT_MODEL", default="", help="Default: the only one that has workers.")
+model_flag = flag("--model", section="Options", default="", help="Default: the only one that has workers.")
 
 
 async def chosen_model(router: Router, model: str) -> str:

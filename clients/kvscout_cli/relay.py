@@ -95,5 +95,7 @@ def _copy(option: SectionedOption, section: str) -> SectionedOption:
         default=option.default,
         show_default=option.show_default,
         help=option.help,
+        envvar=option.envvar,
+        show_envvar=True,
         section=section,
     )

@@ -1,8 +1,8 @@
 """Command-line flags: each has its environment variable, a section in --help, and one place where it is declared.
 
-A flag `--router-ttl` is also `KVSCOUT_ROUTER_TTL`. Flags that every server has (port, TLS, ...) are read from
-`KVSCOUT_<SERVICE>_<FLAG>` first, then from `KVSCOUT_<FLAG>`, so that one environment can configure several
-services.
+The flag `--router-ttl` is the variable `kvscout_router_ttl`. Flags that several programs have (port, TLS, ...) are read
+from `kvscout_<program>_<flag>` first, then from `kvscout_<flag>`, so that one environment can configure all of them.
+--help shows the variables of each flag; those that are nobody's are warned of (`variables`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+
+from kvscout_common.variables import PREFIX
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,38 +45,42 @@ class SectionedCommand(click.Command):
                 formatter.write_dl(sections[section])
 
 
-def flag(name: str, *, section: str = BEHAVIOUR, service: str = "", **kwargs: Any) -> Callable[[F], F]:
+def flag(name: str, *, section: str = BEHAVIOUR, program: str = "", **kwargs: Any) -> Callable[[F], F]:
     """Declares a flag.
 
     Args:
         name: The flag as typed, such as "--router-ttl" or "--a/--no-a".
         section: Section of --help.
-        service: If given, `KVSCOUT_<SERVICE>_<FLAG>` is read before `KVSCOUT_<FLAG>`.
+        program: If given, `kvscout_<program>_<flag>` is read before `kvscout_<flag>`.
         kwargs: As for `click.option`.
     """
-    stem = name.split("/", maxsplit=1)[0].lstrip("-").replace("-", "_").upper()
-    variables = [f"KVSCOUT_{stem}"]
-    if service:
-        variables.insert(0, f"KVSCOUT_{service.upper()}_{stem}")
+    stem = name.split("/", maxsplit=1)[0].lstrip("-").replace("-", "_")
+    variables = [PREFIX + stem]
+    if program:
+        variables.insert(0, f"{PREFIX}{program}_{stem}")
     kwargs.setdefault("show_default", True)
-    kwargs.setdefault("show_envvar", False)
     return click.option(
-        name, cls=SectionedOption, section=section, envvar=[*variables, *kwargs.pop("envvar", [])], **kwargs
+        name,
+        cls=SectionedOption,
+        section=section,
+        envvar=[*variables, *kwargs.pop("envvar", [])],
+        show_envvar=True,
+        **kwargs,
     )
 
 
-def server_flags(service: str, *, port: int, metrics_port: int) -> Callable[[F], F]:
+def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F], F]:
     """The flags that every gRPC server has; `config.ServerConfig.from_flags` reads them back.
 
     Args:
-        service: Name of the service, for its environment variables.
+        program: Name of the service, for its environment variables.
         port: Default gRPC port.
         metrics_port: Default metrics port.
     """
     path = click.Path(exists=True, dir_okay=False, path_type=Path)
 
     def server_flag(name: str, **kwargs: Any) -> Callable[[F], F]:
-        return flag(name, section=SERVER, service=service, **kwargs)
+        return flag(name, section=SERVER, program=program, **kwargs)
 
     declared = [
         server_flag("--host", default="127.0.0.1", help="Address to bind."),

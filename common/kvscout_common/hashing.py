@@ -8,8 +8,8 @@
 
 Without adapter and salt these are the hashes of Dynamo, SMG and the Mooncake indexer, so they can be
 exchanged. This module is the interface; the work is done by the extension `kvscout_native` or, where
-that is not built, by `hashing_reference`, with equal results. `KVSCOUT_NATIVE=0` forces the reference,
-`KVSCOUT_REQUIRE_NATIVE=1` turns a missing extension into an error.
+that is not built, by `hashing_reference`, with equal results. `kvscout_native=0` forces the reference,
+`kvscout_require_native=1` turns a missing extension into an error.
 
 All functions are pure, thread-safe and do not block; the extension releases the GIL above 1 MiB of
 token ids.
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.hashing_reference import SEED, MmItem
+from kvscout_common.variables import NATIVE, REQUIRE_NATIVE
 
 __all__ = [
     "SEED",
@@ -45,14 +46,14 @@ _log = logging.getLogger(__name__)
 
 def _native_wanted() -> bool:
     """Whether to use the extension; raises if it is required and cannot be imported."""
-    if os.environ.get("KVSCOUT_NATIVE") == "0":
+    if os.environ.get(NATIVE) == "0":
         return False
     try:
         import kvscout_native  # noqa: F401
     except ImportError as error:
-        if os.environ.get("KVSCOUT_REQUIRE_NATIVE") == "1":
+        if os.environ.get(REQUIRE_NATIVE) == "1":
             raise ConfigError(
-                f"the extension kvscout_native cannot be imported: {error}", field="KVSCOUT_REQUIRE_NATIVE"
+                f"the extension kvscout_native cannot be imported: {error}", field=REQUIRE_NATIVE
             ) from error
         return False
     return True

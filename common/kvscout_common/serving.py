@@ -32,6 +32,7 @@ from kvscout_common.identity import IdentityInterceptor, TokenTable
 from kvscout_common.interceptors import ErrorInterceptor
 from kvscout_common.reflection import enable_reflection
 from kvscout_common.telemetry import configure_logging, serve_metrics
+from kvscout_common.variables import warn_of_variables
 
 log = logging.getLogger("kvscout.serving")
 
@@ -68,6 +69,7 @@ def run(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> None:
         0 after SIGTERM or SIGINT, 1 after a crash, 2 for a configuration error.
     """
     configure_logging(config.log_level, config.log_format)
+    warn_of_variables(log)
     log_backend()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

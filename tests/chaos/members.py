@@ -51,7 +51,7 @@ class Member:
 
     async def start(self) -> None:
         """Starts it and waits for its ready line."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("KVSCOUT_MOCKER")}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("kvscout_mocker")}
         # Some are modules of the tests.
         paths = (str(TESTS), environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

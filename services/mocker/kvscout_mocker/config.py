@@ -1,7 +1,8 @@
-"""The mocker's configuration: flags and `KVSCOUT_MOCKER_…` variables become one frozen value."""
+"""The mocker's configuration: flags and `kvscout_mocker_…` variables become one frozen value."""
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 from kvscout_common.errors import ConfigError
+from kvscout_common.flags import flag
 from kvscout_mocker.events import BlockHashFormat, EventFormat
 from kvscout_mocker.faults import MAX_STALL_SECONDS, FaultConfig
 from kvscout_mocker.tokenizer import RESERVED_TOKENS
@@ -206,111 +208,102 @@ _SHARE = click.FloatRange(0, 1)
 _BATCHES = click.IntRange(min=0)
 _DURATION = click.FloatRange(min=0.0)
 
+_flag = functools.partial(flag, program="mocker")
+
 _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
-    click.option("--host", default="127.0.0.1", show_default=True, help="Address of all sockets."),
-    click.option("--port", type=_PORT, default=8100, show_default=True, help="HTTP port; 0: any free one."),
-    click.option(
+    _flag("--host", default="127.0.0.1", help="Address of all sockets."),
+    _flag("--port", type=_PORT, default=8100, help="HTTP port; 0: any free one."),
+    _flag(
         "--events-port",
         type=_PORT,
         default=5557,
-        show_default=True,
         help="Rank r uses + r; 0: any free ones.",
     ),
-    click.option(
+    _flag(
         "--replay-port",
         type=_PORT,
         default=5657,
-        show_default=True,
         help="Rank r uses + r; 0: any free ones.",
     ),
-    click.option("--topic", default="", help="First frame of every event message."),
-    click.option(
+    _flag("--topic", default="", help="First frame of every event message."),
+    _flag(
         "--event-format",
         type=click.Choice(EventFormat, case_sensitive=False),
         default=EventFormat.MAP,
         show_default="map",
         help="map: vLLM 0.32; array: vLLM 0.23, also in the replay frames.",
     ),
-    click.option(
+    _flag(
         "--block-hash-format",
         type=click.Choice(BlockHashFormat, case_sensitive=False),
         default=BlockHashFormat.INT,
         show_default="int",
         help="u64 or 32 raw bytes.",
     ),
-    click.option(
+    _flag(
         "--buffer-steps",
         type=click.IntRange(1, 1_000_000),
         default=10_000,
-        show_default=True,
         help="Batches kept for replay.",
     ),
-    click.option("--model", default="mock", show_default=True, help="Served model name."),
-    click.option("--lora", multiple=True, help="Name of a LoRA adapter to serve; repeatable."),
-    click.option("--dp-size", type=click.IntRange(1, 1024), default=1, show_default=True, help="Data-parallel ranks."),
-    click.option("--seed", type=_U64, default=0, show_default=True, help="Changes the generated tokens."),
-    click.option("--hash-seed", type=_U64, help="Makes block hashes repeatable.  [default: random]"),
-    click.option("--block-size", type=_COUNT, default=16, show_default=True, help="Tokens a KV block."),
-    click.option(
+    _flag("--model", default="mock", help="Served model name."),
+    _flag("--lora", multiple=True, help="Name of a LoRA adapter to serve; repeatable."),
+    _flag("--dp-size", type=click.IntRange(1, 1024), default=1, help="Data-parallel ranks."),
+    _flag("--seed", type=_U64, default=0, help="Changes the generated tokens."),
+    _flag("--hash-seed", type=_U64, help="Makes block hashes repeatable.  [default: random]"),
+    _flag("--block-size", type=_COUNT, default=16, help="Tokens a KV block."),
+    _flag(
         "--num-gpu-blocks",
         type=click.IntRange(min=2),
         default=4096,
-        show_default=True,
         help="KV blocks of one rank, including vLLM's null block.",
     ),
-    click.option("--max-num-seqs", type=_COUNT, default=256, show_default=True, help="Requests in a batch."),
-    click.option("--max-num-batched-tokens", type=_COUNT, default=2048, show_default=True, help="Tokens in a step."),
-    click.option(
+    _flag("--max-num-seqs", type=_COUNT, default=256, help="Requests in a batch."),
+    _flag("--max-num-batched-tokens", type=_COUNT, default=2048, help="Tokens in a step."),
+    _flag(
         "--max-model-len",
         type=click.IntRange(min=0),
         default=0,
         help=f"Tokens of one request.  [default: {DEFAULT_MAX_MODEL_LEN} or what the blocks hold]",
     ),
-    click.option(
-        "--max-waiting", type=_COUNT, default=1024, show_default=True, help="More waiting requests: HTTP 503."
-    ),
-    click.option(
+    _flag("--max-waiting", type=_COUNT, default=1024, help="More waiting requests: HTTP 503."),
+    _flag(
         "--vocab-size",
         type=click.IntRange(RESERVED_TOKENS + 1, 2**31),
         default=32_000,
-        show_default=True,
         help="Generated ids are below it; prompts may hold any u32.",
     ),
-    click.option("--step-base-ms", type=_DURATION, default=8.0, show_default=True, help="Duration of an empty step."),
-    click.option(
+    _flag("--step-base-ms", type=_DURATION, default=8.0, help="Duration of an empty step."),
+    _flag(
         "--prefill-us-per-token",
         type=_DURATION,
         default=50.0,
-        show_default=True,
         help="What each uncached prompt token adds to its step.",
     ),
-    click.option(
+    _flag(
         "--decode-us-per-request",
         type=_DURATION,
         default=50.0,
-        show_default=True,
         help="What each decoding request adds to a step.",
     ),
-    click.option(
+    _flag(
         "--speedup",
         type=click.FloatRange(min=0.0, min_open=True),
         default=1.0,
-        show_default=True,
         help="Divides all durations.",
     ),
-    click.option("--drop-events", type=_SHARE, default=0.0, help="Fault: share of batches not sent live."),
-    click.option("--duplicate-events", type=_SHARE, default=0.0, help="Fault: share of batches sent twice."),
-    click.option("--fault-seed", type=_U64, help="Makes the draws of faults repeatable.  [default: random]"),
-    click.option("--crash-after", type=_BATCHES, default=0, help="Fault: die after so many batches; 0: never."),
-    click.option("--stall-after", type=_BATCHES, default=0, help="Fault: hang after so many batches; 0: never."),
-    click.option(
+    _flag("--drop-events", type=_SHARE, default=0.0, help="Fault: share of batches not sent live."),
+    _flag("--duplicate-events", type=_SHARE, default=0.0, help="Fault: share of batches sent twice."),
+    _flag("--fault-seed", type=_U64, help="Makes the draws of faults repeatable.  [default: random]"),
+    _flag("--crash-after", type=_BATCHES, default=0, help="Fault: die after so many batches; 0: never."),
+    _flag("--stall-after", type=_BATCHES, default=0, help="Fault: hang after so many batches; 0: never."),
+    _flag(
         "--stall-seconds",
         type=click.FloatRange(0, MAX_STALL_SECONDS),
         default=5.0,
-        show_default=True,
         help="How long it hangs.",
     ),
-    click.option("--no-replay", is_flag=True, help="Fault: there is no replay socket."),
+    _flag("--no-replay", is_flag=True, help="Fault: there is no replay socket."),
 )
 
 

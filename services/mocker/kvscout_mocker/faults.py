@@ -21,7 +21,7 @@ from kvscout_common.errors import ConfigError, InvalidArgument
 
 log = logging.getLogger(__name__)
 
-BOUND_VARIABLE = "KVSCOUT_MOCKER_BOUND"
+BOUND_VARIABLE = "MOCKER_BOUND_PORTS"
 """Environment of a restarted mocker: the ports that it had."""
 MAX_STALL_SECONDS = 600.0
 

@@ -10,24 +10,27 @@ import click
 import uvloop
 
 from kvscout_common.errors import ConfigError
+from kvscout_common.flags import SectionedCommand, flag
+from kvscout_common.variables import warn_of_variables
 from kvscout_mocker.config import config_from_flags, flags
 from kvscout_mocker.process import run
 
 
-@click.command(context_settings={"auto_envvar_prefix": "KVSCOUT_MOCKER", "show_default": True})
+@click.command(cls=SectionedCommand)
 @flags
-@click.option(
+@flag(
     "--log-level",
+    program="mocker",
     type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
     default="WARNING",
 )
 def main(log_level: str, **values: Any) -> None:
     """A vLLM-like engine without a GPU: real prefix cache, real KV events, invented tokens.
 
-    Prints one JSON line with its real ports when it is ready. Every flag is also read from the environment
-    variable KVSCOUT_MOCKER_<FLAG>.
+    Prints one JSON line with its real ports when it is ready.
     """
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    warn_of_variables(logging.getLogger("kvscout.mocker"))
     try:
         config = config_from_flags(**values)
     except ConfigError as error:
