@@ -9,10 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
+from kvscout_common.errors import InvalidArgument
+
+T = TypeVar("T")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
@@ -31,11 +35,11 @@ class Surround(Protocol):
 
 
 def wrap(handler: Handler, surround: Surround) -> Handler:
-    """A handler of the same shape whose calls `surround` surrounds."""
-    kwargs = {
-        "request_deserializer": handler.request_deserializer,
-        "response_serializer": handler.response_serializer,
-    }
+    """A handler of the same shape whose calls `surround` surrounds.
+
+    It takes bytes and reads them within: what grpc itself cannot read it answers with INTERNAL, past all of us.
+    """
+    kwargs = {"response_serializer": handler.response_serializer}
     # grpcio's stubs type the behaviour of a handler as the synchronous one, whatever the server is.
     unary_unary: Any = handler.unary_unary
     unary_stream: Any = handler.unary_stream
@@ -53,17 +57,38 @@ def wrap(handler: Handler, surround: Surround) -> Handler:
     return streaming
 
 
+def read_message(deserialize: Callable[[bytes], T], request: bytes) -> T:
+    """Reads a message.
+
+    Args:
+        deserialize: The `FromString` of its class.
+        request: Its bytes.
+
+    Raises:
+        InvalidArgument: The bytes are no such message.
+    """
+    try:
+        return deserialize(request)
+    except DecodeError as error:
+        kind: Any = getattr(deserialize, "__self__", None)
+        raise InvalidArgument(f"is no {kind.DESCRIPTOR.name if kind else 'message'}", field="request") from error
+
+
 def _checked(request: Any, handler: Handler, surround: Surround) -> Any:
+    # grpcio's stubs do not know that a handler may go without.
+    deserialize: Any = handler.request_deserializer
     if handler.request_streaming:
-        return _checked_stream(request, surround)
-    surround.check(request)
-    return request
+        return _checked_stream(request, deserialize, surround)
+    message = read_message(deserialize, request) if deserialize is not None else request
+    surround.check(message)
+    return message
 
 
-async def _checked_stream(requests: AsyncIterator[Any], surround: Surround) -> AsyncIterator[Any]:
+async def _checked_stream(requests: AsyncIterator[Any], deserialize: Any, surround: Surround) -> AsyncIterator[Any]:
     async for request in requests:
-        surround.check(request)
-        yield request
+        message = read_message(deserialize, request) if deserialize is not None else request
+        surround.check(message)
+        yield message
 
 
 def _answer(

@@ -30,18 +30,24 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:  # no such method: grpc answers UNIMPLEMENTED itself
             return handler
-        return wrap(handler, _Errors(handler_call_details.method))
+        both_ways = bool(handler.request_streaming and handler.response_streaming)
+        return wrap(handler, _Errors(handler_call_details.method, both_ways=both_ways))
 
 
 class _Errors:
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, *, both_ways: bool) -> None:
         self._method = method
+        self._both_ways = both_ways
 
     def check(self, request: Any) -> None:
         """Nothing to check: this interceptor looks at what is raised only."""
 
     @asynccontextmanager
     async def around(self, context: Context) -> AsyncIterator[None]:
+        if self._both_ways:
+            # The first write carries the headers, and so does a status where none went out before: a status while
+            # another task's first write is on its way would be refused by grpc, and the caller wait for ever.
+            await context.send_initial_metadata(())
         try:
             yield
         except grpc.aio.AbortError:

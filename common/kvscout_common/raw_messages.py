@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
-from kvscout_common.errors import InvalidArgument
+from kvscout_common.handlers import read_message
 from kvscout_common.identity import current_identity, tenants_of
 
 M = TypeVar("M", bound=Message)
@@ -19,10 +19,7 @@ def parse_message(kind: type[M], request: bytes) -> M:
         InvalidArgument: The bytes are no such message.
         PermissionDenied: The caller's token is for another tenant.
     """
-    try:
-        message = kind.FromString(request)
-    except DecodeError as error:
-        raise InvalidArgument(f"is no {kind.DESCRIPTOR.name}", field="request") from error
+    message = read_message(kind.FromString, request)
     for tenant in tenants_of(message):
         current_identity().require_tenant(tenant)
     return message

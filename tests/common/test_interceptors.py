@@ -106,6 +106,45 @@ async def test_bidirectional_streams_are_covered_too() -> None:
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
+async def test_an_error_while_the_first_answer_is_on_its_way_reaches_the_caller() -> None:
+    class Hasty(Faulty):
+        async def StreamFindMatches(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+            async def write() -> None:
+                await context.write(indexer_pb2.StreamFindMatchesResponse())
+
+            async for _ in request_iterator:
+                writing = asyncio.create_task(write())
+                await asyncio.sleep(0)  # it has begun
+                writing.cancel()
+                raise self.error
+
+    async with serving(adding(Hasty(errors.NotFound("gone")))) as channel:  # type: ignore[abstract]
+        running = indexer_pb2_grpc.IndexerStub(channel).StreamFindMatches(
+            iter([indexer_pb2.StreamFindMatchesRequest()]), timeout=10
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in running:
+                pass
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+GARBAGE = b"\xff\xfftruncated"
+
+
+@pytest.mark.parametrize("streams", [(False, False), (False, True), (True, True)])
+async def test_bytes_that_are_no_message_are_an_invalid_argument_in_every_shape_of_call(
+    streams: tuple[bool, bool],
+) -> None:
+    method = {(False, False): "FindMatches", (False, True): "Dump", (True, True): "StreamFindMatches"}[streams]
+    shape = "_".join("stream" if streaming else "unary" for streaming in streams)
+    async with serving(adding(faulty(errors.NotFound("x")))) as channel:
+        make: Any = getattr(channel, shape)
+        rpc = make(f"/kvscout.v1.Indexer/{method}")
+        running = rpc(iter([GARBAGE]) if streams[0] else GARBAGE, timeout=10)
+        assert await running.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "request: is no " in await running.details()
+
+
 async def test_a_stream_whose_reader_goes_away_is_closed_at_once() -> None:
     servicer = faulty(errors.NotFound("x"))
     async with serving(adding(servicer)) as channel:
