@@ -37,6 +37,8 @@ class ServerConfig:
     allow_anonymous: bool = False
     tls: TlsFiles | None = None
     max_message_bytes: int = 64 * 1024 * 1024
+    max_concurrent_streams: int = 1000
+    """Calls that one connection may have open; a client holds further ones back."""
     drain_seconds: float = 10.0
     log_level: str = "info"
     log_format: str = "text"
@@ -69,6 +71,7 @@ class ServerConfig:
             allow_anonymous=values["allow_anonymous"],
             tls=TlsFiles(certificate, key, client_ca) if certificate else None,
             max_message_bytes=values["max_message_bytes"],
+            max_concurrent_streams=values["max_concurrent_streams"],
             drain_seconds=values["drain_seconds"],
             log_level=values["log_level"],
             log_format=values["log_format"],

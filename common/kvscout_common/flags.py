@@ -113,6 +113,12 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
             help="Largest message accepted.",
         ),
         server_flag(
+            "--max-concurrent-streams",
+            default=1000,
+            type=click.IntRange(min=1),
+            help="Calls that one connection may have open; a client holds further ones back.",
+        ),
+        server_flag(
             "--drain-seconds",
             default=10.0,
             type=click.FloatRange(min=0),

@@ -36,6 +36,10 @@ from kvscout_common.variables import warn_of_variables
 
 log = logging.getLogger("kvscout.serving")
 
+MAX_PENDING_CALLS = 16_000
+"""Of all connections, calls that the loop has not looked at. Above, grpc refuses at random whoever calls; its own 1,000
+are what a few connections reach that only open streams and reset them."""
+
 
 @dataclass(slots=True)
 class App:
@@ -142,6 +146,10 @@ async def _start(config: ServerConfig, app: App) -> tuple[grpc.aio.Server, healt
         options=[
             ("grpc.max_receive_message_length", config.max_message_bytes),
             ("grpc.max_send_message_length", config.max_message_bytes),
+            # Calls that were reset count until they are gone here, too: above, streams of that connection are refused.
+            ("grpc.max_concurrent_streams", config.max_concurrent_streams),
+            ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
             # Two servers on one port would share its connections at random: better an error at start.
             ("grpc.so_reuseport", 0),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
