@@ -35,6 +35,8 @@ class ServerConfig:
     """`dns://name:port?fields` whose addresses are workers."""
     auth_tokens: Path | None = None
     allow_anonymous: bool = False
+    metrics_auth: bool = False
+    """Metrics need a token of `auth_tokens` that is for all tenants."""
     tls: TlsFiles | None = None
     max_message_bytes: int = 64 * 1024 * 1024
     max_concurrent_streams: int = 1000
@@ -61,6 +63,8 @@ class ServerConfig:
                 f"{host} is not a loopback address: give --auth-tokens, or --allow-anonymous on a trusted network",
                 field="host",
             )
+        if values["metrics_auth"] and values["auth_tokens"] is None:
+            raise ConfigError("needs --auth-tokens", field="metrics_auth")
         return cls(
             host=host,
             port=values["port"],
@@ -69,6 +73,7 @@ class ServerConfig:
             workers_dns=tuple(values["workers_dns"]),
             auth_tokens=values["auth_tokens"],
             allow_anonymous=values["allow_anonymous"],
+            metrics_auth=values["metrics_auth"],
             tls=TlsFiles(certificate, key, client_ca) if certificate else None,
             max_message_bytes=values["max_message_bytes"],
             max_concurrent_streams=values["max_concurrent_streams"],

@@ -189,6 +189,17 @@ class TokenTable:
             raise Unauthenticated("unknown token")
         return found
 
+    def identify_header(self, authorization: str) -> Identity:
+        """The identity of the bearer token in the value of an Authorization header.
+
+        Raises:
+            Unauthenticated: There is none, or it is unknown.
+        """
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise Unauthenticated("no bearer token")
+        return self.identify(token.strip())
+
 
 def _digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
@@ -222,9 +233,7 @@ class IdentityInterceptor(grpc.aio.ServerInterceptor):
         metadata: Any = details.invocation_metadata or ()
         for key, value in metadata:
             if key == "authorization" and isinstance(value, str):
-                scheme, _, token = value.partition(" ")
-                if scheme.lower() == "bearer" and token:
-                    return self._tokens.identify(token.strip())
+                return self._tokens.identify_header(value)
         raise Unauthenticated("no bearer token")
 
 

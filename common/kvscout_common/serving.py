@@ -30,8 +30,9 @@ from kvscout_common.errors import ConfigError, KvscoutError
 from kvscout_common.hashing import log_backend
 from kvscout_common.identity import IdentityInterceptor, TokenTable
 from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.metrics_server import serve_metrics
 from kvscout_common.reflection import enable_reflection
-from kvscout_common.telemetry import configure_logging, serve_metrics
+from kvscout_common.telemetry import configure_logging
 from kvscout_common.variables import warn_of_variables
 
 log = logging.getLogger("kvscout.serving")
@@ -112,10 +113,13 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     app = await build()
-    server, probe, port = await _start(config, app)
+    tokens = TokenTable.load(config.auth_tokens) if config.auth_tokens else None
+    server, probe, port = await _start(config, app, tokens)
     metrics_port, stop_metrics = None, None
     if config.metrics_port >= 0:
-        metrics_port, stop_metrics = serve_metrics(app.metrics, config.host, config.metrics_port)
+        metrics_port, stop_metrics = serve_metrics(
+            app.metrics, config.host, config.metrics_port, tokens if config.metrics_auth else None
+        )
     # Everything made so far lives as long as the process: the collector need not look at it again.
     gc.collect()
     gc.freeze()
@@ -139,8 +143,9 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
             await asyncio.to_thread(stop_metrics)
 
 
-async def _start(config: ServerConfig, app: App) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
-    tokens = TokenTable.load(config.auth_tokens) if config.auth_tokens else None
+async def _start(
+    config: ServerConfig, app: App, tokens: TokenTable | None
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
         interceptors=(ErrorInterceptor(), IdentityInterceptor(tokens)),
         options=[

@@ -1,21 +1,13 @@
-"""Logs and metrics of a process."""
+"""Logs of a process."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any
-
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
-
-SCRAPE_SECONDS = 10.0
-"""Longest wait of a scrape for the event loop: Prometheus' own default timeout."""
 
 
 class _JsonFormatter(logging.Formatter):
@@ -76,54 +68,3 @@ class RateLimitedLog:
         self._last[key] = (now, 0)
         suffix = f" ({last[1]} more since)" if last is not None and last[1] else ""
         self._log.warning(message + "%s", *args, suffix)
-
-
-class _OnLoop(Collector):
-    """Has a collector read on the event loop that owns what it reads; scrapes come from threads of their own."""
-
-    def __init__(self, collector: Collector, loop: asyncio.AbstractEventLoop) -> None:
-        self._collector = collector
-        self._loop = loop
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: names are checked by nobody, and reading them here would wait for the loop that registers."""
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        """Samples of now, once the loop gets to it."""
-
-        async def read() -> list[Metric]:
-            return list(self._collector.collect())
-
-        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(SCRAPE_SECONDS)
-
-
-def registry_of(collector: Collector) -> CollectorRegistry:
-    """A Prometheus registry with one collector, which reads a service's state, on the running loop, when scraped."""
-    registry = CollectorRegistry()
-    registry.register(_OnLoop(collector, asyncio.get_running_loop()))
-    return registry
-
-
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serves /metrics from a thread of its own.
-
-    Args:
-        registry: What to expose.
-        host: Address to bind.
-        port: 0 = any free port.
-
-    Returns:
-        The port, and a function that stops serving.
-
-    Raises:
-        OSError: If the port is taken.
-    """
-    server, thread = start_http_server(port, addr=host, registry=registry)
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return server.server_port, stop

@@ -11,9 +11,9 @@ from kvscout_bridge.config import LEASE_SECONDS, BridgeConfig
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, flag, server_flags
+from kvscout_common.metrics_server import registry_of
 from kvscout_common.nats_link import DEFAULT_SERVER, NatsConfig, nats_flags
 from kvscout_common.serving import App, run
-from kvscout_common.telemetry import registry_of
 from kvscout_common.worker import (
     DEFAULT_TENANT,
     CopyMode,

@@ -11,10 +11,10 @@ from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import PERFORMANCE, SectionedCommand, client_flags, flag, server_flags
 from kvscout_common.heap import keep_mmap_threshold
+from kvscout_common.metrics_server import registry_of
 from kvscout_common.nats_link import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_common.shards import Shard
-from kvscout_common.telemetry import registry_of
 from kvscout_indexer.config import IndexerConfig
 
 

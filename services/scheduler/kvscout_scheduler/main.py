@@ -15,9 +15,9 @@ import click
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
+from kvscout_common.metrics_server import registry_of
 from kvscout_common.nats_link import NatsConfig, NatsLink, nats_flags
 from kvscout_common.serving import App, run
-from kvscout_common.telemetry import registry_of
 from kvscout_scheduler.config import SchedulerConfig
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.thresholds import BusyThresholds
