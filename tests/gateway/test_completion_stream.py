@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvscout_gateway.completion_stream import MAX_EVENT_BYTES, Chunk, CompletionStream
+from kvscout_gateway.engine_failure import Fault
 
 
 def event(document: Any) -> bytes:
@@ -29,6 +30,8 @@ WHOLE = tokens(1, text="a") + b": ping\n\n" + tokens(2, 3, finish="stop", text="
 def collect(stream: CompletionStream, pieces: list[bytes]) -> Chunk:
     got = Chunk(token_ids=array("I"))
     for piece in pieces:
+        if stream.done:
+            break
         chunk = stream.feed(piece)
         if chunk is not None:
             assert got.token_ids is not None
@@ -70,6 +73,65 @@ def test_an_error_comes_after_the_output_before_it() -> None:
     chunk = stream.feed(tokens(1) + event({"error": {"message": "gone"}}) + tokens(2))
     assert chunk == Chunk(array("I", [1]))
     assert str(stream.failure) == "the engine reports: gone"
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        ({"error": {"message": "long", "type": "BadRequestError", "code": 400}}, Fault.REQUEST),
+        ({"error": {"message": "long", "type": "BadRequestError", "code": "422"}}, Fault.REQUEST),
+        ({"error": {"message": "long", "type": "BadRequestError", "code": None}}, Fault.REQUEST),
+        ({"object": "error", "message": "long", "type": "BadRequestError", "code": 400}, Fault.REQUEST),
+        ({"error": {"message": "long", "code": 404}}, Fault.REFUSED),
+        ({"error": {"message": "long", "code": 429}}, Fault.OVERLOAD),
+        ({"error": {"message": "long", "code": 503}}, Fault.REFUSED),
+        ({"error": {"message": "long", "code": 7}}, Fault.REFUSED),
+        ({"error": {"message": "long", "code": [400]}}, Fault.REFUSED),
+        ({"error": "long"}, Fault.REFUSED),
+    ],
+)
+def test_an_error_in_a_stream_tells_whose_fault_it_is(error: Any, fault: Fault) -> None:
+    stream = CompletionStream()
+    assert stream.feed(event(error)) is None
+    assert stream.failure is not None
+    assert (stream.failure.fault, str(stream.failure)) == (fault, "the engine reports: long")
+
+
+def test_an_error_that_is_null_is_none() -> None:
+    stream = CompletionStream()
+    assert stream.feed(event({"error": None, "choices": [{"token_ids": [1]}]})) == Chunk(array("I", [1]))
+    assert stream.failure is None
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+@pytest.mark.parametrize(
+    ("after", "finish"),
+    [
+        (tokens(4, 5), "length"),
+        (tokens(4, 5, finish="stop"), "length"),
+        (tokens(text="x") * 4, "length"),
+        (tokens(finish="stop") + tokens(4), "stop"),
+    ],
+)
+def test_output_past_the_end_is_left_out(size: int, after: bytes, finish: str) -> None:
+    stream, sent = CompletionStream(max_tokens=3), tokens(1, text="a") + tokens(2, 3, text="b") + after + WHOLE
+    got = collect(stream, [sent[at : at + size] for at in range(0, len(sent), size)])
+    assert (got.token_ids, got.text.rstrip("x"), got.finish_reason) == (array("I", [1, 2, 3]), "ab", finish)
+    assert len(got.text) <= 2 + 3
+    assert stream.done
+    assert stream.overrun
+
+
+def test_text_that_was_held_back_comes_with_the_end() -> None:
+    stream = CompletionStream(max_tokens=1)
+    got = collect(stream, [tokens(1, text="a") + tokens(finish="length", text="b") + b"data: [DONE]\n\n"])
+    assert (got.text, got.finish_reason, stream.overrun) == ("ab", "length", False)
+
+
+def test_as_many_as_were_asked_for_are_no_overrun() -> None:
+    stream = CompletionStream(max_tokens=3)
+    assert collect(stream, [WHOLE]) == Chunk(array("I", [1, 2, 3]), "ab", "stop", 9, 3, 4)
+    assert not stream.overrun
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.nats_link import NatsConfig
 from kvscout_common.shards import Shard
+from kvscout_gateway.patience import Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,8 @@ class GatewayConfig:
     """Longest wait in line at a scheduler, for a worker that has room."""
     migration_limit: int = 1
     """Tries on another worker after one failed before its first token."""
-    engine_connect_seconds: float = 2.0
-    engine_idle_seconds: float = 300.0
-    """Longest silence of an engine within one request."""
+    patience: Patience = field(default_factory=Patience)
+    """With engines that are silent."""
     max_in_flight: int = 10_000
     """Requests that Generate runs at once; more are refused."""
     lease_seconds: int = 300

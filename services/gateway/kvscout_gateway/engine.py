@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from array import array
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from kvscout_gateway.completion_stream import Chunk, CompletionStream, EngineFailed
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_gateway.completion_stream import Chunk, CompletionStream
+from kvscout_gateway.engine_failure import MAX_MESSAGE, EngineFailed, Fault, fault_of_os_error, fault_of_status
+from kvscout_gateway.patience import Patience, Pulse, until
+
+log = logging.getLogger("kvscout.gateway")
 
 KEEPALIVE_SECONDS = 4.0
 """Idle connections are kept this long: below the 5 s after which uvicorn, and so vLLM, closes them. A request written
 to a connection that the engine is just closing would count as a failure of the engine."""
 TRAILER_SECONDS = 1.0
 """Longest wait for the end of a body whose last event came; after it the connection can be used again."""
-
-_CLIENT_FAULTS = frozenset({400, 413, 422})
-"""What every engine would answer to the same request. The other errors are of this engine, or of our access to it."""
+REFUSAL_BYTES = 4096
+REFUSAL_SECONDS = 2.0
+"""Longest wait for the text of a refusal, and the most that is read of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +41,25 @@ class Dispatch:
     """None = the engine has one rank, no header is sent."""
     parameters: Mapping[str, Any]
     """Sampling and stop parameters, named as vLLM names them."""
+    uncached_tokens: int = 0
+    """Of the prompt, those that the engine has to compute."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """Of the worker rank."""
 
 
 class VllmEngine:
     """The adapter for vLLM's `/v1/completions`."""
 
-    def __init__(self, *, connect_seconds: float, idle_seconds: float) -> None:
+    def __init__(self, patience: Patience) -> None:
         """Connects when first used.
 
         Args:
-            connect_seconds: Longest wait for a connection, its name's resolution included.
-            idle_seconds: Longest silence of an engine within one request.
+            patience: How long engines may be silent.
         """
-        self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_seconds, sock_read=idle_seconds)
+        self._patience = patience
+        self._timeout = aiohttp.ClientTimeout(total=None, connect=patience.connect_seconds)
         self._session: aiohttp.ClientSession | None = None
+        self._warnings = RateLimitedLog(log)
 
     async def close(self) -> None:
         """Closes every connection."""
@@ -61,28 +72,48 @@ class VllmEngine:
         Raises:
             EngineFailed: If the engine cannot be reached, refuses, or breaks off.
         """
+        loop = asyncio.get_running_loop()
+        watch = self._patience.with_request(dispatch.uncached_tokens, dispatch.pulse, loop.time())
         try:
-            async with self._http().post(
+            asking = self._http().post(
                 f"{dispatch.endpoint}/v1/completions",
                 data=_body(dispatch),
                 headers=_headers(dispatch),
                 allow_redirects=False,
-            ) as response:
+            )
+            async with until(watch.deadline):
+                response = await asking
+            async with response:
                 if response.status != 200:
                     raise await _refusal(response)
-                stream = CompletionStream()
-                async for data in response.content.iter_any():
-                    chunk = stream.feed(data)
-                    if chunk is not None:
-                        yield chunk
-                    if stream.done or stream.failure is not None:
+                stream = CompletionStream(dispatch.parameters.get("max_tokens"))
+                while not stream.done and stream.failure is None:
+                    async with until(watch.deadline):
+                        data = await response.content.readany()
+                    if not data:
                         break
+                    chunk = stream.feed(data)
+                    if chunk is not None and chunk.is_progress:
+                        watch.output(loop.time())
+                        yield chunk
+                        watch.paused(loop.time())
                 stream.end()
                 if stream.failure is not None:
                     raise stream.failure
-                await _finish(response)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineFailed(f"{dispatch.endpoint}: {str(error) or type(error).__name__}") from error
+                if stream.overrun:
+                    self._warnings.warning(
+                        dispatch.endpoint, "%s goes on past the end of what was asked for", dispatch.endpoint
+                    )
+                    response.close()
+                else:
+                    await _finish(response)
+        except aiohttp.ClientError as error:
+            fault = fault_of_os_error(error) if isinstance(error, OSError) else Fault.WORKER
+            raise EngineFailed(f"{dispatch.endpoint}: {str(error) or type(error).__name__}", fault=fault) from error
+        except TimeoutError as error:
+            raise EngineFailed(f"{dispatch.endpoint} hangs: no output for {watch.seconds:.3g} s") from error
+        except OSError as error:
+            raise EngineFailed(f"{dispatch.endpoint}: {error}", fault=fault_of_os_error(error)) from error
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -124,15 +155,22 @@ async def _finish(response: aiohttp.ClientResponse) -> None:
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> EngineFailed:
-    text = (await response.content.read(4096)).decode(errors="replace")
+    try:
+        async with asyncio.timeout(REFUSAL_SECONDS):
+            body = bytearray()
+            while len(body) < REFUSAL_BYTES and (data := await response.content.read(REFUSAL_BYTES - len(body))):
+                body += data
+            text = body.decode(errors="replace")
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        text = response.reason or ""
     try:
         document = json.loads(text)
         text = str(document.get("error", document).get("message", text))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         pass  # not OpenAI's error shape: the text itself says it
     retry_after = response.headers.get("Retry-After", "")
     return EngineFailed(
-        f"engine answered {response.status}: {text[:500]}",
-        client_fault=response.status in _CLIENT_FAULTS,
+        f"engine answered {response.status}: {text[:MAX_MESSAGE]}",
+        fault=fault_of_status(response.status, retry_after=bool(retry_after)),
         retry_after_seconds=float(retry_after) if retry_after.isdecimal() else None,
     )

@@ -17,13 +17,14 @@ from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import service_info
+from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.attachment import Attachment
 from kvscout_gateway.catalog import Catalog
-from kvscout_gateway.completion_stream import EngineFailed
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engine import VllmEngine
+from kvscout_gateway.engine_failure import EngineFailed
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.fanout import Fanout
 from kvscout_gateway.generate import GenerateFlow
@@ -44,6 +45,7 @@ from kvscout_gateway.releases import Bookings
 from kvscout_gateway.reporter import Reporter
 from kvscout_gateway.routing import RoutingFlow
 from kvscout_gateway.scheduler_link import SchedulerLink
+from kvscout_gateway.worker_health import WorkerHealth
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -52,7 +54,7 @@ SETTINGS_SECONDS = 5.0
 CLOSE_SECONDS = 2.0
 """Longest wait at the end for what was cancelled to be freed."""
 MAX_REPORTS = 256
-"""Failure reports under way; more are dropped, their workers are reported again soon enough."""
+"""Reports of workers that are left out, under way; more are dropped: this gateway leaves them out all the same."""
 
 
 class Gateway:
@@ -97,17 +99,20 @@ class Gateway:
             queue_wait_seconds=config.queue_wait_seconds,
             resync=self._resync,
         )
-        self.engine = VllmEngine(connect_seconds=config.engine_connect_seconds, idle_seconds=config.engine_idle_seconds)
+        self.engine = VllmEngine(config.patience)
         self.fanout = Fanout(self.indexers, self.schedulers, timeout_seconds=config.scheduler_timeout_seconds)
         self.observations = Observations(lambda tenant, worker_id: worker_id in self.catalog.tenant(tenant).specs)
+        self.health = WorkerHealth()
         self.indexer_check = IndexerCheck(self.indexers, self.observations)
         self._reports: set[asyncio.Task[None]] = set()
+        self._warnings = RateLimitedLog(log, period_seconds=10.0)
         self.generate = GenerateFlow(
             self.routing,
             self.engine,
             self.bookings,
             self.observations,
-            self.metrics,
+            self.health,
+            metrics=self.metrics,
             report_failure=self._report_failure,
             draw_attempt=lambda: random.SystemRandom().randrange(1, 1 << 55),
             migration_limit=config.migration_limit,
@@ -128,6 +133,7 @@ class Gateway:
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
         """Forgets what was seen of it."""
         self.observations.forget(spec.tenant, spec.worker_id)
+        self.health.forget(spec.tenant, spec.worker_id)
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         """What runs beside the server, by name."""
@@ -226,15 +232,20 @@ class Gateway:
                 log.debug("scheduler settings not read: %s", error)
             await asyncio.sleep(SETTINGS_SECONDS)
 
-    def _report_failure(self, tenant: str, placement: Placement, error: EngineFailed) -> None:
-        log.warning("worker %s/%d failed: %s", *placement.worker, error)
+    def _report_failure(self, tenant: str, placement: Placement, error: EngineFailed, out_seconds: float) -> None:
+        """A worker failed; that it is left out for it concerns the other gateways, too."""
+        who = f"{placement.worker.worker_id}/{placement.worker.dp_rank}"
+        self._warnings.warning((tenant, placement.worker), "worker %s failed: %s", who, error)
+        if not out_seconds:
+            return
+        log.warning("worker %s gets no requests for %g s", who, out_seconds)
         if len(self._reports) >= MAX_REPORTS:
             return
         request = scheduler_pb2.ReportFailureRequest(
             tenant=tenant,
             worker=rank_to_proto(placement.worker),
             reason=error.message,
-            cooldown_seconds=min(error.retry_after_seconds or 0.0, 3600.0),
+            cooldown_seconds=out_seconds,
         )
         task = asyncio.get_running_loop().create_task(self._deliver_failure(request))
         self._reports.add(task)

@@ -1,7 +1,8 @@
 """Running a request: place it, dispatch it, stream its output, account for it.
 
 A worker that fails before its first token costs one more try elsewhere; after that token nothing is retried. Whatever
-happens (end, error, cancellation), each booking is freed exactly once.
+happens (end, error, cancellation), each booking is freed exactly once. Who pays for a failure, the request or the
+worker, is told by `engine_failure`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_gateway.completion_stream import Chunk, EngineFailed
+from kvscout_gateway.completion_stream import Chunk
 from kvscout_gateway.engine import Dispatch, VllmEngine
+from kvscout_gateway.engine_failure import EngineFailed, Fault
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.observation import Observations, computes_a_block, predicted_cached_tokens
 from kvscout_gateway.placement import Placement, Wish
 from kvscout_gateway.releases import Bookings
 from kvscout_gateway.routing import RoutingFlow
+from kvscout_gateway.worker_health import Key, WorkerHealth
 
 MAX_TRIES = 256
 """Attempt ids leave eight bits for the number of the try, the highest of which is `UNBOOKED_ATTEMPT`."""
@@ -55,9 +58,10 @@ class GenerateFlow:
         engine: VllmEngine,
         bookings: Bookings,
         observations: Observations,
-        metrics: GatewayMetrics,
+        health: WorkerHealth,
         *,
-        report_failure: Callable[[str, Placement, EngineFailed], object],
+        metrics: GatewayMetrics,
+        report_failure: Callable[[str, Placement, EngineFailed, float], object],
         draw_attempt: Callable[[], int],
         migration_limit: int,
         max_in_flight: int,
@@ -70,8 +74,9 @@ class GenerateFlow:
             engine: Runs them.
             bookings: Keeps what was booked.
             observations: Keeps what was seen of the workers.
+            health: Knows which of them to leave alone.
             metrics: Counts.
-            report_failure: Told of each worker that failed a request.
+            report_failure: Told of each failure of a worker, and for how many seconds it is left out for it.
             draw_attempt: A random number of 55 bits, unique to a call: a request id that is used again is another
                 attempt, and what frees the one cannot free the other.
             migration_limit: Further tries after a failure before the first token.
@@ -82,6 +87,7 @@ class GenerateFlow:
         self._engine = engine
         self._bookings = bookings
         self._observations = observations
+        self._health = health
         self._metrics = metrics
         self._report_failure = report_failure
         self._draw_attempt = draw_attempt
@@ -134,47 +140,95 @@ class GenerateFlow:
     async def _try_until_it_runs(self, wish: Wish, parameters: Mapping[str, Any], emit: Emit) -> None:
         started = self._clock()
         attempt = self._draw_attempt() * MAX_TRIES
-        excluded = self._routing.undriven(wish)
-        failure: EngineFailed | None = None
+        undriven = self._routing.undriven(wish)
+        tried: list[_Run] = []
         for number in range(self._migration_limit + 1):
-            tried = replace(wish, attempt_id=attempt + number, excluded=excluded, owned=True)
+            been_at = [run.placement.worker.worker_id for run in tried]
+            excluded = (*undriven, *self._left_out(wish), *been_at)
+            trying = replace(wish, attempt_id=attempt + number, excluded=excluded, owned=True)
             try:
-                placement = await self._routing.place(tried)
+                placement = await self._routing.place(trying)
             except KvscoutError as error:
-                if failure is None:
+                if not tried:
                     raise
-                raise Unavailable(
-                    f"{failure.message}; not tried elsewhere: {error}", retry_after_seconds=1.0
-                ) from failure
+                self._judge(wish, tried, ran=False)
+                raise _given_up(tried, f"; not tried elsewhere: {error}") from error
             run = _Run(
                 placement,
-                tried,
+                trying,
                 observations=self._observations,
                 metrics=self._metrics,
                 bookings=self._bookings,
                 started=started,
                 clock=self._clock,
+                on_first_output=self._ran(wish, tried),
             )
+            self._health.sent(run.key)
             try:
                 await self._dispatch(run, parameters, emit)
                 return
             except EngineFailed as error:
-                failure = error
-                run.seen.failures += 1
-                if error.client_fault:
-                    raise InvalidArgument(error.message, field="request") from error
-                self._report_failure(wish.tenant, placement, error)
-                if run.has_output:
-                    raise InternalError(f"failed after its first token: {error.message}") from error
-                self._routing.failed(placement)
-                if wish.pinned:
-                    break
-            excluded = (*excluded, placement.worker.worker_id)
+                run.failure = error
+                self._charge(wish, run)
+            finally:
+                self._health.withdrawn(run.key)
+            tried.append(run)
+            if wish.pinned:
+                break
             if placement.booking is not None:
                 # The request id can be booked again when it is free, not before.
                 await self._bookings.freed(placement.booking)
-        assert failure is not None
-        raise Unavailable(failure.message, retry_after_seconds=1.0) from failure
+        self._judge(wish, tried, ran=False)
+        raise _given_up(tried) from tried[-1].failure
+
+    def _left_out(self, wish: Wish) -> tuple[str, ...]:
+        return () if wish.pinned else self._health.left_out(wish.tenant, lambda: self._routing.candidates(wish))
+
+    def _ran(self, wish: Wish, tried: list[_Run]) -> Callable[[Key], None]:
+        """To be told which worker put out the first token, after those that were tried before it."""
+
+        def ran(key: Key) -> None:
+            self._health.ran(key)
+            self._judge(wish, tried, ran=True)
+
+        return ran
+
+    def _charge(self, wish: Wish, run: _Run) -> None:
+        """Has a failure paid for; returns if the request may be tried elsewhere.
+
+        Raises:
+            KvscoutError: It may not.
+        """
+        error = run.failure
+        assert error is not None
+        if not run.has_output:
+            self._routing.failed(run.placement)
+        match error.fault:
+            case Fault.REQUEST:
+                raise InvalidArgument(error.message, field="request") from error
+            case Fault.GATEWAY:
+                raise ResourceExhausted(f"the gateway has no resources left: {error.message}", retry_after_seconds=1.0)
+            case Fault.OVERLOAD:
+                self._health.overloaded(run.key, error.retry_after_seconds)
+            case Fault.REFUSED if not run.has_output:
+                pass  # that is seen when it has been tried elsewhere
+            case _:
+                self._count(wish, run)
+        if run.has_output:
+            raise InternalError(f"failed after its first token: {error.message}") from error
+
+    def _judge(self, wish: Wish, tried: list[_Run], *, ran: bool) -> None:
+        """A worker that refused a request has failed if another one runs it, and not if others refuse it as well."""
+        refused = [run for run in tried if run.failure is not None and run.failure.fault is Fault.REFUSED]
+        if ran or (len(tried) == 1 and not wish.pinned):
+            for run in refused:
+                self._count(wish, run)
+
+    def _count(self, wish: Wish, run: _Run) -> None:
+        assert run.failure is not None
+        run.seen.failures += 1
+        out_seconds = self._health.failed(run.key, self._routing.candidates(wish))
+        self._report_failure(wish.tenant, run.placement, run.failure, out_seconds)
 
     async def _dispatch(self, run: _Run, parameters: Mapping[str, Any], emit: Emit) -> None:
         placement, wish = run.placement, run.wish
@@ -195,6 +249,8 @@ class GenerateFlow:
                 request_id=wish.request_id,
                 dp_rank=placement.rank_header,
                 parameters=parameters,
+                uncached_tokens=placement.uncached_tokens,
+                pulse=run.seen.pulse,
             )
             self._routing.dispatched(placement)
             async with aclosing(self._engine.generate(dispatch)) as chunks:
@@ -205,6 +261,15 @@ class GenerateFlow:
         finally:
             if placement.booking is not None:
                 self._bookings.free(placement.booking)
+
+
+def _given_up(tried: list[_Run], suffix: str = "") -> KvscoutError:
+    """What a client is told whose request no worker ran."""
+    failures = [run.failure for run in tried if run.failure is not None]
+    busy = all(error.fault is Fault.OVERLOAD for error in failures)
+    kind = ResourceExhausted if busy else Unavailable
+    waits = [error.retry_after_seconds for error in failures if error.retry_after_seconds is not None]
+    return kind(failures[-1].message + suffix, retry_after_seconds=min(waits) if busy and waits else 1.0)
 
 
 class _Run:
@@ -220,10 +285,12 @@ class _Run:
         bookings: Bookings,
         started: float,
         clock: Callable[[], float],
+        on_first_output: Callable[[Key], None],
     ) -> None:
         self._observations = observations
         self._metrics = metrics
         self._bookings = bookings
+        self._on_first_output = on_first_output
         self.placement = placement
         self.wish = wish
         self._clock = clock
@@ -233,6 +300,8 @@ class _Run:
         self._cached_tokens = 0
         """As long as the engine does not say otherwise: some leave a 0 out, or report none."""
         self.has_output = False
+        self.failure: EngineFailed | None = None
+        self.key: Key = (wish.tenant, placement.worker)
         self.seen = observations.of(wish.tenant, placement.worker)
 
     def dispatched(self) -> None:
@@ -250,6 +319,7 @@ class _Run:
                 self._metrics.itl.observe((now - self._previous) / tokens)
             else:
                 self.has_output = True
+                self._on_first_output(self.key)
                 self._metrics.ttft.observe(now - self._started)
                 if self.placement.booking is not None:
                     self._bookings.mark_prefill_complete(self.placement.booking)

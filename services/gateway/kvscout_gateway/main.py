@@ -13,6 +13,7 @@ from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, clien
 from kvscout_common.nats_link import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards
+from kvscout_gateway.patience import Patience
 
 
 @click.command(cls=SectionedCommand)
@@ -64,11 +65,32 @@ from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards
     help="Longest wait for a connection to an engine.",
 )
 @flag(
+    "--engine-first-output-seconds",
+    default=30.0,
+    type=click.FloatRange(min=0.1),
+    section=PERFORMANCE,
+    help="Longest silence of an engine before a first token, beside the time for the prompt.",
+)
+@flag(
+    "--engine-prefill-tokens-per-second",
+    default=1000.0,
+    type=click.FloatRange(min=1),
+    section=PERFORMANCE,
+    help="How fast the slowest engine computes a prompt: longer ones may be silent for longer.",
+)
+@flag(
     "--engine-idle-seconds",
+    default=30.0,
+    type=click.FloatRange(min=0.1),
+    section=PERFORMANCE,
+    help="Longest silence of an engine between two tokens.",
+)
+@flag(
+    "--engine-queue-seconds",
     default=300.0,
     type=click.FloatRange(min=0.1),
     section=PERFORMANCE,
-    help="Longest silence of an engine within a request.",
+    help="Longest silence for one request while its worker rank puts out tokens for others.",
 )
 @flag(
     "--max-in-flight",
@@ -102,8 +124,13 @@ def main(**values: Any) -> None:
             scheduler_timeout_seconds=values["scheduler_timeout_ms"] / 1000,
             queue_wait_seconds=values["queue_wait_seconds"],
             migration_limit=values["migration_limit"],
-            engine_connect_seconds=values["engine_connect_seconds"],
-            engine_idle_seconds=values["engine_idle_seconds"],
+            patience=Patience(
+                connect_seconds=values["engine_connect_seconds"],
+                first_output_seconds=values["engine_first_output_seconds"],
+                prefill_tokens_per_second=values["engine_prefill_tokens_per_second"],
+                idle_seconds=values["engine_idle_seconds"],
+                queue_seconds=values["engine_queue_seconds"],
+            ),
             max_in_flight=values["max_in_flight"],
             lease_seconds=values["lease_seconds"],
         )

@@ -107,6 +107,8 @@ class Placement:
     confirmed_blocks: int | None = None
     """What of it the worker's events confirm; None = no indexer told, or what it knows of the worker is incomplete."""
     effective_overlap_blocks: float = 0.0
+    uncached_tokens: int = 0
+    """Of the prompt, those that the worker has to compute, as far as is known."""
     cost: float = 0.0
     degraded: tuple[str, ...] = ()
     explanation: scheduler_pb2.Explanation | None = None

@@ -18,7 +18,7 @@ from typing import Any
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.worker import WorkerRank
+from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import role_to_proto
 from kvscout_gateway.catalog import Catalog, Serving, Target, TenantView
 from kvscout_gateway.failover import HelperDown, Member
@@ -29,7 +29,7 @@ from kvscout_gateway.prompt import Geometry, hash_prompt
 from kvscout_gateway.releases import Bookings
 from kvscout_gateway.reporter import Decision, Reporter
 from kvscout_gateway.scheduler_link import LeftInLine, Line, Reserved, ref_of
-from kvscout_gateway.turns import Turns
+from kvscout_gateway.turns import Turns, eligible
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -189,6 +189,13 @@ class RoutingFlow:
             )
         return undriven
 
+    def candidates(self, wish: Wish) -> list[WorkerSpec]:
+        """The workers that may run a request, whatever their load and health."""
+        view = self._catalog.tenant(wish.tenant)
+        target = view.resolve(wish.model, wish.lora_name)
+        serving = view.serving(target.model)
+        return [spec for spec in eligible(wish, target, serving) if spec.worker_id not in serving.undriven]
+
     def _prepare(self, wish: Wish) -> _Asked:
         view = self._catalog.tenant(wish.tenant)
         target = view.resolve(wish.model, wish.lora_name)
@@ -234,6 +241,7 @@ class RoutingFlow:
             overlap_blocks=answer.overlap_blocks,
             confirmed_blocks=asked.found.confirmed(geometry, wish.tenant, worker, answer.overlap_blocks),
             effective_overlap_blocks=answer.effective_overlap_blocks,
+            uncached_tokens=answer.uncached_tokens,
             cost=answer.cost,
             degraded=tuple(asked.found.problems.values()),
             explanation=answer.explanation if answer.HasField("explanation") else None,
@@ -297,6 +305,7 @@ class RoutingFlow:
             engine_model=asked.target.lora_name or asked.target.model,
             num_blocks=len(hashes),
             block_size=spec.block_size,
+            uncached_tokens=wish.prompt.isl_tokens,
             degraded=(*asked.found.problems.values(), problem),
             booking=booking,
             decision=self._decision(asked, wish, rank, pool),

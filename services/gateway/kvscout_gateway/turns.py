@@ -37,7 +37,7 @@ class Turns:
             raise NotFound(f"no worker of model {wish.model!r} is registered", field="model")
         if wish.pinned and wish.allowed and wish.pinned not in wish.allowed:
             raise InvalidArgument(f"{wish.pinned!r} is not among the allowed workers", field="worker_id")
-        seats = [(spec, rank) for spec in serving.specs if spec.role is wish.role for rank in spec.ranks]
+        seats = _seats(wish, serving)
         for keeps, error in _filters(wish, target):
             seats = [seat for seat in seats if keeps(seat)]
             if not seats:
@@ -45,6 +45,18 @@ class Turns:
         key = (wish.tenant, target.model, wish.role)
         turn = self._next[key] = self._next.get(key, -1) + 1
         return seats[turn % len(seats)]
+
+
+def eligible(wish: Wish, target: Target, serving: Serving) -> list[WorkerSpec]:
+    """The workers that may take a request; whatever their load is."""
+    seats = _seats(wish, serving)
+    for keeps, _ in _filters(wish, target):
+        seats = [seat for seat in seats if keeps(seat)]
+    return list({spec.worker_id: spec for spec, _ in seats}.values())
+
+
+def _seats(wish: Wish, serving: Serving) -> list[Seat]:
+    return [(spec, rank) for spec in serving.specs if spec.role is wish.role for rank in spec.ranks]
 
 
 def _filters(wish: Wish, target: Target) -> list[tuple[Callable[[Seat], bool], KvscoutError]]:

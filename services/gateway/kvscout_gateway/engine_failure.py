@@ -1,0 +1,84 @@
+"""Whose fault it is that an engine did not run a request, which decides who pays for it.
+
+::
+
+    fault      such as                                         the request             the worker
+    REQUEST    400, 413, 422; "code": 400 in a stream          ends, INVALID_ARGUMENT  untouched
+    OVERLOAD   429; 503 with Retry-After                       tried elsewhere         left alone for that time
+    REFUSED    5xx, 401, 403, 404, 3xx, errors in a stream     tried elsewhere         counts if another one runs it
+    WORKER     refused or broken connection, nonsense, hung    tried elsewhere         counts
+    GATEWAY    no file descriptor, no memory left here         ends                    untouched
+"""
+
+from __future__ import annotations
+
+import errno
+from enum import Enum
+from typing import Any
+
+from kvscout_common.errors import Unavailable
+
+MAX_MESSAGE = 500
+"""Characters of what an engine says that are passed on."""
+
+_MISFITS = frozenset({401, 403, 404, 405, 407, 408})
+"""Client errors that say nothing of the request: a key, a path or a model name that this engine does not have."""
+_REQUEST_TYPES = frozenset({"BadRequestError", "invalid_request_error"})
+_OWN_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Fault(Enum):
+    """Whose fault a failure is."""
+
+    REQUEST = "request"
+    """Every engine would refuse it."""
+    OVERLOAD = "overload"
+    """The engine has too much to do; it is well otherwise."""
+    REFUSED = "refused"
+    """The engine answers, and does not run it: its own trouble, or a request that no engine survives."""
+    WORKER = "worker"
+    """The engine is gone, hangs, or talks nonsense."""
+    GATEWAY = "gateway"
+    """This process has no resources left to ask with."""
+
+
+class EngineFailed(Unavailable):
+    """The engine refused the request, or its stream broke."""
+
+    def __init__(self, message: str, *, fault: Fault = Fault.WORKER, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message, retry_after_seconds=retry_after_seconds)
+        self.fault = fault
+
+
+def fault_of_status(status: int, *, retry_after: bool) -> Fault:
+    """Whose fault an HTTP status other than 200 is.
+
+    Args:
+        status: Of the answer, or the code of an error inside a stream.
+        retry_after: It came with a Retry-After.
+    """
+    if status == 429 or (status == 503 and retry_after):
+        return Fault.OVERLOAD
+    if 400 <= status < 500 and status not in _MISFITS:
+        return Fault.REQUEST
+    return Fault.REFUSED
+
+
+def fault_of_os_error(error: OSError) -> Fault:
+    """Whose fault it is that a connection could not be made or broke."""
+    # Ports are not among our own resources: they run out for one address at a time, and another worker has its own.
+    return Fault.GATEWAY if error.errno in _OWN_RESOURCES else Fault.WORKER
+
+
+def reported(error: Any) -> EngineFailed:
+    """What an engine reports inside a stream, in OpenAI's shape or as plain text."""
+    if not isinstance(error, dict):
+        return EngineFailed(f"the engine reports: {str(error)[:MAX_MESSAGE]}", fault=Fault.REFUSED)
+    message, code = str(error.get("message", error))[:MAX_MESSAGE], error.get("code")
+    if isinstance(code, str) and code.isdecimal() and len(code) == 3:
+        code = int(code)
+    if isinstance(code, int) and 400 <= code < 600:
+        fault = fault_of_status(code, retry_after=False)
+    else:
+        fault = Fault.REQUEST if error.get("type") in _REQUEST_TYPES else Fault.REFUSED
+    return EngineFailed(f"the engine reports: {message}", fault=fault)

@@ -1,0 +1,197 @@
+"""Which workers get no requests for a while, because they keep failing what others run. Pure.
+
+::
+
+    in ── at least 3 failures, and half of what it was given within 30 s ──▶ out: 10 s, doubled each time, up to 60 s
+    ▲                                                                         │ the time is over
+    └── its first token ── on probation: one request at a time ◀──────────────┘
+                                └── that fails: out again
+
+What is known starts with a failure, so that a worker that never fails costs nothing. No more than half of the workers
+that could take a request are left out of it, whatever they did: where all fail, the cause is somewhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvscout_common.worker import WorkerRank, WorkerSpec
+
+WINDOW_SECONDS = 30.0
+"""Failures this far apart have nothing to do with one another."""
+MIN_FAILURES = 3
+MIN_SHARE = 0.5
+"""Of the requests that it was given in the window."""
+OUT_SECONDS = 10.0
+MAX_OUT_SECONDS = 60.0
+"""A worker that lasted this long after it was out is out for `OUT_SECONDS` again the next time."""
+MAX_LEFT_OUT = 0.5
+"""Share of the workers that are left out at most."""
+BUSY_SECONDS = 1.0
+"""How long a worker is left alone that is overloaded and does not say for how long."""
+MAX_BUSY_SECONDS = 30.0
+
+Key: TypeAlias = tuple[str, WorkerRank]
+"""Tenant and worker rank."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    since: float
+    ran: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class _Standing:
+    """Of one worker rank that failed."""
+
+    now: _Counts
+    """Half a window at most, as is the one before."""
+    before: _Counts
+    out_until: float | None = None
+    """None = it is in."""
+    out_seconds: float = 0.0
+    """How long it was out the last time."""
+    back_since: float = 0.0
+    probing: bool = False
+    """The one request is under way that shows whether it is well again."""
+    busy_until: float = 0.0
+
+    def roll(self, now: float) -> None:
+        """Forgets what is too old."""
+        age = now - self.now.since
+        if age >= WINDOW_SECONDS / 2:
+            self.before = self.now if age < WINDOW_SECONDS else _Counts(now)
+            self.now = _Counts(now)
+
+    def barred(self, now: float) -> bool:
+        """Whether it should get nothing now."""
+        return now < self.busy_until or (self.out_until is not None and (now < self.out_until or self.probing))
+
+    def over(self, now: float) -> bool:
+        """Whether there is nothing to know of it any more."""
+        self.roll(now)
+        return (
+            self.out_until is None
+            and now >= self.busy_until
+            and now >= self.back_since + (MAX_OUT_SECONDS if self.out_seconds else 0.0)
+            and not (self.now.failed or self.before.failed)
+        )
+
+
+class WorkerHealth:
+    """Of the workers of one gateway, as its own requests show it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._standings: dict[Key, _Standing] = {}
+
+    def left_out(self, tenant: str, candidates: Callable[[], Sequence[WorkerSpec]]) -> tuple[str, ...]:
+        """Ids of the workers that should not get a request now: those none of whose ranks should.
+
+        Args:
+            tenant: Whose request.
+            candidates: Gives the workers that could take it; not asked while all are well.
+        """
+        if not self._standings:
+            return ()
+        now, workers = self._clock(), candidates()
+        barred = [spec.worker_id for spec in workers if all(self._barred((tenant, r), now) for r in spec.ranks)]
+        return tuple(barred[: int(len(workers) * MAX_LEFT_OUT)])
+
+    def sent(self, key: Key) -> None:
+        """A request goes to it."""
+        standing = self._standings.get(key)
+        if standing is not None and standing.out_until is not None and self._clock() >= standing.out_until:
+            standing.probing = True
+
+    def withdrawn(self, key: Key) -> None:
+        """A request to it ended, and says nothing of it."""
+        standing = self._standings.get(key)
+        if standing is not None:
+            standing.probing = False
+
+    def ran(self, key: Key) -> None:
+        """It put out a request's first token."""
+        standing = self._standings.get(key)
+        if standing is None:
+            return
+        now = self._clock()
+        if standing.out_until is not None and now >= standing.out_until:
+            standing.out_until, standing.probing, standing.back_since = None, False, now
+            standing.now, standing.before = _Counts(now), _Counts(now)
+        standing.roll(now)
+        standing.now.ran += 1
+        if standing.over(now):
+            del self._standings[key]
+
+    def failed(self, key: Key, candidates: Sequence[WorkerSpec]) -> float:
+        """It failed a request that others run, or cannot be talked to.
+
+        Args:
+            key: Tenant and worker rank.
+            candidates: The workers that could have taken it, this one included.
+
+        Returns:
+            For how many seconds it is left out from now on; 0 = it stays in, or was out already.
+        """
+        now = self._clock()
+        ranks = [(key[0], rank) for spec in candidates for rank in spec.ranks]
+        if key not in ranks:
+            return 0.0  # it was removed meanwhile
+        standing = self._of(key, now)
+        standing.roll(now)
+        standing.now.failed += 1
+        on_probation = standing.out_until is not None and now >= standing.out_until
+        standing.probing = False
+        failed = standing.now.failed + standing.before.failed
+        ran = standing.now.ran + standing.before.ran
+        if standing.out_until is not None and not on_probation:
+            return 0.0  # what was under way when it was left out
+        if not on_probation and (failed < MIN_FAILURES or failed < MIN_SHARE * (failed + ran)):
+            return 0.0
+        out = sum(self._out(other) for other in ranks if other != key)
+        if out + 1 > len(ranks) * MAX_LEFT_OUT:
+            standing.out_until = None
+            return 0.0
+        again = standing.out_seconds and (on_probation or now < standing.back_since + MAX_OUT_SECONDS)
+        standing.out_seconds = min(2 * standing.out_seconds, MAX_OUT_SECONDS) if again else OUT_SECONDS
+        standing.out_until = now + standing.out_seconds
+        return standing.out_seconds
+
+    def overloaded(self, key: Key, seconds: float | None) -> None:
+        """It has too much to do.
+
+        Args:
+            key: Tenant and worker rank.
+            seconds: How long, as it says; None = it does not.
+        """
+        now = self._clock()
+        standing = self._of(key, now)
+        standing.probing = False
+        standing.busy_until = now + min(BUSY_SECONDS if seconds is None else seconds, MAX_BUSY_SECONDS)
+
+    def forget(self, tenant: str, worker_id: str) -> None:
+        """Drops what is known of a removed worker."""
+        for key in [key for key in self._standings if key[0] == tenant and key[1].worker_id == worker_id]:
+            del self._standings[key]
+
+    def _of(self, key: Key, now: float) -> _Standing:
+        standing = self._standings.get(key)
+        if standing is None:
+            for old in [old for old, known in self._standings.items() if known.over(now)]:
+                del self._standings[old]
+            standing = self._standings[key] = _Standing(_Counts(now), _Counts(now))
+        return standing
+
+    def _barred(self, key: Key, now: float) -> bool:
+        standing = self._standings.get(key)
+        return standing is not None and standing.barred(now)
+
+    def _out(self, key: Key) -> bool:
+        standing = self._standings.get(key)
+        return standing is not None and standing.out_until is not None

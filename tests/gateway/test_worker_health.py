@@ -1,0 +1,156 @@
+"""When a worker that fails is left out, and when it comes back."""
+
+import random
+
+import pytest
+
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_gateway.worker_health import BUSY_SECONDS, MAX_BUSY_SECONDS, WorkerHealth
+
+TENANT = "default"
+
+
+def worker(name: str, ranks: int = 1) -> WorkerSpec:
+    return WorkerSpec(worker_id=name, model="m", block_size=16, dp_size=ranks)
+
+
+def key(name: str, rank: int = 0) -> tuple[str, WorkerRank]:
+    return TENANT, WorkerRank(name, rank)
+
+
+class World:
+    """Workers a, b, c, … and a clock."""
+
+    def __init__(self, workers: int) -> None:
+        self.now = 0.0
+        self.health = WorkerHealth(lambda: self.now)
+        self.workers = [worker(chr(ord("a") + index)) for index in range(workers)]
+
+    def fail(self, name: str, times: int = 1) -> list[float]:
+        return [self.health.failed(key(name), self.workers) for _ in range(times)]
+
+    def left_out(self) -> set[str]:
+        return set(self.health.left_out(TENANT, lambda: self.workers))
+
+
+def test_a_worker_is_left_out_at_its_third_failure_in_a_row() -> None:
+    world = World(4)
+    assert world.fail("a", 3) == [0, 0, 10]
+    assert world.left_out() == {"a"}
+    assert world.fail("a") == [0]  # of what was under way
+
+
+def test_failures_among_many_successes_or_far_apart_are_borne() -> None:
+    world = World(4)
+    for _ in range(20):
+        assert world.fail("a") == [0]
+        world.health.ran(key("a"))
+        world.health.ran(key("a"))
+    for _ in range(20):
+        world.now += 16
+        assert world.fail("b") == [0]
+    assert not world.left_out()
+
+
+def test_one_request_shows_whether_it_is_well_again() -> None:
+    world = World(4)
+    world.fail("a", 3)
+    world.now = 9.9
+    assert world.left_out() == {"a"}
+    world.now = 10
+    assert not world.left_out()
+    world.health.sent(key("a"))
+    assert world.left_out() == {"a"}
+    world.health.withdrawn(key("a"))  # its client went away
+    assert not world.left_out()
+    world.health.sent(key("a"))
+    world.health.ran(key("a"))
+    assert not world.left_out()
+    assert world.fail("a", 2) == [0, 0]
+
+
+def test_a_worker_that_does_not_recover_is_left_out_for_longer_each_time() -> None:
+    world, seconds = World(4), (10, 20, 40, 60, 60)
+    world.fail("a", 2)
+    for expected in seconds:
+        world.health.sent(key("a"))
+        assert world.fail("a") == [expected]
+        world.now += expected
+    world.health.sent(key("a"))
+    world.health.ran(key("a"))
+    assert world.fail("a", 3)[-1] == 60  # it flaps
+    world.now += 60
+    world.health.ran(key("a"))
+    world.now += 60
+    assert world.fail("a", 3)[-1] == 10  # it lasted
+
+
+@pytest.mark.parametrize(("workers", "most"), [(1, 0), (2, 1), (3, 1), (4, 2), (7, 3)])
+def test_never_more_than_half_are_left_out(workers: int, most: int) -> None:
+    world = World(workers)
+    out = [world.fail(spec.worker_id, 5) for spec in world.workers]
+    assert sum(any(seconds) for seconds in out) == most
+    assert len(world.left_out()) == most
+    for spec in world.workers:
+        world.health.overloaded(key(spec.worker_id), 5)
+    assert len(world.left_out()) == most
+
+
+def test_the_ranks_of_a_worker_are_left_out_one_by_one() -> None:
+    world = World(0)
+    world.workers = [worker("a", 2), worker("b", 2)]
+    assert [world.health.failed(key("a", 1), world.workers) for _ in range(3)][-1] == 10
+    assert not world.left_out()  # its other rank is well
+    assert [world.health.failed(key("a", 0), world.workers) for _ in range(3)][-1] == 10
+    assert world.left_out() == {"a"}
+    assert not any(world.health.failed(key("b", 0), world.workers) for _ in range(9))
+
+
+def test_an_overloaded_worker_is_left_alone_for_a_moment_and_has_not_failed() -> None:
+    world = World(2)
+    for _ in range(50):
+        world.health.overloaded(key("a"), None)
+    assert world.left_out() == {"a"}
+    world.now = BUSY_SECONDS
+    assert not world.left_out()
+    world.health.overloaded(key("a"), 1e9)
+    world.now += MAX_BUSY_SECONDS
+    assert not world.left_out()
+
+
+def test_what_was_known_of_a_worker_that_is_gone_is_forgotten() -> None:
+    world = World(4)
+    world.fail("a", 3)
+    world.health.forget(TENANT, "a")
+    assert not world.left_out()
+    assert world.fail("gone", 5) == [0] * 5
+    assert not world.left_out()
+
+
+def test_whatever_happens_half_stay_in_and_everyone_who_works_comes_back() -> None:
+    seed = random.randrange(1 << 32)
+    print(f"{seed=}")
+    rng, world = random.Random(seed), World(6)
+    for _ in range(5000):
+        world.now += rng.expovariate(1.0)
+        name = rng.choice(world.workers).worker_id
+        match rng.randrange(6):
+            case 0:
+                world.health.sent(key(name))
+            case 1:
+                world.health.ran(key(name))
+            case 2:
+                world.health.withdrawn(key(name))
+            case 3:
+                world.health.overloaded(key(name), rng.choice([None, 0.0, 3.0, 1e6]))
+            case _:
+                world.fail(name, rng.randrange(1, 5))
+        assert len(world.left_out()) <= 3
+    for _ in range(3):
+        world.now += 100
+        for spec in world.workers:
+            world.health.sent(key(spec.worker_id))
+            world.health.ran(key(spec.worker_id))
+    world.health.failed(key("a"), world.workers)
+    assert not world.left_out()
+    assert len(world.health._standings) == 1
