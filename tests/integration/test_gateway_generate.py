@@ -52,7 +52,8 @@ _names = iter(f"scripted-{number}" for number in range(10_000))
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Stack]:
     mockers = (("--lora", "poet"), (), SLOW, ("--model", "ranks", "--dp-size", "2"))
-    async with running_stack("--engine-idle-seconds", "1", mockers=mockers, relay=True) as started:
+    patience = ("--engine-idle-seconds", "1", "--engine-first-output-seconds", "1")
+    async with running_stack(*patience, mockers=mockers, relay=True) as started:
         poet, _, slow, ranks = started.mockers
         register = started.client.register
         await register(mocker_worker("w0", poet, adapters=[workers_pb2.Adapter(name="poet")]))
@@ -76,6 +77,18 @@ def relay(stack: Stack) -> Relay:
 @pytest.fixture
 def slow(stack: Stack) -> MockerProcess:
     return stack.mockers[2]
+
+
+async def cooling(client: GatewayClient, model: str) -> list[bool]:
+    """Which worker ranks the scheduler leaves out."""
+    loads = await call(client.scheduler.GetPotentialLoads, scheduler_pb2.PotentialLoadsRequest(model=model))
+    return [load.cooldown_seconds > 0 for load in loads.loads]
+
+
+async def failures(client: GatewayClient, model: str) -> list[int]:
+    """What the gateway holds against each worker."""
+    seen = {w.worker.worker_id: w.failures for w in (await client.status()).workers}
+    return [seen.get(f"{model}/{index}", 0) for index in (0, 1)]
 
 
 def frees(relay: Relay) -> Counter[tuple[str, int]]:
@@ -198,26 +211,70 @@ async def test_a_request_id_can_be_used_again_when_it_has_ended_not_before(
     await client.until_idle("slow")
 
 
-async def test_what_every_engine_would_refuse_is_not_tried_again(client: GatewayClient) -> None:
-    async with workers(client, refuse(400, "too long"), answer) as (model, engines):
-        await failing(client.generate([1], model=model), grpc.StatusCode.INVALID_ARGUMENT, "too long")
-        assert [len(engine.requests) for engine in engines] == [1, 0]
-        loads = await call(client.scheduler.GetPotentialLoads, scheduler_pb2.PotentialLoadsRequest(model=model))
-        assert not any(load.cooldown_seconds for load in loads.loads)
+def report_in_stream(**error: Any) -> Script:
+    """As vLLM tells of an error once its answer has begun: inside a 200."""
+
+    async def script(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin(request)
+        await send(response, error=error)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    return script
 
 
-@pytest.mark.parametrize("script", [drop, hang, refuse(503, "overloaded"), refuse(401, "no key"), refuse(404, "?")])
-async def test_a_worker_that_fails_before_its_first_token_is_replaced_once(
+TOO_LONG = report_in_stream(message="too long", type="BadRequestError", code=400)
+
+
+@pytest.mark.parametrize("script", [refuse(400, "too long"), refuse(409, "too long"), TOO_LONG])
+async def test_ten_bad_requests_leave_every_worker_in_and_are_tried_once(client: GatewayClient, script: Script) -> None:
+    async with workers(client, script, answer) as (model, engines):
+        for _ in range(10):
+            await failing(client.generate([1], model=model), grpc.StatusCode.INVALID_ARGUMENT, "too long")
+        assert [len(engine.requests) for engine in engines] == [10, 0]
+        assert await cooling(client, model) == [False, False]
+        assert await failures(client, model) == [0, 0]
+
+
+@pytest.mark.parametrize("script", [refuse(500, "cuda"), refuse(404, "?"), report_in_stream(message="?", code=500)])
+async def test_ten_requests_that_no_engine_runs_are_held_against_none(client: GatewayClient, script: Script) -> None:
+    async with workers(client, script, script) as (model, engines):
+        for _ in range(10):
+            await failing(client.generate([1], model=model), grpc.StatusCode.UNAVAILABLE, "")
+        assert [len(engine.requests) for engine in engines] == [10, 10]
+        assert await cooling(client, model) == [False, False]
+        assert await failures(client, model) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "script", [drop, hang, refuse(503, "no upstream"), refuse(401, "no key"), refuse(404, "?"), refuse(500, "cuda")]
+)
+async def test_a_worker_that_fails_what_others_run_is_replaced_and_left_out_at_the_third_time(
     client: GatewayClient, script: Script
 ) -> None:
-    async with workers(client, script, answer) as (model, _):
+    async with workers(client, script, answer) as (model, engines):
+        for number in (1, 2, 3):
+            got = await client.generate([1, 2], model=model, max_tokens=3)
+            assert [route.worker_id for route in got.routes] == [f"{model}/0", f"{model}/1"]
+            assert got.token_ids == [1, 2, 3]
+            assert await failures(client, model) == [number, 0]
+            if number < 3:
+                assert await cooling(client, model) == [False, False]
         got = await client.generate([1, 2], model=model, max_tokens=3)
-        assert [route.worker_id for route in got.routes] == [f"{model}/0", f"{model}/1"]
-        assert got.token_ids == [1, 2, 3]
-        loads = await call(client.scheduler.GetPotentialLoads, scheduler_pb2.PotentialLoadsRequest(model=model))
-        assert [load.cooldown_seconds > 0 for load in loads.loads] == [True, False]
-        seen = {w.worker.worker_id: w.failures for w in (await client.status()).workers}
-        assert (seen[f"{model}/0"], seen[f"{model}/1"]) == (1, 0)
+        assert [route.worker_id for route in got.routes] == [f"{model}/1"]
+
+        async def told() -> bool:
+            return await cooling(client, model) == [True, False]
+
+        await eventually(told, what="the scheduler told")
+        # The last one is kept, whatever it does.
+        engines[1].script = drop
+        for _ in range(5):
+            await failing(client.generate([1], model=model), grpc.StatusCode.UNAVAILABLE, "")
+        assert await cooling(client, model) == [True, False]
+        assert len(engines[0].requests) == 3
+        engines[1].script = answer
+        assert (await client.generate([1, 2], model=model, max_tokens=3)).token_ids == [1, 2, 3]
 
 
 async def test_two_failures_are_unavailable(client: GatewayClient) -> None:
@@ -231,11 +288,41 @@ async def test_two_failures_are_unavailable(client: GatewayClient) -> None:
         assert not engines[1].requests
 
 
-async def test_an_engine_that_says_how_long_it_is_busy_is_left_alone_for_so_long(client: GatewayClient) -> None:
-    async with workers(client, refuse(503, "busy", **{"Retry-After": "100"}), answer) as (model, _):
-        await client.generate([1], model=model)
-        loads = await call(client.scheduler.GetPotentialLoads, scheduler_pb2.PotentialLoadsRequest(model=model))
-        assert 90 < loads.loads[0].cooldown_seconds <= 100
+@pytest.mark.parametrize("status", [429, 503])
+async def test_an_engine_that_says_how_long_it_is_busy_is_left_alone_and_is_well(
+    client: GatewayClient, status: int
+) -> None:
+    async with workers(client, refuse(status, "busy", **{"Retry-After": "100"}), answer) as (model, engines):
+        for _ in range(5):
+            await client.generate([1], model=model, max_tokens=1)
+        assert [len(engine.requests) for engine in engines] == [1, 5]
+        assert await cooling(client, model) == [False, False]
+        assert await failures(client, model) == [0, 0]
+
+
+async def test_where_every_engine_is_busy_the_client_is_told_when_to_come_again(client: GatewayClient) -> None:
+    async with workers(client, refuse(429, "busy", **{"Retry-After": "7"})) as (model, _):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await client.generate([1], model=model)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(refused.value.trailing_metadata() or ())["retry-after"] == "7"
+
+
+async def test_what_an_engine_puts_out_past_max_tokens_reaches_nobody(client: GatewayClient) -> None:
+    async def endless(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin(request)
+        while True:
+            await send_tokens(response, 7, 7)
+            await asyncio.sleep(0.001)
+
+    async with workers(client, endless) as (model, [engine]):
+        got = await client.generate([1], model=model, max_tokens=5)
+        assert (got.token_ids, got.finish_reason) == ([7] * 5, gateway_pb2.FINISH_REASON_LENGTH)
+
+        async def aborted() -> bool:
+            return engine.aborted == 1
+
+        await eventually(aborted)
 
 
 async def test_a_worker_that_cannot_be_connected_to_is_replaced(client: GatewayClient) -> None:
