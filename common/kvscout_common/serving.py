@@ -26,6 +26,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from kvscout_common.config import ServerConfig
+from kvscout_common.descriptors import raise_descriptor_limit
 from kvscout_common.errors import ConfigError, KvscoutError
 from kvscout_common.hashing import log_backend
 from kvscout_common.identity import IdentityInterceptor, TokenTable
@@ -75,6 +76,7 @@ def run(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> None:
     """
     configure_logging(config.log_level, config.log_format)
     warn_of_variables(log)
+    raise_descriptor_limit()
     log_backend()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

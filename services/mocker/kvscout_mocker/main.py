@@ -9,6 +9,7 @@ from typing import Any
 import click
 import uvloop
 
+from kvscout_common.descriptors import raise_descriptor_limit
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import SectionedCommand, flag
 from kvscout_common.variables import warn_of_variables
@@ -35,6 +36,7 @@ def main(log_level: str, **values: Any) -> None:
         config = config_from_flags(**values)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
+    raise_descriptor_limit()
     sys.exit(uvloop.run(run(config)))
 
 
