@@ -218,7 +218,8 @@ async def test_tokens_past_max_tokens_end_the_stream(at_once: int) -> None:
 
     adapter = VllmEngine(Patience())
     async with scripted_engine(endless) as engine:
-        got, finish = [], ""
+        got: list[int] = []
+        finish = ""
         async with aclosing(adapter.generate(dispatch(engine, parameters={"max_tokens": 3}))) as chunks:
             async for chunk in chunks:
                 got += chunk.token_ids or ()
