@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kvscout_common.hashing import native_available
-from kvscout_scheduler.active_load import ActiveLoad, ReferenceLoad, Scores, SlotLoad
+from kvscout_scheduler.active_load import ActiveLoad, Limits, ReferenceLoad, Scores, SlotLoad
 from kvscout_scheduler.cost import Lane, Question
 from kvscout_scheduler.overlaps import AnyOverlaps
 
@@ -60,6 +60,19 @@ class SideBySide:
     def ensure_slot(self, slot: int) -> None:
         for twin in self._twins:
             twin.ensure_slot(slot)
+
+    def limit(self, slot: int, limits: Limits) -> None:
+        for twin in self._twins:
+            twin.limit(slot, limits)
+
+    def busy(self, slot: int) -> bool:
+        return self._same(lambda twin: twin.busy(slot))
+
+    def not_busy(self, slots: list[int] | None) -> list[int] | None:
+        return self._same(lambda twin: twin.not_busy(slots))
+
+    def has_room(self, slots: Sequence[int] | None) -> bool:
+        return self._same(lambda twin: twin.has_room(slots))
 
     def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
         for twin in self._twins:

@@ -17,6 +17,8 @@ from kvscout_bench.scheduler_process import (
     lifecycle_cpu_us,
     prompts,
 )
+from kvscout_bench.scheduler_queue import TurnCost
+from kvscout_bench.scheduler_queue import measure as measure_queue
 from kvscout_bench.scheduler_replication import measure
 from kvscout_bench.selection import Selection
 
@@ -28,6 +30,8 @@ OPERATIONS = 16
 """In one message, at most."""
 LIFECYCLES, QUICK_LIFECYCLES = 10_000, 200
 BOOKINGS, QUICK_BOOKINGS = 4_000, 100
+WAITING = 1_024
+TURNS, QUICK_TURNS = 5_000, 50
 PER_SECOND = 1_000
 """Bookings, where they are watched from another replica."""
 SECONDS, QUICK_SECONDS = 0.5, 0.02
@@ -52,6 +56,11 @@ class CoreCase(Case):
 
 def _itself(sample: Any) -> float:
     return float(sample)
+
+
+def _turn(sample: Any) -> TurnCost:
+    assert isinstance(sample, TurnCost)
+    return sample
 
 
 def _lifecycle(tokens: int, goal_us: float, peer: tuple[float, float]) -> LifecycleCase:
@@ -103,6 +112,15 @@ REPLICA = Case(
     workload="replica",
     value=_itself,
 )
+QUEUE = Case(
+    name="core/queue/1000-workers/1024-waiting",
+    title="a turn of the line: a prefill ends, the next is booked, another waits; 1,000 workers, 1,024 waiting",
+    unit="µs",
+    goal=Goal(200.0),
+    workload="queue",
+    value=lambda sample: _turn(sample).p50,
+    p99=lambda sample: _turn(sample).p99,
+)
 _RESERVE = "select, reserve and free"
 CORE_CASES = (
     _core("select_and_free", _RESERVE, "µs", 8.0, workers=64, blocks=16),
@@ -111,7 +129,7 @@ CORE_CASES = (
     _core("select_and_free", _RESERVE, "µs", 100.0, workers=1_000, blocks=1_024),
     _core("score", "score, a worker", "ns", 20.0, workers=256, blocks=1_024),
 )
-ROWS: Sequence[str] = [case.name for case in (*LIFECYCLE_CASES, MEMORY, REPLICA, *CORE_CASES)]
+ROWS: Sequence[str] = [case.name for case in (*LIFECYCLE_CASES, MEMORY, REPLICA, QUEUE, *CORE_CASES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +164,9 @@ class SchedulerBench(Selection):
         if self.wanted(REPLICA.name):
             say(REPLICA.name)
             yield self._row(REPLICA, [self._replica() for _ in range(self.rounds_to_run)], machine)
+        if self.wanted(QUEUE.name):
+            say(QUEUE.name)
+            yield self._row(QUEUE, [self._queue() for _ in range(self.rounds_to_run)], machine)
         wanted = [case for case in CORE_CASES if self.wanted(case.name)]
         if wanted:
             say("native: building what is not up to date")
@@ -172,6 +193,9 @@ class SchedulerBench(Selection):
 
     def _replica(self) -> float:
         return measure(QUICK_BOOKINGS if self.quick else BOOKINGS, PER_SECOND).p99 * 1e3
+
+    def _queue(self) -> TurnCost:
+        return measure_queue(QUICK_TURNS if self.quick else TURNS, workers=1_000, waiting=WAITING, seed=SEED)
 
     def _core(self, driver: Driver, case: CoreCase) -> Any:
         seconds = QUICK_SECONDS if self.quick else SECONDS

@@ -150,9 +150,7 @@ class Batch:
     @property
     def faults(self) -> list[tuple[str, str]]: ...
 
-def apply_batch(
-    index: BlockIndex, worker: _Name, batch: Batch, epoch: int, event_id: int | None
-) -> _Applied:
+def apply_batch(index: BlockIndex, worker: _Name, batch: Batch, epoch: int, event_id: int | None) -> _Applied:
     """`BlockIndex.apply` for a decoded payload."""
 
 # --- queries ---------------------------------------------------------------------------------------
@@ -168,9 +166,7 @@ class Queries:
     def __new__(cls) -> Queries: ...
     def set_pool(self, tenant: str, model: str, block_size: int, eagle: bool, index: BlockIndex) -> None: ...
     def remove_pool(self, tenant: str, model: str, block_size: int, eagle: bool) -> None: ...
-    def set_incomplete(
-        self, tenant: str, model: str, block_size: int, eagle: bool, ranks: Sequence[_Name]
-    ) -> None:
+    def set_incomplete(self, tenant: str, model: str, block_size: int, eagle: bool, ranks: Sequence[_Name]) -> None:
         """Ranks of a pool whose history is incomplete: answers say so."""
 
     def answer(self, request: bytes, now: float, caller_tenant: str) -> bytes | None: ...
@@ -218,7 +214,7 @@ class Lane:
         """The fields of `Progress`."""
 
     def offer(self, event_id: int, payload: bytes) -> str:
-        """"applied", "stopped" (applied, and now to be looked at), "declined" or "closed"; for tests."""
+        """ "applied", "stopped" (applied, and now to be looked at), "declined" or "closed"; for tests."""
 
 class Reader:
     """A thread that reads ZMQ sockets and offers what comes to their lanes, without the GIL.
@@ -318,6 +314,12 @@ class ActiveLoad:
         """Requests, prefill tokens and decode blocks of one slot."""
 
     def ensure_slot(self, slot: int) -> None: ...
+    def limit(self, slot: int, limits: tuple[int, int, int]) -> None: ...
+    def busy(self, slot: int) -> bool: ...
+    def not_busy(self, slots: Sequence[int] | None) -> list[int] | None:
+        """None: it is all of them."""
+
+    def has_room(self, slots: Sequence[int] | None) -> bool: ...
     def arrange(self, ranks: Sequence[tuple[str, int, int]]) -> None:
         """(worker id, rank, slot) of the slots in use, by rank."""
 

@@ -28,6 +28,12 @@ def test_a_quick_run_gives_rows_without_a_verdict_beside_the_published_figures()
     assert "process/memory" in said
 
 
+def test_turns_of_a_long_line_are_timed() -> None:
+    (row,) = SchedulerBench(only=("core/queue",), quick=True).run(lambda said: None)
+    assert (row.goal, row.unit, row.met) == (200.0, "µs", None)
+    assert row.p99 is not None and row.p99 >= row.value > 0
+
+
 def test_names_of_rows_are_unique() -> None:
     assert len(set(ROWS)) == len(ROWS)
 

@@ -10,7 +10,7 @@ import pytest
 from load_twins import MakeLoad, twins
 from scheduler_builders import test_seed
 
-from kvscout_scheduler.active_load import ActiveLoad, Allocation
+from kvscout_scheduler.active_load import ActiveLoad, Allocation, Limits
 from kvscout_scheduler.cost import Lane
 from kvscout_scheduler.request import pack_hashes
 
@@ -70,6 +70,22 @@ def test_prefill_tokens_leave_once(load: Load) -> None:
     assert active.prefill_tokens == [0]
     active.remove(allocation)
     assert (active.prefill_tokens, active.requests) == ([0], [0])
+
+
+def test_limits_say_who_is_busy_and_who_has_room(load: Load) -> None:
+    active = load(2)
+    active.arrange({("a", 0): 1, ("b", 0): 0}, [1, 0])
+    assert (active.not_busy(None), active.has_room(None), active.busy(0)) == (None, True, False)
+    active.add(0, LANE, pack_hashes([1, 2]), private_blocks=1, prefill_tokens=50)
+    active.limit(0, Limits(prefill_tokens=50, decode_blocks=3, queued_prefill_tokens=49))
+    assert (active.busy(0), active.has_room([0]), active.has_room(None)) == (False, False, True)
+    extra = active.add(0, LANE, pack_hashes([1, 3]))
+    assert (active.busy(0), active.not_busy(None), active.not_busy([0])) == (True, [1], [])
+    active.remove(extra)
+    several = [0, 1]
+    assert active.not_busy(several) is several
+    active.limit(0, Limits(decode_blocks=-1))
+    assert (active.busy(0), active.has_room([0])) == (True, False)
 
 
 def test_untracked_blocks_are_never_counted(load: Load) -> None:

@@ -9,6 +9,7 @@ from scheduler_builders import key, request, reserve, scheduler, worker
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
 from kvscout_common.worker import WorkerRank
+from kvscout_scheduler.active_load import NO_LIMIT
 from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.thresholds import DECODE_BLOCKS, PREFILL_TOKENS, BusyThresholds
@@ -40,10 +41,7 @@ def test_s10_085_of_100_blocks_is_85_not_busy_86_busy(blocks: int, expected: boo
 
 @pytest.mark.parametrize("blocks", range(1, 100))
 def test_a_fraction_of_n_hundredths_allows_exactly_n_of_100_blocks(blocks: int) -> None:
-    thresholds = BusyThresholds(blocks / 100)
-    for booked in (blocks, blocks + 1):
-        busy = thresholds.exceeded(decode_blocks=booked, prefill_tokens=0, total_kv_blocks=100, kv_cache_usage=None)
-        assert busy is (booked > blocks)
+    assert BusyThresholds(blocks / 100).limits(total_kv_blocks=100, kv_cache_usage=None) == (NO_LIMIT, blocks)
 
 
 def test_s10_a_change_takes_effect_on_the_next_selection() -> None:

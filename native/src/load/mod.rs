@@ -32,6 +32,19 @@ pub struct Allocation {
     place: Option<(u32, u32)>,
 }
 
+/// Above which load a worker is busy, and above which prefill work requests wait for it; see the twin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    pub prefill_tokens: i64,
+    pub decode_blocks: i64,
+    pub queued_prefill_tokens: i64,
+}
+
+impl Limits {
+    pub const NONE: Self =
+        Self { prefill_tokens: i64::MAX, decode_blocks: i64::MAX, queued_prefill_tokens: i64::MAX };
+}
+
 /// Load columns of one pool; see the twin.
 #[derive(Debug)]
 pub struct ActiveLoad {
@@ -39,6 +52,7 @@ pub struct ActiveLoad {
     pub requests: Vec<i64>,
     pub prefill_tokens: Vec<i64>,
     pub decode_blocks: Vec<i64>,
+    limits: Vec<Limits>,
     /// Slots in use, by rank.
     order: Vec<u32>,
     names: Names,
@@ -53,6 +67,7 @@ impl ActiveLoad {
             requests: Vec::new(),
             prefill_tokens: Vec::new(),
             decode_blocks: Vec::new(),
+            limits: Vec::new(),
             order: Vec::new(),
             names: Names::default(),
             trees: Vec::new(),
@@ -65,6 +80,34 @@ impl ActiveLoad {
         for column in [&mut self.requests, &mut self.prefill_tokens, &mut self.decode_blocks] {
             column.resize(size, 0);
         }
+        self.limits.resize(size, Limits::NONE);
+    }
+
+    /// Sets the limits of a slot that there is room for.
+    pub fn limit(&mut self, slot: u32, limits: Limits) {
+        self.limits[slot as usize] = limits;
+    }
+
+    /// Whether a slot has more load than its limits allow.
+    pub fn busy(&self, slot: u32) -> bool {
+        let (slot, limits) = (slot as usize, &self.limits[slot as usize]);
+        self.prefill_tokens[slot] > limits.prefill_tokens || self.decode_blocks[slot] > limits.decode_blocks
+    }
+
+    /// The slots that are not busy; None of either: all that are arranged, by rank.
+    pub fn not_busy(&self, slots: Option<&[u32]>) -> Option<Vec<u32>> {
+        let slots = slots.unwrap_or(&self.order);
+        let open: Vec<u32> = slots.iter().copied().filter(|&slot| !self.busy(slot)).collect();
+        (open.len() < slots.len()).then_some(open)
+    }
+
+    /// Whether any slot is not busy and has so little prefill work that nobody waits for it; None: of all arranged.
+    pub fn has_room(&self, slots: Option<&[u32]>) -> bool {
+        let roomy = |&slot: &u32| {
+            let limit = self.limits[slot as usize].queued_prefill_tokens;
+            self.prefill_tokens[slot as usize] <= limit && !self.busy(slot)
+        };
+        slots.unwrap_or(&self.order).iter().any(roomy)
     }
 
     /// Says which worker ranks are at which slots, by rank: (worker id, rank, slot).
@@ -206,6 +249,19 @@ mod tests {
         assert_eq!((load.decode_blocks[0], load.prefill_tokens[0]), (0, 7));
         load.remove(&mut allocation);
         load.check([].into_iter()).unwrap();
+    }
+
+    #[test]
+    fn limits_say_who_is_busy_and_who_has_room() {
+        let mut load = ActiveLoad::new(true);
+        load.arrange([("a", 0, 1), ("b", 0, 0)].into_iter());
+        assert_eq!((load.not_busy(None), load.has_room(None)), (None, true));
+        load.add(0, LANE, &[1, 2], 1, 50);
+        load.limit(0, Limits { prefill_tokens: 50, decode_blocks: 3, queued_prefill_tokens: 49 });
+        assert_eq!((load.busy(0), load.has_room(Some(&[0])), load.has_room(None)), (false, false, true));
+        load.add(0, LANE, &[1, 3], 0, 0);
+        assert_eq!((load.busy(0), load.not_busy(None)), (true, Some(vec![1])));
+        assert_eq!(load.not_busy(Some(&[0])), Some(vec![]));
     }
 
     #[test]

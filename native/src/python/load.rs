@@ -7,7 +7,7 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::hashing::hashes_from_bytes;
 use crate::load::messages::{self, Name, Operation, Select, Selected};
-use crate::load::{self, Columns, Lane, Question};
+use crate::load::{self, Columns, Lane, Limits, Question};
 
 /// Messages above this many bytes may take longer than about 50 µs, so they release the GIL.
 const DETACH_ABOVE_BYTES: usize = 128 * 1024;
@@ -76,6 +76,28 @@ impl ActiveLoad {
         self.load.ensure_slot(slot);
     }
 
+    fn limit(&mut self, slot: u32, limits: (i64, i64, i64)) -> PyResult<()> {
+        self.check_slots(&[slot])?;
+        let (prefill_tokens, decode_blocks, queued_prefill_tokens) = limits;
+        self.load.limit(slot, Limits { prefill_tokens, decode_blocks, queued_prefill_tokens });
+        Ok(())
+    }
+
+    fn busy(&self, slot: u32) -> PyResult<bool> {
+        self.check_slots(&[slot])?;
+        Ok(self.load.busy(slot))
+    }
+
+    fn not_busy(&self, slots: Option<Vec<u32>>) -> PyResult<Option<Vec<u32>>> {
+        self.check_slots(slots.as_deref().unwrap_or_default())?;
+        Ok(self.load.not_busy(slots.as_deref()))
+    }
+
+    fn has_room(&self, slots: Option<Vec<u32>>) -> PyResult<bool> {
+        self.check_slots(slots.as_deref().unwrap_or_default())?;
+        Ok(self.load.has_room(slots.as_deref()))
+    }
+
     fn arrange(&mut self, ranks: Vec<(PyBackedStr, u32, u32)>) {
         self.load.arrange(ranks.iter().map(|(worker_id, dp_rank, slot)| (&**worker_id, *dp_rank, *slot)));
     }
@@ -89,9 +111,7 @@ impl ActiveLoad {
         private_blocks: i64,
         prefill_tokens: i64,
     ) -> PyResult<Allocation> {
-        if slot as usize >= self.load.requests.len() {
-            return Err(PyIndexError::new_err("a slot that there is no room for"));
-        }
+        self.check_slots(&[slot])?;
         let hashes = unpacked(hashes)?;
         let allocation = self.load.add(slot, lane_of(lane), &hashes, private_blocks, prefill_tokens);
         Ok(Allocation { allocation })
@@ -135,9 +155,7 @@ impl ActiveLoad {
         charge_prefill: bool,
         scale: f64,
     ) -> PyResult<Scores> {
-        if slots.iter().flatten().any(|&slot| slot as usize >= self.load.requests.len()) {
-            return Err(PyIndexError::new_err("a slot that there is no room for"));
-        }
+        self.check_slots(slots.as_deref().unwrap_or_default())?;
         let question = Question {
             lane: lane_of(lane),
             hashes: &unpacked(hashes)?,
@@ -156,6 +174,15 @@ impl ActiveLoad {
         self.load
             .check(allocations.iter().map(|allocation| &allocation.allocation))
             .map_err(PyAssertionError::new_err)
+    }
+}
+
+impl ActiveLoad {
+    fn check_slots(&self, slots: &[u32]) -> PyResult<()> {
+        match slots.iter().any(|&slot| slot as usize >= self.load.requests.len()) {
+            true => Err(PyIndexError::new_err("a slot that there is no room for")),
+            false => Ok(()),
+        }
     }
 }
 

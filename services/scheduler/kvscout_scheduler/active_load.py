@@ -38,6 +38,20 @@ class SlotLoad(NamedTuple):
     decode_blocks: int
 
 
+NO_LIMIT = 2**63 - 1
+
+
+class Limits(NamedTuple):
+    """The most that a worker may have to do; above, it is busy, or requests wait for it."""
+
+    prefill_tokens: int = NO_LIMIT
+    """With more it is busy."""
+    decode_blocks: int = NO_LIMIT
+    """With more it is busy; -1 = it is."""
+    queued_prefill_tokens: int = NO_LIMIT
+    """With more it has no room for requests that wait."""
+
+
 class Scores(Protocol):
     """The columns of one decision, one entry a slot asked about; `cost.ReferenceScores` says what they are."""
 
@@ -82,6 +96,18 @@ class ActiveLoad(Protocol):
 
     def ensure_slot(self, slot: int) -> None:
         """Makes room for a slot; new ones are idle."""
+
+    def limit(self, slot: int, limits: Limits) -> None:
+        """Says what a slot may have to do; new ones have no limits."""
+
+    def busy(self, slot: int) -> bool:
+        """Whether a slot has more to do than it may."""
+
+    def not_busy(self, slots: list[int] | None) -> list[int] | None:
+        """Those of some slots that are not busy; None of either = all that are arranged, by rank."""
+
+    def has_room(self, slots: Sequence[int] | None) -> bool:
+        """Whether any of some slots (None = of all that are arranged) has room for requests that wait."""
 
     def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
         """Says which worker ranks are where.
@@ -154,6 +180,7 @@ class ReferenceLoad:
         self.prefill_tokens: list[int] = []
         self.decode_blocks: list[int] = []
         self.track_blocks = track_blocks
+        self._limits: list[Limits] = []
         self._trees: dict[Lane, PrefixTree] = {}
         self._slot_of: Mapping[tuple[str, int], int] = {}
         self._order: Sequence[int] = ()
@@ -171,6 +198,30 @@ class ReferenceLoad:
         missing = slot + 1 - len(self.requests)
         for column in (self.requests, self.prefill_tokens, self.decode_blocks):
             column.extend([0] * missing)
+        self._limits.extend([Limits()] * missing)
+
+    def limit(self, slot: int, limits: Limits) -> None:
+        """See `ActiveLoad`."""
+        self._limits[slot] = limits
+
+    def busy(self, slot: int) -> bool:
+        """See `ActiveLoad`."""
+        limits = self._limits[slot]
+        return self.prefill_tokens[slot] > limits.prefill_tokens or self.decode_blocks[slot] > limits.decode_blocks
+
+    def not_busy(self, slots: list[int] | None) -> list[int] | None:
+        """See `ActiveLoad`."""
+        asked = self._order if slots is None else slots
+        found = [slot for slot in asked if not self.busy(slot)]
+        return found if len(found) < len(asked) else slots
+
+    def has_room(self, slots: Sequence[int] | None) -> bool:
+        """See `ActiveLoad`."""
+        limits, prefill_tokens = self._limits, self.prefill_tokens
+        return any(
+            prefill_tokens[slot] <= limits[slot].queued_prefill_tokens and not self.busy(slot)
+            for slot in (self._order if slots is None else slots)
+        )
 
     def add(
         self, slot: int, lane: Lane, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0

@@ -119,7 +119,7 @@ class Bookings:
         if booking.phase is Phase.DECODE:
             return False
         booking.phase = Phase.DECODE
-        booking.pool.load.complete_prefill(booking.allocation)
+        booking.pool.complete_prefill(booking.allocation)
         if self.journal is not None:
             self.journal.prefill_completed(booking)
         return True
@@ -403,4 +403,4 @@ class Bookings:
         del members[booking]
         if not members:
             del self._members[place]
-        booking.pool.load.remove(booking.allocation)
+        booking.pool.release(booking.allocation)

@@ -1,11 +1,14 @@
 """Which workers may take a request: a chain of filters, each with its own error for when it leaves nobody.
 
 allow-list (and exclusions) → pin → required labels → LoRA adapter → not draining → not cooling down → not busy
+
+The first four follow from what the request wants (`Wanted`), the others from how the workers are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from kvscout_common.errors import (
     FailedPrecondition,
@@ -14,19 +17,36 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_scheduler.engine_metrics import NO_METRICS
+from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.pool import Pool
-from kvscout_scheduler.request import SelectionRequest
-from kvscout_scheduler.thresholds import BusyThresholds
+from kvscout_scheduler.request import SelectionRequest, Wanted
 
-Stage = tuple[str, Callable[[int], bool], Callable[[list[int]], KvscoutError]]
-"""Label of those it drops, the test that keeps, the error from the slots that came in when none is left."""
+Fits = Callable[[WorkerRank, WorkerSpec], bool]
+
+
+class Demand(NamedTuple):
+    """One thing that a request wants of its worker."""
+
+    label: str
+    """Of those that do not have it."""
+    fits: Fits
+    refusal: Callable[[int], KvscoutError]
+    """The error when none of so many has it."""
+
+
+class Stage(NamedTuple):
+    """One filter by how workers are."""
+
+    label: str
+    """Of those that it drops."""
+    kept: list[int]
+    refusal: Callable[[list[int]], KvscoutError]
+    """The error when none of these slots is left."""
 
 
 def eligible(
     pool: Pool,
     request: SelectionRequest,
-    thresholds: BusyThresholds,
     now: float,
     dropped: dict[int, str] | None = None,
 ) -> list[int]:
@@ -35,7 +55,6 @@ def eligible(
     Args:
         pool: The workers; not to be changed while the answer is in use.
         request: A validated request.
-        thresholds: Busy thresholds of its model.
         now: On the scheduler's clock.
         dropped: If given, receives why each other worker is out.
 
@@ -48,84 +67,102 @@ def eligible(
     slots = pool.order
     if not slots:
         raise Unavailable(f"model {request.model!r} has no {request.role} worker now")
-    for label, keeps, error in _stages(pool, request, thresholds, now):
-        kept = [slot for slot in slots if keeps(slot)]
-        if dropped is not None:
-            dropped.update(dict.fromkeys(set(slots).difference(kept), label))
+    ranks, specs = pool.ranks, pool.specs
+    if dropped is None and request.pinned_worker_id:
+        # All others would be dropped; where the worker is not here, that is what says so.
+        slots = pool.slots_of.get(request.pinned_worker_id, slots)
+    for label, fits, refusal in demands(request.wanted):
+        kept = [slot for slot in slots if fits(ranks[slot], specs[slot])]
+        _note(dropped, label, slots, kept)
         if not kept:
-            raise error(slots)
+            raise refusal(len(slots))
         slots = kept
+    for health in (_draining, _cooling_down, _busy):
+        stage = health(pool, request, slots, now)
+        if stage is not None:
+            _note(dropped, stage.label, slots, stage.kept)
+            if not stage.kept:
+                raise stage.refusal(slots)
+            slots = stage.kept
     return slots
 
 
-def busy(pool: Pool, slot: int, thresholds: BusyThresholds) -> bool:
-    """Whether a worker is over a threshold, booked or reported."""
-    _, prefill_tokens, decode_blocks = pool.load.at(slot)
-    return thresholds.exceeded(
-        decode_blocks=decode_blocks,
-        prefill_tokens=prefill_tokens,
-        total_kv_blocks=pool.specs[slot].total_kv_blocks,
-        kv_cache_usage=pool.metrics.get(slot, NO_METRICS).kv_cache_usage,
+def demands(wanted: Wanted) -> Iterator[Demand]:
+    """What a request wants of its worker, in the order in which that is looked at."""
+    pin, dp_rank, allowed, excluded, labels, lora = wanted
+    if allowed:
+        yield Demand(
+            "not allowed",
+            lambda rank, _: rank.worker_id in allowed,
+            lambda _: Unavailable(f"none of the {len(allowed)} allowed workers is registered for this model and role"),
+        )
+    if excluded:
+        yield Demand(
+            "excluded",
+            lambda rank, _: rank.worker_id not in excluded,
+            lambda workers: Unavailable(f"all {workers} workers are excluded"),
+        )
+    if pin:
+        which = f"{pin!r}" if dp_rank is None else f"{pin!r}, rank {dp_rank},"
+        yield Demand(
+            "not pinned",
+            lambda rank, _: rank.worker_id == pin and dp_rank in (None, rank.dp_rank),
+            lambda _: NotFound(f"pinned worker {which} is not registered for this model and role"),
+        )
+    if labels:
+        yield Demand(
+            "labels",
+            lambda _, spec: labels <= spec.labels.items(),
+            lambda workers: FailedPrecondition(f"none of {workers} workers has the labels {dict(sorted(labels))}"),
+        )
+    if lora:
+        yield Demand(
+            "adapter",
+            lambda _, spec: any(adapter.name == lora for adapter in spec.adapters),
+            lambda workers: FailedPrecondition(f"none of {workers} workers has the adapter {lora!r} loaded"),
+        )
+
+
+def _draining(pool: Pool, request: SelectionRequest, slots: list[int], now: float) -> Stage | None:
+    draining = pool.draining
+    if not draining:
+        return None
+    return Stage(
+        "draining",
+        [slot for slot in slots if slot not in draining],
+        lambda slots: Unavailable(f"all {len(slots)} workers that could take the request are draining"),
     )
 
 
-def _stages(pool: Pool, request: SelectionRequest, thresholds: BusyThresholds, now: float) -> Iterator[Stage]:
-    """The filters that can drop anyone at all."""
-    ranks, specs = pool.ranks, pool.specs
-    if allowed := request.allowed_worker_ids:
-        yield (
-            "not allowed",
-            lambda slot: ranks[slot].worker_id in allowed,
-            lambda _: Unavailable(f"none of the {len(allowed)} allowed workers is registered for this model and role"),
-        )
-    if excluded := request.excluded_worker_ids:
-        yield (
-            "excluded",
-            lambda slot: ranks[slot].worker_id not in excluded,
-            lambda slots: Unavailable(f"all {len(slots)} workers are excluded"),
-        )
-    if request.pinned_worker_id:
-        pin, dp_rank = request.pinned_worker_id, request.pinned_dp_rank
-        which = f"{pin!r}" if dp_rank is None else f"{pin!r}, rank {dp_rank},"
-        yield (
-            "not pinned",
-            lambda slot: ranks[slot].worker_id == pin and dp_rank in (None, ranks[slot].dp_rank),
-            lambda _: NotFound(f"pinned worker {which} is not registered for this model and role"),
-        )
-    if labels := request.required_labels:
-        yield (
-            "labels",
-            lambda slot: labels.items() <= specs[slot].labels.items(),
-            lambda slots: FailedPrecondition(f"none of {len(slots)} workers has the labels {dict(labels)}"),
-        )
-    if lora := request.lora_name:
-        yield (
-            "adapter",
-            lambda slot: any(adapter.name == lora for adapter in specs[slot].adapters),
-            lambda slots: FailedPrecondition(f"none of {len(slots)} workers has the adapter {lora!r} loaded"),
-        )
-    if draining := pool.draining:
-        yield (
-            "draining",
-            lambda slot: slot not in draining,
-            lambda slots: Unavailable(f"all {len(slots)} workers that could take the request are draining"),
-        )
-    if until := pool.cooldown_until:
-        yield (
-            "cooling down",
-            lambda slot: until.get(slot, now) <= now,
-            lambda slots: Unavailable(
-                f"all {len(slots)} workers that could take the request are cooling down after a failure",
-                retry_after_seconds=min(until[slot] for slot in slots) - now,
-            ),
-        )
-    if not thresholds.off:
-        yield (
-            "busy",
-            lambda slot: not busy(pool, slot, thresholds),
-            lambda slots: ResourceExhausted(
-                f"the pinned worker {request.pinned_worker_id!r} is busy"
-                if request.pinned_worker_id
-                else f"all {len(slots)} workers that could take the request are busy"
-            ),
-        )
+def _cooling_down(pool: Pool, request: SelectionRequest, slots: list[int], now: float) -> Stage | None:
+    until = pool.cooldown_until
+    if not until:
+        return None
+    return Stage(
+        "cooling down",
+        [slot for slot in slots if until.get(slot, now) <= now],
+        lambda slots: Unavailable(
+            f"all {len(slots)} workers that could take the request are cooling down after a failure",
+            retry_after_seconds=min(until[slot] for slot in slots) - now,
+        ),
+    )
+
+
+def _busy(pool: Pool, request: SelectionRequest, slots: list[int], now: float) -> Stage | None:
+    kept = pool.load.not_busy(None if slots is pool.order else slots)
+    if kept is None or kept is slots:
+        return None
+    return Stage(
+        "busy",
+        kept,
+        lambda slots: ResourceExhausted(
+            f"the pinned worker {request.pinned_worker_id!r} is busy"
+            if request.pinned_worker_id
+            else f"all {len(slots)} workers that could take the request are busy"
+        ),
+    )
+
+
+def _note(dropped: dict[int, str] | None, label: str, slots: list[int], kept: list[int]) -> None:
+    if dropped is not None:
+        dropped.update(dict.fromkeys(set(slots).difference(kept), label))

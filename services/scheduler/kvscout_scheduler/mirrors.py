@@ -90,7 +90,7 @@ class Mirrors:
         load = mirror.pool.load
         if not prefill and mirror.phase is Phase.PREFILL:
             mirror.phase = Phase.DECODE
-            load.complete_prefill(mirror.allocation)
+            mirror.pool.complete_prefill(mirror.allocation)
             self.relieved.add(mirror.pool.id)
         if claim.output_blocks > mirror.output_blocks:
             load.add_private(mirror.allocation, claim.output_blocks - mirror.output_blocks)

@@ -55,6 +55,9 @@ class NativeLoad:
         self.track_blocks = track_blocks
         self._core = core = kvscout_native.ActiveLoad(track_blocks)
         self.ensure_slot = core.ensure_slot
+        self.limit = core.limit
+        self.busy = core.busy
+        self.has_room = core.has_room
         self.add = core.add
         self.complete_prefill = core.complete_prefill
         self.add_private = core.add_private
@@ -79,6 +82,11 @@ class NativeLoad:
     def at(self, slot: int) -> SlotLoad:
         """See `ActiveLoad`."""
         return SlotLoad(*self._core.at(slot))
+
+    def not_busy(self, slots: list[int] | None) -> list[int] | None:
+        """See `ActiveLoad`."""
+        found = self._core.not_busy(slots)
+        return slots if found is None else found
 
     def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
         """See `ActiveLoad`."""

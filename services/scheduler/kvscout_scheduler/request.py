@@ -135,6 +135,17 @@ class Prompt:
 EMPTY_PROMPT = Prompt()
 
 
+class Wanted(NamedTuple):
+    """Which workers of a pool a request can go to: two that want the same can go to the same."""
+
+    pinned_worker_id: str
+    pinned_dp_rank: int | None
+    allowed_worker_ids: frozenset[str]
+    excluded_worker_ids: frozenset[str]
+    required_labels: frozenset[tuple[str, str]]
+    lora_name: str
+
+
 @dataclass(frozen=True, slots=True)
 class SelectionRequest:
     """A request that wants a worker."""
@@ -176,6 +187,18 @@ class SelectionRequest:
     def key(self) -> RequestKey:
         """Name of its booking."""
         return RequestKey(self.tenant, self.model, self.role, self.request_id)
+
+    @property
+    def wanted(self) -> Wanted:
+        """Which workers of the pool it can go to."""
+        return Wanted(
+            self.pinned_worker_id,
+            self.pinned_dp_rank,
+            self.allowed_worker_ids,
+            self.excluded_worker_ids,
+            frozenset(self.required_labels.items()),
+            self.lora_name,
+        )
 
     def validate(self) -> None:
         """Checks what needs no knowledge of the workers.

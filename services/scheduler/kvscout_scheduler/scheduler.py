@@ -25,7 +25,6 @@ from kvscout_scheduler.booking import ActiveRequest, Booking, FreeOutcome
 from kvscout_scheduler.bookings import Bookings
 from kvscout_scheduler.candidates import Candidates, SelectionSettings
 from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.eligibility import busy, eligible
 from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.journal import MAX_HASHED_BLOCKS
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
@@ -45,7 +44,8 @@ from kvscout_scheduler.selection import Selected, Selector
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.stats import SchedulerStats
 from kvscout_scheduler.thresholds import BusyThresholds, ThresholdTable
-from kvscout_scheduler.waiting import Answer, Waiter, WaitingLine, queued_listing
+from kvscout_scheduler.turns import Turns
+from kvscout_scheduler.waiting import RETRY_SECONDS, Answer, Waiter, WaitingLine, queued_listing
 from kvscout_scheduler.watching import Watchers
 from kvscout_scheduler.workers import Workers
 
@@ -100,6 +100,7 @@ class Scheduler:
         self.waiting = WaitingLine(settings.queue_limit)
         self.workers = Workers(settings, self.bookings, clock)
         """Give it to the registry as a listener."""
+        self._turns = Turns(self.workers, self.thresholds, self.waiting, self._book_waiter)
         self.draining = False
         self.watchers = Watchers(wall_clock)
         self.on_cool_down: Callable[[str, WorkerRank, float], None] | None = None
@@ -190,14 +191,18 @@ class Scheduler:
         self._selector.check(request)
         _check_booking(request.request_id, request.attempt_id, lease_seconds)
         key, now = request.key, self._clock()
-        if key in self.bookings or (not self._must_wait(request, now) and not self.waiting.length(request.pool)):
-            answer(self.select_and_reserve(request, owner=owner, lease_seconds=lease_seconds))
-            return
-        # Who was freed already must not wait for nothing.
-        self.bookings.admit(key, request.attempt_id, now)
-        self.waiting.join(Waiter(request, answer, owner, lease_seconds, now))
+        try:
+            if key in self.bookings or not self._must_wait(request, now):
+                answer(self.select_and_reserve(request, owner=owner, lease_seconds=lease_seconds))
+                return
+            # Who was freed already must not wait for nothing.
+            self.bookings.admit(key, request.attempt_id, now)
+            self.waiting.join(Waiter(request, answer, owner, lease_seconds, now))
+        except ResourceExhausted as error:
+            if error.retry_after_seconds is None and self.waiting.length(request.pool):
+                error.retry_after_seconds = RETRY_SECONDS
+            raise
         self.stats.queued += 1
-        self._pump(request.pool, now)
 
     def abandon(self, key: RequestKey, attempt_id: int, answer: Answer) -> None:
         """Takes a waiting call out of line whose caller has gone; one that another call replaced stays."""
@@ -267,7 +272,7 @@ class Scheduler:
         _check_booking(key.request_id, attempt_id, 0.0)
         now = self._clock()
         changed = self.bookings.complete_prefill(key, attempt_id, now)
-        self._pump(key.pool, now)
+        self._turns.give(key.pool, now)
         return changed
 
     def add_output(self, key: RequestKey, blocks: int, attempt_id: int = 0) -> int:
@@ -298,7 +303,7 @@ class Scheduler:
             waiter.answer(Cancelled(f"request {key.request_id!r} was freed while it waited"))
             return FreeOutcome.DEQUEUED
         outcome = self.bookings.free(key, attempt_id, now)
-        self._pump(key.pool, now)
+        self._turns.give(key.pool, now)
         return outcome
 
     def renew(self, key: RequestKey, attempt_id: int = 0, *, lease_seconds: float = 0.0) -> bool:
@@ -312,7 +317,10 @@ class Scheduler:
 
     def undelivered(self, key: RequestKey, attempt_id: int = 0) -> bool:
         """Takes back a booking whose answer the caller did not get, unless a repeated call got it."""
-        return self.bookings.undelivered(key, attempt_id, self._clock())
+        now = self._clock()
+        ended = self.bookings.undelivered(key, attempt_id, now)
+        self._turns.give(key.pool, now)
+        return ended
 
     def connect_owner(
         self, owner: OwnerName, in_flight: Iterable[tuple[RequestKey, int]], opened_at: int = 0
@@ -322,7 +330,10 @@ class Scheduler:
         Raises:
             FailedPrecondition: A stream that it opened later is open.
         """
-        return self.bookings.connect_owner(owner, in_flight, self._clock(), opened_at, self._wall_clock())
+        now = self._clock()
+        connected = self.bookings.connect_owner(owner, in_flight, now, opened_at, self._wall_clock())
+        self.pump(self.waiting.pools)
+        return connected
 
     def disconnect_owner(self, owner: OwnerName, session: int) -> None:
         """Ends an owner's stream; its bookings end after the grace time unless it comes back."""
@@ -332,11 +343,10 @@ class Scheduler:
         """Ends what is overdue; to be called every second or so. Returns bookings that ended."""
         now = self._clock()
         for pool in self.workers:
-            for slot in [slot for slot, until in pool.cooldown_until.items() if until <= now]:
-                del pool.cooldown_until[slot]
+            pool.recover(now)
         ended = self.bookings.expire(now)
         for waiting in self.waiting.pools:
-            self._pump(waiting, now)
+            self._turns.give(waiting, now)
         return ended
 
     def drain(self) -> None:
@@ -350,7 +360,7 @@ class Scheduler:
         """Books whoever can go, after load went away by another way than a call."""
         now = self._clock()
         for pool in pools:
-            self._pump(pool, now)
+            self._turns.give(pool, now)
 
     def report_failure(self, tenant: str, rank: WorkerRank, cooldown_seconds: float = 0.0) -> float:
         """Leaves a worker rank out of selections for a while; never shortens a cool-down.
@@ -386,8 +396,7 @@ class Scheduler:
             NotFound: Unknown worker.
         """
         pool, slot = self.workers.slot(tenant, rank)
-        until = pool.cooldown_until[slot] = max(until, pool.cooldown_until.get(slot, until))
-        return until
+        return pool.cool_down(slot, until)
 
     def report_metrics(self, tenant: str, rank: WorkerRank, metrics: EngineMetrics) -> None:
         """Takes what an engine says of itself; replaces what it said before.
@@ -397,7 +406,8 @@ class Scheduler:
             NotFound: Unknown worker.
         """
         pool, slot = self.workers.slot(tenant, rank)
-        pool.metrics[slot] = metrics.validate()
+        pool.report(slot, metrics.validate())
+        self._turns.give(pool.id, self._clock())
 
     def busy_thresholds(self, tenant: str) -> dict[str, BusyThresholds]:
         """Thresholds of every model of a tenant that has any, by model."""
@@ -429,7 +439,8 @@ class Scheduler:
         request = SelectionRequest(pool_id.model, isl_tokens, prompt, tenant=pool_id.tenant, role=pool_id.role)
         settings = SelectionSettings(tier_weights=self.settings.tier_weights)
         candidates = Candidates(pool, request, pool.order, prompts, settings)
-        thresholds, now = self.thresholds.get(pool_id.tenant, pool_id.model), self._clock()
+        pool.judge(self.thresholds.get(pool_id.tenant, pool_id.model))
+        now = self._clock()
         return [
             WorkerLoad(
                 rank=pool.ranks[slot],
@@ -438,7 +449,7 @@ class Scheduler:
                 active_requests=load.requests,
                 active_prefill_tokens=load.prefill_tokens,
                 active_decode_blocks=load.decode_blocks,
-                busy=busy(pool, slot, thresholds),
+                busy=pool.load.busy(slot),
                 cooldown_seconds=max(0.0, pool.cooldown_until.get(slot, now) - now),
                 draining=slot in pool.draining,
                 total_kv_blocks=pool.specs[slot].total_kv_blocks,
@@ -486,13 +497,12 @@ class Scheduler:
         try:
             self._require_open()
             pool = self.workers.pool(request.pool)
-            thresholds = self.thresholds.get(request.tenant, request.model)
+            pool.judge(self.thresholds.get(request.tenant, request.model))
             explained = request.explain or not self.watchers.explain(request)
             asked = request if explained else replace(request, explain=True)
-            selected = self._selector.select(pool, asked, thresholds, now, books=books)
+            selected = self._selector.select(pool, asked, now, books=books)
         except KvscoutError as error:
-            self.stats.refusals[type(error).__name__] += 1
-            self.watchers.tell(request, error)
+            self._refused(request, error)
             raise
         self.watchers.tell(request, selected.decision)
         if not explained:
@@ -502,46 +512,37 @@ class Scheduler:
         return selected
 
     def _must_wait(self, request: SelectionRequest, now: float) -> bool:
-        """Whether every worker that could take a request has prefill work enough.
+        """Whether a request has to wait; one that need not takes the place of an earlier call of it.
 
         Raises:
             KvscoutError: No worker could take it at all; as `select`.
         """
-        threshold = self.settings.queue_threshold
-        assert threshold is not None
-        self._require_open()
-        pool = self.workers.pool(request.pool)
-        thresholds = self.thresholds.get(request.tenant, request.model)
-        load, specs = pool.load.prefill_tokens, pool.specs
-        return all(
-            (budget := specs[slot].max_num_batched_tokens) and load[slot] > threshold * budget
-            for slot in eligible(pool, request, thresholds, now)
-        )
+        try:
+            self._require_open()
+            self._turns.give(request.pool, now)
+            if self._turns.must_wait(request, now):
+                return True
+        except KvscoutError as error:
+            self._refused(request, error)
+            raise
+        earlier = self.waiting.find(request.key, request.attempt_id)
+        if earlier is not None and self.waiting.leave(earlier):
+            earlier.answer(Cancelled("a repeated call of the same attempt went in its place"))
+        return request.key in self.waiting
 
-    def _pump(self, pool: PoolId, now: float) -> None:
-        """Books whoever can go, in order."""
-        for waiter in self.waiting.line(pool):
-            try:
-                if self._must_wait(waiter.request, now):
-                    continue
-            except ResourceExhausted:
-                # Busy is what it waits for to end.
-                continue
-            except KvscoutError as error:
-                if self.waiting.leave(waiter):
-                    waiter.answer(error)
-                continue
-            if not self.waiting.leave(waiter):
-                continue
-            try:
-                decision = self.select_and_reserve(
-                    waiter.request, owner=waiter.owner, lease_seconds=waiter.lease_seconds
-                )
-            except KvscoutError as error:
-                waiter.answer(error)
-            else:
-                self.stats.queue_waits.observe(now - waiter.since)
-                waiter.answer(decision)
+    def _book_waiter(self, waiter: Waiter, now: float) -> None:
+        """Books one whose turn it is, and tells it."""
+        try:
+            decision = self.select_and_reserve(waiter.request, owner=waiter.owner, lease_seconds=waiter.lease_seconds)
+        except KvscoutError as error:
+            waiter.answer(error)
+        else:
+            self.stats.queue_waits.observe(now - waiter.since)
+            waiter.answer(decision)
+
+    def _refused(self, request: SelectionRequest, error: KvscoutError) -> None:
+        self.stats.refusals[type(error).__name__] += 1
+        self.watchers.tell(request, error)
 
     def _require_open(self) -> None:
         if self.draining:

@@ -14,7 +14,6 @@ from kvscout_scheduler.policies import Policy, PolicyRegistry
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import NO_OVERRIDE, SelectionRequest
 from kvscout_scheduler.settings import SchedulerSettings
-from kvscout_scheduler.thresholds import BusyThresholds
 
 
 class Selected(NamedTuple):
@@ -61,15 +60,12 @@ class Selector:
         if request.override.policy is not None:
             self._registry.check(request.override.policy)
 
-    def select(
-        self, pool: Pool, request: SelectionRequest, thresholds: BusyThresholds, now: float, *, books: bool
-    ) -> Selected:
+    def select(self, pool: Pool, request: SelectionRequest, now: float, *, books: bool) -> Selected:
         """Picks a worker; changes nothing but the turn of policies that take turns.
 
         Args:
-            pool: The pool of the request.
+            pool: The pool of the request, which knows when its workers are busy.
             request: A checked request.
-            thresholds: Busy thresholds of its model.
             now: On the scheduler's clock.
             books: Whether the choice is going to be booked.
 
@@ -79,7 +75,7 @@ class Selector:
         """
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
         dropped: dict[int, str] | None = {} if request.explain else None
-        slots = eligible(pool, request, thresholds, now, dropped)
+        slots = eligible(pool, request, now, dropped)
         candidates = Candidates(pool, request, slots, prompts, self._in_effect(request, books))
         name = self._settings.policy if request.override.policy is None else request.override.policy
         policy = self._policy(pool, name)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
+from kvscout_scheduler.active_load import NO_LIMIT
 
 _DIGITS = 6
 """Fractions are compared to a millionth of a block: 0.29 · 100 is 29 blocks, not 28.999999999999996."""
@@ -39,26 +40,25 @@ class BusyThresholds:
         """Whether no worker can be busy."""
         return self.active_decode_blocks_threshold is None and self.active_prefill_tokens_threshold is None
 
-    def exceeded(
-        self, *, decode_blocks: int, prefill_tokens: int, total_kv_blocks: int, kv_cache_usage: float | None
-    ) -> bool:
-        """Whether a worker with this load is busy.
+    def limits(self, total_kv_blocks: int, kv_cache_usage: float | None) -> tuple[int, int]:
+        """Active prefill tokens and active blocks above which a worker is busy.
 
         Args:
-            decode_blocks: Booked active blocks.
-            prefill_tokens: Booked active prefill tokens.
             total_kv_blocks: Blocks of its device cache; 0 = unknown, booked blocks cannot be judged.
             kv_cache_usage: Fraction in use by the engine's own account; None = not reported.
+
+        Returns:
+            `NO_LIMIT` where it is off. A worker whose engine reports too much is busy whatever is booked: -1.
         """
         fraction, tokens = self.active_decode_blocks_threshold, self.active_prefill_tokens_threshold
-        if tokens is not None and prefill_tokens > tokens:
-            return True
+        prefill_tokens = NO_LIMIT if tokens is None else tokens
         if fraction is None:
-            return False
+            return prefill_tokens, NO_LIMIT
         size = total_kv_blocks or 1
-        booked = decode_blocks if total_kv_blocks else 0
-        used = max(booked, (kv_cache_usage or 0.0) * size)
-        return round(used, _DIGITS) > round(fraction * size, _DIGITS)
+        allowed = round(fraction * size, _DIGITS)
+        if kv_cache_usage is not None and round(kv_cache_usage * size, _DIGITS) > allowed:
+            return prefill_tokens, -1
+        return prefill_tokens, math.floor(allowed) if total_kv_blocks else NO_LIMIT
 
 
 MAX_MODELS = 10_000

@@ -38,7 +38,11 @@ class Workers:
         pool_id = pool_of(spec)
         pool = self._pools.get(pool_id)
         if pool is None:
-            pool = self._pools[pool_id] = Pool(pool_id, track_blocks=self._settings.tracks_blocks(spec.role))
+            pool = self._pools[pool_id] = Pool(
+                pool_id,
+                track_blocks=self._settings.tracks_blocks(spec.role),
+                queue_threshold=self._settings.queue_threshold,
+            )
         pool.add(spec)
         self._specs[spec.tenant, spec.worker_id] = spec
         self._seen.add((spec.tenant, spec.model))

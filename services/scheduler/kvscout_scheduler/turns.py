@@ -1,0 +1,123 @@
+"""Whose turn it is: which of those that wait may go, looked at where something has changed, and nowhere else.
+
+::
+
+    Free, prefill complete, expiry ──▶ pool.relieved: has the worker room? ──▶ the groups that it could take
+    registry, cool-down, thresholds ──▶ pool.changed ────────────────────────▶ all groups
+
+Invariant, between two calls: no worker that a waiting group could take has room, or it is in `relieved`, or the pool is
+`changed`. So a worker whose load fell and that has no room yet is the concern of nobody; and of a group, the first one
+that must wait speaks for all.
+
+Pure: the clock is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from heapq import heapify, heappop, heappush
+
+from kvscout_common.errors import KvscoutError, ResourceExhausted
+from kvscout_scheduler.eligibility import eligible
+from kvscout_scheduler.pool import Pool
+from kvscout_scheduler.request import PoolId, SelectionRequest
+from kvscout_scheduler.thresholds import ThresholdTable
+from kvscout_scheduler.waiting import Group, Line, Waiter, WaitingLine
+from kvscout_scheduler.workers import Workers
+
+
+class Turns:
+    """Gives turns to those that wait.
+
+    Args:
+        workers: Whom they wait for.
+        thresholds: When those are busy.
+        waiting: Those that wait.
+        book: Books one whose turn it is, and tells it; must not raise.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        thresholds: ThresholdTable,
+        waiting: WaitingLine,
+        book: Callable[[Waiter, float], None],
+    ) -> None:
+        self._workers = workers
+        self._thresholds = thresholds
+        self._waiting = waiting
+        self._book = book
+
+    def must_wait(self, request: SelectionRequest, now: float) -> bool:
+        """Whether a request that comes has to wait; `give` must have been called.
+
+        Raises:
+            KvscoutError: No worker could take it at all; as `eligible`, and busy only where nobody waits for the same.
+        """
+        pool = self._workers.pool(request.pool)
+        line = self._waiting.line(pool.id)
+        if line is not None and line.group(request.wanted) is not None:
+            return True
+        must_wait = not self._has_room(pool, request, now)
+        if must_wait and line is None:
+            # Nobody has looked at this pool for long: what is known of it is what was seen just now.
+            pool.take_changes()
+        return must_wait
+
+    def give(self, pool_id: PoolId, now: float) -> None:
+        """Books whoever can go, in order."""
+        line = self._waiting.line(pool_id)
+        if line is None:
+            return
+        try:
+            pool = self._workers.pool(pool_id)
+        except KvscoutError as error:
+            for group in line.groups:
+                self._refuse(group.waiters, error)
+            return
+        pool.judge(self._thresholds.get(pool_id.tenant, pool_id.model))
+        pool.recover(now)
+        relieved, changed = pool.take_changes()
+        if changed:
+            groups, relieved = line.groups, set()
+        elif relieved := {slot for slot in relieved if pool.load.has_room((slot,))}:
+            groups = _groups_for(pool, line, relieved)
+        else:
+            return
+        turns = [(group.head.place, group) for group in groups]
+        heapify(turns)
+        while turns:
+            _, group = heappop(turns)
+            try:
+                if not self._has_room(pool, group.head.request, now):
+                    continue
+            except ResourceExhausted:
+                # Busy is what it waits for to end.
+                continue
+            except KvscoutError as error:
+                self._refuse(group.waiters, error)
+                continue
+            waiter = group.head
+            self._waiting.leave(waiter)
+            self._book(waiter, now)
+            if relieved and not pool.load.has_room(tuple(relieved)):
+                return
+            if group.waiters:
+                heappush(turns, (group.head.place, group))
+
+    def _has_room(self, pool: Pool, request: SelectionRequest, now: float) -> bool:
+        pool.judge(self._thresholds.get(request.tenant, request.model))
+        slots = eligible(pool, request, now)
+        return pool.load.has_room(None if slots is pool.order else slots)
+
+    def _refuse(self, waiters: list[Waiter], error: KvscoutError) -> None:
+        for waiter in list(waiters):
+            self._waiting.leave(waiter)
+            # Each is raised somewhere else.
+            waiter.answer(copy(error))
+
+
+def _groups_for(pool: Pool, line: Line, slots: set[int]) -> list[Group]:
+    found = {group.wanted: group for slot in slots for group in line.groups_for(pool.ranks[slot], pool.specs[slot])}
+    return list(found.values())
