@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from kvscout_common import keepalive
 from kvscout_common.channel import PLAINTEXT, ClientSecurity, open_channel
 from kvscout_common.identity import IdentityInterceptor, TokenTable
 from kvscout_common.interceptors import ErrorInterceptor
@@ -21,7 +22,8 @@ async def serving(
     on_port: Callable[[int], object] = lambda port: None,
 ) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a server that `add` adds a servicer to; `on_port` is told where, for further channels."""
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(), IdentityInterceptor(tokens)))
+    interceptors = (ErrorInterceptor(), IdentityInterceptor(tokens))
+    server = grpc.aio.server(interceptors=interceptors, options=keepalive.SERVER_OPTIONS)
     add(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -25,6 +25,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         """Worker by request id."""
         self.hellos: list[list[str]] = []
         """Request ids that were listed."""
+        self.heartbeats_ms: list[int] = []
+        """That were promised."""
         self.messages: list[int] = []
         """Operations of each message."""
         self.heard: list[str] = []
@@ -73,6 +75,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             await self.goes_on.wait()
             listed = [ref.request_id for ref in first.hello.in_flight]
             self.hellos.append(listed)
+            self.heartbeats_ms.append(first.hello.heartbeat_ms)
             self.booked = {name: worker for name, worker in self.booked.items() if name in listed}
             unknown = [ref for ref in first.hello.in_flight if ref.request_id not in self.booked]
             hello = scheduler_pb2.LifecycleResponse(unknown_in_flight=unknown, draining=self.draining)

@@ -11,6 +11,7 @@ import grpc
 
 from kvscout_common.errors import ConfigError, KvscoutError, from_status
 from kvscout_common.interceptors import ANSWERED_TRAILER
+from kvscout_common.keepalive import CLIENT_OPTIONS
 
 T = TypeVar("T")
 
@@ -64,8 +65,7 @@ def open_channel(
         # A helper that comes back is used again within a second, not after grpc's two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        *CLIENT_OPTIONS,
     ]
     interceptors: list[grpc.aio.ClientInterceptor] = []
     if security.token_file is not None:

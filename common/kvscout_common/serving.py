@@ -31,6 +31,7 @@ from kvscout_common.errors import ConfigError, KvscoutError
 from kvscout_common.hashing import log_backend
 from kvscout_common.identity import IdentityInterceptor, TokenTable
 from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.keepalive import SERVER_OPTIONS
 from kvscout_common.metrics_server import serve_metrics
 from kvscout_common.reflection import enable_reflection
 from kvscout_common.telemetry import configure_logging
@@ -159,7 +160,7 @@ async def _start(
             ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
             # Two servers on one port would share its connections at random: better an error at start.
             ("grpc.so_reuseport", 0),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            *SERVER_OPTIONS,
         ],
     )
     probe = health.aio.HealthServicer()

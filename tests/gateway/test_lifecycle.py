@@ -1,11 +1,13 @@
 """One Lifecycle stream: coalesced, answered by id, and what waits in line is not what hangs."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 from processes import eventually
+from scheduler_builders import ManualClock
 from scripted_scheduler import FULL, ScriptedScheduler, scripted_scheduler
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -16,12 +18,12 @@ from kvscout_gateway.lifecycle import LifecycleStream, Operation, name_of
 
 @asynccontextmanager
 async def streaming(
-    *in_flight: str, stuck_seconds: float = 10.0
+    *in_flight: str, stuck_seconds: float = 10.0, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[tuple[LifecycleStream, ScriptedScheduler]]:
     async with scripted_scheduler() as (scheduler, channel):
         stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)
         scheduler.booked["known"] = "w"
-        stream = LifecycleStream(stub.Lifecycle, "me", map(ref, in_flight), stuck_seconds=stuck_seconds)
+        stream = LifecycleStream(stub.Lifecycle, "me", map(ref, in_flight), stuck_seconds=stuck_seconds, clock=clock)
         try:
             yield stream, scheduler
         finally:
@@ -131,6 +133,32 @@ async def test_a_scheduler_that_hangs_is_broken_off_and_whoever_waits_is_told(mo
         assert await operation.answer is None
         assert isinstance(stream.error, errors.DeadlineExceeded)
         assert await book(stream, "too late").answer is None
+
+
+async def test_an_idle_stream_is_heard_now_and_then_and_one_that_hears_nothing_is_broken_off() -> None:
+    clock = ManualClock()
+    async with streaming(stuck_seconds=1.0, clock=clock) as (stream, scheduler):
+        await stream.hello
+        assert scheduler.heartbeats_ms == [3000]
+        for beats in range(3):
+            stream.check()
+            await asyncio.sleep(0)
+            await until(lambda: not stream._unsent and not stream._sent)
+            assert stream.messages == beats, "not more often than it must"
+            clock.advance(lifecycle.HEARTBEAT_SECONDS)
+        scheduler.goes_on.clear()
+        stream.check()
+        await until(lambda: stream.messages == 3)
+        # Nobody waits: it may take its time, but not for ever.
+        for _ in range(2):
+            clock.advance(lifecycle.SILENT_SECONDS / 2)
+            stream.check()
+        assert not stream.ended
+        for _ in range(2):
+            clock.advance(lifecycle.PROBE_SECONDS)
+            stream.check()
+        await until(lambda: stream.ended)
+        assert isinstance(stream.error, errors.DeadlineExceeded)
 
 
 async def test_a_stream_that_breaks_says_why() -> None:

@@ -17,10 +17,12 @@ from scheduler_builders import BLOCK, MODEL, ManualClock, loads, worker
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.config import ServerConfig
+from kvscout_common.identity import ALL_TENANTS
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.operations import MAX_OPERATIONS
+from kvscout_scheduler.request import OwnerName
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.servicer import SchedulerServicer
 from kvscout_scheduler.settings import SchedulerSettings
@@ -47,8 +49,10 @@ class Owner:
         self.draining = False
         self.unknown: list[str] = []
 
-    async def hello(self, owner_id: str = "gateway-1", in_flight: Any = (), tenant: str = "") -> None:
-        hello = scheduler_pb2.LifecycleHello(owner_id=owner_id, in_flight=in_flight)
+    async def hello(
+        self, owner_id: str = "gateway-1", in_flight: Any = (), tenant: str = "", heartbeat_ms: int = 0
+    ) -> None:
+        hello = scheduler_pb2.LifecycleHello(owner_id=owner_id, in_flight=in_flight, heartbeat_ms=heartbeat_ms)
         await self._call.write(scheduler_pb2.LifecycleRequest(hello=hello, tenant=tenant))
         await self.read()
 
@@ -229,6 +233,38 @@ async def test_s9b_the_bookings_of_an_owner_that_is_gone_end_after_ten_seconds_a
         assert core.expire() == 100
         assert core.stats.ended == {"owner_gone": 100}
         assert set(loads(core).values()) == {IDLE}
+
+
+async def test_an_owner_that_promised_heartbeats_is_gone_since_the_last_one() -> None:
+    async with service("a") as (core, clock, _, owner):
+        stream, silent_of_old = owner(), owner()
+        await stream.hello(heartbeat_ms=100)
+        await silent_of_old.hello("older release")
+        await silent_of_old.ask({"select_and_reserve": wanted("kept")})
+        await stream.ask({"select_and_reserve": wanted("r")})
+        # One that has nothing to say stays, whatever the time: empty messages are answered by empty ones.
+        for _ in range(8):
+            await stream.send()
+            await stream.read()
+            await asyncio.sleep(0.05)
+        assert core.bookings.owner_connected(OwnerName(ALL_TENANTS, "gateway-1"), clock.now) > 0
+        assert await stream.status() is grpc.StatusCode.DEADLINE_EXCEEDED
+        clock.advance(9.7)
+        assert core.expire() == 0
+        clock.advance(0.1)
+        assert core.expire() == 1, "it was not heard for 0.25 s when its stream ended"
+        assert core.stats.ended == {"owner_gone": 1}
+        await silent_of_old.ask({"free": ref("kept")})
+
+
+@pytest.mark.parametrize("heartbeat_ms", [99, 60_001])
+async def test_a_heartbeat_out_of_range_is_refused_by_its_name(heartbeat_ms: int) -> None:
+    async with service("a") as (_, _, _, owner):
+        stream = owner()
+        hello = scheduler_pb2.LifecycleHello(owner_id="gateway-1", heartbeat_ms=heartbeat_ms)
+        await stream._call.write(scheduler_pb2.LifecycleRequest(hello=hello))
+        assert await stream.status() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "hello.heartbeat_ms" in await stream._call.details()
 
 
 async def gone(core: Scheduler) -> None:

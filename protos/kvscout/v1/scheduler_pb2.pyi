@@ -781,6 +781,7 @@ class LifecycleHello(_message.Message):
     OWNER_ID_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     OPENED_AT_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """Owner id, unique among gateways; kept over reconnects. Required. Owners whose tokens are bound to different tenants
     are different owners, whatever their ids.
@@ -789,6 +790,11 @@ class LifecycleHello(_message.Message):
     """When the owner opened this stream: microseconds since the Unix epoch by its own clock, more from stream to stream. Of
     its streams, at whichever replicas and in whichever order they are read there, the one opened last counts.
     Unset = when the scheduler reads it. More than a second ahead of the scheduler's clock counts as a second ahead.
+    """
+    heartbeat_ms: _builtins.int
+    """The owner sends something at least this often, an empty message if need be: milliseconds, 100..60,000. A stream on
+    which nothing comes for two and a half times as long ends with DEADLINE_EXCEEDED, and its owner is gone since the last
+    that came. Unset = it does not say: only the connection tells.
     """
     @_builtins.property
     def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestRef]:
@@ -800,10 +806,11 @@ class LifecycleHello(_message.Message):
         owner_id: _builtins.str = ...,
         in_flight: _abc.Iterable[Global___RequestRef] | None = ...,
         opened_at: _builtins.int = ...,
+        heartbeat_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "opened_at", b"opened_at", "owner_id", b"owner_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_ms", b"heartbeat_ms", "in_flight", b"in_flight", "opened_at", b"opened_at", "owner_id", b"owner_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -283,8 +283,9 @@ class SchedulerServicer:
     def Lifecycle(self, request_iterator, context):
         """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
         Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-        INVALID_ARGUMENT: the first message does not name the owner. FAILED_PRECONDITION: the owner has a stream open that it
-        opened later.
+        Every message is answered, an empty one with an empty one: who hears nothing is not heard.
+        INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION: the owner has a stream open that it
+        opened later. DEADLINE_EXCEEDED: the owner has said how often it would be heard, and is not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

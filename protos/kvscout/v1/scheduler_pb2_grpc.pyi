@@ -97,8 +97,9 @@ class SchedulerStub:
     Lifecycle: _grpc.StreamStreamMultiCallable[_scheduler_pb2.LifecycleRequest, _scheduler_pb2.LifecycleResponse]
     """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
     Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-    INVALID_ARGUMENT: the first message does not name the owner. FAILED_PRECONDITION: the owner has a stream open that it
-    opened later.
+    Every message is answered, an empty one with an empty one: who hears nothing is not heard.
+    INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION: the owner has a stream open that it
+    opened later. DEADLINE_EXCEEDED: the owner has said how often it would be heard, and is not.
     """
     GetPotentialLoads: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PotentialLoadsRequest, _scheduler_pb2.PotentialLoadsResponse]
     """The load of each worker, now and with a given prompt added.
@@ -204,8 +205,9 @@ class SchedulerAsyncStub(SchedulerStub):
     Lifecycle: _aio.StreamStreamMultiCallable[_scheduler_pb2.LifecycleRequest, _scheduler_pb2.LifecycleResponse]  # type: ignore[assignment]
     """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
     Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-    INVALID_ARGUMENT: the first message does not name the owner. FAILED_PRECONDITION: the owner has a stream open that it
-    opened later.
+    Every message is answered, an empty one with an empty one: who hears nothing is not heard.
+    INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION: the owner has a stream open that it
+    opened later. DEADLINE_EXCEEDED: the owner has said how often it would be heard, and is not.
     """
     GetPotentialLoads: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PotentialLoadsRequest, _scheduler_pb2.PotentialLoadsResponse]  # type: ignore[assignment]
     """The load of each worker, now and with a given prompt added.
@@ -392,8 +394,9 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.LifecycleResponse], _abc.AsyncIterator[_scheduler_pb2.LifecycleResponse]]:
         """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
         Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-        INVALID_ARGUMENT: the first message does not name the owner. FAILED_PRECONDITION: the owner has a stream open that it
-        opened later.
+        Every message is answered, an empty one with an empty one: who hears nothing is not heard.
+        INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION: the owner has a stream open that it
+        opened later. DEADLINE_EXCEEDED: the owner has said how often it would be heard, and is not.
         """
 
     @_abc_1.abstractmethod

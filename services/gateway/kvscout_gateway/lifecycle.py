@@ -5,7 +5,9 @@ or for `PACE_SECONDS`: what waits in line at the scheduler is answered late, and
 
 How "waits in line" is told from "the scheduler is stuck": the scheduler carries operations out in the order in which
 they were sent, so that an answer to a later one says that an earlier one was carried out. Where nothing else is asked,
-a probe is (`renew` of a request that does not exist). A stream on which no probe is answered is broken off.
+a probe is (`renew` of a request that does not exist). A stream on which no probe is answered is broken off. On one that
+has nothing to say, too, a probe goes now and then: so each side knows of the other, and the scheduler is told to expect
+it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ MESSAGE_BLOCKS = 65_536
 PACE_SECONDS = 0.005
 PROBE_SECONDS = 0.25
 """Silence after which a probe is sent, where an answer is due."""
+HEARTBEAT_SECONDS = 2.0
+"""Silence after which a probe is sent all the same."""
+SILENT_SECONDS = 5.0
+"""Silence after which the stream is broken off, though nobody waits for an answer."""
 CLOSE_SECONDS = 0.5
 """Longest wait for the answers of a stream that is closed."""
 
@@ -85,6 +91,8 @@ class LifecycleStream:
         """Every operation up to this one was carried out."""
         self._sent: deque[tuple[int, float]] = deque()
         """Last operation and time of the messages that are not known to be carried out, oldest first."""
+        self._sent_at = clock()
+        """When the last message was sent."""
         self._suspect = 0
         self._under_way = 0
         """First operation of the message that is under way; 0 = none."""
@@ -102,7 +110,13 @@ class LifecycleStream:
         self.operations = 0
         self.messages = 0
         hello = scheduler_pb2.LifecycleRequest(
-            hello=scheduler_pb2.LifecycleHello(owner_id=owner_id, in_flight=in_flight, opened_at=opened_at)
+            hello=scheduler_pb2.LifecycleHello(
+                owner_id=owner_id,
+                in_flight=in_flight,
+                opened_at=opened_at,
+                # It is sent when its time is over, by a loop that may be busy: half as much again is promised.
+                heartbeat_ms=int(HEARTBEAT_SECONDS * 1500),
+            )
         )
         self._task = self._loop.create_task(self._run(open_stream, hello), name="lifecycle")
 
@@ -140,19 +154,20 @@ class LifecycleStream:
             self._pending.pop(probe.id, None)  # that something comes is all of its answer
 
     def check(self) -> None:
-        """Asks for a sign of life where an answer is due, and breaks the stream off where none came; to be called
-        every `PROBE_SECONDS` or so."""
+        """Asks for a sign of life where an answer is due or nothing was said for long, and breaks the stream off where
+        none came; to be called every `PROBE_SECONDS` or so."""
+        now = self._clock()
         if self._sent:
             last, since = self._sent[0]
-            silent = self._clock() - since
+            silent, patience = now - since, self._stuck_seconds if self._pending else SILENT_SECONDS
             # Twice the same: a pause of this process must not look like one of the scheduler.
-            if silent > self._stuck_seconds and self._suspect == last:
+            if silent > patience and self._suspect == last:
                 self.break_off(DeadlineExceeded("no answer on the stream"))
                 return
-            self._suspect = last if silent > self._stuck_seconds else 0
+            self._suspect = last if silent > patience else 0
             if silent < PROBE_SECONDS:
                 return
-        if self._pending and not self._unsent:
+        if (self._pending and not self._unsent) or now - self._sent_at >= HEARTBEAT_SECONDS:
             self.probe()
 
     @property
@@ -229,7 +244,8 @@ class LifecycleStream:
             added = message.operations.add(id=number)
             getattr(added, operation.kind).CopyFrom(operation.message)
         self._under_way = message.operations[0].id
-        self._sent.append((message.operations[-1].id, self._clock()))
+        self._sent_at = self._clock()
+        self._sent.append((message.operations[-1].id, self._sent_at))
         self.operations += len(message.operations)
         self.messages += 1
         return message

@@ -258,9 +258,9 @@ class Bookings:
         """When an owner opened the stream that it has open here, see `Owner.opened_at`."""
         return self._owners.opened_at(owner)
 
-    def disconnect_owner(self, owner: OwnerName, session: int, now: float) -> None:
-        """Ends a stream of an owner; its bookings end after the grace time unless it comes back."""
-        self._owners.disconnect(owner, session, now)
+    def disconnect_owner(self, owner: OwnerName, session: int, gone_at: float) -> None:
+        """Ends a stream of an owner, gone since a while; its bookings end after the grace time unless it comes back."""
+        self._owners.disconnect(owner, session, gone_at)
 
     def expire(self, now: float) -> int:
         """Ends bookings whose lease or whose owner's grace time is over; forgets old attempts.

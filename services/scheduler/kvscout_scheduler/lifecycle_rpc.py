@@ -17,17 +17,23 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvscout.v1 import scheduler_pb2
-from kvscout_common.errors import Draining, InvalidArgument
+from kvscout_common.errors import DeadlineExceeded, Draining, InvalidArgument, KvscoutError
 from kvscout_common.identity import current_identity
 from kvscout_common.raw_messages import parse_message
 from kvscout_scheduler import translate
 from kvscout_scheduler.operations import MAX_OPERATIONS, Elsewhere, Operations
 from kvscout_scheduler.packed_operations import PackedOperations
+from kvscout_scheduler.pulse import Pulse
 from kvscout_scheduler.request import OwnerName
 from kvscout_scheduler.scheduler import Scheduler
 
 MAX_RESULTS = 16 * MAX_OPERATIONS
 """Results that wait for a slow caller; above, nothing more is read from it."""
+
+HEARTBEAT_MS = (100, 60_000)
+"""Least and most that an owner may promise."""
+MISSED_HEARTBEATS = 2.5
+"""After so many the owner is gone."""
 
 LEAVE_SECONDS = 1.0
 """How long owners may take to leave a scheduler that drains; what they have in flight they tell the next one."""
@@ -46,8 +52,8 @@ class LifecycleRpc:
         self._elsewhere = elsewhere
         self._streams: set[_Outbox] = set()
         self._readers: set[asyncio.Task[Any]] = set()
-        self._ending: set[asyncio.Task[Any]] = set()
-        """Readers that are cancelled by us."""
+        self._ending: dict[asyncio.Task[Any], KvscoutError] = {}
+        """Readers that are cancelled by us, and why."""
 
     async def Lifecycle(self, request_iterator: AsyncIterator[scheduler_pb2.LifecycleRequest], context: Any) -> None:
         await self._lifecycle(request_iterator, context, packed=False)
@@ -65,6 +71,7 @@ class LifecycleRpc:
         if not first.HasField("hello") or not first.hello.owner_id:
             raise InvalidArgument("the first message of a stream names its owner", field="hello.owner_id")
         scheduler, owner = self._lifecycles, OwnerName(current_identity().tenant, first.hello.owner_id)
+        patience = _patience_seconds(first.hello)
         in_flight = [(translate.key_from_proto(ref, first.tenant), ref.attempt_id) for ref in first.hello.in_flight]
         session, unknown = scheduler.connect_owner(owner, in_flight, first.hello.opened_at)
         outbox = _Outbox(draining=scheduler.draining, packed=packed)
@@ -79,9 +86,11 @@ class LifecycleRpc:
         reader = asyncio.current_task()
         assert reader is not None
         self._readers.add(reader)
+        pulse = Pulse(patience, lambda silent: self._end(reader, silent))
         try:
             operations.carry_out(first.operations, outbox.next.results)
             async for message in request_iterator:
+                pulse.beat()
                 if not (packed and fast.carry_out(message, outbox.packed)):
                     request = read(message)
                     if request.HasField("hello"):
@@ -96,14 +105,21 @@ class LifecycleRpc:
             if reader not in self._ending:
                 raise
             reader.uncancel()
-            raise Draining("the scheduler is draining") from None
+            raise self._ending[reader] from None
         finally:
-            self._ending.discard(reader)
+            pulse.stop()
+            self._ending.pop(reader, None)
             self._streams.discard(outbox)
             self._readers.discard(reader)
             writer.cancel()
             operations.close()
-            scheduler.disconnect_owner(owner, session)
+            scheduler.disconnect_owner(owner, session, silent_seconds=pulse.silent_seconds)
+
+    def _end(self, reader: asyncio.Task[Any], silent_seconds: float) -> None:
+        """Ends the stream of an owner that is not heard any more."""
+        if reader not in self._ending:
+            self._ending[reader] = DeadlineExceeded(f"nothing came from the owner for {silent_seconds:.3g} s")
+            reader.cancel()
 
     async def drain_streams(self) -> None:
         """Tells every owner to go to the next scheduler, and ends the streams of those that stay."""
@@ -113,8 +129,8 @@ class LifecycleRpc:
         readers = set(self._readers)
         if readers:
             _, staying = await asyncio.wait(readers, timeout=LEAVE_SECONDS)
-            self._ending.update(staying)
             for reader in staying:
+                self._ending[reader] = Draining("the scheduler is draining")
                 reader.cancel()
             await asyncio.gather(*staying, return_exceptions=True)
 
@@ -159,6 +175,14 @@ class _Outbox:
         """Waits until everything that is there was sent."""
         while self.news.is_set() or self._writing:
             await self.room()
+
+
+def _patience_seconds(hello: scheduler_pb2.LifecycleHello) -> float:
+    """How long an owner may say nothing; 0 = for ever."""
+    least, most = HEARTBEAT_MS
+    if hello.heartbeat_ms and not least <= hello.heartbeat_ms <= most:
+        raise InvalidArgument(f"must be between {least} and {most}", field="hello.heartbeat_ms")
+    return hello.heartbeat_ms / 1000 * MISSED_HEARTBEATS
 
 
 def _itself(message: scheduler_pb2.LifecycleRequest) -> scheduler_pb2.LifecycleRequest:

@@ -69,12 +69,12 @@ class Owners:
         owner.opened_at = min(opened_at, latest)
         return self._sessions
 
-    def disconnect(self, name: OwnerName, session: int, now: float) -> None:
+    def disconnect(self, name: OwnerName, session: int, gone_at: float) -> None:
         """Ends a stream; the end of one that was replaced means nothing."""
         owner = self._owners.get(name)
         if owner is not None and owner.session == session:
             if owner.bookings:
-                owner.gone_at = now
+                owner.gone_at = gone_at
             else:
                 del self._owners[name]
 

@@ -335,9 +335,15 @@ class Scheduler:
         self.pump(self.waiting.pools)
         return connected
 
-    def disconnect_owner(self, owner: OwnerName, session: int) -> None:
-        """Ends an owner's stream; its bookings end after the grace time unless it comes back."""
-        self.bookings.disconnect_owner(owner, session, self._clock())
+    def disconnect_owner(self, owner: OwnerName, session: int, *, silent_seconds: float = 0.0) -> None:
+        """Ends an owner's stream; its bookings end after the grace time unless it comes back.
+
+        Args:
+            owner: Whose.
+            session: Of the stream.
+            silent_seconds: For how long it has not been heard of: that much of the grace time is over.
+        """
+        self.bookings.disconnect_owner(owner, session, self._clock() - silent_seconds)
 
     def expire(self) -> int:
         """Ends what is overdue; to be called every second or so. Returns bookings that ended."""

@@ -1,0 +1,89 @@
+"""A relay in front of a TCP server that can swallow: what a partition or a lost node looks like, no FIN and no RST."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class TcpRelay:
+    """One relay; `address` is where clients connect to.
+
+    Swallowed bytes are acknowledged by TCP, which a real partition would not do: whoever relies on the kernel to notice
+    does not. Connections made meanwhile are accepted, and lead nowhere.
+
+    Args:
+        target: host:port of the server.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.address = ""
+        self.connections = 0
+        """That were made."""
+        self._target = target
+        self._swallows = {"up": False, "down": False}
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listens on a free port."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def swallow(self, *directions: str) -> None:
+        """Loses what goes to the server ("up"), what comes from it ("down"), or both; what is lost stays lost."""
+        for direction in directions or ("up", "down"):
+            self._swallows[direction] = True
+
+    def heal(self) -> None:
+        """Connections that are made from now on work; the old ones have missed something, and stay deaf."""
+        self._swallows = {"up": False, "down": False}
+
+    async def close(self) -> None:
+        """Ends every connection."""
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        host, _, port = self._target.rpartition(":")
+        try:
+            upstream, onward = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers |= {writer, onward}
+        for pump in (self._pump(reader, onward, "up"), self._pump(upstream, writer, "down")):
+            task = asyncio.create_task(pump)
+            self._pumps.add(task)
+            task.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: str) -> None:
+        deaf = False
+        try:
+            while data := await reader.read(65_536):
+                deaf = deaf or self._swallows[direction]
+                if not deaf:
+                    writer.write(data)
+                    await writer.drain()
+        except OSError:
+            pass
+        # An end that nobody hears of is part of it.
+        if not (deaf or self._swallows[direction]):
+            writer.close()
+
+
+@asynccontextmanager
+async def tcp_relay(target: str) -> AsyncIterator[TcpRelay]:
+    """A relay for the length of a block."""
+    relay = TcpRelay(target)
+    await relay.start()
+    try:
+        yield relay
+    finally:
+        await relay.close()
