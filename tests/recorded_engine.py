@@ -4,11 +4,14 @@
 
     [topic] [seq] [payload]        published
     [b""] [start seq]              asked  →  [b""] ([topic]) [seq] [payload] ..., the end has seq ff..ff
+
+The options of the sockets are vLLM's: its own mark for the PUB, ZMQ's for the ROUTER, which drops what outruns it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
@@ -17,6 +20,8 @@ import zmq.asyncio
 
 DEADLINE_SECONDS = 10.0
 END_OF_REPLAY = b"\xff" * 8
+SEND_HWM = 100_000
+"""Messages that a subscriber may lag behind, vLLM's default."""
 
 
 class RecordedEngine:
@@ -28,6 +33,7 @@ class RecordedEngine:
         topic: Of what it publishes.
         buffer_steps: Batches that a replay can go back.
         connect_to: Publishes by connecting to this address; "" = it binds.
+        send_hwm: Messages that a subscriber may lag behind.
     """
 
     def __init__(
@@ -38,12 +44,15 @@ class RecordedEngine:
         topic: bytes = b"kv-events",
         buffer_steps: int = 10_000,
         connect_to: str = "",
+        send_hwm: int = SEND_HWM,
     ) -> None:
         self.endpoint = connect_to
         self.replay_endpoint = ""
         self.next_seq = 0
         self.replays_asked: list[int] = []
         """First seq of each replay that was asked for."""
+        self.lost_replies: deque[range] = deque()
+        """Of each of the next replays, the positions of the replies that are lost, the end being the last one."""
         self.answering = asyncio.Event()
         """Cleared: replays wait."""
         self.answering.set()
@@ -51,6 +60,7 @@ class RecordedEngine:
         self._replay_topics = replay_topics
         self._topic = topic
         self._buffer_steps = buffer_steps
+        self._send_hwm = send_hwm
         self._connects = bool(connect_to)
         self._buffer: dict[int, bytes] = {}
         self._subscribed = asyncio.Event()
@@ -67,6 +77,7 @@ class RecordedEngine:
         # An XPUB is a PUB that can tell when somebody has subscribed.
         self._pub = self._context.socket(zmq.XPUB)
         self._pub.set(zmq.XPUB_VERBOSE, 1)
+        self._pub.set_hwm(self._send_hwm)
         if self._connects:
             self._pub.connect(self.endpoint)
         else:
@@ -74,7 +85,6 @@ class RecordedEngine:
         self._tasks = [asyncio.create_task(self._watch_subscriptions())]
         if self._has_replay:
             self._router = self._context.socket(zmq.ROUTER)
-            self._router.set(zmq.SNDHWM, 0)
             self.replay_endpoint = await _bind(self._router, self.replay_endpoint)
             self._tasks.append(asyncio.create_task(self._answer_replays()))
 
@@ -142,9 +152,14 @@ class RecordedEngine:
             first = int.from_bytes(start, "big")
             self.replays_asked.append(first)
             await self.answering.wait()
-            for seq, payload in [item for item in self._buffer.items() if item[0] >= first]:
-                await self._reply(identity, self._topic, seq.to_bytes(8, "big"), payload)
-            await self._reply(identity, b"", END_OF_REPLAY, b"")
+            replies = [
+                (self._topic, seq.to_bytes(8, "big"), payload) for seq, payload in self._buffer.items() if seq >= first
+            ]
+            replies.append((b"", END_OF_REPLAY, b""))
+            lost = self.lost_replies.popleft() if self.lost_replies else range(0)
+            for number, reply in enumerate(replies):
+                if number not in lost:
+                    await self._reply(identity, *reply)
 
     async def _reply(self, identity: bytes, topic: bytes, seq: bytes, payload: bytes) -> None:
         frames = [topic, seq, payload] if self._replay_topics else [seq, payload]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import zmq
+from recorded_engine import SEND_HWM
 
 DEADLINE_MS = 10_000
 
@@ -20,7 +21,7 @@ class Publisher:
     def open(self) -> None:
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.set(zmq.XPUB_VERBOSE, 1)
-        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set_hwm(SEND_HWM)
         while True:
             try:
                 self._socket.bind(self.endpoint or "tcp://127.0.0.1:*")

@@ -4,6 +4,8 @@
 
               ┌──────────── id = last+1: apply ───────────┐
               ▼                                           │
+                                                       ┌── hole, or no end, after progress: ask again
+                                                       ▼       │
     WAITING ─────▶ LIVE ── gap, reconnect, restart ──▶ REPLAYING ── verified to the end ──▶ LIVE
                                                           │ history gone, no answer, overflow
                                                           └──▶ demote, then LIVE with history_incomplete
@@ -16,6 +18,10 @@ Engines without epochs start again at 0 after a restart. A batch is therefore kn
 id with a digest never seen is a new life of the engine. Every replay begins at the last applied batch, to
 compare its digest: an engine that restarted and has overtaken `last` meanwhile is found out by it. The
 caller reads what a socket still holds before it reports that socket's reconnect.
+
+Engines drop replies that outrun their socket, and the end marker with them, but never the first: so what a round of
+replies leaves out was lost on the way, and is asked for again from the last applied batch. Only a round whose *first*
+reply is above what was asked says that history is gone. A round that brought nothing new counts as a failed one.
 
 With epochs a restart tells itself, an id is one batch however often it is encoded, and what is of a lower epoch than
 what was seen is old, whoever sends it.
@@ -117,7 +123,10 @@ class RequestReplay(NamedTuple):
 
 
 class Reset(NamedTuple):
-    """Drop all that is known of the worker rank: its engine restarted, or all its batches come again."""
+    """Drop all that is known of the worker rank."""
+
+    reason: str
+    """Why, for people."""
 
 
 class Demote(NamedTuple):
@@ -165,8 +174,10 @@ class SourceSequence(Generic[T]):
         self._failures = 0
         self._verified = True
         """Whether the replay has shown the batch `last_id` with the digest that we know."""
-        self._progress = False
-        """Whether the replay brought anything."""
+        self._asked_from: tuple[int, int | None] = (0, None)
+        """(epoch, last id) when the round of replies began; as long as they are the present ones it brought nothing."""
+        self._answered = False
+        """Whether a reply of this round came, so that the next ones continue it."""
         self._malformed_in_row = 0
         self._outdated_in_row = 0
         self._healing = False
@@ -263,7 +274,6 @@ class SourceSequence(Generic[T]):
             self._digests[last_id] = last_digest
         self._highest_live = -1
         self._verified = not second_hand or epoch > 0 or last_id is None or not self._can_replay
-        self._progress = True
         self.history_incomplete = history_incomplete
         self.missing = "what came before the state that was loaded" if history_incomplete else ""
         if attempt is None:
@@ -334,10 +344,10 @@ class SourceSequence(Generic[T]):
             self._lose(f"whatever came after {self.last_id}, before a reconnect", out)
         return out
 
-    def on_replay(self, attempt: int, batch: SequencedBatch[T]) -> list[Decision[T]]:
+    def on_replay(self, attempt: int, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:
         """A reply of the replay came."""
         out: list[Decision[T]] = []
-        if not self.replaying or attempt != self.attempt:
+        if not self.replaying or attempt != self.attempt or self._refuse_rank(batch, out):
             return out
         if batch.epoch < self.epoch:
             self._drop(batch, DropReason.STALE, out)
@@ -347,34 +357,38 @@ class SourceSequence(Generic[T]):
             return out
         if self._healing and batch.event_id == 0:
             # All of it comes again, not as a state: that replaces what is incomplete.
-            self._begin_again(out)
+            self._begin_again("all its batches come again", out)
         # Within one epoch an id is one batch, however often it is encoded; without epochs its bytes decide.
         waiting = None if batch.epoch else self._held.get(batch.event_id)
         known = None if batch.epoch else self._digests.get(batch.event_id)
         if waiting is not None and waiting.digest != batch.digest:
             self._restart(out, epoch=batch.epoch)
-        elif batch.event_id == self.last_id:
+            return out
+        if batch.event_id == self.last_id:
             if known is not None and known != batch.digest:
                 self._restart(out, epoch=batch.epoch)
-            else:
-                self._digests[batch.event_id] = batch.digest
-                self._verified = True
+                return out
+            self._digests[batch.event_id] = batch.digest
+            self._verified = True
         elif self.last_id is not None and batch.event_id < self.last_id:
             self._drop(batch, DropReason.DUPLICATE, out)
-        else:
+        elif batch.cleared or self._reaches(batch, out):
             self.epoch = batch.epoch
             if batch.cleared:
                 self._drop_held(out, below=batch.event_id)
             else:
-                if self._expected() < batch.event_id and self._held:
-                    # Where the replay has a gap, what came live may fill it.
+                if self._expected() < batch.event_id:
                     self._apply_held(out, below=batch.event_id)
                 self._check_history(batch.event_id, out)
-            self._verified = self._progress = True
+            self._verified = True
             self._apply(batch, out)
+        else:
+            self._ask_again(now, out)
+            return out
+        self._answered = True
         return out
 
-    def on_replay_end(self, attempt: int) -> list[Decision[T]]:
+    def on_replay_end(self, attempt: int, now: float) -> list[Decision[T]]:
         """The replay said that it is complete."""
         out: list[Decision[T]] = []
         if not self.replaying or attempt != self.attempt:
@@ -387,30 +401,29 @@ class SourceSequence(Generic[T]):
             else:
                 self._give_up("the replay was empty", out)
             return out
-        before = self.last_id
         self._apply_held(out, until_gap=True)
         if not self._held:
             self._end_replay()
-        elif self._progress or self._healing or self.last_id != before:
-            # The answer may have been given before what is missing was published.
-            self._fill_gap(out)
+        elif self._answered or self._brought_something or self._healing:
+            # What is missing was lost on the way, or published after the answer was given.
+            self._ask_again(now, out)
         else:
             self._give_up("the replay ended early", out)
         return out
 
     def on_replay_failed(self, attempt: int, now: float) -> list[Decision[T]]:
-        """The replay was not answered in time, or its answer could not be read."""
+        """The replay was not answered in time, had no end, or could not be read."""
         out: list[Decision[T]] = []
         if not self.replaying or attempt != self.attempt:
             return out
-        self._failures += 1
-        self.attempt += 1
-        if self._healing:
-            self._leave_as_it_is(out)
-        elif self._failures >= MAX_ATTEMPTS:
-            self._give_up(f"{self._failures} replays failed", out)
-        else:
-            self.retry_at = now + FIRST_RETRY_SECONDS * 2 ** (self._failures - 1)
+        if self._verified and self._held and not self._healing:
+            self._apply_held(out, until_gap=True)
+            if not self._held:
+                # Up to what came live all is there: whatever else was to be replied is not missed.
+                self._end_replay()
+                self.attempt += 1
+                return out
+        self._ask_again(now, out)
         return out
 
     def on_no_history(self, attempt: int, reason: str) -> list[Decision[T]]:
@@ -441,23 +454,33 @@ class SourceSequence(Generic[T]):
             if self._can_replay and not self.replaying:
                 self._request(out)
         if self.retry_at is not None and now >= self.retry_at:
-            failures = self._failures
-            self._request(out)
-            self._failures = failures
+            self._request(out, failures=self._failures)
         return out
 
     def _admit(self, batch: SequencedBatch[T], now: float, out: list[Decision[T]]) -> bool:
         """Whether the source may be listened to at all."""
-        if batch.dp_rank is not None and batch.dp_rank != self._dp_rank:
-            self.misconfigured = f"batches name rank {batch.dp_rank}, the registration {self._dp_rank}"
-            self._drop(batch, DropReason.WRONG_RANK, out)
+        if self._refuse_rank(batch, out):
             return False
-        self.misconfigured = ""
         if self.quarantined_until is not None and now < self.quarantined_until:
             self._drop(batch, DropReason.QUARANTINED, out)
             return False
         self.quarantined_until = None
         self._count_malformed(now, malformed=batch.malformed)
+        return True
+
+    def _refuse_rank(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> bool:
+        """Refuses a batch that names another rank, and all that came before it; whether it did."""
+        if batch.dp_rank is None or batch.dp_rank == self._dp_rank:
+            self.misconfigured = ""
+            return False
+        self.misconfigured = f"batches name rank {batch.dp_rank}, the registration {self._dp_rank}"
+        self._drop(batch, DropReason.WRONG_RANK, out)
+        self._drop_held(out)
+        if self.replaying:
+            self._end_replay()
+            self.attempt += 1
+        if self.last_id is not None:
+            self._begin_again(self.misconfigured, out)
         return True
 
     def _count_malformed(self, now: float, *, malformed: bool) -> None:
@@ -499,30 +522,58 @@ class SourceSequence(Generic[T]):
         self._drop_held(out)
         self._end_replay()
         self.counters["restarts"] += 1
-        self._begin_again(out)
+        self._begin_again("it restarted", out)
         self.epoch = epoch
         if cause is not None:
             self._accept(cause, out)
         elif self._can_replay:
             self._request(out)
 
-    def _begin_again(self, out: list[Decision[T]]) -> None:
+    def _begin_again(self, reason: str, out: list[Decision[T]]) -> None:
         """Forgets everything, to learn it from batch 0 on."""
-        out.append(Reset())
+        out.append(Reset(reason))
         self.last_id = None
         self._digests.clear()
         self._highest_live = -1
         self._healing = False
         self._complete()
 
-    def _request(self, out: list[Decision[T]], *, everything: bool = False) -> None:
-        """Begins a replay, or begins the running one again."""
+    def _reaches(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> bool:
+        """Whether nothing that can still be had is missing before a replayed batch."""
+        if self._expected() < batch.event_id:
+            # Where the replay has a hole, what came live may fill it.
+            self._apply_held(out, until_gap=True, below=batch.event_id)
+        return self._expected() >= batch.event_id or not (self._answered and self._verified)
+
+    @property
+    def _brought_something(self) -> bool:
+        """Whether this round of replies moved the cursor."""
+        return self._asked_from != (self.epoch, self.last_id)
+
+    def _ask_again(self, now: float, out: list[Decision[T]]) -> None:
+        """Ends a round that left something out, and asks for the rest: at once if it moved the cursor, or later."""
+        if self._healing:
+            self.attempt += 1
+            self._leave_as_it_is(out)
+        elif self._brought_something:
+            self._request(out)
+        else:
+            self.attempt += 1
+            self._failures += 1
+            if self._failures >= MAX_ATTEMPTS:
+                self._give_up(f"{self._failures} replays brought nothing", out)
+            else:
+                self.retry_at = now + FIRST_RETRY_SECONDS * 2 ** (self._failures - 1)
+
+    def _request(self, out: list[Decision[T]], *, everything: bool = False, failures: int = 0) -> None:
+        """Begins a replay, or begins the running one again; `failures` is how many rounds in a row brought nothing."""
         self.replaying = True
         self.attempt += 1
         self.counters["replays"] += 1
         self.retry_at = None
-        self._failures = 0
-        self._progress = self._healing = False
+        self._failures = failures
+        self._asked_from = (self.epoch, self.last_id)
+        self._answered = self._healing = False
         # With epochs a restart tells itself: a source that has nothing newer than `last_id` has lost nothing.
         self._verified = self.last_id is None or self.epoch > 0
         out.append(RequestReplay(0 if everything or self.last_id is None else self.last_id, self.attempt))

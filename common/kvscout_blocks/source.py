@@ -277,7 +277,7 @@ class Source:
             if isinstance(decision, Apply):
                 self._apply(decision.batch)
             elif isinstance(decision, Reset):
-                log.warning("worker %s/%d begins anew: its blocks are forgotten", *self.rank)
+                log.warning("worker %s/%d: %s, its blocks are forgotten", *self.rank, decision.reason)
                 self._restart()
             elif isinstance(decision, Demote):
                 log.warning("worker %s/%d: events %s are lost", *self.rank, decision.missing)
@@ -366,7 +366,7 @@ class Source:
                 async with self._recoveries:
                     broken = await self._read_replay(request)
             if broken is None:
-                self._carry_out(self.sequence.on_replay_end(request.attempt))
+                self._carry_out(self.sequence.on_replay_end(request.attempt, self._clock()))
                 return
             log.info("replay of worker %s/%d failed: %s", *self.rank, broken)
             if isinstance(broken, NoHistory):
@@ -410,7 +410,7 @@ class Source:
                         if not self._load(request.attempt, reply):
                             return HistoryBroken("its state cannot be loaded")
                     else:
-                        self._carry_out(self.sequence.on_replay(request.attempt, reply))
+                        self._carry_out(self.sequence.on_replay(request.attempt, reply, self._clock()))
                     if self.sequence.attempt != request.attempt:
                         return None
                     count += 1

@@ -23,11 +23,15 @@ log = logging.getLogger("kvscout.events")
 
 RECEIVE_LIMIT = 100_000
 """Batches that wait in a socket."""
+REPLIES_LIMIT = 256
+"""Replies that wait in a socket: what an engine drops because we are slow is asked for again."""
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 BURST = 64
 """Batches read from one socket before the others, and the rpcs, get their turn."""
 REPLAY_IDLE_SECONDS = 2.0
-"""A replay that is silent this long has ended early: engines answer within 100 ms."""
+"""A replay that has not begun after this long will not: engines answer within 100 ms."""
+REPLAY_PAUSE_SECONDS = 0.5
+"""One that has begun and is silent this long is over: engines reply in one go, and may drop the end."""
 
 
 def open_sockets(
@@ -153,16 +157,25 @@ async def replay(
     start: int,
     *,
     idle_seconds: float = REPLAY_IDLE_SECONDS,
+    pause_seconds: float = REPLAY_PAUSE_SECONDS,
 ) -> AsyncGenerator[Message, None]:
     """Asks an engine's replay socket for every batch from `start` on; ends with the engine's end marker.
+
+    Args:
+        context: For its socket.
+        endpoint: The replay socket.
+        start: First batch wanted.
+        idle_seconds: Longest wait for the first reply.
+        pause_seconds: Longest wait for the next one.
 
     Raises:
         HistoryBroken: If the engine falls silent, or sends something else.
     """
+    patience = idle_seconds
     socket = zmq.asyncio.Context.shadow(context).socket(zmq.DEALER)
     try:
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVHWM, RECEIVE_LIMIT)
+        socket.set(zmq.RCVHWM, REPLIES_LIMIT)
         socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.connect(endpoint)
         try:
@@ -170,14 +183,15 @@ async def replay(
             async with asyncio.timeout(idle_seconds):
                 await socket.send_multipart(replay_request(start))
             while True:
-                async with asyncio.timeout(idle_seconds):
+                async with asyncio.timeout(patience):
                     parts = await socket.recv_multipart()
                 message = parse_replay_reply(parts)
                 if message is None:
                     return
+                patience = pause_seconds
                 yield message
         except TimeoutError as error:
-            raise HistoryBroken(f"{endpoint} was silent for {idle_seconds:g} s") from error
+            raise HistoryBroken(f"{endpoint} was silent for {patience:g} s") from error
         except (MalformedBatch, zmq.ZMQError) as error:
             raise HistoryBroken(f"{endpoint}: {error}") from error
     finally:

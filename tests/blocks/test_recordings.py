@@ -103,10 +103,12 @@ def test_a_recorded_replay_gives_what_was_published_live(capture: Path) -> None:
         decision.batch.content
         for reply in replies
         if reply is not None
-        for decision in sequence.on_replay(sequence.attempt, SequencedBatch(reply.seq, digest(reply.payload), reply))
+        for decision in sequence.on_replay(
+            sequence.attempt, SequencedBatch(reply.seq, digest(reply.payload), reply), 0.0
+        )
         if isinstance(decision, Apply)
     ]
-    assert sequence.on_replay_end(sequence.attempt) == []
+    assert sequence.on_replay_end(sequence.attempt, 0.0) == []
     assert [m.payload for m in applied] == [m.payload for m in live]
     assert not sequence.replaying
     assert not sequence.history_incomplete

@@ -46,10 +46,10 @@ class Driver:
 
     def replayed(self, *batches: Batch) -> list[str]:
         attempt = self.machine.attempt
-        return [word for batch in batches for word in _words(self.machine.on_replay(attempt, batch))]
+        return [word for batch in batches for word in _words(self.machine.on_replay(attempt, batch, self.now))]
 
     def end(self) -> list[str]:
-        return _words(self.machine.on_replay_end(self.machine.attempt))
+        return _words(self.machine.on_replay_end(self.machine.attempt, self.now))
 
     def fail(self) -> list[str]:
         return _words(self.machine.on_replay_failed(self.machine.attempt, self.now))
@@ -198,10 +198,75 @@ def test_history_that_is_gone_demotes_and_goes_on_from_the_first_reply(driver: D
     assert driver.machine.missing == "6..19"
 
 
-def test_a_hole_in_the_replay_demotes_again(driver: Driver) -> None:
+def test_a_hole_in_the_replay_is_asked_for_again_from_the_last_batch_applied(driver: Driver) -> None:
+    driver.live(at(12))
+    assert driver.replayed(at(5), at(6), at(9)) == ["apply a6", "replay 6"]
+    assert driver.replayed(at(6), at(7), at(10)) == ["apply a7", "replay 7"]
+    assert driver.replayed(*(at(n) for n in range(7, 12))) == [f"apply a{n}" for n in range(8, 12)]
+    assert driver.end() == ["apply a12"]
+    assert (driver.machine.counters["demotions"], driver.machine.history_incomplete) == (0, False)
+
+
+def test_a_hole_behind_history_that_is_gone_is_asked_for_again(driver: Driver) -> None:
+    driver.live(at(30))
+    assert driver.replayed(at(20), at(22)) == ["demote 6..19", "apply a20", "replay 20"]
+    assert driver.replayed(at(20), *(at(n) for n in range(21, 30)))[-1] == "apply a29"
+    assert driver.end() == ["apply a30"]
+    assert driver.machine.missing == "6..19"
+
+
+def test_history_that_is_gone_after_a_restart_is_lost_by_the_first_reply_of_the_new_life(driver: Driver) -> None:
+    driver.live(at(8))
+    assert driver.replayed(at(5, "b")) == ["stale 8", "reset", "replay 0"]
+    assert driver.replayed(at(2, "b")) == ["apply b2"]
+    assert driver.machine.missing == "0..1"
+
+
+def test_what_came_live_fills_a_hole_of_the_replay(driver: Driver) -> None:
+    driver.live(at(7), at(8))
+    assert driver.replayed(at(5), at(6), at(9)) == ["apply a6", "apply a7", "apply a8", "apply a9"]
+    assert driver.end() == []
+
+
+def test_rounds_that_bring_nothing_wait_longer_each_time_and_end_as_a_loss(driver: Driver) -> None:
     driver.live(at(10))
+    wait = FIRST_RETRY_SECONDS
+    for _ in range(MAX_ATTEMPTS - 1):
+        assert driver.replayed(at(5), at(8)) == []
+        assert driver.machine.retry_at == driver.now + wait
+        assert driver.tick(driver.now + wait) == ["replay 5"]
+        wait *= 2
+    assert driver.replayed(at(5), at(8)) == ["demote 6..9", "apply a10"]
+    assert not driver.machine.replaying
+
+
+def test_progress_begins_the_count_of_futile_rounds_anew(driver: Driver) -> None:
+    driver.live(at(10))
+    for _ in range(MAX_ATTEMPTS - 1):
+        driver.fail()
+        driver.tick(driver.machine.retry_at or 0.0)
+    assert driver.replayed(at(5), at(6), at(8)) == ["apply a6", "replay 6"]
+    assert driver.fail() == []
+    assert driver.machine.retry_at == driver.now + FIRST_RETRY_SECONDS
+
+
+def test_a_replay_without_its_end_is_over_when_it_reaches_what_came_live(driver: Driver) -> None:
+    driver.live(at(8), at(9))
+    driver.replayed(at(5), at(6), at(7))
+    assert driver.fail() == ["apply a8", "apply a9"]
+    assert not driver.machine.replaying
+    assert driver.live(at(10)) == ["apply a10"]
+
+
+def test_a_replay_without_its_end_is_asked_for_the_rest_at_once(driver: Driver) -> None:
+    driver.reconnect()
     driver.replayed(at(5), at(6))
-    assert driver.replayed(at(8)) == ["demote 7..7", "apply a8"]
+    assert driver.fail() == ["replay 6"]
+    assert driver.replayed(at(6), at(7)) == ["apply a7"]
+    assert driver.fail() == ["replay 7"]
+    driver.replayed(at(7))
+    assert driver.end() == []
+    assert not driver.machine.history_incomplete
 
 
 def test_a_reply_without_the_last_batch_cannot_be_verified(driver: Driver) -> None:
@@ -215,7 +280,10 @@ def test_a_replay_that_ends_early_is_asked_again_while_it_brings_something(drive
     driver.replayed(at(5), at(6))
     assert driver.end() == ["replay 6"]
     driver.replayed(at(6))
-    assert driver.end() == ["demote 7..9", "apply a10"]
+    assert driver.end() == []
+    assert driver.tick(FIRST_RETRY_SECONDS) == ["replay 6"]
+    driver.replayed(*(at(n) for n in range(6, 10)))
+    assert driver.end() == ["apply a10"]
 
 
 def test_an_empty_replay_after_which_live_batches_go_on_is_asked_for_again() -> None:
@@ -296,15 +364,15 @@ def test_failing_replays_without_live_batches_demote(driver: Driver) -> None:
         words = driver.fail()
         if driver.machine.retry_at is not None:
             driver.tick(driver.machine.retry_at)
-    assert words == ["demote whatever came after 5: 8 replays failed"]
+    assert words == ["demote whatever came after 5: 8 replays brought nothing"]
 
 
 def test_answers_to_an_earlier_request_are_ignored(driver: Driver) -> None:
     driver.live(at(8))
     old = driver.machine.attempt
     driver.reconnect()
-    assert driver.machine.on_replay(old, at(6)) == []
-    assert driver.machine.on_replay_end(old) == []
+    assert driver.machine.on_replay(old, at(6), 0.0) == []
+    assert driver.machine.on_replay_end(old, 0.0) == []
     assert driver.machine.on_replay_failed(old, 0.0) == []
     assert driver.machine.replaying
 
@@ -354,10 +422,21 @@ def test_what_a_quarantine_dropped_is_asked_for_when_it_ends(driver: Driver) -> 
     assert driver.replayed(at(105, malformed=True), at(106)) == ["apply a106"]
 
 
-def test_a_batch_of_another_rank_is_refused_and_shown(driver: Driver) -> None:
-    assert driver.live(at(6, dp_rank=1)) == ["wrong_rank 6"]
+def test_a_batch_of_another_rank_is_refused_and_shown_and_what_was_known_is_dropped(driver: Driver) -> None:
+    assert driver.live(at(6, dp_rank=1), at(7, dp_rank=1)) == ["wrong_rank 6", "reset", "wrong_rank 7"]
     assert "rank 1" in driver.machine.misconfigured
-    assert driver.live(at(6, dp_rank=0)) == ["apply a6"]
+    assert driver.live(at(6, dp_rank=0)) == ["replay 0"]
+    assert driver.machine.misconfigured == ""
+
+
+def test_a_replay_of_another_rank_is_not_applied_and_drops_what_was_held(driver: Driver) -> None:
+    driver.live(at(8))
+    assert driver.replayed(at(5), at(6, dp_rank=1), at(7, dp_rank=1)) == ["wrong_rank 6", "stale 8", "reset"]
+    assert "rank 1" in driver.machine.misconfigured
+    assert (driver.machine.replaying, driver.machine.held, driver.machine.last_id) == (False, 0, None)
+    # Whoever is behind the address now is asked once more when the connection is a new one.
+    assert driver.reconnect() == ["replay 0"]
+    assert driver.replayed(at(0, "b", dp_rank=0)) == ["apply b0"]
     assert driver.machine.misconfigured == ""
 
 
@@ -402,7 +481,7 @@ def test_a_live_state_drops_what_is_held_below_it_and_applies_the_rest() -> None
     old = driver.machine.attempt
     assert driver.state(8) == ["load", "stale 8", "apply a9", "apply a10"]
     assert not driver.machine.replaying
-    assert driver.machine.on_replay(old, at(6, epoch=1)) == []
+    assert driver.machine.on_replay(old, at(6, epoch=1), 0.0) == []
 
 
 def test_a_live_state_that_does_not_reach_what_is_held_asks_for_the_rest() -> None:
@@ -512,8 +591,7 @@ def test_healing_by_all_batches_begins_anew_and_goes_on_as_any_replay() -> None:
     assert driver.replayed(at(0, epoch=1), at(1, epoch=1)) == ["reset", "apply a0", "apply a1"]
     assert not driver.machine.history_incomplete
     # What broke off is asked for from there on: nothing more is forgotten.
-    driver.fail()
-    assert driver.tick(driver.machine.retry_at or 0.0) == ["replay 1"]
+    assert driver.fail() == ["replay 1"]
     assert driver.replayed(*(at(number, epoch=1) for number in range(1, 9))) == [
         *(f"apply a{number}" for number in range(2, 9))
     ]

@@ -1,11 +1,11 @@
 """Random loss, duplication, reconnects and restarts: in the end the index side equals the engine.
 
-The engine's truth is a set of blocks that its batches add to, remove from or clear. The channel loses and
-repeats batches, sockets reconnect, the engine restarts with and without epochs, replays are answered late,
-in pieces or not at all. Sources with epochs may answer with their state, send it live, and have it asked for once more
-where history is incomplete; the state of a third party, of any age and maybe of a former life, may come before anything
-else. Once quiet, what the decisions applied must equal the truth; where history was out of reach, it must be a part of
-it, and say so. `KVSCOUT_SEQUENCE_SEED` reruns one sequence.
+The engine's truth is a set of blocks that its batches add to, remove from or clear. The channel loses and repeats
+batches, sockets reconnect, the engine restarts with and without epochs, replays are answered late, in pieces or not
+at all; all but the first of their replies, and their end, may be lost. Sources with epochs may answer with their
+state, send it live, and have it asked for once more where history is incomplete; the state of a third party, of any
+age and maybe of a former life, may come before anything else. Once quiet, what the decisions applied must equal the
+truth; where history was out of reach, it must be a part of it, and say so. `KVSCOUT_SEQUENCE_SEED` reruns one sequence.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ class World:
         self.applied: set[int] = set()
         self.channel: deque[Batch] = deque()
         self.loss = rng.choice([0.0, 0.05, 0.3])
+        self.cuts = rng.choice([0.0, 0.3, 0.9])
+        """How often a replay loses replies."""
         self.replay: deque[Batch | State | None] | None = None
         self.now = 0.0
         self.states: bool = self.engine.epochs and rng.random() < 0.7
@@ -137,7 +139,14 @@ class World:
                 case Reset() | Demote():
                     self.applied = set()
                 case RequestReplay(first_id):
-                    self.replay = deque([*self.answer_to(first_id), None])
+                    self.replay = self.through_router([*self.answer_to(first_id), None])
+
+    def through_router(self, replies: list[Batch | State | None]) -> deque[Batch | State | None]:
+        """What is left of replies (None = their end): a socket that is full drops the next ones, never the first."""
+        if len(replies) > 1 and self.rng.random() < self.cuts:
+            first = self.rng.randrange(1, len(replies))
+            del replies[first : self.rng.randint(first, len(replies))]
+        return deque(replies)
 
     def answer_to(self, first_id: int) -> list[Batch | State]:
         """What a replay brings now: where a state is at hand, never less than all."""
@@ -182,18 +191,23 @@ class World:
             self.replay = None
             self.carry_out(self.machine.on_replay_failed(attempt, self.now))
             return
+        if not self.replay:
+            # Its end was lost: silence.
+            self.replay = None
+            self.carry_out(self.machine.on_replay_failed(attempt, self.now))
+            return
         reply = self.replay.popleft()
         if isinstance(reply, State):
             self.load(attempt, reply)
             if reply.second_hand and attempt == self.machine.attempt:
                 # The rest of the replay is the source's own, from there on.
                 last_id = self.machine.last_id
-                self.replay = deque([*self.answer_to(last_id if last_id is not None else 0), None])
+                self.replay = self.through_router([*self.answer_to(last_id if last_id is not None else 0), None])
         elif reply is not None:
-            self.carry_out(self.machine.on_replay(attempt, reply))
+            self.carry_out(self.machine.on_replay(attempt, reply, self.now))
         else:
             self.replay = None
-            self.carry_out(self.machine.on_replay_end(attempt))
+            self.carry_out(self.machine.on_replay_end(attempt, self.now))
 
     def reconnect(self) -> None:
         """The channel breaks: what it still holds is read first, what is published meanwhile is lost."""
@@ -229,9 +243,14 @@ class World:
         self.load(None, self.engine.state())
 
     def quiet(self) -> None:
-        """No more loss: a last batch goes through and every replay is answered."""
+        """No more loss: last batches go through and every replay is answered."""
         self.loss = 0.0
-        self.publish()
+        for _ in range(2):
+            # A replay may lose its newest replies and not its end: the next batch shows that they are missing.
+            self.publish()
+            self.drain()
+
+    def drain(self) -> None:
         while self.channel or self.replay is not None or self.machine.retry_at is not None:
             self.deliver()
             self.answer()

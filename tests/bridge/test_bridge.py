@@ -37,6 +37,24 @@ async def test_events_arrive_as_the_engine_sent_them(transport: str) -> None:
         assert (source.epoch, source.dropped_batches, source.blocks) == (listener.epoch, 0, 19)
 
 
+async def test_what_the_engines_socket_drops_of_a_replay_is_asked_for_again_and_costs_readers_nothing(
+    transport: str,
+) -> None:
+    blocks = chain(40)
+    async with stacked(transport) as (stack, listener):
+        await stack.publish(*blocks[:5])
+        await listener.reaches(stack.payloads)
+        states = len(listener.states)
+        stack.engine.lost_replies.extend([range(3, 20), range(2, 40)])
+        stack.payloads.extend(blocks[5:39])
+        stack.engine.lose(*blocks[5:39])
+        await stack.publish(blocks[39])
+        await listener.reaches(stack.payloads)
+        assert listener.events == [(listener.epoch, event_id) for event_id in range(40)]
+        assert (listener.incomplete, len(listener.states)) == (False, states)
+        assert not stack.engine.lost_replies
+
+
 async def test_who_comes_later_recovers_everything(transport: str) -> None:
     async with stacked(transport) as (stack, listener):
         await stack.publish(*chain(5))

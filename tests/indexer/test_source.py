@@ -11,6 +11,7 @@ import zmq
 from engine_events import BLOCK_SIZE, CLEARED, batch, chain, prompt, removed, stored
 from indexer_client import MODEL, IndexerClient, local_indexer
 from recorded_engine import RecordedEngine, recorded_engine
+from vllm_publisher import vllm_publisher
 
 from kvscout.v1 import indexer_pb2
 from kvscout.v1.types_pb2 import GetStatusRequest
@@ -265,20 +266,64 @@ async def test_history_older_than_the_replay_buffer_is_lost_and_what_is_left_is_
         assert list((await client.matches(prompt(2))).overlaps.predicted_blocks) == [2]
 
 
+async def test_an_engine_whose_socket_drops_replies_is_asked_until_all_that_it_has_is_here(
+    client: IndexerClient,
+) -> None:
+    count = 6_000
+    async with vllm_publisher(payload_bytes=8_192) as engine:
+        await engine.publish(count)
+        await client.register(engine)
+        status = await client.until_applied(count - 1)
+        assert (status.state, status.applied, status.blocks, status.demotions) == (LIVE, count, count, 0)
+        assert status.replays > 1, "nothing was dropped"
+        await engine.publish(1)
+        assert (await client.until_applied(count)).state == LIVE
+
+
 async def test_a_replay_socket_that_stays_silent_is_given_up_after_retries(
     client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 0.01})
+    monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 0.01, "pause_seconds": 0.01})
     monkeypatch.setattr("kvscout_blocks.sequence.FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr("kvscout_blocks.sequence.MAX_ATTEMPTS", 3)
     engine.answering.clear()
     await client.register(engine)
     await engine.subscribed()
+    engine.lose(batch())
     await engine.publish(batch(stored([1], prompt(1))))
-    # The first batch is the beginning of the sequence: with or without a replay nothing is missing.
-    status = await client.until(lambda s: s.state == LIVE)
-    assert status.replays >= 3
+    status = await client.until(lambda s: s.state == INCOMPLETE)
+    assert (status.replays, status.reason) == (3, "events are missing: 0..0")
     assert await client.overlap(prompt(1)) == 1
+
+
+async def test_a_replay_socket_that_stays_silent_does_not_matter_where_nothing_is_missing(
+    client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 0.01, "pause_seconds": 0.01})
+    engine.answering.clear()
+    await client.register(engine)
+    await engine.subscribed()
+    await engine.publish(*chain(2))
+    assert (await client.until_applied(1)).state == LIVE
+
+
+async def test_a_replay_without_its_end_is_over_when_it_reaches_what_came_live(
+    client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The long wait is for engines that do not answer at all.
+    monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 600.0, "pause_seconds": 0.05})
+    await connect(client, engine)
+    batches = chain(5)
+    await engine.publish(*batches[:2])
+    await client.until_applied(1)
+    engine.lose(batches[2])
+    engine.lost_replies.append(range(2, 5))
+    engine.answering.clear()
+    await engine.publish(*batches[3:])
+    await client.until(lambda s: s.lag_batches == 2)
+    engine.answering.set()
+    status = await client.until_applied(4)
+    assert (status.state, status.demotions, status.replays) == (LIVE, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -359,6 +404,26 @@ async def test_batches_of_another_rank_are_refused_until_they_name_the_registere
     await engine.publish(batch(stored([1], prompt(1)), rank=0))
     assert (await client.until_applied(0)).state == LIVE
     assert await client.overlap(prompt(1)) == 1
+
+
+async def test_what_another_rank_replays_is_not_indexed(client: IndexerClient, engine: RecordedEngine) -> None:
+    engine.lose(*(batch(stored([number], prompt(1, first=number)), rank=3) for number in range(1, 4)))
+    await client.register(engine)
+    status = await client.until(lambda s: s.state == indexer_pb2.SOURCE_STATE_MISCONFIGURED)
+    assert (status.reason, status.applied, status.blocks) == ("batches name rank 3, the registration 0", 0, 0)
+    assert await client.overlap(prompt(1)) == 0
+
+
+async def test_what_was_known_of_a_source_is_dropped_when_its_batches_name_another_rank(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    await connect(client, engine)
+    await engine.publish(*chain(2))
+    await client.until_applied(1)
+    await engine.publish(batch(stored([9], prompt(1, first=99)), rank=3))
+    status = await client.until(lambda s: s.state == indexer_pb2.SOURCE_STATE_MISCONFIGURED)
+    assert (status.blocks, status.resets, status.HasField("last_event_id")) == (0, 1, False)
+    assert await client.overlap(prompt(2)) == 0
 
 
 async def test_an_engine_of_another_block_size_is_incompatible_and_not_indexed(
@@ -568,8 +633,7 @@ async def test_what_an_indexer_is_too_slow_to_read_is_dropped_by_zmq_and_replaye
 ) -> None:
     monkeypatch.setattr("kvscout_indexer.transports.make_lanes", lambda **_: None)
     monkeypatch.setattr(subscriber, "RECEIVE_LIMIT", 5)
-    engine = RecordedEngine()
-    engine._context.setsockopt(zmq.SNDHWM, 5)
+    engine = RecordedEngine(send_hwm=5)
     await engine.start()
     try:
         async with local_indexer() as (client, _):

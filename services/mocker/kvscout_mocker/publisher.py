@@ -1,5 +1,8 @@
 """The event sockets of one rank: PUB for live batches, ROUTER that repeats the last ones on request.
 
+Their options are vLLM's, too: the ROUTER keeps ZMQ's own mark of 1,000 messages and is not mandatory, so that replies
+which outrun its I/O thread are dropped in silence, and their end with them.
+
 Frames are vLLM's: `[topic][seq, 8 bytes big-endian][payload]`, seq from 0. A replay request is
 `[b"", start_seq]` from a DEALER; it is answered with one message a batch and closed by seq −1 with an empty
 payload.
@@ -73,7 +76,7 @@ class EventPublisher:
         self._replay_prefix = [b"", self._topic] if event_format is EventFormat.MAP else [b""]
         self._replay_end = [b""] * len(self._replay_prefix)
         self._pub: zmq.Socket[bytes] = zmq.Context(context).socket(zmq.PUB)
-        self._pub.set(zmq.SNDHWM, SEND_HWM)
+        self._pub.set_hwm(SEND_HWM)
         self._pub.set(zmq.LINGER, 0)
         self._faults = faults
         self._first_rank = first_rank
@@ -83,9 +86,6 @@ class EventPublisher:
         self._replay: zmq.asyncio.Socket | None = None
         if not faults.config.no_replay:
             self._replay = context.socket(zmq.ROUTER)
-            # A full replay and its end must fit, or a ROUTER silently drops what is above the mark.
-            self._replay.set(zmq.SNDHWM, buffer_steps + 1)
-            self._replay.set(zmq.ROUTER_MANDATORY, 1)
             self._replay.set(zmq.LINGER, 0)
             self.replay_endpoint = _bind(self._replay, host, replay_port)
 
@@ -114,12 +114,7 @@ class EventPublisher:
             if len(frames) != 3 or len(frames[2]) != 8:
                 _log.warning("ignored a malformed replay request of %d frames", len(frames))
                 continue
-            try:
-                await self._answer(replay, frames[0], int.from_bytes(frames[2], "big"))
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                _log.info("the client of a replay went away")
+            await self._answer(replay, frames[0], int.from_bytes(frames[2], "big"))
 
     async def _answer(self, replay: zmq.asyncio.Socket, client: bytes, start: int) -> None:
         for seq, payload in [batch for batch in self._recent if batch.seq >= start]:
