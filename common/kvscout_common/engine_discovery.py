@@ -16,6 +16,7 @@ from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
 from kvscout_common.engine_query import ask_engine
 from kvscout_common.errors import Unavailable
 from kvscout_common.registry import Registry, WorkerName
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.worker import EngineKind, WorkerSpec
 
 log = logging.getLogger("kvscout.discovery")
@@ -53,9 +54,12 @@ class Discovery:
         self._slots = asyncio.Semaphore(ASKED_AT_ONCE)
         registry.listen(self)
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Warned]:
         """What an operator should know, one sentence a worker."""
-        return [f"worker {name.worker_id}: {why}" for name, why in sorted(self._problems.items())]
+        return [
+            TenantWarning(name.tenant, f"worker {name.worker_id}: {why}")
+            for name, why in sorted(self._problems.items())
+        ]
 
     def worker_added(self, spec: WorkerSpec) -> None:
         """Looks at it soon."""

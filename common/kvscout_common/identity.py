@@ -117,6 +117,10 @@ class Identity:
         """Whether the role allows a method, given by its short name."""
         return self.role is AccessRole.ADMIN or method in ALLOWED[self.role]
 
+    def sees(self, tenant: str) -> bool:
+        """Whether what belongs to a tenant ("*" = to all of them together) is this caller's to read."""
+        return self.tenant in (ALL_TENANTS, tenant)
+
     def require_tenant(self, tenant: str) -> None:
         """Refuses a tenant that is not this caller's.
 

@@ -25,7 +25,8 @@ from kvscout_common.engine_discovery import Ask
 from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
 from kvscout_common.engine_query import ask_engine
 from kvscout_common.errors import ConfigError, Unavailable
-from kvscout_common.registry import Registry, Source
+from kvscout_common.registry import ALL_TENANTS, Registry, Source
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.workers_file import worker_from_mapping
@@ -139,11 +140,13 @@ class DnsWorkers:
         self.read = asyncio.Event()
         """Set after the first round, whatever came of it."""
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Warned]:
         """What an operator should know, one sentence each."""
-        found = [f"{state.name.url}: {state.problem}" for state in self._names if state.problem]
+        found: list[Warned] = [
+            TenantWarning(ALL_TENANTS, f"{state.name.url}: {state.problem}") for state in self._names if state.problem
+        ]
         return found + [
-            f"{address} of {state.name.url} is no worker yet: {why}"
+            TenantWarning(ALL_TENANTS, f"{address} of {state.name.url} is no worker yet: {why}")
             for state in self._names
             for address, why in sorted(state.unknown.items())
         ]

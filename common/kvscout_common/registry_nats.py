@@ -27,7 +27,8 @@ from nats.js.kv import KeyValue
 
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
-from kvscout_common.registry import DECLARED, Entry, Registry, Source, WorkerName, require_writable
+from kvscout_common.registry import ALL_TENANTS, DECLARED, Entry, Registry, Source, WorkerName, require_writable
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_bucket import CALL_SECONDS, Renewal, Stored, WorkerBucket, decode
@@ -95,14 +96,15 @@ class NatsRegistry:
         """Set once all of the bucket was read."""
         link.on_connected(self._connected)
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Warned]:
         """What an operator should know, one sentence each."""
-        found = []
+        found: list[Warned] = []
         if self.problem:
             found.append(f"{self.problem}: what was known of its {len(self._table)} workers stays")
         if self._unreadable:
             some = "; ".join(f"{key}: {why}" for key, why in list(self._unreadable.items())[:SHOWN])
-            found.append(f"{len(self._unreadable)} values of the registry in NATS cannot be read, such as {some}")
+            text = f"{len(self._unreadable)} values of the registry in NATS cannot be read, such as {some}"
+            found.append(TenantWarning(ALL_TENANTS, text))
         return found
 
     # Following

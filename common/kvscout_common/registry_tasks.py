@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvscout_common.config import ServerConfig
 from kvscout_common.engine_discovery import Discovery
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.registrar import OwnRegistrar, Registrar
-from kvscout_common.registry import Registry
+from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_dns import DnsWorkers
 from kvscout_common.registry_nats import NatsRegistry
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.workers_file import WorkersFile
 
 log = logging.getLogger("kvscout.registry")
@@ -24,6 +25,11 @@ EXPIRY_SECONDS = 0.5
 """How often leases are looked at: a fraction of the shortest lease, one second."""
 
 Task = Callable[[], Coroutine[Any, Any, None]]
+
+
+def file_warnings(file: WorkersFile) -> list[Warned]:
+    """What is wrong with a workers file, whose workers are of any tenant."""
+    return [TenantWarning(ALL_TENANTS, f"workers file not in effect: {file.error}")] if file.error else []
 
 
 class Backends:
@@ -45,7 +51,7 @@ class Backends:
         """Where worker rpcs take effect."""
         self.tasks: dict[str, Task] = {"registry-leases": self._expire_leases}
         """What runs beside the server, by name."""
-        self._warnings: list[Callable[[], list[str]]] = []
+        self._warnings: list[Callable[[], Sequence[Warned]]] = []
         self._read: list[asyncio.Event] = []
         if config.workers_file is not None:
             self._follow_file(WorkersFile(config.workers_file, registry))
@@ -72,14 +78,14 @@ class Backends:
         self.tasks["discovery"] = discovery.run
         self._warnings.append(discovery.warnings)
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Warned]:
         """What an operator should know of them, one sentence each."""
         return [warning for source in self._warnings for warning in source()]
 
     def _follow_file(self, file: WorkersFile) -> None:
         file.load()
         self.tasks["workers-file"] = file.watch
-        self._warnings.append(lambda: [f"workers file not in effect: {file.error}"] if file.error else [])
+        self._warnings.append(lambda: file_warnings(file))
 
     def _follow_nats(self, shared: NatsRegistry) -> None:
         self.registrar = shared

@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
 
 from kvscout.v1 import types_pb2
 from kvscout_common import __version__
 from kvscout_common.hashing import backend_name, native_available
+from kvscout_common.identity import current_identity
 
 SLOW_BACKEND = "the extension kvscout_native is not built: answers are the same, slower"
 
 
-def service_info(started: float, *, draining: bool = False, warnings: Sequence[str] = ()) -> types_pb2.ServiceInfo:
+class TenantWarning(NamedTuple):
+    """What only callers who see a tenant may read: it names a worker, or where it is."""
+
+    tenant: str
+    """"*" = for callers who see all of them."""
+    text: str
+
+
+Warned: TypeAlias = str | TenantWarning
+"""One sentence that an operator should know; a plain one is for every caller."""
+
+
+def about(name: str, warning: Warned) -> Warned:
+    """The same warning with what it is about in front."""
+    if isinstance(warning, str):
+        return f"{name}: {warning}"
+    return TenantWarning(warning.tenant, f"{name}: {warning.text}")
+
+
+def shown(warnings: Iterable[Warned]) -> list[str]:
+    """The texts of those that the caller of the running rpc may read."""
+    seen = current_identity()
+    return [
+        warning if isinstance(warning, str) else warning.text
+        for warning in warnings
+        if isinstance(warning, str) or seen.sees(warning.tenant)
+    ]
+
+
+def service_info(started: float, *, draining: bool = False, warnings: Iterable[Warned] = ()) -> types_pb2.ServiceInfo:
     """The common part of every status.
 
     Args:
         started: `time.monotonic()` at start.
         draining: Whether the process finishes what it has.
-        warnings: What an operator should know, one sentence each.
+        warnings: What an operator should know, one sentence each; the caller is shown what it may read.
     """
-    all_warnings = list(warnings) if native_available() else [SLOW_BACKEND, *warnings]
     return types_pb2.ServiceInfo(
         version=__version__,
         uptime_seconds=time.monotonic() - started,
         backend=backend_name(),
         draining=draining,
-        warnings=all_warnings,
+        warnings=[*([] if native_available() else [SLOW_BACKEND]), *shown(warnings)],
     )

@@ -19,6 +19,7 @@ from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
 from kvscout_common.engine_query import MAX_ANSWER_BYTES, ask_engine
 from kvscout_common.errors import Unavailable
 from kvscout_common.registry import Registry, Source
+from kvscout_common.service_info import shown
 from kvscout_common.worker import EngineKind, EventEndpoint, Transport, WorkerSpec
 
 MODELS = {"data": [{"id": "poet", "parent": "m"}, {"id": "m"}]}
@@ -183,7 +184,7 @@ async def test_an_engine_that_starts_late_is_retried_told_of_and_completed() -> 
         registry.register(WorkerSpec("w", "m", 32, http_endpoint=url), source=Source.RPC, lease_seconds=9)
 
         async def told(part: str) -> bool:
-            return any(part in warning for warning in discovery.warnings())
+            return any(part in warning for warning in shown(discovery.warnings()))
 
         await eventually(lambda: told("not known yet"))
         pages |= {

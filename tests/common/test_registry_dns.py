@@ -16,6 +16,7 @@ from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.errors import ConfigError, FailedPrecondition, Unavailable
 from kvscout_common.registry import Registry, Source
 from kvscout_common.registry_dns import DnsName, DnsWorkers, resolve
+from kvscout_common.service_info import shown
 from kvscout_common.worker import EngineKind, EventEndpoint, Role, WorkerSpec
 
 FULL = "dns://svc:8000?model=m&block_size=16&transport=none&role=decode&labels.zone=a&can_fallback=true"
@@ -80,11 +81,11 @@ async def test_a_lookup_that_fails_keeps_what_is_known_and_says_so() -> None:
     names.answers["svc"] = OSError("no such name")
     await follow(workers)
     assert listed(registry) == ["10.0.0.1:8000"]
-    [warning] = workers.warnings()
+    [warning] = shown(workers.warnings())
     assert "no such name" in warning and "svc" in warning
     names.answers["svc"] = ["10.0.0.1"]
     await follow(workers)
-    assert workers.warnings() == []
+    assert shown(workers.warnings()) == []
 
 
 async def test_what_is_left_out_is_asked_of_each_engine_once_it_is_up() -> None:
@@ -101,7 +102,7 @@ async def test_what_is_left_out_is_asked_of_each_engine_once_it_is_up() -> None:
         event_endpoints=(EventEndpoint(0, "tcp://h:1"),),
         total_kv_blocks=9,
     )
-    assert len(workers.warnings()) == 1 and "10.0.0.2" in workers.warnings()[0]
+    assert len(shown(workers.warnings())) == 1 and "10.0.0.2" in shown(workers.warnings())[0]
     engines.up.add("http://10.0.0.2:8000")
     await follow(workers)
     assert listed(registry) == ["10.0.0.1:8000", "10.0.0.2:8000"]
@@ -114,7 +115,7 @@ async def test_an_engine_that_does_not_tell_its_block_size_is_no_worker_and_says
     engines.up = {"http://10.0.0.1:8000"}
     await follow(workers)
     assert listed(registry) == []
-    assert "block size" in workers.warnings()[0]
+    assert "block size" in shown(workers.warnings())[0]
 
 
 async def test_the_file_wins_over_dns_and_dns_over_the_rest() -> None:

@@ -18,6 +18,7 @@ from kvscout.v1 import workers_pb2
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound, Unavailable
 from kvscout_common.nats_link import NatsConfig, NatsLink
 from kvscout_common.registry import Source, WorkerName
+from kvscout_common.service_info import shown
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_bucket import Renewal, Stored
 from kvscout_common.worker_proto import spec_to_proto
@@ -241,14 +242,14 @@ async def test_values_that_cannot_be_read_are_told_and_harm_nobody_else(world: W
     await node.until(lambda: node.shared.unreadable == 5)
     assert node.worker_ids == ["a"]
     assert node.registry.get(*NAME).spec == A  # the last that could be read
-    [warning] = node.shared.warnings()
+    [warning] = shown(node.shared.warnings())
     assert warning.startswith("5 values") and "version" in warning
     assert await node.shared.keep_alive("default", ["junk"]) == ["junk"]
     late = await world.node()
     assert late.worker_ids == []
     await node.shared.register(A, 0)
     await node.shared.register(replace(A, worker_id="junk"), 0)
-    await node.until(lambda: node.shared.warnings()[0].startswith("3 values"))
+    await node.until(lambda: shown(node.shared.warnings())[0].startswith("3 values"))
 
 
 async def test_a_file_wins_and_what_it_hid_comes_back(world: World) -> None:

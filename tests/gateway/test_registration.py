@@ -14,6 +14,7 @@ from kvscout.v1 import scheduler_pb2_grpc
 from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.errors import FailedPrecondition, Unavailable
 from kvscout_common.registry import Registry, Source
+from kvscout_common.service_info import shown
 from kvscout_common.worker import DEFAULT_TENANT, EventEndpoint, WorkerSpec
 from kvscout_gateway import member_sync, registration
 from kvscout_gateway.registration import Registration, problem
@@ -270,7 +271,7 @@ async def test_one_refused_registration_keeps_no_other_worker_back(fleet: Fleet)
     node.registry.register(B)
     await until(lambda: fleet.services[0].worker_ids == ["b"])
     member = node.registration.members[0]
-    await until(lambda: problem(member) == "refuses a and 0 more: worker_id: not this one")
+    await until(lambda: shown([problem(member)]) == ["refuses a and 0 more: worker_id: not this one"])
     assert member.pending == 1
     with pytest.raises(Unavailable, match="refuses a"):
         await node.registration.flush(0.1)
@@ -327,7 +328,7 @@ async def test_a_member_that_does_not_follow_the_shared_registry_is_told_of(flee
     node.registry.register(A, source=Source.NATS)
     fleet.services[0].registry.register(A, source=Source.NATS)
     follows, does_not = node.registration.members
-    await until(lambda: "does not follow" in problem(does_not))
+    await until(lambda: "does not follow" in shown([problem(does_not)])[0])
     assert problem(follows) == ""
     fleet.services[1].registry.register(A, source=Source.NATS)
     await until(lambda: not problem(does_not))

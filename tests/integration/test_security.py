@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from processes import Running, running
+from processes import Running, eventually, running
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
 from kvscout_common.channel import ClientSecurity, call, open_channel, stream
@@ -98,3 +98,33 @@ async def register(process: Running, security: ClientSecurity, tenant: str = "")
         await call(indexer_pb2_grpc.IndexerStub(channel).RegisterWorker, request, timeout=TIMEOUT)
     finally:
         await channel.close()
+
+
+async def test_what_is_wrong_with_a_worker_is_told_to_its_own_tenant_only(tmp_path: Path) -> None:
+    roles = {"admin": ("admin", "*"), "ours": ("viewer", "ours"), "theirs": ("viewer", "theirs")}
+    entries = [f"{{token: of-{name}, role: {role}, tenant: '{tenant}'}}" for name, (role, tenant) in roles.items()]
+    (tmp_path / "tokens.yaml").write_text(f"tokens: [{', '.join(entries)}]")
+    channels = {}
+    flags = ("--auth-tokens", str(tmp_path / "tokens.yaml"))
+    async with running("kvscout_indexer.main", *flags) as process:
+        for name in roles:
+            (tmp_path / name).write_text(f"of-{name}")
+            channels[name] = open_channel(process.address, ClientSecurity(token_file=tmp_path / name))
+        worker = workers_pb2.Worker(
+            worker_id="w", model="m", tenant="theirs", block_size=4, http_endpoint="http://127.0.0.1:9"
+        )
+        stub = indexer_pb2_grpc.IndexerStub(channels["admin"])
+        await call(stub.RegisterWorker, workers_pb2.RegisterWorkerRequest(tenant="theirs", worker=worker))
+
+        async def told(name: str) -> list[str]:
+            asked = types_pb2.GetStatusRequest(tenant="*")
+            answer = await call(indexer_pb2_grpc.IndexerStub(channels[name]).GetStatus, asked, timeout=TIMEOUT)
+            return [text for text in answer.service.warnings if "worker w" in text]
+
+        async def known() -> bool:
+            return bool(await told("admin"))
+
+        await eventually(known, what="that the engine does not answer")
+        assert [len(await told(name)) for name in roles] == [1, 0, 1]
+        for channel in channels.values():
+            await channel.close()

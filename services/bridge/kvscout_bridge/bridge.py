@@ -26,6 +26,8 @@ from kvscout_common.engine_facts import lacks_event_endpoints
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.registry import ALL_TENANTS, Registry
+from kvscout_common.registry_tasks import file_warnings
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import DEFAULT_TENANT, Transport, WorkerRank, WorkerSpec
 from kvscout_common.workers_file import WorkersFile
@@ -112,16 +114,17 @@ class Bridge:
         await self.link.close()
         self._context.destroy(linger=0)
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Warned]:
         """What an operator should know."""
-        found = [text for text in (self.link.problem, self.sender.problem) if text]
+        found: list[Warned] = [text for text in (self.link.problem, self.sender.problem) if text]
         if self.config.register_workers:
             found += self.registrations.warnings()
         found += self._discovery.warnings()
-        if self._file is not None and self._file.error:
-            found.append(f"workers file not in effect: {self._file.error}")
-        for _, rank in sorted(self._ranks.items()):
-            found += [f"worker {rank.rank.worker_id}/{rank.rank.dp_rank}: {text}" for text in _problems(rank)]
+        if self._file is not None:
+            found += file_warnings(self._file)
+        for (tenant, _), rank in sorted(self._ranks.items()):
+            name = f"worker {rank.rank.worker_id}/{rank.rank.dp_rank}"
+            found += [TenantWarning(tenant, f"{name}: {text}") for text in _problems(rank)]
         return found
 
     def ranks(self, tenant: str) -> Iterator[BridgedRank]:

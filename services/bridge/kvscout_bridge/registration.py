@@ -10,6 +10,7 @@ from kvscout_bridge.config import BridgeConfig
 from kvscout_common.errors import Unavailable
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import WorkerName
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_lease import WorkerLease
 
@@ -34,10 +35,10 @@ class Registrations:
         self._connected = asyncio.Event()
         link.on_connected(self._on_connected)
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Warned]:
         """What an operator should know, one sentence a worker."""
         return [
-            f"worker {name.worker_id} is not registered: {lease.problem}"
+            TenantWarning(name.tenant, f"worker {name.worker_id} is not registered: {lease.problem}")
             for name, lease in sorted(self._leases.items())
             if lease.problem
         ]

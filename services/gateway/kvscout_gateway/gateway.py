@@ -16,7 +16,7 @@ from kvscout_common.errors import KvscoutError
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
-from kvscout_common.service_info import service_info
+from kvscout_common.service_info import about, service_info, shown
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
@@ -176,10 +176,11 @@ class Gateway:
 
     def info(self) -> types_pb2.ServiceInfo:
         """What this process is, with what an operator should know."""
-        warnings = [f"{member.name}: {why}" for member in self.registration.members if (why := problem(member))]
-        warnings += self.indexer_check.warnings()
+        members = [about(member.name, why) for member in self.registration.members if (why := problem(member))]
         return service_info(
-            self.started, draining=self.generate.draining, warnings=[*warnings, *self.backends.warnings()]
+            self.started,
+            draining=self.generate.draining,
+            warnings=[*members, *self.indexer_check.warnings(), *self.backends.warnings()],
         )
 
     def helper_statuses(self) -> list[gateway_pb2.HelperStatus]:
@@ -189,7 +190,7 @@ class Gateway:
                 kind=member.kind,
                 address=member.address,
                 healthy=not (member.last_error or sync.error),
-                last_error=member.last_error or problem(sync),
+                last_error=member.last_error or "".join(shown([problem(sync)])),
                 calls=member.calls,
                 failures=member.failures,
                 pending_registrations=sync.pending,

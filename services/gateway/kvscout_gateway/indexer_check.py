@@ -16,6 +16,7 @@ from kvscout.v1 import indexer_pb2, types_pb2
 from kvscout_common.channel import call
 from kvscout_common.errors import KvscoutError
 from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_gateway.blindness import BlindRanks
 from kvscout_gateway.indexers import IndexerMember, Indexers
@@ -66,13 +67,13 @@ class IndexerCheck:
         ]
         self._clock = clock
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Warned]:
         """What is wrong, in sentences."""
-        wrong = [f"{one.member.name} {one.wrong_shard}" for one in self.checked if one.wrong_shard]
+        wrong: list[Warned] = [f"{one.member.name} {one.wrong_shard}" for one in self.checked if one.wrong_shard]
         return wrong + [
-            f"worker {rank.worker_id}/{rank.dp_rank} is blind at {one.member.name}: {reason}"
+            TenantWarning(tenant, f"worker {rank.worker_id}/{rank.dp_rank} is blind at {one.member.name}: {reason}")
             for one in self.checked
-            for (_, rank), reason in one.ranks.blind.items()
+            for (tenant, rank), reason in one.ranks.blind.items()
         ]
 
     async def run(self) -> None:

@@ -19,6 +19,7 @@ from functools import partial
 
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable
 from kvscout_common.registry import DECLARED, Registry, Source, WorkerName
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.member_sync import CALL_SECONDS, MemberSync, Peer, WorkerStub
 
@@ -184,11 +185,11 @@ class Registration:
         self._registry.replace_source(Source.PEER, peers)
 
 
-def problem(member: MemberSync) -> str:
+def problem(member: MemberSync) -> Warned:
     """What keeps a member from knowing every worker; "" = nothing."""
     if not member.error and not member.refused and member.unaware:
         return f"does not follow the registry in NATS: {member.unaware} of its workers are unknown there"
     if member.error or not member.refused:
         return member.error
     name, why = next(iter(member.refused.items()))
-    return f"refuses {name.worker_id} and {len(member.refused) - 1} more: {why}"
+    return TenantWarning(name.tenant, f"refuses {name.worker_id} and {len(member.refused) - 1} more: {why}")

@@ -19,6 +19,7 @@ from kvscout_common.errors import NotFound
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
+from kvscout_common.service_info import Warned
 from kvscout_common.shards import Shard, shard_of
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
@@ -129,7 +130,7 @@ class Indexer:
             tasks["nats"] = self.nats.run
         return tasks
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Warned]:
         """What an operator should know, in sentences."""
         nats = [f"NATS: {self.nats.problem}"] if self.nats is not None and self.nats.problem else []
         streams = self.jetstream.warnings() if self.jetstream is not None else []

@@ -28,6 +28,7 @@ from kvscout_blocks.native_index import NativeIndex, state_messages
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
@@ -131,12 +132,14 @@ class JetStream:
         except TimeoutError:
             log.warning("serving before the streams of events were read")
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Warned]:
         """What an operator should know, in sentences."""
         if not self.link.connected:
             return []  # the link's own problem says it
-        own = [self._problem] if self._problem and self.readers else []
-        return [*own, *(reader.problem for reader in self.readers.values() if reader.problem)]
+        own: list[Warned] = [self._problem] if self._problem and self.readers else []
+        return own + [
+            TenantWarning(tenant, reader.problem) for (tenant, _), reader in self.readers.items() if reader.problem
+        ]
 
     def reader_of(self, tenant: str, model: str) -> StreamReader:
         """Reads the stream of a model; begun if need be."""
