@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 DEADLINE_SECONDS = 20.0
 
@@ -36,17 +36,20 @@ class Running:
         return self.process.returncode
 
 
-async def start(module: str, *flags: str, environment: Mapping[str, str] | None = None) -> Running:
+async def start(
+    module: str, *flags: str, environment: Mapping[str, str] | None = None, stderr: IO[bytes] | None = None
+) -> Running:
     """Starts `python -m module` and waits for its ready line.
 
     Args:
         module: Such as "kvscout_indexer.main".
         flags: Command line; "--port 0" and "--metrics-port 0" come first.
         environment: Replaces the environment if given.
+        stderr: Where its log goes; None = where ours does.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, "--port", "0", "--metrics-port", "0", *flags,
-        stdout=asyncio.subprocess.PIPE, env=environment,
+        stdout=asyncio.subprocess.PIPE, stderr=stderr, env=environment,
     )  # fmt: skip
     assert process.stdout is not None
     async with asyncio.timeout(DEADLINE_SECONDS):
@@ -57,9 +60,11 @@ async def start(module: str, *flags: str, environment: Mapping[str, str] | None 
 
 
 @asynccontextmanager
-async def running(module: str, *flags: str, environment: Mapping[str, str] | None = None) -> AsyncIterator[Running]:
+async def running(
+    module: str, *flags: str, environment: Mapping[str, str] | None = None, stderr: IO[bytes] | None = None
+) -> AsyncIterator[Running]:
     """A process for the length of a block; it must still run then, unless the block ended it, and exit with 0."""
-    started = await start(module, *flags, environment=environment)
+    started = await start(module, *flags, environment=environment, stderr=stderr)
     try:
         yield started
     finally:
