@@ -33,7 +33,7 @@ ifneq ($(CARGO),)
 endif
 	$(PY) -m pytest -n $(TEST_WORKERS)
 
-fuzz: ## Fuzz the index and every decoder, for an hour or FUZZ_SECONDS; libFuzzer targets where cargo-fuzz is.
+fuzz: ## Fuzz the index, every decoder and every rpc, for an hour or FUZZ_SECONDS; libFuzzer targets where cargo-fuzz is.
 	PYTHONPATH=tests $(PY) tests/fuzz.py
 
 soak: ## Five million events at the bound of an index: flat counts, flat memory; or SOAK_EVENTS.

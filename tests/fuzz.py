@@ -1,8 +1,9 @@
-"""`make fuzz`: random index operations and damaged bytes for every decoder, for as long as wanted.
+"""`make fuzz`: random index operations, damaged bytes for every decoder, hostile calls of every rpc, as long as wanted.
 
-Two lanes run side by side. In this process: worlds of the index (`index_world`, longer than in the tests) and
-the decoders of both languages (`decoder_fuzz`), in turns, from fresh seeds. In the other: the libFuzzer
-targets of `native/fuzz`, one after another, where cargo-fuzz is installed (`cargo install cargo-fuzz`).
+Three lanes run side by side. In this process: worlds of the index (`index_world`, longer than in the tests) and
+the decoders of both languages (`decoder_fuzz`), in turns, from fresh seeds. In another: `rpc_fuzz`, with the services
+that it starts. In the third: the libFuzzer targets of `native/fuzz`, one after another, where cargo-fuzz is installed
+(`cargo install cargo-fuzz`).
 
 The first finding ends the run with a non-zero status: its seed, or the file with libFuzzer's input.
 `FUZZ_SECONDS` is how long each lane runs.
@@ -68,6 +69,13 @@ def start_native_lane() -> subprocess.Popen[bytes] | None:
         )
 
 
+def start_rpc_lane() -> subprocess.Popen[bytes]:
+    """Starts the calls of every rpc."""
+    environment = {**os.environ, "FUZZ_SECONDS": str(SECONDS), "FUZZ_SEED": str(SEED)}
+    command = [sys.executable, str(Path(__file__).with_name("rpc_fuzz.py"))]
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
 def run_python_lane(goes_on: Callable[[], bool]) -> str:
     """Fuzzes in this process for as long as it goes on; returns what it did."""
     factories: dict[str, IndexFactory] = {"reference": ReferenceIndex}
@@ -95,22 +103,27 @@ def run_python_lane(goes_on: Callable[[], bool]) -> str:
 
 
 def main() -> int:
-    """Runs both lanes; 0 if neither found anything."""
+    """Runs all lanes; 0 if none found anything."""
     native = start_native_lane()
+    rpcs = start_rpc_lane()
+    others = [rpcs] if native is None else [rpcs, native]
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     print(f"FUZZ_SEED={SEED} FUZZ_SECONDS={SECONDS:g}", flush=True)
     deadline = time.monotonic() + SECONDS
     try:
-        done = run_python_lane(lambda: time.monotonic() < deadline and (native is None or not native.poll()))
+        done = run_python_lane(lambda: time.monotonic() < deadline and not any(lane.poll() for lane in others))
         print("python:", done, flush=True)
-        status = native.wait() if native is not None else 0
+        status = next((lane.returncode for lane in others if lane.poll()), 0) or sum(lane.wait() for lane in others)
     finally:
-        if native is not None and native.poll() is None:
-            # With all that it started, which has its process group.
-            os.killpg(native.pid, signal.SIGTERM)
-            native.wait()
+        for lane in others:
+            if lane.poll() is None:
+                # With all that it started, which has its process group.
+                os.killpg(lane.pid, signal.SIGTERM)
+                lane.wait()
     if native is not None:
-        print(f"libFuzzer: {', '.join(TARGETS)}: {'no finding' if status == 0 else 'see native/fuzz/fuzz.log'}")
+        print(
+            f"libFuzzer: {', '.join(TARGETS)}: {'no finding' if not native.returncode else 'see native/fuzz/fuzz.log'}"
+        )
     return status
 
 
