@@ -16,7 +16,6 @@ import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,20 +168,23 @@ class Fuzz:
         )
         rpc: Any = getattr(self.world.channels[call.service, call.caller], shape)
         path = f"/{call.method.containing_service.full_name}/{call.method.name}"
-        if call.method.client_streaming:
-            running: Any = rpc(path)(_messages(call), timeout=call.seconds)
-        else:
-            running = rpc(path)(call.messages[0], timeout=call.seconds)
+        arguments = () if call.method.client_streaming else call.messages
+        running: Any = rpc(path)(*arguments, timeout=call.seconds)
+        writing = asyncio.create_task(_write(running, call)) if call.method.client_streaming else None
         answers = b""
         try:
             if call.method.server_streaming:
-                async for answer in running:
+                while (answer := await running.read()) is not grpc.aio.EOF:
                     answers += answer
             else:
                 answers = await running
             code, details = grpc.StatusCode.OK, ""
         except grpc.aio.AioRpcError as error:
             code, details = error.code(), error.details() or ""
+        finally:
+            if writing is not None:
+                writing.cancel()
+                await asyncio.wait({writing})
         self.codes[code.name] += 1
         self.methods.add(f"{call.service}.{call.method.name}")
         assert code not in DEFECTS or details == CLIENTS_OWN, f"{code.name} {details!r}, answer to {call}"
@@ -192,11 +194,14 @@ class Fuzz:
         )
 
 
-async def _messages(call: Call) -> AsyncIterator[bytes]:
-    for message in call.messages:
-        yield message
-    if not call.half_closes:
-        await asyncio.Event().wait()
+async def _write(running: Any, call: Call) -> None:
+    try:
+        for message in call.messages:
+            await running.write(message)
+        if call.half_closes:
+            await running.done_writing()
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        return  # it was answered meanwhile; the status says how
 
 
 async def fuzz_rpcs(seconds: float, seed: str) -> Fuzz:
