@@ -23,6 +23,7 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         self.errors: dict[str, KvscoutError] = {}
         """By rpc name: raised instead of answering."""
         self.chunks: list[gateway_pb2.GenerateResponse] = []
+        self.seconds_between_chunks = 0.0
         self.hang_after_chunks = False
         self.cancelled = asyncio.Event()
         self.address = ""
@@ -65,6 +66,7 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         try:
             for chunk in self.chunks:
                 yield chunk
+                await asyncio.sleep(self.seconds_between_chunks)
             if self.hang_after_chunks:
                 await asyncio.Event().wait()
         except asyncio.CancelledError:

@@ -61,7 +61,11 @@ def connection_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     decorated = client_flags(CONNECTION)(connected)
     for declare in (
         flag(
-            "--timeout", section=CONNECTION, default=30.0, type=click.FloatRange(min=0, min_open=True), help="Seconds."
+            "--timeout",
+            section=CONNECTION,
+            default=30.0,
+            type=click.FloatRange(min=0, min_open=True),
+            help="Longest wait for an answer, in seconds; of `generate`, for its first token.",
         ),
         flag("--tenant", section=CONNECTION, default=DEFAULT_TENANT, help="Tenant."),
         flag("--gateway", section=CONNECTION, default="localhost:50050", help="host:port of the gateway."),

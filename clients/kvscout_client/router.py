@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing
 from enum import Enum
 from types import TracebackType
@@ -24,7 +25,7 @@ from kvscout_client.results import (
 )
 from kvscout_client.tokens import Tokens, token_list
 from kvscout_common.channel import PLAINTEXT, ClientSecurity, call, open_channel, stream
-from kvscout_common.errors import InvalidArgument
+from kvscout_common.errors import DeadlineExceeded, InvalidArgument
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerSpec
 from kvscout_common.worker_proto import role_to_proto, spec_from_proto, spec_to_proto
 
@@ -227,6 +228,7 @@ class Router:
         priority: int = 0,
         explain: bool = False,
         timeout_seconds: float | None = None,
+        start_timeout_seconds: float | None = None,
     ) -> AsyncGenerator[GenerateChunk, None]:
         """Runs a prompt on the best worker and streams its output. Closing it early (`aclosing`) cancels the request.
 
@@ -240,6 +242,7 @@ class Router:
             lora_name, cache_salt, worker_id, dp_rank, allowed_worker_ids, required_labels, override, priority,
                 explain: As for `route`.
             timeout_seconds: Deadline of the whole request; None = none.
+            start_timeout_seconds: Longest wait for its first token; None = any.
 
         Yields:
             Pieces of output, in order: the first names the worker, the last carries the usage.
@@ -270,7 +273,7 @@ class Router:
         )
         # Closed here and now when the caller stops early: the engine works until the call is cancelled.
         async with aclosing(stream(self._stub.Generate, request, timeout=timeout_seconds)) as messages:
-            async for message in messages:
+            async for message in _started_within(start_timeout_seconds, messages):
                 yield decode.chunk(message)
 
     async def mark_prefill_complete(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> bool:
@@ -463,3 +466,25 @@ def _filled(request: _WithTokens, token_ids: Tokens) -> _WithTokens:
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"must be integers from 0 to 2^32 − 1: {error}", field="token_ids") from error
     return request
+
+
+async def _started_within(
+    seconds: float | None, messages: AsyncIterator[gateway_pb2.GenerateResponse]
+) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
+    """The messages, if the first output comes within so many seconds.
+
+    Raises:
+        DeadlineExceeded: It does not.
+    """
+    deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await anext(messages, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no token came within {seconds:g} s") from None
+        if message is None:
+            return
+        if message.token_ids or message.text:
+            deadline = None
+        yield message

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,10 +18,21 @@ import click
 from kvscout_common.variables import PREFIX
 
 F = TypeVar("F", bound=Callable[..., Any])
+E = TypeVar("E", bound=StrEnum)
 
 SERVER = "Server"
 BEHAVIOUR = "Behaviour"
 PERFORMANCE = "Performance"
+
+
+class ValueOf(click.Choice[E]):
+    """One of an enum's members, typed as its value; click itself goes by their names."""
+
+    def __init__(self, kind: type[E]) -> None:
+        super().__init__(list(kind))
+
+    def normalize_choice(self, choice: Any, ctx: click.Context | None) -> str:
+        return super().normalize_choice(str(choice), ctx)
 
 
 class SectionedOption(click.Option):

@@ -16,6 +16,8 @@ from google.protobuf import proto
 from kvscout.v1 import events_pb2, gateway_pb2
 from kvscout_cli.main import main
 from kvscout_common import errors
+from kvscout_common.worker import EngineKind, Role
+from kvscout_common.worker_proto import spec_from_proto
 
 
 @pytest.fixture
@@ -74,6 +76,29 @@ def test_generate_streams_text_and_tells_what_was_cached(gateway: FakeGateway) -
     as_json = kvscout(gateway, "generate", "1", "2", "--json")
     answer = json.loads(as_json.stdout)
     assert (answer["token_ids"], answer["finish_reason"], answer["usage"]["cached_tokens"]) == ([5, 6], "length", 32)
+
+
+def test_the_timeout_of_generate_is_for_its_first_token_and_not_for_all_that_follows(gateway: FakeGateway) -> None:
+    gateway.seconds_between_chunks = 0.4
+    gateway.chunks = [gateway_pb2.GenerateResponse(token_ids=[token]) for token in (5, 6, 7)]
+    result = kvscout(gateway, "generate", "1", "--model", "m", "--timeout", "0.6")
+    assert (result.exit_code, result.stdout) == (0, "5 6 7 \n"), result.stderr
+    gateway.chunks = [gateway_pb2.GenerateResponse(route=gateway_pb2.RouteResponse(worker_id="w0"))]
+    gateway.hang_after_chunks = True
+    result = kvscout(gateway, "generate", "1", "--model", "m", "--timeout", "0.3")
+    assert result.exit_code != 0
+    assert "no token came within 0.3 s" in result.stderr
+
+
+def test_engine_and_role_of_a_worker_are_typed_as_the_workers_file_has_them(gateway: FakeGateway) -> None:
+    arguments = ("workers", "register", "w", "--model", "m", "--block-size", "16")
+    for engine in EngineKind:
+        assert kvscout(gateway, *arguments, "--engine", engine.value).exit_code == 0, engine
+        assert spec_from_proto(gateway.last.worker).engine is engine
+    for role in Role:
+        assert kvscout(gateway, *arguments, "--role", role.value).exit_code == 0, role
+        assert spec_from_proto(gateway.last.worker).role is role
+    assert "[default: vllm]" in kvscout(gateway, "workers", "register", "--help").stdout
 
 
 def test_workers_are_listed_registered_drained_and_removed(gateway: FakeGateway) -> None:

@@ -80,7 +80,7 @@ def command(
                 lora_name=lora,
                 cache_salt=salt,
                 worker_id=worker,
-                timeout_seconds=connection.timeout_seconds,
+                start_timeout_seconds=connection.timeout_seconds,
             )
             async for chunk in chunks:
                 answer.add(chunk, time.monotonic() - started)

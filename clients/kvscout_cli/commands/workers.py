@@ -14,7 +14,7 @@ from kvscout_cli.lifetime import run
 from kvscout_cli.output import print_json, stdout
 from kvscout_client import RegisteredWorker, WorkerRecord
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.flags import SectionedCommand, ValueOf
 from kvscout_common.worker import EngineKind, EventEndpoint, Role, WorkerSpec
 from kvscout_common.workers_file import load_workers
 
@@ -71,12 +71,12 @@ def list_workers(connection: Connection, model: str, as_json: bool) -> None:
 @option("--replay", multiple=True, help="ZMQ replay endpoint; repeat in the order of --events.")
 @option(
     "--engine",
-    default=EngineKind.VLLM,
+    default=EngineKind.VLLM.value,
     show_default=True,
-    type=click.Choice(list(EngineKind)),
+    type=ValueOf(EngineKind),
     help="Engine.",
 )
-@option("--role", default=Role.AGGREGATED, show_default=True, type=click.Choice(list(Role)), help="Role.")
+@option("--role", default=Role.AGGREGATED.value, show_default=True, type=ValueOf(Role), help="Role.")
 @option("--dp-size", default=1, show_default=True, type=click.IntRange(1, 1024), help="Data-parallel ranks.")
 @option("--total-kv-blocks", default=0, type=click.IntRange(min=0), help="KV blocks of a rank; 0 = unknown.")
 @option("--label", multiple=True, help="KEY=VALUE that requests can require; repeatable.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Any
 
 import click
@@ -10,7 +9,7 @@ import click
 from kvscout_bridge.config import LEASE_SECONDS, BridgeConfig
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError, InvalidArgument
-from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, flag, server_flags
+from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, ValueOf, flag, server_flags
 from kvscout_common.metrics_server import registry_of
 from kvscout_common.nats_link import DEFAULT_SERVER, NatsConfig, nats_flags
 from kvscout_common.serving import App, run
@@ -27,19 +26,13 @@ from kvscout_common.worker import (
 ENGINE = "Engine"
 
 
-def _values(kind: type[StrEnum]) -> list[str]:
-    return [member.value for member in kind]
-
-
 @click.command(cls=SectionedCommand)
 @flag("--worker-id", section=ENGINE, help="Name of the engine. Without it --workers-file names the engines.")
 @flag("--model", section=ENGINE, help="Model it serves.")
 @flag("--block-size", type=click.IntRange(min=1), section=ENGINE, help="Tokens of a KV block.")
 @flag("--tenant", default=DEFAULT_TENANT, section=ENGINE, help="Tenant it belongs to.")
-@flag("--engine", default="vllm", type=click.Choice(_values(EngineKind)), section=ENGINE, help="Kind of engine.")
-@flag(
-    "--role", default="aggregated", type=click.Choice(_values(Role)), section=ENGINE, help="What it does of a request."
-)
+@flag("--engine", default="vllm", type=ValueOf(EngineKind), section=ENGINE, help="Kind of engine.")
+@flag("--role", default="aggregated", type=ValueOf(Role), section=ENGINE, help="What it does of a request.")
 @flag(
     "--http-endpoint",
     default="",
@@ -63,9 +56,7 @@ def _values(kind: type[StrEnum]) -> list[str]:
 @flag("--bind-events", is_flag=True, section=ENGINE, help="Bind the event endpoints: the engine connects to them.")
 @flag("--dp-start-rank", default=0, type=click.IntRange(min=0), section=ENGINE, help="Rank of the first endpoint.")
 @flag("--eagle", is_flag=True, section=ENGINE, help="Its blocks are EAGLE windows.")
-@flag(
-    "--copies", default="count", type=click.Choice(_values(CopyMode)), section=ENGINE, help="How repeated stores count."
-)
+@flag("--copies", default="count", type=ValueOf(CopyMode), section=ENGINE, help="How repeated stores count.")
 @flag("--total-kv-blocks", default=0, type=click.IntRange(min=0), section=ENGINE, help="Its device cache; 0 = unknown.")
 @flag(
     "--transport",
@@ -164,8 +155,8 @@ def worker_of(values: dict[str, Any]) -> WorkerSpec | None:
         model=values["model"],
         block_size=values["block_size"],
         tenant=values["tenant"],
-        role=Role(values["role"]),
-        engine=EngineKind(values["engine"]),
+        role=values["role"],
+        engine=values["engine"],
         http_endpoint=values["http_endpoint"],
         dp_start_rank=first,
         dp_size=max(1, len(endpoints)),
@@ -175,7 +166,7 @@ def worker_of(values: dict[str, Any]) -> WorkerSpec | None:
         ),
         total_kv_blocks=values["total_kv_blocks"],
         eagle=values["eagle"],
-        copies=CopyMode(values["copies"]),
+        copies=values["copies"],
     )
     try:
         return spec.validate()
