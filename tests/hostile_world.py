@@ -42,7 +42,9 @@ TOKENS = {
     "hostile-client": ("client", HOSTILE),
     "hostile-admin": ("admin", HOSTILE),
 }
-CALLERS = ("nobody", *(name for name in TOKENS if name.startswith(HOSTILE)))
+NOBODY = "nobody"
+"""Has no token."""
+CALLERS = (NOBODY, *(name for name in TOKENS if name.startswith(HOSTILE)))
 SERVICES = {
     "indexer": indexer_pb2.DESCRIPTOR,
     "scheduler": scheduler_pb2.DESCRIPTOR,
@@ -55,6 +57,11 @@ MAX_RSS_BYTES = 700 << 20
 MAX_LOG_BYTES = 64 << 20
 TROUBLE = re.compile(rb"Traceback|\bERROR\b|\bCRITICAL\b|never retrieved|never awaited")
 BLOCKS = [11, 12, 13]
+
+
+def token_of(caller: str) -> str:
+    """Its bearer token."""
+    return f"of-{caller}"
 
 
 @dataclass(slots=True)
@@ -160,7 +167,7 @@ class HostileWorld:
             assert service.read < MAX_LOG_BYTES, f"{name} has logged {service.read >> 20} MB"
             rss = psutil.Process(process.pid).memory_info().rss
             assert rss < MAX_RSS_BYTES, f"{name} takes {rss >> 20} MB"
-            health = health_pb2_grpc.HealthStub(self.channels[name, "nobody"])
+            health = health_pb2_grpc.HealthStub(self.channels[name, NOBODY])
             answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING, f"{name} serves no more"
         await self._check_probe()
@@ -192,10 +199,12 @@ async def hostile_world() -> AsyncIterator[HostileWorld]:
     """All services for the length of a block; they must end with 0 then. One has real work: the hostile's mocker."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvscout-fuzz-")))
-        entries = (f"{{token: of-{name}, role: {role}, tenant: '{tenant}'}}" for name, (role, tenant) in TOKENS.items())
+        entries = (
+            f"{{token: {token_of(name)}, role: {role}, tenant: '{tenant}'}}" for name, (role, tenant) in TOKENS.items()
+        )
         (folder / "tokens.yaml").write_text(f"tokens: [{', '.join(entries)}]")
         for name in TOKENS:
-            (folder / name).write_text(f"of-{name}")
+            (folder / name).write_text(token_of(name))
         services: dict[str, Service] = {}
 
         async def serve(name: str, *flags: str) -> str:
@@ -218,7 +227,7 @@ async def hostile_world() -> AsyncIterator[HostileWorld]:
         )  # fmt: skip
         channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         for name, service in services.items():
-            for caller in ("nobody", *TOKENS):
+            for caller in (NOBODY, *TOKENS):
                 security = ClientSecurity(token_file=folder / caller) if caller in TOKENS else ClientSecurity()
                 channels[name, caller] = channel = open_channel(service.running.address, security)
                 stack.push_async_callback(channel.close)

@@ -23,7 +23,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from hostile_messages import HostileMessages
-from hostile_world import CALLERS, HOSTILE, SECRET, SERVICES, HostileWorld, hostile_world
+from hostile_world import CALLERS, HOSTILE, NOBODY, SECRET, SERVICES, HostileWorld, hostile_world, token_of
 
 LANES = 8
 """Calls at a time."""
@@ -166,10 +166,11 @@ class Fuzz:
         shape = "_".join(
             "stream" if streams else "unary" for streams in (call.method.client_streaming, call.method.server_streaming)
         )
-        rpc: Any = getattr(self.world.channels[call.service, call.caller], shape)
+        rpc: Any = getattr(self.world.channels[call.service, NOBODY], shape)
         path = f"/{call.method.containing_service.full_name}/{call.method.name}"
         arguments = () if call.method.client_streaming else call.messages
-        running: Any = rpc(path)(*arguments, timeout=call.seconds)
+        token = () if call.caller == NOBODY else (("authorization", f"Bearer {token_of(call.caller)}"),)
+        running: Any = rpc(path)(*arguments, timeout=call.seconds, metadata=token)
         writing = asyncio.create_task(_write(running, call)) if call.method.client_streaming else None
         answers = b""
         try:
