@@ -56,8 +56,9 @@ class RateLimitedLog:
         self._clock = clock
         self._last: dict[Hashable, tuple[float, int]] = {}
 
-    def warning(self, key: Hashable, message: str, *args: object) -> None:
-        """Logs a warning, unless one of the same key was logged within the period."""
+    def warning(self, key: Hashable, message: str, *args: object, error: BaseException | None = None) -> None:
+        """Logs a warning, with the traceback of an error if one is given, unless one of the same key was logged within
+        the period."""
         now = self._clock()
         last = self._last.get(key)
         if last is not None and now - last[0] < self._period:
@@ -67,4 +68,4 @@ class RateLimitedLog:
             self._last.pop(next(iter(self._last)))
         self._last[key] = (now, 0)
         suffix = f" ({last[1]} more since)" if last is not None and last[1] else ""
-        self._log.warning(message + "%s", *args, suffix)
+        self._log.warning(message + "%s", *args, suffix, exc_info=error)

@@ -22,6 +22,9 @@ from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.operations import MAX_OPERATIONS
+from kvscout_scheduler.policies import PolicyRegistry
+from kvscout_scheduler.policies.kv import Kv
+from kvscout_scheduler.policies.least_loaded import LeastLoaded
 from kvscout_scheduler.request import OwnerName
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.servicer import SchedulerServicer
@@ -100,10 +103,10 @@ def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @asynccontextmanager
 async def service(
-    *worker_ids: str, **settings: Any
+    *worker_ids: str, policies: PolicyRegistry | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Scheduler, ManualClock, SchedulerServicer, Callable[[], Owner]]]:
     clock = ManualClock()
-    core = Scheduler(SchedulerSettings(**settings), clock=clock, rng=Random(7))
+    core = Scheduler(SchedulerSettings(**settings), clock=clock, rng=Random(7), policies=policies)
     for worker_id in worker_ids:
         core.workers.worker_added(worker(worker_id, max_num_batched_tokens=1000))
     registry = Registry(clock)
@@ -390,3 +393,30 @@ async def test_an_owner_that_says_goodbye_gets_all_its_results_and_ok() -> None:
         while not all(number in stream.results for number in ids):
             await stream.read()
         assert await stream.status() is grpc.StatusCode.OK
+
+
+class Crashing(LeastLoaded):
+    """A policy with a defect."""
+
+    def pick(self, candidates: Any, costs: Any, rng: Random) -> int:
+        raise RuntimeError("out of ideas")
+
+
+async def test_a_policy_that_raises_fails_its_request_and_the_stream_goes_on() -> None:
+    policies = PolicyRegistry({"kv": Kv, "crashing": Crashing})
+    async with service("a", policies=policies, queue_threshold=0.5) as (core, _, _, owner):
+        stream = owner()
+        await stream.hello()
+        crashing = types_pb2.RouterConfigOverride(policy="crashing")
+        first, failed, last = await stream.ask(
+            {"select_and_reserve": wanted("r1", isl=501)},
+            {"select_and_reserve": wanted("r2", router_config_override=crashing, pinned_worker_id="a")},
+            {"prefill_complete": ref("r1")},
+        )
+        assert (first.code, failed.code, last.code) == (0, grpc.StatusCode.INTERNAL.value[0], 0)
+        assert failed.message == "policy 'crashing' failed: RuntimeError"
+        # The one that failed had waited, and what ended its wait was somebody else's call.
+        assert core.stats.queued == 1
+        (freed,) = await stream.ask({"free": ref("r1")})
+        assert freed.free.outcome == scheduler_pb2.FREE_OUTCOME_FREED
+        assert loads(core) == {"a": IDLE}

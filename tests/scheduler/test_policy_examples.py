@@ -7,7 +7,6 @@ import math
 import re
 import tomllib
 from collections import Counter
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -99,7 +98,7 @@ def test_the_example_package_brings_a_policy() -> None:
         SchedulerSettings(policy=name),
         clock=ManualClock(),
         rng=Random(1),
-        policies=PolicyRegistry({name: factory}, [EntryPoint("unused", "nowhere:Nothing", "kvscout.policies")]),
+        policies=PolicyRegistry({name: factory}),
     )
     for worker_id in ("a", "b"):
         made.workers.worker_added(worker(worker_id))

@@ -148,6 +148,8 @@ async def build(config: SchedulerConfig) -> App:
 
     try:
         scheduler = Scheduler(config.settings, clock=time.monotonic, rng=random.Random(config.seed))
+    except ConfigError:
+        raise
     except InvalidArgument as error:
         raise ConfigError(error.message, field="router_mode") from error
     registry = Registry(time.monotonic)

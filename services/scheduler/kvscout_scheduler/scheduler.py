@@ -15,6 +15,7 @@ from kvscout_common.errors import (
     AlreadyExists,
     Cancelled,
     Draining,
+    InternalError,
     InvalidArgument,
     KvscoutError,
     ResourceExhausted,
@@ -504,14 +505,13 @@ class Scheduler:
             self._require_open()
             pool = self.workers.pool(request.pool)
             pool.judge(self.thresholds.get(request.tenant, request.model))
-            explained = request.explain or not self.watchers.explain(request)
-            asked = request if explained else replace(request, explain=True)
-            selected = self._selector.select(pool, asked, now, books=books)
+            watched = self.watchers.explain(request)
+            selected = self._selector.select(pool, request, now, books=books, explains=watched)
         except KvscoutError as error:
             self._refused(request, error)
             raise
         self.watchers.tell(request, selected.decision)
-        if not explained:
+        if watched and not request.explain:
             selected = selected._replace(decision=replace(selected.decision, explanation=None))
         self.stats.decisions[selected.decision.policy] += 1
         pool.decisions += 1
@@ -542,6 +542,10 @@ class Scheduler:
             decision = self.select_and_reserve(waiter.request, owner=waiter.owner, lease_seconds=waiter.lease_seconds)
         except KvscoutError as error:
             waiter.answer(error)
+        except Exception:
+            # It is out of line: without this it would wait for ever.
+            waiter.answer(InternalError("the scheduler failed to book it"))
+            raise
         else:
             self.stats.queue_waits.observe(now - waiter.since)
             waiter.answer(decision)

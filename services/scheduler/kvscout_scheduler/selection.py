@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
+from kvscout_common.errors import InternalError
 from kvscout_scheduler.candidates import Candidates, SelectionSettings
 from kvscout_scheduler.decision import Candidate, Decision, Explanation
 from kvscout_scheduler.eligibility import eligible
@@ -60,7 +61,9 @@ class Selector:
         if request.override.policy is not None:
             self._registry.check(request.override.policy)
 
-    def select(self, pool: Pool, request: SelectionRequest, now: float, *, books: bool) -> Selected:
+    def select(
+        self, pool: Pool, request: SelectionRequest, now: float, *, books: bool, explains: bool = False
+    ) -> Selected:
         """Picks a worker; changes nothing but the turn of policies that take turns.
 
         Args:
@@ -68,13 +71,15 @@ class Selector:
             request: A checked request.
             now: On the scheduler's clock.
             books: Whether the choice is going to be booked.
+            explains: Whether somebody else wants the choice explained: then it is, if that can be done.
 
         Raises:
             InvalidArgument, FailedPrecondition: `Pool.prompts`.
             NotFound, Unavailable, FailedPrecondition, ResourceExhausted: `eligible`.
+            InternalError: The policy fails.
         """
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
-        dropped: dict[int, str] | None = {} if request.explain else None
+        dropped: dict[int, str] | None = {} if request.explain or explains else None
         slots = eligible(pool, request, now, dropped)
         candidates = Candidates(pool, request, slots, prompts, self._in_effect(request, books))
         name = self._settings.policy if request.override.policy is None else request.override.policy
@@ -85,11 +90,16 @@ class Selector:
         overlap_blocks, effective_overlap_blocks = candidates.overlap(index)
         slot = slots[index]
         lane = pool.lane_of[slot]
-        explanation = (
-            None
-            if dropped is None
-            else explain(pool, name, policy, candidates=candidates, costs=costs, index=index, dropped=dropped)
-        )
+        explanation = None
+        if dropped is not None:
+            try:
+                explanation = explain(
+                    pool, name, policy, candidates=candidates, costs=costs, index=index, dropped=dropped
+                )
+            except InternalError:
+                # Who asked for none gets the worker all the same.
+                if request.explain:
+                    raise
         decision = Decision(
             rank=pool.ranks[slot],
             spec=pool.specs[slot],

@@ -1,6 +1,7 @@
 """Selection policies by name; packages add theirs through entry points of the group `kvscout.policies`.
 
-A policy is a class without constructor arguments; every pool has its own instance of it. In another package::
+A policy is a class without constructor arguments; every pool has its own instance of it. What it raises fails the one
+request that met it (`checked`); one that cannot be loaded fails at start. In another package::
 
     [project.entry-points."kvscout.policies"]
     fewest-tokens = "my_package.policies:FewestTokens"
@@ -15,6 +16,7 @@ from typing import Protocol
 
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_scheduler.candidates import Candidates
+from kvscout_scheduler.policies.checked import CheckedPolicy
 
 ENTRY_POINT_GROUP = "kvscout.policies"
 
@@ -43,30 +45,32 @@ class Policy(Protocol):
 
 PolicyFactory = Callable[[], Policy]
 
+_METHODS = ("costs", "pick", "probabilities", "reason")
+
 
 class PolicyRegistry:
     """The known policies.
 
     Args:
         builtin: Policies of this package, by name.
-        installed: Entry points of other packages; loaded at first use.
+        installed: Entry points of other packages; loaded here.
 
     Raises:
-        ConfigError: If another package takes the name of a policy that is there.
+        ConfigError: If another package takes the name of a policy that is there, or its policy cannot be loaded, made,
+            or lacks a method.
     """
 
     def __init__(self, builtin: Mapping[str, PolicyFactory], installed: Iterable[EntryPoint] = ()) -> None:
         self._factories = dict(builtin)
-        self._installed: dict[str, EntryPoint] = {}
         for entry_point in installed:
-            if entry_point.name in self._factories or entry_point.name in self._installed:
+            if entry_point.name in self._factories:
                 raise ConfigError(f"{entry_point.value} takes a name that is there already", field=entry_point.name)
-            self._installed[entry_point.name] = entry_point
+            self._factories[entry_point.name] = _loaded(entry_point)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all policies, in alphabetical order."""
-        return tuple(sorted({*self._factories, *self._installed}))
+        return tuple(sorted(self._factories))
 
     def check(self, name: str) -> None:
         """Checks that a policy exists.
@@ -74,7 +78,7 @@ class PolicyRegistry:
         Raises:
             InvalidArgument: If it does not; the message names those that do.
         """
-        if name not in self._factories and name not in self._installed:
+        if name not in self._factories:
             raise InvalidArgument(f"unknown policy {name!r}, known are {', '.join(self.names)}", field="policy")
 
     def create(self, name: str) -> Policy:
@@ -84,9 +88,22 @@ class PolicyRegistry:
             InvalidArgument: If it does not exist.
         """
         self.check(name)
-        if name not in self._factories:
-            self._factories[name] = self._installed[name].load()
-        return self._factories[name]()
+        return CheckedPolicy(name, self._factories[name])
+
+
+def _loaded(entry_point: EntryPoint) -> PolicyFactory:
+    try:
+        factory: PolicyFactory = entry_point.load()
+        policy = factory()
+    except Exception as error:
+        # Whatever another package does when it is imported.
+        raise ConfigError(
+            f"{entry_point.value} cannot be loaded as a policy: {type(error).__name__}: {error}", field=entry_point.name
+        ) from error
+    missing = [name for name in _METHODS if not callable(getattr(policy, name, None))]
+    if missing:
+        raise ConfigError(f"{entry_point.value} is no policy: it has no {', '.join(missing)}", field=entry_point.name)
+    return factory
 
 
 def installed_policies() -> PolicyRegistry:

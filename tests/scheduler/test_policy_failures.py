@@ -1,0 +1,170 @@
+"""Policies of other packages that fail: one request has the error, everybody else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from processes import DEADLINE_SECONDS
+from scheduler_builders import ManualClock, key, loads, request, reserve, worker
+
+from kvscout_common.errors import InternalError, KvscoutError
+from kvscout_scheduler.booking import FreeOutcome
+from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.policies import PolicyRegistry
+from kvscout_scheduler.policies.kv import Kv
+from kvscout_scheduler.policies.least_loaded import LeastLoaded
+from kvscout_scheduler.request import ConfigOverride
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.watching import Watcher
+
+
+def failing(method: str, act: Callable[[], Any]) -> type[LeastLoaded]:
+    """A policy one of whose methods does something else."""
+    return type("Failing", (LeastLoaded,), {method: lambda self, *arguments: act()})
+
+
+def crash() -> Any:
+    raise RuntimeError("out of ideas")
+
+
+FAILURES = {
+    "costs raises": ("costs", crash),
+    "costs are too few": ("costs", lambda: [1.0]),
+    "costs are no numbers": ("costs", lambda: ["cheap", "dear"]),
+    "a cost is NaN": ("costs", lambda: [1.0, math.nan]),
+    "costs are nothing": ("costs", lambda: None),
+    "pick raises": ("pick", crash),
+    "pick leaves the list": ("pick", lambda: 2),
+    "pick is negative": ("pick", lambda: -1),
+    "pick is nothing": ("pick", lambda: None),
+    "probabilities raise": ("probabilities", crash),
+    "probabilities are too many": ("probabilities", lambda: [0.5, 0.5, 0.5]),
+    "reason raises": ("reason", crash),
+    "reason is no text": ("reason", lambda: 7),
+}
+
+
+def with_policy(method: str, act: Callable[[], Any], clock: ManualClock | None = None, **settings: Any) -> Scheduler:
+    policies = PolicyRegistry({"kv": Kv, "failing": failing(method, act)})
+    made = Scheduler(SchedulerSettings(**settings), clock=clock or ManualClock(), rng=Random(1), policies=policies)
+    for name in ("a", "b"):
+        made.workers.worker_added(worker(name, max_num_batched_tokens=1000))
+    return made
+
+
+FAILING = ConfigOverride(policy="failing")
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_what_a_policy_does_wrong_is_an_internal_error_with_its_name(failure: str) -> None:
+    made = with_policy(*FAILURES[failure])
+    with pytest.raises(InternalError, match="policy 'failing' failed"):
+        made.select_and_reserve(request(isl=16, request_id="r", override=FAILING, explain=True))
+    assert loads(made) == {"a": (0, 0, 0), "b": (0, 0, 0)}
+    assert made.stats.refusals["InternalError"] == 1
+    made.select_and_reserve(request(isl=16, request_id="r"))
+    made.check_invariants()
+
+
+def test_a_policy_that_cannot_be_made_for_a_pool_fails_the_request() -> None:
+    made = Scheduler(clock=ManualClock(), rng=Random(1), policies=PolicyRegistry({"kv": Kv, "failing": crash}))
+    made.workers.worker_added(worker("a"))
+    with pytest.raises(InternalError, match="policy 'failing' failed: RuntimeError"):
+        made.select(request(isl=16, override=FAILING))
+
+
+def test_failures_are_logged_with_their_traceback_and_not_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    policies = PolicyRegistry({"kv": Kv, "noisy": failing("costs", crash)})
+    made = Scheduler(SchedulerSettings(policy="noisy"), clock=ManualClock(), rng=Random(1), policies=policies)
+    made.workers.worker_added(worker("a"))
+    with caplog.at_level(logging.WARNING, "kvscout.scheduler"):
+        for _ in range(100):
+            with pytest.raises(InternalError):
+                made.select(request(isl=16))
+    (record,) = caplog.records
+    assert "policy noisy failed a request" in record.getMessage()
+    assert record.exc_info is not None
+    assert "out of ideas" in str(record.exc_info[1])
+
+
+def test_a_waiter_whose_policy_fails_is_told_and_nobody_else_notices() -> None:
+    made = with_policy("pick", crash, queue_threshold=0.5)
+    for name in ("a", "b"):
+        reserve(made, f"on-{name}", name, isl=501)
+    told: dict[str, list[Decision | KvscoutError]] = {"first": [], "second": []}
+    made.reserve_or_wait(request(isl=16, request_id="first", override=FAILING), told["first"].append)
+    made.reserve_or_wait(request(isl=16, request_id="second"), told["second"].append)
+    assert made.free(key("on-a")) is FreeOutcome.FREED
+    assert isinstance(told["first"][0], InternalError)
+    assert isinstance(told["second"][0], Decision)
+    assert not len(made.waiting)
+    made.check_invariants()
+
+
+def test_a_policy_that_fails_while_leases_end_does_not_end_the_process() -> None:
+    clock = ManualClock()
+    made = with_policy("costs", crash, clock, queue_threshold=0.5, lease_seconds=5.0)
+    for name in ("a", "b"):
+        reserve(made, f"on-{name}", name, isl=501)
+    told: list[Decision | KvscoutError] = []
+    made.reserve_or_wait(request(isl=16, request_id="r", override=FAILING), told.append)
+    clock.advance(6.0)
+    assert made.expire() == 2
+    assert isinstance(told[0], InternalError)
+
+
+def test_a_policy_that_cannot_explain_fails_nobody_who_did_not_ask() -> None:
+    made = with_policy("reason", crash, policy="failing")
+    watcher = Watcher("*", "", True, lambda: None)
+    made.watchers.add(watcher)
+    assert made.select(request(isl=16)).rank.worker_id in "ab"
+    _, (record,) = watcher.take()
+    assert isinstance(record.outcome, Decision)
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("no_such_module:Policy", "no_such_module"),
+        ("broken_policy:Missing", "Missing"),
+        ("broken_policy:Unmakeable", "not today"),
+        ("broken_policy:Incomplete", "probabilities, reason"),
+    ],
+)
+async def test_a_policy_of_a_package_that_cannot_be_loaded_ends_the_start_with_2(
+    tmp_path: Path, target: str, says: str
+) -> None:
+    (tmp_path / "broken_policy.py").write_text(
+        "class Unmakeable:\n"
+        "    def __init__(self):\n"
+        "        raise OSError('not today')\n\n"
+        "class Incomplete:\n"
+        "    def costs(self, candidates):\n"
+        "        return []\n\n"
+        "    def pick(self, candidates, costs, rng):\n"
+        "        return 0\n"
+    )
+    package = tmp_path / "broken_policy-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-policy\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(f"[kvscout.policies]\nbroken = {target}\n")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c",
+        f"import sys; sys.path.append({str(tmp_path)!r}); from kvscout_scheduler.main import main; main()",
+        "--port", "0", "--metrics-port", "-1",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        _, log = await process.communicate()
+    assert process.returncode == 2
+    assert "broken: " in log.decode()
+    assert says in log.decode()
