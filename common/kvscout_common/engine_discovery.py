@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import aiohttp
 
 from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
+from kvscout_common.engine_http import engine_session
 from kvscout_common.engine_query import ask_engine
-from kvscout_common.errors import Unavailable
+from kvscout_common.errors import InvalidArgument, Unavailable
 from kvscout_common.registry import Registry, WorkerName
 from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.worker import EngineKind, WorkerSpec
@@ -75,7 +77,7 @@ class Discovery:
 
     async def run(self) -> None:
         """Asks for ever."""
-        async with aiohttp.ClientSession() as http:
+        async with engine_session() as http:
             try:
                 while True:
                     self._changed.clear()
@@ -126,11 +128,16 @@ class Discovery:
         entry = self._registry.find(name)
         if entry is None:
             return  # removed in this very turn: this task is about to be cancelled
-        self._registry.complete(*name, facts)
-        completed = self._registry.get(*name).spec
-        found = facts.contradictions(completed)
+        found = []
         if not facts.event_endpoints:
             found.append("the engine tells no event endpoints: start it with KV events, or register them")
+        try:
+            self._registry.admit(facts.complete(entry.registered))
+        except InvalidArgument as error:
+            found.append(f"of what the engine tells, {error}")
+            facts = replace(facts, event_endpoints=())
+        self._registry.complete(*name, facts)
+        found = facts.contradictions(self._registry.get(*name).spec) + found
         self._tell(name, "; ".join(found))
 
     def _tell(self, name: WorkerName, problem: str) -> None:

@@ -10,6 +10,10 @@ ASKED = frozenset({EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK})
 """Engines that tell where they publish their events over HTTP."""
 
 
+SHOWN = 8
+"""Of a list, in a sentence."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What one engine said; zero, "" and () mean that it did not say."""
@@ -48,11 +52,15 @@ class EngineFacts:
         if self.block_size and self.block_size != spec.block_size:
             found.append(f"registered with block_size {spec.block_size}, the engine has {self.block_size}")
         if self.models and spec.model not in self.models:
-            found.append(f"registered for {spec.model!r}, the engine serves {', '.join(self.models)}")
+            more = f" and {len(self.models) - SHOWN} more" if len(self.models) > SHOWN else ""
+            found.append(f"registered for {spec.model!r}, the engine serves {', '.join(self.models[:SHOWN])}{more}")
         told = {endpoint.dp_rank for endpoint in self.event_endpoints}
         silent = [rank.dp_rank for rank in spec.ranks if rank.dp_rank not in told]
         if told and silent:
-            found.append(f"the engine publishes events of ranks {sorted(told)} only, not of {silent}")
+            found.append(
+                f"the engine publishes events of {len(told)} ranks, and not of {len(silent)} that are registered, "
+                f"such as {', '.join(map(str, silent[:SHOWN]))}"
+            )
         return found
 
 

@@ -2,32 +2,36 @@
 
 vLLM tells its event sockets at `/kv_event_sources` (0.31 and later; one object a rank, or a list), SGLang at
 `/server_info`; both their models at `/v1/models`; vLLM the shape of its cache in its metrics. What an engine does not
-have stays unknown. Answers are read up to a bound, and nothing in them is trusted to be of the right type.
+have stays unknown. Nothing in its answers is trusted to be of the right type or size: what cannot be registered is left
+out here.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from kvscout_common.endpoints import WILDCARDS, bracketed, event_endpoint_problem
 from kvscout_common.engine_facts import EngineFacts
+from kvscout_common.engine_http import parsed, read_json, read_page
 from kvscout_common.errors import Unavailable
-from kvscout_common.worker import EngineKind, EventEndpoint
+from kvscout_common.plain_text import name_problem, text_problem
+from kvscout_common.prometheus_text import read_samples
+from kvscout_common.worker import MAX_RANKS, EngineKind, EventEndpoint
 
 TIMEOUT_SECONDS = 5.0
-MAX_ANSWER_BYTES = 4 * 1024 * 1024
-MAX_RANKS = 1024
-ANY_HOSTS = ("*", "0.0.0.0", "::", "[::]", "")
-"""What an engine binds where every address of its machine is meant."""
+"""For each of an engine's pages."""
+MAX_MODELS = 1024
+ANY_HOSTS = (*WILDCARDS, "[::]", "")
 NULL_BLOCKS = 1
 """vLLM counts a block that never holds tokens."""
-_CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_CACHE_CONFIG = "vllm:cache_config_info"
+_COUNT_DIGITS = 9
 
 
 async def ask_engine(http: aiohttp.ClientSession, url: str, engine: EngineKind) -> EngineFacts:
@@ -41,68 +45,50 @@ async def ask_engine(http: aiohttp.ClientSession, url: str, engine: EngineKind) 
     Raises:
         Unavailable: It cannot be reached, or does not serve its models yet.
     """
-    models = _models(await _json(http, f"{url}/v1/models"))
+    json = partial(read_json, http, timeout_seconds=TIMEOUT_SECONDS)
+    models = _models(await json(f"{url}/v1/models"))
     if not models:
         raise Unavailable(f"{url} serves no model yet")
     host = urlsplit(url).hostname or ""
     if engine is EngineKind.SGLANG:
-        info = await _json(http, f"{url}/server_info")
-        endpoints, block_size = _sglang_events(info, host)
+        endpoints, block_size = _sglang_events(await json(f"{url}/server_info"), host)
         return EngineFacts(url, endpoints, models, block_size, 0)
-    endpoints = _vllm_events(await _json(http, f"{url}/kv_event_sources"), host)
-    block_size, blocks = _vllm_cache(await _text(http, f"{url}/metrics") or "")
+    endpoints = _vllm_events(await json(f"{url}/kv_event_sources"), host)
+    metrics = await read_page(http, f"{url}/metrics", timeout_seconds=TIMEOUT_SECONDS)
+    block_size, blocks = await parsed(metrics or b"", _vllm_cache)
     return EngineFacts(url, endpoints, models, block_size, blocks)
-
-
-async def _text(http: aiohttp.ClientSession, url: str) -> str | None:
-    """An answer; None = the engine has no such page."""
-    try:
-        async with http.get(url, timeout=aiohttp.ClientTimeout(TIMEOUT_SECONDS)) as response:
-            if response.status in (404, 405, 501):
-                return None
-            if response.status != 200:
-                raise Unavailable(f"{url} answers {response.status}")
-            body = bytearray()
-            async for piece in response.content.iter_chunked(65_536):
-                body += piece
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise Unavailable(f"{url} answers more than {MAX_ANSWER_BYTES} bytes")
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise Unavailable(f"{url} does not answer: {str(error) or type(error).__name__}") from error
-    return body.decode(errors="replace")
-
-
-async def _json(http: aiohttp.ClientSession, url: str) -> Any:
-    text = await _text(http, url)
-    if text is None:
-        return None
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Unavailable(f"{url} answers no JSON") from error
 
 
 def _models(answer: Any) -> tuple[str, ...]:
     """Names that an engine serves under, base models first."""
     cards = answer.get("data") if isinstance(answer, Mapping) else None
-    named = [card for card in cards or () if isinstance(card, Mapping) and isinstance(card.get("id"), str)]
+    named = [
+        card
+        for card in (cards[:MAX_MODELS] if isinstance(cards, list) else ())
+        if isinstance(card, Mapping) and isinstance(card.get("id"), str) and not name_problem(card["id"])
+    ]
     return tuple(card["id"] for card in sorted(named, key=lambda card: bool(card.get("parent"))))
 
 
 def _vllm_events(answer: Any, host: str) -> tuple[EventEndpoint, ...]:
+    sources: Iterable[tuple[Any, Any]] = ()
     if isinstance(answer, Mapping):
-        sources = [(rank, source) for rank, source in answer.items() if isinstance(source, Mapping)]
+        sources = islice(answer.items(), MAX_RANKS)
     elif isinstance(answer, list):
-        sources = [(source.get("data_parallel_rank", 0), source) for source in answer if isinstance(source, Mapping)]
-    else:
-        return ()
+        sources = [
+            (source.get("data_parallel_rank", 0), source)
+            for source in answer[:MAX_RANKS]
+            if isinstance(source, Mapping)
+        ]
     found = {}
-    for rank, source in sources[:MAX_RANKS]:
-        endpoint = _reachable(source.get("endpoint"), host)
-        if not str(rank).isdecimal() or not endpoint or source.get("publisher", "zmq") != "zmq":
+    for told, source in sources:
+        rank = _number(told)
+        if rank is None or rank >= MAX_RANKS or not isinstance(source, Mapping):
             continue
-        replay, topic = _reachable(source.get("replay_endpoint"), host), source.get("topic")
-        found[int(rank)] = EventEndpoint(int(rank), endpoint, replay, topic if isinstance(topic, str) else "")
+        endpoint = _reachable(source.get("endpoint"), host)
+        if endpoint and source.get("publisher", "zmq") == "zmq":
+            replay = _reachable(source.get("replay_endpoint"), host)
+            found[rank] = EventEndpoint(rank, endpoint, replay, _topic(source.get("topic")))
     return tuple(found[rank] for rank in sorted(found))
 
 
@@ -111,49 +97,54 @@ def _sglang_events(answer: Any, host: str) -> tuple[tuple[EventEndpoint, ...], i
     events = answer.get("kv_events") if isinstance(answer, Mapping) else None
     if not isinstance(events, Mapping):
         return (), 0
-    block_size = _count(events.get("block_size"))
-    port, replay_port = _count(events.get("endpoint_port_base")), _count(events.get("replay_port_base"))
+    block_size = _number(events.get("block_size")) or 0
+    port, replay_port = _number(events.get("endpoint_port_base")), _number(events.get("replay_port_base"))
     if events.get("publisher") != "zmq" or not port:
         return (), block_size
     bound = events.get("endpoint_host")
-    name = bound if isinstance(bound, str) and bound not in ANY_HOSTS else host
-    topic = events.get("topic")
-    return tuple(
-        EventEndpoint(
-            rank,
-            f"tcp://{_bracketed(name)}:{port + rank}",
-            f"tcp://{_bracketed(name)}:{replay_port + rank}" if replay_port else "",
-            topic if isinstance(topic, str) else "",
-        )
-        for rank in range(min(_count(events.get("dp_size")) or 1, MAX_RANKS))
-    ), block_size
+    name = bracketed(bound if isinstance(bound, str) and bound not in ANY_HOSTS else host)
+    found = []
+    for rank in range(min(_number(events.get("dp_size")) or 1, MAX_RANKS)):
+        endpoint = _connectable(f"tcp://{name}:{port + rank}")
+        replay = _connectable(f"tcp://{name}:{replay_port + rank}") if replay_port else ""
+        if endpoint:
+            found.append(EventEndpoint(rank, endpoint, replay, _topic(events.get("topic"))))
+    return tuple(found), block_size
 
 
-def _vllm_cache(metrics: str) -> tuple[int, int]:
-    """Block size and usable blocks of one rank; of several, the smallest cache."""
-    found = [dict(_LABEL.findall(labels)) for labels in _CACHE_CONFIG.findall(metrics)]
-    sizes = {_count(labels.get("block_size")) for labels in found} - {0}
-    blocks = {_count(labels.get("num_gpu_blocks")) for labels in found} - {0}
+def _vllm_cache(metrics: bytes) -> tuple[int, int]:
+    """Block size and usable blocks of one rank; of several, the smallest cache. 0 = not told, or not to be read."""
+    try:
+        found = [sample.labels for sample in read_samples(metrics, [_CACHE_CONFIG])]
+    except ValueError:
+        return 0, 0
+    sizes = {_number(labels.get("block_size")) or 0 for labels in found} - {0}
+    blocks = {_number(labels.get("num_gpu_blocks")) or 0 for labels in found} - {0}
     return (sizes.pop() if len(sizes) == 1 else 0), max(0, min(blocks, default=0) - NULL_BLOCKS)
 
 
-def _count(value: Any) -> int:
-    """A number above 0 that was told as one or as its digits; anything else is 0."""
-    text = str(value)
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+def _number(value: Any) -> int | None:
+    """A number that was told as one or as its digits; None = it is none, or has too many of them."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**_COUNT_DIGITS:
+        return value
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= _COUNT_DIGITS:
+        return int(value)
+    return None
+
+
+def _topic(value: Any) -> str:
+    return value if isinstance(value, str) and not text_problem(value) else ""
 
 
 def _reachable(endpoint: Any, host: str) -> str:
     """A ZMQ address as a subscriber connects to it; "" = there is none."""
-    if not isinstance(endpoint, str) or not endpoint.startswith(("tcp://", "ipc://")):
+    if not isinstance(endpoint, str):
         return ""
-    if endpoint.startswith("ipc://"):
-        return endpoint
     name, separator, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not separator or not port.isdecimal():
-        return ""
-    return f"tcp://{_bracketed(host) if name in ANY_HOSTS else name}:{port}"
+    if endpoint.startswith("tcp://") and separator and name in ANY_HOSTS:
+        endpoint = f"tcp://{bracketed(host)}:{port}"
+    return _connectable(endpoint)
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+def _connectable(endpoint: str) -> str:
+    return "" if event_endpoint_problem(endpoint) else endpoint

@@ -24,6 +24,8 @@ client maps codes back with `from_status`, so that both ends raise the same type
 
 from __future__ import annotations
 
+import re
+
 import grpc
 
 
@@ -137,6 +139,10 @@ def status_code(error: KvscoutError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
+_FIELD = re.compile(r"\w+(?:\[\d+\])?(?:\.\w+(?:\[\d+\])?)*")
+"""`event_endpoints[0].endpoint`: fields of messages within messages."""
+
+
 def from_status(
     code: grpc.StatusCode, message: str, *, retry_after_seconds: float | None = None, raised: str = ""
 ) -> KvscoutError:
@@ -151,6 +157,6 @@ def from_status(
     kind = Draining if raised == Draining.__name__ else _BY_CODE.get(code, InternalError)
     field: str | None = None
     head, separator, tail = message.partition(": ")
-    if kind is InvalidArgument and separator and head.replace("_", "").replace(".", "").isalnum():
+    if kind is InvalidArgument and separator and _FIELD.fullmatch(head):
         field, message = head, tail
     return kind(message, field=field, retry_after_seconds=retry_after_seconds)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import click
 
+from kvscout_common.endpoints import Allowed
 from kvscout_common.variables import PREFIX
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -156,6 +157,17 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
         return function
 
     return decorate
+
+
+def event_endpoints_flag() -> Callable[[F], F]:
+    """What a service that reads events may open for it; `endpoints.Allowed` names them."""
+    return flag(
+        "--allow-event-endpoints",
+        multiple=True,
+        type=ValueOf(Allowed),
+        help="Event endpoints of workers that are opened beside TCP connections: ipc = paths of this machine,"
+        " bind = ports that others reach; repeat for both.",
+    )
 
 
 def client_flags(section: str = SERVER) -> Callable[[F], F]:

@@ -84,10 +84,21 @@ class RegistryListener(Protocol):
         """A worker is gone: "removed", "lease", or the source that no longer has it."""
 
 
-class Registry:
-    """The registered workers. Not thread-safe: one event loop owns it."""
+def any_worker(spec: WorkerSpec) -> None:
+    """Takes every registration."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+
+class Registry:
+    """The registered workers. Not thread-safe: one event loop owns it.
+
+    Args:
+        clock: Monotonic seconds.
+        admit: Raises `InvalidArgument`, naming the field, for a valid registration that this service does not take.
+            Whatever brings registrations asks it first, and has its own way to tell of the answer.
+    """
+
+    def __init__(self, clock: Callable[[], float], admit: Callable[[WorkerSpec], None] = any_worker) -> None:
+        self.admit = admit
         self._clock = clock
         self._entries: dict[WorkerName, Entry] = {}
         self._facts: dict[WorkerName, EngineFacts] = {}

@@ -21,10 +21,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 import aiohttp
 
+from kvscout_common.endpoints import bracketed
 from kvscout_common.engine_discovery import Ask
 from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
+from kvscout_common.engine_http import engine_session
 from kvscout_common.engine_query import ask_engine
-from kvscout_common.errors import ConfigError, Unavailable
+from kvscout_common.errors import ConfigError, InvalidArgument, Unavailable
 from kvscout_common.registry import ALL_TENANTS, Registry, Source
 from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.telemetry import RateLimitedLog
@@ -82,7 +84,7 @@ class DnsName:
         Raises:
             Unavailable: The engine does not tell what the URL leaves open.
         """
-        where = f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
+        where = f"{bracketed(address)}:{self.port}"
         spec = replace(self.shared, worker_id=where, http_endpoint=f"http://{where}")
         if facts is None:
             return spec
@@ -153,7 +155,7 @@ class DnsWorkers:
 
     async def run(self) -> None:
         """Follows the names for ever."""
-        async with aiohttp.ClientSession() as http:
+        async with engine_session() as http:
             while True:
                 await self.follow(http)
                 await asyncio.sleep(RESOLVE_SECONDS)
@@ -194,11 +196,13 @@ class DnsWorkers:
             if address not in state.facts:
                 async with self._slots:
                     state.facts[address] = await self._ask(http, plain.http_endpoint, plain.engine)
-            return state.name.worker(address, state.facts[address])
-        except Unavailable as error:
+            spec = state.name.worker(address, state.facts[address])
+            self._registry.admit(spec)
+        except (Unavailable, InvalidArgument) as error:
             state.facts.pop(address, None)
-            state.unknown[address] = error.message
+            state.unknown[address] = str(error)
             return None
+        return spec
 
 
 def _fields(url: str, query: str) -> dict[str, Any]:

@@ -215,6 +215,7 @@ class NatsRegistry:
         else:
             try:
                 stored = decode(name, entry.value or b"", revision)
+                self._registry.admit(stored.spec)
             except InvalidArgument as error:
                 self._refuse(entry.key, error)
             else:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from kvscout_common.endpoints import (
+    MAX_PORT,
+    Allowed,
+    address_problem,
+    event_endpoint_problem,
+    host_problem,
+    refusal,
+    url_problem,
+)
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.plain_text import name_problem, text_problem
 
 DEFAULT_TENANT = "default"
+MAX_RANKS: Final = 1024
+"""Data-parallel ranks of one worker."""
 
 
 class Role(StrEnum):
@@ -156,31 +169,77 @@ class WorkerSpec:
         """Itself, if every field is in range.
 
         Raises:
-            InvalidArgument: Naming the first field that is not.
+            InvalidArgument: Naming the first field that is not, as `kvscout.v1.Worker` does.
         """
+        for name, text in (("worker_id", self.worker_id), ("model", self.model), ("tenant", self.tenant)):
+            _require(name, name_problem(text))
         checks: tuple[tuple[str, bool, str], ...] = (
-            ("worker_id", bool(self.worker_id), "must not be empty"),
-            ("model", bool(self.model), "must not be empty"),
-            ("tenant", self.tenant not in ("", "*"), 'must not be empty, and "*" means all tenants'),
+            ("tenant", self.tenant != "*", '"*" means all tenants'),
             ("block_size", self.block_size > 0, "must be at least 1 token"),
-            ("dp_size", 1 <= self.dp_size <= 1024, "must be between 1 and 1024"),
+            ("block_size", self.block_size < 2**32, "must be below 2**32"),
+            ("dp_size", 1 <= self.dp_size <= MAX_RANKS, f"must be between 1 and {MAX_RANKS}"),
             ("dp_start_rank", self.dp_start_rank >= 0, "must not be negative"),
-            ("total_kv_blocks", self.total_kv_blocks >= 0, "must not be negative"),
+            (
+                "dp_start_rank",
+                self.dp_start_rank + self.dp_size <= 2**32,
+                "must leave room for dp_size ranks below 2**32",
+            ),
+            ("total_kv_blocks", 0 <= self.total_kv_blocks < 2**64, "must be between 0 and 2**64 - 1"),
+            ("bootstrap_port", 0 <= self.bootstrap_port <= MAX_PORT, f"must be at most {MAX_PORT}"),
         )
         for name, good, message in checks:
             if not good:
                 raise InvalidArgument(message, field=name)
-        ranks = {rank.dp_rank for rank in self.ranks}
-        seen: set[int] = set()
-        for endpoint in self.event_endpoints:
-            where = f"event_endpoints.{endpoint.dp_rank}"
-            if endpoint.dp_rank not in ranks:
-                raise InvalidArgument(f"rank {endpoint.dp_rank} is not one of {min(ranks)}..{max(ranks)}", field=where)
-            if endpoint.dp_rank in seen:
-                raise InvalidArgument("given twice", field=where)
-            if not endpoint.endpoint.startswith(("tcp://", "ipc://", "inproc://")):
-                raise InvalidArgument(f"not a ZMQ address: {endpoint.endpoint!r}", field=where)
-            seen.add(endpoint.dp_rank)
-        if self.http_endpoint and not self.http_endpoint.startswith(("http://", "https://")):
-            raise InvalidArgument(f"not an http(s) URL: {self.http_endpoint!r}", field="http_endpoint")
+        self._require_addresses()
+        self._require_event_endpoints()
+        _require("topic", text_problem(self.topic))
+        for number, adapter in enumerate(self.adapters):
+            _require(f"adapters[{number}].name", name_problem(adapter.name))
+        for key, value in self.labels.items():
+            _require("labels", text_problem(key) or text_problem(value))
         return self
+
+    def _require_addresses(self) -> None:
+        if self.http_endpoint:
+            _require("http_endpoint", url_problem(self.http_endpoint))
+        if self.grpc_endpoint:
+            _require("grpc_endpoint", address_problem(self.grpc_endpoint))
+        if self.bridge_endpoint:
+            _require("bridge_endpoint", address_problem(self.bridge_endpoint))
+        if self.bootstrap_host:
+            _require("bootstrap_host", host_problem(self.bootstrap_host.strip("[]")))
+
+    def _require_event_endpoints(self) -> None:
+        first, last = self.dp_start_rank, self.dp_start_rank + self.dp_size - 1
+        seen: set[int] = set()
+        for number, endpoint in enumerate(self.event_endpoints):
+            where, rank = f"event_endpoints[{number}]", endpoint.dp_rank
+            if not first <= rank <= last:
+                raise InvalidArgument(f"rank {rank} is not one of {first}..{last}", field=f"{where}.dp_rank")
+            if rank in seen:
+                raise InvalidArgument(f"rank {rank} is given twice", field=f"{where}.dp_rank")
+            _require(f"{where}.endpoint", event_endpoint_problem(endpoint.endpoint, bind=endpoint.bind))
+            if endpoint.replay_endpoint:
+                _require(f"{where}.replay_endpoint", event_endpoint_problem(endpoint.replay_endpoint))
+            _require(f"{where}.topic", text_problem(endpoint.topic))
+            seen.add(rank)
+
+    def require_allowed(self, allowed: Collection[Allowed]) -> None:
+        """Nothing, if every event endpoint is one that is opened here.
+
+        Args:
+            allowed: What the operator of this service allows.
+
+        Raises:
+            InvalidArgument: Naming the first that is not.
+        """
+        for number, endpoint in enumerate(self.event_endpoints):
+            where = f"event_endpoints[{number}]"
+            _require(f"{where}.endpoint", refusal(endpoint.endpoint, allowed, bind=endpoint.bind))
+            if endpoint.replay_endpoint:
+                _require(f"{where}.replay_endpoint", refusal(endpoint.replay_endpoint, allowed))
+
+
+def _require(field: str, problem: str) -> None:
+    if problem:
+        raise InvalidArgument(problem, field=field)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from kvscout_common.errors import KvscoutError
+from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.registry import WorkerName
 from kvscout_common.telemetry import RateLimitedLog
@@ -96,7 +96,13 @@ class WorkerLease:
         wanted = self._wanted
         if self.removed:
             return
-        outcome = await self._bucket.change(self.name, self._written, lambda stored: _as_wanted(stored, wanted))
+        try:
+            outcome: Stored | Renewal = await self._bucket.change(
+                self.name, self._written, lambda stored: _as_wanted(stored, wanted)
+            )
+        except InvalidArgument as error:
+            log.warning("the registration of worker %s is replaced, it cannot be read: %s", self.name.worker_id, error)
+            outcome = Renewal.LOST
         if outcome is Renewal.REMOVED and self._written is not None:
             self.removed = True
             self.registered.clear()

@@ -24,7 +24,7 @@ from kvscout_common.worker import (
 E = TypeVar("E", bound=StrEnum)
 
 
-def enum_from_proto(kind: type[E], wrapper: Any, prefix: str, number: int, unset: E) -> E:
+def enum_from_proto(kind: type[E], wrapper: Any, prefix: str, number: int, unset: E, *, field: str) -> E:
     """The member of one of our enums that a proto number names; 0 means `unset`.
 
     Raises:
@@ -35,12 +35,12 @@ def enum_from_proto(kind: type[E], wrapper: Any, prefix: str, number: int, unset
     try:
         return kind[wrapper.Name(number).removeprefix(prefix)]
     except (ValueError, KeyError):
-        raise InvalidArgument(f"unknown value {number}", field=prefix.rstrip("_").lower()) from None
+        raise InvalidArgument(f"unknown value {number}", field=field) from None
 
 
 def role_from_proto(number: int) -> Role:
     """The role of a proto number; unset = aggregated."""
-    return enum_from_proto(Role, types_pb2.Role, "ROLE_", number, Role.AGGREGATED)
+    return enum_from_proto(Role, types_pb2.Role, "ROLE_", number, Role.AGGREGATED, field="role")
 
 
 def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
@@ -80,7 +80,9 @@ def spec_from_proto(worker: workers_pb2.Worker, tenant: str = "") -> WorkerSpec:
         EventEndpoint(e.dp_rank, e.endpoint, e.replay_endpoint, e.topic, e.bind) for e in worker.event_endpoints
     )
     http_endpoint = worker.http_endpoint.rstrip("/")
-    engine = enum_from_proto(EngineKind, workers_pb2.EngineKind, "ENGINE_KIND_", worker.engine, EngineKind.VLLM)
+    engine = enum_from_proto(
+        EngineKind, workers_pb2.EngineKind, "ENGINE_KIND_", worker.engine, EngineKind.VLLM, field="engine"
+    )
     events_known = bool(endpoints or (http_endpoint and engine in ASKED))
     return WorkerSpec(
         worker_id=worker.worker_id,
@@ -97,7 +99,12 @@ def spec_from_proto(worker: workers_pb2.Worker, tenant: str = "") -> WorkerSpec:
         total_kv_blocks=worker.total_kv_blocks,
         max_num_batched_tokens=worker.max_num_batched_tokens,
         device_class=enum_from_proto(
-            DeviceClass, workers_pb2.DeviceClass, "DEVICE_CLASS_", worker.device_class, DeviceClass.GPU
+            DeviceClass,
+            workers_pb2.DeviceClass,
+            "DEVICE_CLASS_",
+            worker.device_class,
+            DeviceClass.GPU,
+            field="device_class",
         ),
         labels=dict(worker.labels),
         bootstrap_host=worker.bootstrap_host,
@@ -108,13 +115,16 @@ def spec_from_proto(worker: workers_pb2.Worker, tenant: str = "") -> WorkerSpec:
             "EVENT_TRANSPORT_",
             worker.transport,
             Transport.ZMQ if events_known else Transport.NONE,
+            field="transport",
         ),
         topic=worker.topic,
         adapters=tuple(Adapter(a.name, a.lora_id) for a in worker.adapters),
         total_slots=worker.total_slots,
         draining=worker.draining,
         eagle=worker.eagle,
-        copies=enum_from_proto(CopyMode, workers_pb2.CopyMode, "COPY_MODE_", worker.copies, CopyMode.COUNT),
+        copies=enum_from_proto(
+            CopyMode, workers_pb2.CopyMode, "COPY_MODE_", worker.copies, CopyMode.COUNT, field="copies"
+        ),
         can_fallback=worker.can_fallback,
         bridge_endpoint=worker.bridge_endpoint,
     ).validate()

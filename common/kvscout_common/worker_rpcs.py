@@ -9,7 +9,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity import current_identity
 from kvscout_common.registrar import OwnRegistrar, Registrar
 from kvscout_common.registry import ALL_TENANTS, Registry
-from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_common.worker import DEFAULT_TENANT, WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
 
 MAX_LEASE_SECONDS = 86_400
@@ -32,14 +32,14 @@ class WorkerRpcs:
     ) -> workers_pb2.RegisterWorkerResponse:
         if request.lease_seconds > MAX_LEASE_SECONDS:
             raise InvalidArgument(f"must be at most {MAX_LEASE_SECONDS}", field="lease_seconds")
-        spec = spec_from_proto(request.worker, request.tenant)
+        spec = self._admitted(request)
         created = await self.registrar.register(spec, request.lease_seconds)
         return workers_pb2.RegisterWorkerResponse(created=created, worker=spec_to_proto(spec))
 
     async def UpdateWorker(
         self, request: workers_pb2.UpdateWorkerRequest, context: Any
     ) -> workers_pb2.RegisterWorkerResponse:
-        spec = spec_from_proto(request.worker, request.tenant)
+        spec = self._admitted(request)
         await self.registrar.update(spec)
         return workers_pb2.RegisterWorkerResponse(created=False, worker=spec_to_proto(spec))
 
@@ -81,6 +81,16 @@ class WorkerRpcs:
                 for entry in self.registry.entries(tenant, request.model)
             ]
         )
+
+    def _admitted(self, request: workers_pb2.RegisterWorkerRequest | workers_pb2.UpdateWorkerRequest) -> WorkerSpec:
+        """The worker of a request, if this service takes it.
+
+        Raises:
+            InvalidArgument: Naming the field that is wrong, or refused.
+        """
+        spec = spec_from_proto(request.worker, request.tenant)
+        self.registry.admit(spec)
+        return spec
 
     def active_requests(self, tenant: str, worker_id: str) -> int:
         """Requests active on a worker; 0 where the service does not know."""

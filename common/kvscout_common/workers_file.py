@@ -27,7 +27,7 @@ from google.protobuf import json_format
 
 from kvscout.v1 import workers_pb2
 from kvscout_common.errors import ConfigError, InvalidArgument
-from kvscout_common.registry import Registry, Source
+from kvscout_common.registry import Registry, Source, any_worker
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto
 
@@ -45,8 +45,12 @@ _ENUM_PREFIXES = {
 }
 
 
-def load_workers(path: Path) -> list[WorkerSpec]:
+def load_workers(path: Path, admit: Callable[[WorkerSpec], None] = any_worker) -> list[WorkerSpec]:
     """Reads and validates a workers file.
+
+    Args:
+        path: The file.
+        admit: `Registry.admit`.
 
     Raises:
         ConfigError: If it cannot be read or an entry is wrong; names the entry and the key.
@@ -63,9 +67,14 @@ def load_workers(path: Path) -> list[WorkerSpec]:
         raise ConfigError(f"{path} has no list 'workers'", field="workers_file")
     specs: dict[tuple[str, str], WorkerSpec] = {}
     for number, entry in enumerate(entries):
-        spec = worker_from_mapping(entry, f"workers.{number}")
+        where = f"workers.{number}"
+        spec = worker_from_mapping(entry, where)
+        try:
+            admit(spec)
+        except InvalidArgument as error:
+            raise ConfigError(error.message, field=f"{where}.{error.field}") from error
         if (spec.tenant, spec.worker_id) in specs:
-            raise ConfigError(f"{spec.worker_id!r} is given twice", field=f"workers.{number}.worker_id")
+            raise ConfigError(f"{spec.worker_id!r} is given twice", field=f"{where}.worker_id")
         specs[spec.tenant, spec.worker_id] = spec
     return list(specs.values())
 
@@ -115,7 +124,7 @@ class WorkersFile:
             ConfigError: As `load_workers`; the registry is then unchanged.
         """
         content = self._path.read_bytes()
-        specs = load_workers(self._path)
+        specs = load_workers(self._path, self._registry.admit)
         self._last = content
         self._registry.replace_source(Source.FILE, specs)
         log.info("%d workers from %s", len(specs), self._path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from mocker_process import running_mocker
@@ -16,7 +18,8 @@ from processes import eventually
 
 from kvscout_common.engine_discovery import Discovery
 from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
-from kvscout_common.engine_query import MAX_ANSWER_BYTES, ask_engine
+from kvscout_common.engine_http import INLINE_BYTES, MAX_PAGE_BYTES, engine_session
+from kvscout_common.engine_query import MAX_MODELS, ask_engine
 from kvscout_common.errors import Unavailable
 from kvscout_common.registry import Registry, Source
 from kvscout_common.service_info import shown
@@ -28,10 +31,13 @@ METRICS = 'vllm:cache_config_info{block_size="16",engine="%d",num_gpu_blocks="%d
 
 @asynccontextmanager
 async def engine(pages: dict[str, Any]) -> AsyncIterator[str]:
-    """An engine that answers with pages: text, JSON, or a status code; what it has not is 404."""
+    """An engine that answers with pages: text, JSON, a status code or what a function makes; what it has not is 404."""
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.Request) -> web.StreamResponse:
         page = pages.get(request.path, 404)
+        if callable(page):
+            made: web.StreamResponse = await page(request)
+            return made
         if isinstance(page, int):
             return web.Response(status=page)
         return web.Response(text=page) if isinstance(page, str) else web.json_response(page)
@@ -49,7 +55,7 @@ async def engine(pages: dict[str, Any]) -> AsyncIterator[str]:
 
 
 async def ask(url: str, kind: EngineKind = EngineKind.VLLM) -> EngineFacts:
-    async with aiohttp.ClientSession() as http:
+    async with engine_session() as http:
         return await ask_engine(http, url, kind)
 
 
@@ -106,12 +112,24 @@ async def test_vllms_list_form_and_sglangs_server_info_say_the_same() -> None:
         {"x": {"endpoint": "tcp://*:1"}},
         {"0": {"endpoint": 5}},
         {"0": {"endpoint": "tcp://*"}},
+        {"9" * 5000: {"endpoint": "tcp://*:1"}, str(2**32): {"endpoint": "tcp://*:1"}},
+        [{"data_parallel_rank": 2**32, "endpoint": "tcp://*:1"}, {"data_parallel_rank": "-1", "endpoint": "tcp://*:1"}],
+        [
+            {"data_parallel_rank": True, "endpoint": "tcp://*:1"},
+            {"data_parallel_rank": "\ud800", "endpoint": "tcp://*:1"},
+        ],
+        {"0": {"endpoint": "tcp://\ud800:1"}, "1": {"endpoint": "tcp://*:99999"}, "2": {"endpoint": "tcp://a b:1"}},
+        {
+            "0": {"endpoint": "tcp://" + "h" * 10_000 + ":1"},
+            "1": {"endpoint": "ipc://"},
+            "2": {"endpoint": "inproc://x"},
+        },
         {"kv_events": []},
         {"kv_events": {"publisher": "zmq", "endpoint_port_base": "many", "dp_size": -1, "block_size": 1e9}},
     ],
 )
 async def test_what_is_not_understood_stays_unknown(junk: Any, kind: EngineKind) -> None:
-    metrics = "vllm:cache_config_info{"
+    metrics = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="7"} 1\nvllm:cache_config_info{'
     pages = {"/v1/models": MODELS, "/kv_event_sources": junk, "/server_info": junk, "/metrics": metrics}
     async with engine(pages) as url:
         facts = await ask(url, kind)
@@ -125,16 +143,74 @@ async def test_what_is_not_understood_stays_unknown(junk: Any, kind: EngineKind)
         {"/v1/models": {"data": []}},
         {"/v1/models": 503},
         {"/v1/models": "no json"},
+        {"/v1/models": {"data": 3}},
+        {"/v1/models": {"data": [{"id": "\ud800"}, {"id": "m" * 257}, {"id": "a\nb"}, {"id": ""}]}},
         {"/v1/models": "[" * 100_000},
-        {"/v1/models": "x" * (MAX_ANSWER_BYTES + 1)},
+        {"/v1/models": "9" * 10_000},
+        {"/v1/models": "x" * (MAX_PAGE_BYTES + 1)},
         {"/v1/models": MODELS, "/kv_event_sources": 500},
     ],
-    ids=["nothing", "no model", "503", "no json", "deep", "large", "500"],
+    ids=["nothing", "no model", "503", "no json", "a number", "no names", "deep", "long", "large", "500"],
 )
 async def test_an_engine_that_is_not_ready_is_unavailable(pages: dict[str, Any]) -> None:
     async with engine(pages) as url:
         with pytest.raises(Unavailable):
             await ask(url)
+
+
+async def test_a_packed_answer_is_not_unpacked() -> None:
+    async def packed(request: web.Request) -> web.StreamResponse:
+        assert request.headers["Accept-Encoding"] == "identity"
+        return web.Response(body=gzip.compress(json.dumps(MODELS).encode()), headers={"Content-Encoding": "gzip"})
+
+    async with engine({"/v1/models": packed}) as url:
+        with pytest.raises(Unavailable, match="packed, as gzip"):
+            await ask(url)
+
+
+async def test_an_engine_sends_nobody_elsewhere() -> None:
+    elsewhere: list[str] = []
+
+    async def noted(request: web.Request) -> web.StreamResponse:
+        elsewhere.append(request.path)
+        return web.json_response(MODELS)
+
+    async def away(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPFound("/elsewhere")
+
+    async with engine({"/v1/models": away, "/elsewhere": noted}) as url:
+        with pytest.raises(Unavailable, match="answers 302"):
+            await ask(url)
+    assert elsewhere == []
+
+
+async def test_a_status_line_of_no_text_is_shown_as_text() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 \xed\xa0\x80\xff\x00 \xff\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(Unavailable) as unavailable:
+            await ask(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    assert unavailable.value.message.isprintable()
+
+
+async def test_a_large_page_is_parsed_beside_the_event_loop() -> None:
+    cards = [{"id": f"m{number}", "x": "y" * 200} for number in range(10_000)]
+    loop_thread, parsing = threading.get_ident(), set()
+    real = json.loads
+
+    def noted(page: bytes) -> Any:
+        parsing.add((len(page) > INLINE_BYTES, threading.get_ident() == loop_thread))
+        return real(page)
+
+    async with engine({"/v1/models": {"data": cards}, "/kv_event_sources": {}}) as url:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvscout_common.engine_http.json.loads", noted)
+            assert len((await ask(url)).models) == MAX_MODELS
+    assert parsing == {(True, False), (False, True)}
 
 
 def test_facts_fill_in_and_never_replace() -> None:
@@ -207,6 +283,24 @@ async def test_an_engine_that_starts_late_is_retried_told_of_and_completed() -> 
             return not discovery.warnings()
 
         await eventually(quiet)
+
+
+async def test_event_endpoints_that_this_service_does_not_open_are_left_out_and_told() -> None:
+    registry = Registry(lambda: 0.0, lambda spec: spec.require_allowed(()))
+    pages = {
+        "/v1/models": MODELS,
+        "/kv_event_sources": {"0": {"endpoint": "ipc:///tmp/kv"}},
+        "/metrics": METRICS % (0, 50),
+    }
+    async with engine(pages) as url, discovering(registry) as discovery:
+        registry.register(WorkerSpec("w", "m", 16, http_endpoint=url))
+
+        async def told() -> bool:
+            return any("--allow-event-endpoints ipc" in warning for warning in shown(discovery.warnings()))
+
+        await eventually(told)
+        spec = registry.get("default", "w").spec
+        assert (spec.event_endpoints, spec.total_kv_blocks) == ((), 49)
 
 
 async def test_a_mocker_is_found_with_all_its_ranks() -> None:

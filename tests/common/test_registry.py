@@ -7,7 +7,7 @@ import pytest
 from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.registry import Registry, Source
-from kvscout_common.worker import EventEndpoint, WorkerSpec
+from kvscout_common.worker import Adapter, EventEndpoint, WorkerSpec
 
 
 class Clock:
@@ -130,9 +130,28 @@ def test_peers_never_replace_what_is_known_here(registry: Registry) -> None:
         ({"dp_size": 0}, "dp_size"),
         ({"dp_size": 1025}, "dp_size"),
         ({"http_endpoint": "10.0.0.1:80"}, "http_endpoint"),
-        ({"event_endpoints": (EventEndpoint(1, "tcp://h:1"),)}, "event_endpoints.1"),
-        ({"event_endpoints": (EventEndpoint(0, "h:1"),)}, "event_endpoints.0"),
-        ({"event_endpoints": (EventEndpoint(0, "tcp://h:1"), EventEndpoint(0, "tcp://h:2"))}, "event_endpoints.0"),
+        ({"http_endpoint": "http://user:secret@10.0.0.1:80"}, "http_endpoint"),
+        ({"grpc_endpoint": "unix:/run/x"}, "grpc_endpoint"),
+        ({"bridge_endpoint": "http://h:1"}, "bridge_endpoint"),
+        ({"bootstrap_host": "a b"}, "bootstrap_host"),
+        ({"bootstrap_port": 65_536}, "bootstrap_port"),
+        ({"dp_start_rank": 2**32 - 1, "dp_size": 2}, "dp_start_rank"),
+        ({"total_kv_blocks": 2**64}, "total_kv_blocks"),
+        ({"worker_id": "w" * 257}, "worker_id"),
+        ({"worker_id": "ä" * 129}, "worker_id"),
+        ({"model": "a\nb"}, "model"),
+        ({"tenant": "\ud800"}, "tenant"),
+        ({"topic": "\x00"}, "topic"),
+        ({"adapters": (Adapter("a"), Adapter(""))}, "adapters[1].name"),
+        ({"labels": {"zone": "\x1b[2J"}}, "labels"),
+        ({"event_endpoints": (EventEndpoint(1, "tcp://h:1"),)}, "event_endpoints[0].dp_rank"),
+        ({"event_endpoints": (EventEndpoint(0, "h:1"),)}, "event_endpoints[0].endpoint"),
+        ({"event_endpoints": (EventEndpoint(0, "tcp://h:1", "tcp://*:5657"),)}, "event_endpoints[0].replay_endpoint"),
+        ({"event_endpoints": (EventEndpoint(0, "tcp://h:1", topic="\n"),)}, "event_endpoints[0].topic"),
+        (
+            {"event_endpoints": (EventEndpoint(0, "tcp://h:1"), EventEndpoint(0, "tcp://h:2"))},
+            "event_endpoints[1].dp_rank",
+        ),
     ],
 )
 def test_a_registration_out_of_range_names_the_field(fields: dict[str, object], field: str) -> None:

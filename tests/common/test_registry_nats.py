@@ -19,7 +19,7 @@ from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutEr
 from kvscout_common.nats_link import NatsConfig, NatsLink
 from kvscout_common.registry import Source, WorkerName
 from kvscout_common.service_info import shown
-from kvscout_common.worker import WorkerSpec
+from kvscout_common.worker import EventEndpoint, WorkerSpec
 from kvscout_common.worker_bucket import Renewal, Stored
 from kvscout_common.worker_proto import spec_to_proto
 
@@ -223,6 +223,19 @@ async def test_a_watch_that_broke_is_noticed(world: World, monkeypatch: pytest.M
         await one.shared.register(A, 0)
     await other.until(lambda: other.worker_ids == ["a"])
     await one.until(lambda: one.worker_ids == ["a"])
+
+
+async def test_a_worker_that_this_service_does_not_admit_is_told_and_skipped(world: World) -> None:
+    node, other = await world.node(), await world.node()
+    node.registry.admit = lambda spec: spec.require_allowed(())
+    await other.shared.register(replace(A, event_endpoints=(EventEndpoint(0, "ipc:///run/kv"),)), 0)
+    await other.shared.register(B, 0)
+    await node.until(lambda: node.worker_ids == ["b:1"])
+    assert node.shared.unreadable == 1
+    assert any("--allow-event-endpoints ipc" in warning for warning in shown(node.shared.warnings()))
+    await other.shared.register(A, 0)
+    await node.until(lambda: node.worker_ids == ["a", "b:1"])
+    assert shown(node.shared.warnings()) == []
 
 
 async def test_values_that_cannot_be_read_are_told_and_harm_nobody_else(world: World) -> None:

@@ -107,3 +107,13 @@ async def test_it_survives_a_nats_that_lost_its_store() -> None:
 
             await eventually(back)
             assert node.heard == ["+a"]
+
+
+async def test_a_value_that_cannot_be_read_is_replaced() -> None:
+    async with making_world() as world:
+        node = await world.node("n")
+        await node.raw(node.link.names.worker_key(*NAME), b"\xff\xff")
+        await node.until(lambda: node.shared.unreadable == 1)
+        async with keeping(WorkerLease(node.link, A, lease_seconds=60)):
+            await node.until(lambda: node.worker_ids == ["a"])
+            assert node.shared.warnings() == []

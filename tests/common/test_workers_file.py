@@ -61,6 +61,11 @@ def test_a_registration_survives_its_way_through_protobuf(tmp_path: Path) -> Non
         ("workers: [{worker_id: a, model: m, block_size: 16, colour: red}]", 'workers.0: .*"colour"'),
         ("workers: [{worker_id: a, model: m, block_size: 16}, {worker_id: a, model: m, block_size: 16}]", "twice"),
         ("workers: [{worker_id: a, model: m, block_size: 16, labels: [a]}]", "workers.0.labels: is not a mapping"),
+        (
+            "workers: [{worker_id: a, model: m, block_size: 16, event_endpoints: [{endpoint: 'tcp://*:5557'}]}]",
+            r"workers.0.event_endpoints\[0\].endpoint: tcp://\*:5557 is what the engine binds: write tcp://HOST:5557",
+        ),
+        ('workers: [{worker_id: "\\uD800", model: m, block_size: 16}]', "workers"),
         ("workers: [3]", "workers.0: is not a mapping"),
         ("workers: {}", "no list 'workers'"),
         ("workers: [", "cannot read"),

@@ -138,9 +138,23 @@ async def test_bad_input_names_the_field(
         ({"block_size": 0}, "block_size"),
         ({"dp_size": 2000}, "dp_size"),
         ({"http_endpoint": "10.0.0.5"}, "http_endpoint"),
-        ({"event_endpoints": [workers_pb2.EventEndpoint(endpoint="10.0.0.5:5557")]}, "event_endpoints.0"),
-        ({"event_endpoints": [workers_pb2.EventEndpoint(endpoint="tcp://h:1", dp_rank=1)]}, "event_endpoints.1"),
-        ({"transport": 77}, "event_transport"),
+        ({"event_endpoints": [workers_pb2.EventEndpoint(endpoint="10.0.0.5:5557")]}, "event_endpoints[0].endpoint"),
+        (
+            {"event_endpoints": [workers_pb2.EventEndpoint(endpoint="tcp://h:1", dp_rank=1)]},
+            "event_endpoints[0].dp_rank",
+        ),
+        (
+            {"event_endpoints": [workers_pb2.EventEndpoint(endpoint="tcp://h:1", bind=True)]},
+            "event_endpoints[0].endpoint",
+        ),
+        ({"event_endpoints": [workers_pb2.EventEndpoint(endpoint="ipc:///tmp/x")]}, "event_endpoints[0].endpoint"),
+        (
+            {"event_endpoints": [workers_pb2.EventEndpoint(endpoint="tcp://h:1", replay_endpoint="tcp://*:5657")]},
+            "event_endpoints[0].replay_endpoint",
+        ),
+        ({"transport": 77}, "transport"),
+        ({"engine": 77}, "engine"),
+        ({"copies": 77}, "copies"),
     ],
 )
 async def test_a_registration_that_is_wrong_names_the_field(

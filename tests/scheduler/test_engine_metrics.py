@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
-import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from mocker_process import running_mocker
 from scheduler_builders import request, scheduler, worker
 
+from kvscout_common.engine_http import engine_session
 from kvscout_common.registry import Registry
 from kvscout_common.worker import EngineKind
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics, read_engine_metrics
@@ -38,28 +41,67 @@ sglang:token_usage{engine_type="unified",model_name="m",pp_rank="0",tp_rank="1"}
 
 
 def test_vllm_tells_each_rank() -> None:
-    assert read_engine_metrics(VLLM, [0, 1]) == {0: EngineMetrics(0.25, 3, 0), 1: EngineMetrics(None, 5, 7)}
+    assert read_engine_metrics(VLLM.encode(), [0, 1]) == {0: EngineMetrics(0.25, 3, 0), 1: EngineMetrics(None, 5, 7)}
 
 
 def test_the_samples_of_a_worker_with_one_rank_are_its_own_whatever_they_call_it() -> None:
     text = VLLM.replace('engine="1"', 'other="1"')
-    assert read_engine_metrics(text, [4])[4].running_requests == 5
-    assert 2 not in read_engine_metrics(VLLM, [1, 2])
+    assert read_engine_metrics(text.encode(), [4])[4].running_requests == 5
+    assert 2 not in read_engine_metrics(VLLM.encode(), [1, 2])
 
 
 def test_sglang_tells_of_its_fullest_process() -> None:
-    assert read_engine_metrics(SGLANG, [0]) == {0: EngineMetrics(1.0, 2, 1)}
+    assert read_engine_metrics(SGLANG.encode(), [0]) == {0: EngineMetrics(1.0, 2, 1)}
 
 
 def test_older_vllm_calls_its_usage_otherwise() -> None:
     text = VLLM.replace("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-    assert read_engine_metrics(text, [0, 1])[0].kv_cache_usage == 0.25
+    assert read_engine_metrics(text.encode(), [0, 1])[0].kv_cache_usage == 0.25
 
 
-def test_what_is_no_prometheus_text_is_refused() -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        read_engine_metrics("<html>{", [0])
-    assert read_engine_metrics("", [0]) == {}
+def test_a_metric_that_cannot_be_read_is_an_error_and_none_at_all_is_nothing() -> None:
+    with pytest.raises(ValueError, match="labels"):
+        read_engine_metrics(b'vllm:num_requests_running{engine="0" 3', [0])
+    assert read_engine_metrics(b"", [0]) == read_engine_metrics(b"<html>{", [0]) == {}
+
+
+@pytest.mark.parametrize("value", ["-1", "NaN", "+Inf", "1e300", str(2**32)])
+def test_numbers_that_are_no_count_are_not_taken(value: str) -> None:
+    assert read_engine_metrics(f"vllm:num_requests_running {value}\n".encode(), [0]) == {}
+
+
+def test_ranks_of_any_length_are_nobodys() -> None:
+    text = VLLM.replace('engine="1"', f'engine="{"9" * 5000}"').replace('engine="0"', 'engine="٣"')
+    assert read_engine_metrics(text.encode(), [0, 3]) == {}
+
+
+async def test_the_whole_page_is_read_however_it_comes() -> None:
+    """172 KB in pieces: what is asked for stands at the end."""
+    made = scheduler()
+    registry = Registry(time.monotonic)
+    registry.listen(made.workers)
+    page = "".join(f'vllm:other_bucket{{le="{number}"}} 0\n' for number in range(6000)) + VLLM
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for start in range(0, len(page), 10_007):
+            await response.write(page[start : start + 10_007].encode())
+            await asyncio.sleep(0)
+        return response
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", answer)])
+    async with TestServer(app) as server, engine_session() as http:
+        registry.register(worker("w", dp_size=2, http_endpoint=str(server.make_url(""))))
+        scraper = EngineScraper(made, registry, 60)
+        await scraper.round(http, [entry.spec for entry in registry.entries()])
+        pool = made.workers.pool(request([1]).pool)
+        assert scraper.failures == 0
+        assert pool.metrics == {
+            pool.slot_of["w", 0]: EngineMetrics(0.25, 3, 0),
+            pool.slot_of["w", 1]: EngineMetrics(None, 5, 7),
+        }
 
 
 async def test_an_engine_is_asked_and_forgotten_when_it_is_gone() -> None:
@@ -67,7 +109,7 @@ async def test_an_engine_is_asked_and_forgotten_when_it_is_gone() -> None:
     registry = Registry(time.monotonic)
     registry.listen(made.workers)
     scraper = EngineScraper(made, registry, 60)
-    async with aiohttp.ClientSession() as http:
+    async with engine_session() as http:
         async with running_mocker("--dp-size", "2") as mocker:
             registry.register(worker("w", dp_size=2, engine=EngineKind.MOCK, http_endpoint=mocker.url + "/"))
             registry.register(worker("custom", engine=EngineKind.CUSTOM, http_endpoint=mocker.url))

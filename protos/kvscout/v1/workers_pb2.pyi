@@ -158,13 +158,19 @@ class EventEndpoint(_message.Message):
     dp_rank: _builtins.int
     """Data-parallel rank; within dp_start_rank .. dp_start_rank + dp_size - 1."""
     endpoint: _builtins.str
-    """ZMQ address as the subscriber uses it, such as "tcp://10.0.0.5:5557"; required."""
+    """ZMQ address as the subscriber uses it, such as "tcp://10.0.0.5:5557"; required. What an engine binds, such as
+    "tcp://*:5557", is none. "ipc://PATH" only where the operator of the indexer or bridge allows it.
+    """
     replay_endpoint: _builtins.str
-    """ZMQ address of the replay socket; unset = the engine has none, and lost events cannot be fetched again."""
+    """ZMQ address of the replay socket, of the same form; unset = the engine has none, and lost events cannot be fetched
+    again.
+    """
     topic: _builtins.str
     """Topic prefix to subscribe to; unset = everything."""
     bind: _builtins.bool
-    """True = the engine connects and the indexer binds `endpoint`. Unset = the indexer connects."""
+    """True = the engine connects and the indexer binds `endpoint`: on loopback, and elsewhere only where its operator
+    allows it. Unset = the indexer connects.
+    """
     def __init__(
         self,
         *,
@@ -210,7 +216,10 @@ Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class Worker(_message.Message):
-    """A worker: one engine process group behind one endpoint, with one or more data-parallel ranks."""
+    """A worker: one engine process group behind one endpoint, with one or more data-parallel ranks. What is out of range is
+    INVALID_ARGUMENT with the field's name, such as "event_endpoints[0].replay_endpoint". Names, topics, addresses and
+    labels are printable, 256 bytes of UTF-8 at most.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -271,13 +280,15 @@ class Worker(_message.Message):
     engine: Global___EngineKind.ValueType
     """Engine; unset = vLLM."""
     http_endpoint: _builtins.str
-    """Base URL of the engine's HTTP API, such as "http://10.0.0.5:8000"; unset = not dispatched to by the gateway."""
+    """Base URL of the engine's HTTP API, such as "http://10.0.0.5:8000", without user and password; unset = not
+    dispatched to by the gateway.
+    """
     grpc_endpoint: _builtins.str
     """gRPC address of the engine, host:port; unset = none."""
     block_size: _builtins.int
     """Tokens a KV block; required, >= 1."""
     dp_start_rank: _builtins.int
-    """First data-parallel rank of this worker; unset = 0."""
+    """First data-parallel rank of this worker; the last one is below 2^32. Unset = 0."""
     dp_size: _builtins.int
     """Number of data-parallel ranks, 1..1024; unset = 1."""
     total_kv_blocks: _builtins.int

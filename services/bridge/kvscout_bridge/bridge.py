@@ -49,7 +49,7 @@ class Bridge:
     def __init__(self, config: BridgeConfig) -> None:
         self.started = time.monotonic()
         self.config = config
-        self.registry = Registry(time.monotonic)
+        self.registry = Registry(time.monotonic, lambda spec: spec.require_allowed(config.allowed_endpoints))
         self.link = NatsLink(config.nats, "kvscout-bridge")
         lane: Lane = CoreLane(self.link)
         if config.transport is Transport.JETSTREAM:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kvscout_blocks.event_stream import STREAM_MAX_AGE_SECONDS
 from kvscout_blocks.publishing import MAX_BUFFERED_BYTES
 from kvscout_common.config import ServerConfig
+from kvscout_common.endpoints import Allowed
 from kvscout_common.nats_link import NatsConfig
 from kvscout_common.worker import Transport, WorkerSpec
 
@@ -21,6 +22,8 @@ class BridgeConfig:
     nats: NatsConfig = field(default_factory=NatsConfig)
     worker: WorkerSpec | None = None
     """The engine that the flags name; None: the workers file names them all."""
+    allowed_endpoints: frozenset[Allowed] = frozenset()
+    """Event endpoints that are opened beside TCP connections."""
     transport: Transport = Transport.JETSTREAM
     """NATS_CORE or JETSTREAM."""
     local_indexer: bool = True

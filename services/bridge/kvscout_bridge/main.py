@@ -8,8 +8,17 @@ import click
 
 from kvscout_bridge.config import LEASE_SECONDS, BridgeConfig
 from kvscout_common.config import ServerConfig
+from kvscout_common.endpoints import WILDCARDS, address_problem, bracketed
 from kvscout_common.errors import ConfigError, InvalidArgument
-from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, ValueOf, flag, server_flags
+from kvscout_common.flags import (
+    BEHAVIOUR,
+    PERFORMANCE,
+    SectionedCommand,
+    ValueOf,
+    event_endpoints_flag,
+    flag,
+    server_flags,
+)
 from kvscout_common.metrics_server import registry_of
 from kvscout_common.nats_link import DEFAULT_SERVER, NatsConfig, nats_flags
 from kvscout_common.serving import App, run
@@ -101,6 +110,7 @@ ENGINE = "Engine"
     section=PERFORMANCE,
     help="Events that wait while NATS is away; more, and the state of their engine is sent in their place.",
 )
+@event_endpoints_flag()
 @nats_flags(default=(DEFAULT_SERVER,))
 @server_flags("bridge", port=50053, metrics_port=9094)
 def main(**values: Any) -> None:
@@ -114,22 +124,30 @@ def main(**values: Any) -> None:
             server=server,
             nats=nats,
             worker=worker_of(values),
+            allowed_endpoints=frozenset(values["allow_event_endpoints"]),
             transport=Transport(values["transport"]),
             local_indexer=values["enable_local_indexer"],
             max_buffered_bytes=values["max_buffered_bytes"],
             stream_max_age_seconds=values["stream_max_age"],
             register_workers=values["register"],
             lease_seconds=values["lease_seconds"],
-            advertised=values["advertise"] or _address(server),
+            advertised=_advertised(values["advertise"]) or _address(server),
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
     run(config.server, lambda: build(config))
 
 
+def _advertised(address: str) -> str:
+    problem = address and address_problem(address)
+    if problem:
+        raise ConfigError(problem, field="advertise")
+    return address
+
+
 def _address(server: ServerConfig) -> str:
     """Where others reach the gRPC server, if the flags tell: over NATS it is reached in any case."""
-    return f"{server.host}:{server.port}" if server.port and server.host not in ("0.0.0.0", "::") else ""
+    return f"{bracketed(server.host)}:{server.port}" if server.port and server.host not in WILDCARDS else ""
 
 
 def worker_of(values: dict[str, Any]) -> WorkerSpec | None:
@@ -169,9 +187,10 @@ def worker_of(values: dict[str, Any]) -> WorkerSpec | None:
         copies=values["copies"],
     )
     try:
-        return spec.validate()
+        spec.validate().require_allowed(values["allow_event_endpoints"])
     except InvalidArgument as error:
         raise ConfigError(error.message, field=error.field) from error
+    return spec
 
 
 async def build(config: BridgeConfig) -> App:

@@ -14,6 +14,7 @@ or no longer lists, and each has its own answer:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -25,8 +26,11 @@ from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.channel import call
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.registry import ALL_TENANTS, DECLARED, Entry, Registry, Source, WorkerName
+from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
+
+log = logging.getLogger("kvscout.gateway")
 
 LEARNED = (Source.PEER, Source.NATS)
 """Sources whose workers members are not told of: they have them, or follow the registry in NATS themselves."""
@@ -137,6 +141,7 @@ class MemberSync:
         self.unaware = 0
         """Workers of the registry in NATS that it did not list twice in a row."""
         self._unlisted: set[WorkerName] = set()
+        self._warnings = RateLimitedLog(log)
 
     @property
     def pending(self) -> int:
@@ -275,7 +280,12 @@ class MemberSync:
         )
         listed: dict[WorkerName, Peer] = {}
         for entry in answer.workers:
-            spec = spec_from_proto(entry.registered if entry.HasField("registered") else entry.worker)
+            try:
+                spec = spec_from_proto(entry.registered if entry.HasField("registered") else entry.worker)
+            except InvalidArgument as error:
+                # Of a release with other rules; the rest of what it lists is of use all the same.
+                self._warnings.warning("listed", "%s lists a worker that cannot be read: %s", self.name, error)
+                continue
             listed[WorkerName(spec.tenant, spec.worker_id)] = Peer(spec, entry.lease_seconds, _source(entry.source))
         lost = (self.peers.keys() | self._told.keys()) - listed.keys()
         if lost and self._listed_at is not None and await self._restarted_since(self._listed_at):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.config import ServerConfig
+from kvscout_common.endpoints import Allowed
 from kvscout_common.nats_link import NatsConfig
 from kvscout_common.shards import WHOLE, Shard
 
@@ -41,6 +42,8 @@ class IndexerConfig:
     """How long, beside events, blocks of routed prompts stay predicted; None = they are not."""
     shard: Shard = WHOLE
     """The workers that are indexed; others are registered only."""
+    allowed_endpoints: frozenset[Allowed] = frozenset()
+    """Event endpoints that are opened beside TCP connections."""
 
     @property
     def routed_ttl_seconds(self) -> float | None:

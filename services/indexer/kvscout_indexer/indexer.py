@@ -51,7 +51,7 @@ class Indexer:
 
     def __init__(self, config: IndexerConfig) -> None:
         self.started = time.monotonic()
-        self.registry = Registry(time.monotonic)
+        self.registry = Registry(time.monotonic, self._admit)
         self.queries = make_queries()
         self.pools = Pools(self._make_index, self.queries)
         self._config = config
@@ -110,6 +110,11 @@ class Indexer:
         )
         self._transports[Transport.JETSTREAM] = jetstream
         return jetstream
+
+    def _admit(self, spec: WorkerSpec) -> None:
+        """See `Registry`: what reads events over other transports opens none of the worker's endpoints here."""
+        if spec.transport is Transport.ZMQ:
+            spec.require_allowed(self._config.allowed_endpoints)
 
     def _make_index(self, pool: PoolKey) -> BlockIndex:
         return make_index(

@@ -9,7 +9,14 @@ import click
 from kvscout_common.channel import ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import PERFORMANCE, SectionedCommand, client_flags, flag, server_flags
+from kvscout_common.flags import (
+    PERFORMANCE,
+    SectionedCommand,
+    client_flags,
+    event_endpoints_flag,
+    flag,
+    server_flags,
+)
 from kvscout_common.heap import keep_mmap_threshold
 from kvscout_common.metrics_server import registry_of
 from kvscout_common.nats_link import NatsConfig, nats_flags
@@ -81,6 +88,7 @@ from kvscout_indexer.config import IndexerConfig
     is_flag=True,
     help="At start, clear the JetStream streams, snapshots and consumers of the namespace.",
 )
+@event_endpoints_flag()
 @nats_flags()
 @client_flags()
 @server_flags("indexer", port=50051, metrics_port=9091)
@@ -104,6 +112,7 @@ def main(**values: Any) -> None:
             kv_events=not values["no_kv_events"],
             router_predicted_ttl_seconds=values["router_predicted_ttl"],
             shard=Shard.parse(values["shard"], flag="shard"),
+            allowed_endpoints=frozenset(values["allow_event_endpoints"]),
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from error

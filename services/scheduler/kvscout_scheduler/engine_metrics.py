@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Final
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.prometheus_text import read_samples
 
 _RUNNING, _WAITING, _USAGE = "running_requests", "waiting_requests", "kv_cache_usage"
 _FIELDS: Final[Mapping[str, str]] = {
@@ -30,6 +28,8 @@ _FIELDS: Final[Mapping[str, str]] = {
     "sglang:token_usage": _USAGE,
 }
 _RANK_LABELS = ("engine", "dp_rank")
+MAX_REQUESTS: Final = 2**32
+"""More is no number of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class EngineMetrics:
 NO_METRICS = EngineMetrics()
 
 
-def read_engine_metrics(text: str, ranks: Sequence[int]) -> dict[int, EngineMetrics]:
+def read_engine_metrics(page: bytes, ranks: Sequence[int]) -> dict[int, EngineMetrics]:
     """What an engine's `/metrics` says of each rank.
 
     Args:
-        text: Prometheus text.
+        page: Prometheus text.
         ranks: The ranks that the worker registered. Of a worker with one rank, samples without a rank, or of an engine
             that counts from 0, are its own.
 
@@ -72,26 +72,26 @@ def read_engine_metrics(text: str, ranks: Sequence[int]) -> dict[int, EngineMetr
         processes) are one: requests and usage of the fullest.
 
     Raises:
-        ValueError: It is no Prometheus text.
+        ValueError: One of the metrics cannot be read.
     """
     found: dict[int, dict[str, float]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            field = _FIELDS.get(sample.name)
-            if field is None or not isfinite(sample.value) or sample.value < 0:
-                continue
-            rank = _rank(sample.labels, ranks)
-            if rank is not None:
-                values = found.setdefault(rank, {})
-                values[field] = max(values.get(field, 0.0), sample.value)
+    by_label = {str(rank): rank for rank in ranks}
+    for sample in read_samples(page, _FIELDS):
+        field = _FIELDS[sample.name]
+        if not 0 <= sample.value < MAX_REQUESTS:  # nor is what is no number
+            continue
+        rank = _rank(sample.labels, by_label)
+        if rank is not None:
+            values = found.setdefault(rank, {})
+            values[field] = max(values.get(field, 0.0), sample.value)
     return {rank: _reading(values) for rank, values in sorted(found.items())}
 
 
-def _rank(labels: Mapping[str, str], ranks: Sequence[int]) -> int | None:
+def _rank(labels: Mapping[str, str], by_label: Mapping[str, int]) -> int | None:
     named = next((labels[name] for name in _RANK_LABELS if labels.get(name, "").isdecimal()), None)
-    if named is not None and int(named) in ranks:
-        return int(named)
-    return ranks[0] if len(ranks) == 1 else None
+    if named is not None and named in by_label:
+        return by_label[named]
+    return next(iter(by_label.values())) if len(by_label) == 1 else None
 
 
 def _reading(values: Mapping[str, float]) -> EngineMetrics:

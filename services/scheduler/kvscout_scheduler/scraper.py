@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 import aiohttp
 
-from kvscout_common.errors import KvscoutError
+from kvscout_common.engine_http import engine_session, parsed, read_page
+from kvscout_common.errors import KvscoutError, Unavailable
 from kvscout_common.registry import Registry
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EngineKind, WorkerRank, WorkerSpec
@@ -19,7 +21,6 @@ log = logging.getLogger("kvscout.scheduler")
 
 SCRAPES_AT_ONCE = 32
 TIMEOUT_SECONDS = 2.0
-MAX_BODY_BYTES = 8 * 1024 * 1024
 SCRAPED = frozenset({EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK})
 
 
@@ -46,8 +47,7 @@ class EngineScraper:
 
     async def run(self) -> None:
         """Asks until cancelled."""
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
+        async with engine_session() as http:
             while True:
                 await self.round(http, [entry.spec for entry in self._registry.entries()])
                 await asyncio.sleep(self._interval_seconds)
@@ -61,14 +61,15 @@ class EngineScraper:
         ranks = [rank.dp_rank for rank in spec.ranks]
         async with self._slots:
             try:
-                async with http.get(spec.http_endpoint.rstrip("/") + "/metrics") as response:
-                    response.raise_for_status()
-                    body = await response.content.read(MAX_BODY_BYTES)
-                readings = read_engine_metrics(body.decode(), ranks)
-            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                url = spec.http_endpoint.rstrip("/") + "/metrics"
+                page = await read_page(http, url, timeout_seconds=TIMEOUT_SECONDS)
+                if page is None:
+                    raise Unavailable(f"there is no {url}")
+                readings = await parsed(page, partial(read_engine_metrics, ranks=ranks))
+            except (Unavailable, ValueError) as error:
                 self.failures += 1
                 self._warnings.warning(
-                    (spec.tenant, spec.worker_id), "worker %s does not tell its metrics: %r", spec.worker_id, error
+                    (spec.tenant, spec.worker_id), "worker %s does not tell its metrics: %s", spec.worker_id, error
                 )
                 readings = {}
         for rank in spec.ranks:

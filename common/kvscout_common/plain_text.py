@@ -1,0 +1,32 @@
+"""Text from outside: what may be a name, and how any text is shown to people."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MAX_NAME_BYTES: Final = 256
+SHOWN_CHARACTERS: Final = 200
+
+
+def name_problem(text: str) -> str:
+    """Why a text can be nobody's name, as an end of a sentence; "" = it can."""
+    if not text:
+        return "must not be empty"
+    return text_problem(text)
+
+
+def text_problem(text: str) -> str:
+    """Why a text is none that is shown, sent and compared as it is; "" = it is."""
+    # First: what cannot be encoded, such as half of a surrogate pair, is not printable.
+    if not text.isprintable():
+        return f"must be printable, not {printable(text)}"
+    if len(text.encode()) > MAX_NAME_BYTES:
+        return f"must have at most {MAX_NAME_BYTES} bytes"
+    return ""
+
+
+def printable(text: str) -> str:
+    """A text as it can be logged and sent, whatever is in it; cut where it is long."""
+    cut = text[:SHOWN_CHARACTERS]
+    escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+    return escaped if cut == text else f"{escaped}…"
