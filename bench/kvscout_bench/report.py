@@ -27,7 +27,8 @@ class Summary:
     abandoned_turns: int
     """Turns that were never due because an earlier one failed."""
     unreported: int
-    """Served requests whose engine did not report cached tokens; they are left out of the hit rate."""
+    """Served requests on workers that did not report cached tokens in the whole run; they are left out of the hit rate.
+    Of one that did, a request without them had none: several engines leave a 0 out."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -60,7 +61,8 @@ def summarise(run: Run, workers: Iterable[WorkerRank]) -> Summary:
         workers: Every rank that could have been used: idle ones count in the balance.
     """
     served = [record for record in run.records if not record.error]
-    reported = [record for record in served if record.cached_tokens is not None]
+    reporting = {record.worker for record in served if record.cached_tokens is not None}
+    reported = [record for record in served if record.cached_tokens is not None or record.worker in reporting]
     prompt_tokens = sum(record.prompt_tokens for record in reported)
     cached_tokens = sum(record.cached_tokens or 0 for record in reported)
     ttfts = sorted(record.ttft_seconds for record in served if record.ttft_seconds is not None)

@@ -40,10 +40,17 @@ def test_hit_rate_is_cached_over_prompt_tokens_of_served_requests() -> None:
     assert summary.requests_per_second == pytest.approx(0.2)
 
 
-def test_requests_without_reported_cached_tokens_are_left_out_of_the_hit_rate_and_counted() -> None:
-    summary = summarise(Run((served(A, first=2, cached=50), served(A, first=2, cached=None)), 0, 1.0), [A])
+def test_workers_that_never_reported_cached_tokens_are_left_out_of_the_hit_rate_and_counted() -> None:
+    summary = summarise(Run((served(A, first=2, cached=50), served(B, first=2, cached=None)), 0, 1.0), [A, B])
     assert summary.token_hit_rate == pytest.approx(0.5)
     assert summary.unreported == 1
+
+
+def test_a_worker_that_leaves_its_misses_out_had_them_all_the_same() -> None:
+    records = (served(A, first=2, cached=None), served(A, first=2, cached=80))
+    summary = summarise(Run(records, 0, 1.0), [A])
+    assert summary.token_hit_rate == pytest.approx(0.4)
+    assert summary.unreported == 0
 
 
 def test_ttft_counts_from_when_a_request_was_due_not_from_when_it_was_sent() -> None:

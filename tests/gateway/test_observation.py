@@ -3,7 +3,7 @@
 import pytest
 
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.observation import Observations, computes_a_block, predicted_cached_tokens
+from kvscout_gateway.observation import Observations, Reports, computes_a_block, predicted_cached_tokens
 
 RANK = WorkerRank("a", 0)
 
@@ -25,15 +25,75 @@ def test_what_is_only_recomputed_is_not_new(isl: int, cached: int, block_size: i
     assert computes_a_block(isl, cached, block_size) is computes
 
 
+def report(
+    observations: Observations, cached: int | None, predicted: int | None = None, worker: WorkerRank = RANK
+) -> None:
+    observations.reported("default", worker, isl_tokens=100, cached=cached, predicted=predicted)
+
+
 def test_predictions_are_checked_only_where_there_was_one() -> None:
     observations = Observations(lambda tenant, worker_id: True)
-    seen = observations.of("default", RANK)
-    observations.reported(seen, isl_tokens=100, cached=32, predicted=32)
-    observations.reported(seen, isl_tokens=100, cached=32, predicted=48)
-    observations.reported(seen, isl_tokens=100, cached=86, predicted=None)
+    report(observations, 32, 32)
+    report(observations, 32, 48)
+    report(observations, 86, None)
+    seen = observations.of("default", RANK).reports
     assert (seen.checked, seen.mispredicted, seen.prediction_error_tokens) == (2, 1, 16)
     assert seen.hit_rate == 0.5
     assert observations.total == seen
+
+
+def test_a_total_miss_that_is_left_out_counts_once_the_engine_reports_at_all_also_before() -> None:
+    observations = Observations(lambda tenant, worker_id: True)
+    for _ in range(4):
+        report(observations, None, 16)
+    assert observations.total == Reports()
+    for cached in (80, None, 80, None, 80, 80):
+        report(observations, cached, cached)
+    assert observations.total.hit_rate == 0.32
+    assert observations.total == Reports(1000, 320, 8, 4, 64)
+    assert observations.of("default", RANK).reports == observations.total
+
+
+def test_what_an_engine_never_says_is_unknown() -> None:
+    observations = Observations(lambda tenant, worker_id: True)
+    for _ in range(9):
+        report(observations, None, 0)
+    report(observations, 50, None, WorkerRank("other", 0))
+    assert observations.total.hit_rate == 0.5
+    assert observations.of("default", RANK).reports == Reports()
+
+
+def test_an_engine_that_reports_a_zero_reports() -> None:
+    observations = Observations(lambda tenant, worker_id: True)
+    report(observations, None)
+    report(observations, 0)
+    report(observations, None)
+    assert observations.total.prompt_tokens == 300
+
+
+def test_what_one_rank_reports_its_engine_does() -> None:
+    observations = Observations(lambda tenant, worker_id: True)
+    report(observations, None, worker=WorkerRank("a", 1))
+    report(observations, 90)
+    assert observations.total.hit_rate == 0.45
+    report(observations, None, worker=WorkerRank("a", 1))
+    assert observations.of("default", WorkerRank("a", 1)).reports.prompt_tokens == 200
+
+
+def test_another_engine_of_the_same_name_has_to_show_anew_what_it_reports() -> None:
+    observations = Observations(lambda tenant, worker_id: True)
+    report(observations, 50)
+    observations.forget("default", "a")
+    report(observations, None)
+    assert observations.of("default", RANK).reports == Reports()
+
+
+def test_reports_of_workers_that_are_gone_count_in_the_total_alone() -> None:
+    observations = Observations(lambda tenant, worker_id: False)
+    report(observations, None)
+    report(observations, 50)
+    assert observations.total == Reports(100, 50)
+    assert not observations.by_rank
 
 
 def test_workers_that_are_gone_are_forgotten_and_stay_so() -> None:

@@ -227,10 +227,10 @@ def _indexer_calls(status: gateway_pb2.GatewayStatus) -> int:
 
 
 async def test_predicted_cached_tokens_are_the_engines_own_turn_by_turn() -> None:
-    """Conversations that grow, in caches that are too small for all of them."""
+    """Conversations that grow, in caches that are too small for all of them; engines that do not tell of misses."""
     seed = 20_260_101
     rng = random.Random(seed)
-    small = ("--num-gpu-blocks", "150")
+    small = ("--num-gpu-blocks", "150", "--prompt-tokens-details", "nonzero")
     async with running_stack(mockers=(small, small)) as stack:
         client = stack.client
         system = [rng.randrange(30_000) for _ in range(100)]
@@ -249,6 +249,7 @@ async def test_predicted_cached_tokens_are_the_engines_own_turn_by_turn() -> Non
             isl += len(prompt)
             prompt += got.token_ids
         assert predicted == cached, f"seed {seed}"
+        assert cached.count(0) > 1
         assert len(set(cached)) > 10
         status = await client.status()
         assert sum(w.checked for w in status.workers) == 36

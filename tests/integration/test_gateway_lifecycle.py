@@ -10,7 +10,16 @@ from typing import Any
 import grpc
 import pytest
 from aiohttp import web
-from gateway_stack import MODEL, Answer, GatewayClient, Stack, connected, fresh_prompt, running_stack
+from gateway_stack import (
+    MODEL,
+    Answer,
+    GatewayClient,
+    Stack,
+    connected,
+    fresh_prompt,
+    mocker_worker,
+    running_stack,
+)
 from nats_server import nats_server
 from process_metrics import scrape
 from processes import Running, eventually, running
@@ -386,6 +395,37 @@ async def test_who_waits_in_line_is_answered_late_with_overlaps_of_then() -> Non
         await client.until_idle()
 
 
+async def test_what_is_checked_are_the_overlaps_on_which_the_worker_was_chosen() -> None:
+    """The worker's cache was predicted to have its prompt, and got it while the request waited in line."""
+    async with running_stack(
+        mockers=[()],
+        scheduler_flags=("--router-queue-threshold", "0.5"),
+        indexer_flags=("--router-predicted-ttl", "60"),
+    ) as stack:
+        client, [mocker] = stack.client, stack.mockers
+        await client.register(mocker_worker("w0", mocker, max_num_batched_tokens=100))
+        await until_streaming(client, stack.gateway)
+        await client.route(fresh_prompt(100), request_id="fills it")
+        prompt = fresh_prompt(160)
+        await publish(client, prompt, "w0")
+        waiting = asyncio.create_task(client.generate(prompt))
+        await eventually(lambda: waiting_in_line(client, 1))
+        await mocker.complete(prompt.tolist(), max_tokens=1)
+        await client.until_indexed(prompt, 10)
+        indexer_calls = await calls_of_indexer(client)
+
+        async def asked_again() -> bool:
+            return await calls_of_indexer(client) > indexer_calls
+
+        await eventually(asked_again, what="overlaps to be refreshed")
+        await call(client.stub.Free, scheduler_pb2.RequestRef(model=MODEL, request_id="fills it"), timeout=20)
+        got = await waiting
+        assert got.usage is not None
+        assert (got.route.confirmed_overlap_blocks, got.usage.cached_tokens) == (10, 144)
+        [seen] = (await client.status()).workers
+        assert (seen.checked, seen.mispredicted) == (1, 0)
+
+
 async def test_who_leaves_the_line_leaves_nothing_and_nobody_waits_for_ever() -> None:
     async with queueing("--queue-wait-seconds", "2") as (stack, script, first):
         client = stack.client
@@ -463,9 +503,9 @@ async def calls_of_indexer(client: GatewayClient) -> int:
     return sum(helper.calls for helper in (await client.status()).helpers if helper.kind == "indexer")
 
 
-async def publish(client: GatewayClient, prompt: Any) -> None:
-    """Tells the indexer that the prompt went to worker "a"."""
+async def publish(client: GatewayClient, prompt: Any, worker_id: str = "a") -> None:
+    """Tells the indexer that the prompt went to a worker."""
     routed = indexer_pb2.RoutedPrompt(block_hashes=block_hashes(prompt.tobytes(), 16))
-    routed.worker.worker_id = "a"
+    routed.worker.worker_id = worker_id
     request = indexer_pb2.RecordRoutingRequest(model=MODEL, prompts=[routed])
     assert (await call(client.indexer.RecordRouting, request, timeout=20)).predicted_blocks == 10

@@ -88,6 +88,24 @@ async def test_an_engine_that_hangs_goes_on_afterwards() -> None:
         await mocker.complete(PROMPTS[1], max_tokens=1)
 
 
+async def test_a_mute_request_gets_pings_and_no_token_while_others_are_served() -> None:
+    async with running_mocker("--mute-requests", "1") as mocker:
+        body = {"prompt": PROMPTS[0], "stream": True, "max_tokens": 1}
+        async with mocker.http.post(mocker.url + "/v1/completions", json=body) as mute:
+            assert [await mute.content.readline() for _ in range(3)] == [b": ping\n", b"\n", b": ping\n"]
+            await mocker.complete(PROMPTS[1], max_tokens=1)
+            await mocker.post("/mock/faults", {"mute_requests": 0})
+            async with mocker.http.post(mocker.url + "/v1/completions", json=body) as served:
+                assert b"[DONE]" in await served.content.read()
+
+
+@pytest.mark.parametrize(("details", "told"), [("always", [0, 16]), ("nonzero", [None, 16]), ("never", [None, None])])
+async def test_cached_tokens_are_told_as_the_engine_was_told_to(details: str, told: list[int | None]) -> None:
+    async with running_mocker("--prompt-tokens-details", details) as mocker:
+        usages = [(await mocker.complete(PROMPTS[0], max_tokens=1))["usage"] for _ in range(2)]
+        assert [(usage["prompt_tokens_details"] or {}).get("cached_tokens") for usage in usages] == told
+
+
 @pytest.mark.parametrize("replay", [True, False])
 async def test_a_restart_keeps_the_ports_and_forgets_everything_else(replay: bool) -> None:
     async with running_mocker("--dp-size", "2") as mocker:

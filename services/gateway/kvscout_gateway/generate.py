@@ -297,8 +297,8 @@ class _Run:
         self._started = started
         self._previous = 0.0
         self._dispatched_at = 0.0
-        self._cached_tokens = 0
-        """As long as the engine does not say otherwise: some leave a 0 out, or report none."""
+        self._has_usage = False
+        self._cached_tokens: int | None = None
         self.has_output = False
         self.failure: EngineFailed | None = None
         self.key: Key = (wish.tenant, placement.worker)
@@ -324,20 +324,24 @@ class _Run:
                 if self.placement.booking is not None:
                     self._bookings.mark_prefill_complete(self.placement.booking)
             self._previous = now
+        if chunk.prompt_tokens is not None:
+            self._has_usage = True
         if chunk.cached_tokens is not None:
             self._cached_tokens = chunk.cached_tokens
-            placement, isl_tokens = self.placement, self.wish.prompt.isl_tokens
+
+    def ended(self) -> None:
+        """The engine has sent everything."""
+        placement, isl_tokens = self.placement, self.wish.prompt.isl_tokens
+        if self._has_usage:
             self._observations.reported(
-                self.seen,
+                self.wish.tenant,
+                placement.worker,
                 isl_tokens=isl_tokens,
-                cached=chunk.cached_tokens,
+                cached=self._cached_tokens,
                 # Only what events confirm is checked: a prediction is allowed to fail.
                 predicted=predicted_cached_tokens(placement.confirmed_blocks, isl_tokens, placement.block_size)
                 if placement.confirmed_blocks is not None
                 else None,
             )
-
-    def ended(self) -> None:
-        """The engine has sent everything."""
-        if computes_a_block(self.wish.prompt.isl_tokens, self._cached_tokens, self.placement.block_size):
+        if computes_a_block(isl_tokens, self._cached_tokens or 0, placement.block_size):
             self.seen.eventful.append(self._dispatched_at)

@@ -87,11 +87,14 @@ class ObservationCollector(Collector):
             ([tenant, rank.worker_id, str(rank.dp_rank)], seen)
             for (tenant, rank), seen in list(self._observations.by_rank.items())
         ]
-        for values, seen in (*rows, (["", "", ""], self._observations.total)):
-            hit_rate.add_metric(values, seen.hit_rate)
-            checked.add_metric(values, seen.checked)
-            wrong.add_metric(values, seen.mispredicted)
-            error.add_metric(values, seen.prediction_error_tokens)
+        for values, reports in (
+            *((values, seen.reports) for values, seen in rows),
+            (["", "", ""], self._observations.total),
+        ):
+            hit_rate.add_metric(values, reports.hit_rate)
+            checked.add_metric(values, reports.checked)
+            wrong.add_metric(values, reports.mispredicted)
+            error.add_metric(values, reports.prediction_error_tokens)
         for values, seen in rows:
             failures.add_metric(values, seen.failures)
         yield from (hit_rate, checked, wrong, error, failures)

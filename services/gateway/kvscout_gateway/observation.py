@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.patience import Pulse
@@ -14,30 +14,52 @@ EVENTFUL_KEPT = 16
 
 
 @dataclass(slots=True)
+class Reports:
+    """Cached tokens as engines report them, and how they were predicted."""
+
+    prompt_tokens: int = 0
+    """Of the requests that count here."""
+    cached_tokens: int = 0
+    checked: int = 0
+    """Requests whose prediction was compared with the engine's report."""
+    mispredicted: int = 0
+    prediction_error_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached / prompt tokens, 0..1."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def add(self, *, isl_tokens: int, cached: int, predicted: int | None) -> None:
+        """One request more; without a prediction nothing is compared."""
+        self.prompt_tokens += isl_tokens
+        self.cached_tokens += cached
+        if predicted is not None:
+            self.checked += 1
+            self.mispredicted += predicted != cached
+            self.prediction_error_tokens += abs(predicted - cached)
+
+    def merge(self, other: Reports) -> None:
+        """All of another's requests more."""
+        for each in fields(Reports):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+@dataclass(slots=True)
 class Observation:
-    """Totals of one worker rank since start, or of all."""
+    """Totals of one worker rank since start."""
 
     requests: int = 0
     failures: int = 0
     prompt_tokens: int = 0
     """Dispatched."""
-    cached_tokens: int = 0
-    reported_tokens: int = 0
-    """Prompt tokens of requests whose cached tokens the engine reported."""
-    checked: int = 0
-    """Requests whose prediction was compared with the engine's report."""
-    mispredicted: int = 0
-    prediction_error_tokens: int = 0
+    reports: Reports = field(default_factory=Reports)
+    unproven: Reports = field(default_factory=Reports)
+    """Of requests whose usage says nothing of cached tokens, as if it had said 0."""
     eventful: deque[float] = field(default_factory=lambda: deque(maxlen=EVENTFUL_KEPT))
     """When the last requests were dispatched that ran to their end and computed a block of their prompt, in seconds on
     the clock of Generate: whoever hears the worker's events heard of each."""
-
-    pulse: Pulse = field(default_factory=Pulse, compare=False)
-
-    @property
-    def hit_rate(self) -> float:
-        """Cached / prompt tokens as the engine reports them, 0..1."""
-        return self.cached_tokens / self.reported_tokens if self.reported_tokens else 0.0
+    pulse: Pulse = field(default_factory=Pulse)
 
 
 def predicted_cached_tokens(overlap_blocks: int, isl_tokens: int, block_size: int) -> int:
@@ -57,7 +79,12 @@ def computes_a_block(isl_tokens: int, cached_tokens: int, block_size: int) -> bo
 
 
 class Observations:
-    """Observations by worker rank: of those that are registered, no others."""
+    """Observations by worker rank: of those that are registered, no others.
+
+    Several engines leave `cached_tokens` out where it is 0, others never report it; a usage without it looks the same.
+    A worker that has reported it once does report it: from then on it counts as 0 where it is missing, also in the
+    requests before. What a worker says nothing of, ever, counts nowhere.
+    """
 
     def __init__(self, is_registered: Callable[[str, str], bool]) -> None:
         """Starts with nothing seen.
@@ -67,8 +94,10 @@ class Observations:
         """
         self._is_registered = is_registered
         self.by_rank: dict[tuple[str, WorkerRank], Observation] = {}
-        self.total = Observation()
-        """Of all workers that ever were; tokens and predictions only."""
+        self.total = Reports()
+        """Of all workers that ever were."""
+        self._reporting: set[tuple[str, str]] = set()
+        """Tenant and id of the workers that report cached tokens."""
 
     def of(self, tenant: str, worker: WorkerRank) -> Observation:
         """The totals of a worker rank; of one that is not registered, a record that nobody keeps."""
@@ -79,24 +108,34 @@ class Observations:
                 self.by_rank[tenant, worker] = seen
         return seen
 
-    def reported(self, seen: Observation, *, isl_tokens: int, cached: int, predicted: int | None) -> None:
-        """Records what an engine reported, in tokens.
+    def reported(
+        self, tenant: str, worker: WorkerRank, *, isl_tokens: int, cached: int | None, predicted: int | None
+    ) -> None:
+        """Records what the usage of a request says, in tokens.
 
         Args:
-            seen: Of the worker.
+            tenant: Whose worker.
+            worker: The worker rank.
             isl_tokens: Prompt length.
-            cached: What the engine says it had cached.
+            cached: What the engine says it had cached; None = it says nothing of it.
             predicted: What we thought; None = nothing was known.
         """
-        for totals in (seen, self.total):
-            totals.reported_tokens += isl_tokens
-            totals.cached_tokens += cached
-            if predicted is not None:
-                totals.checked += 1
-                totals.mispredicted += predicted != cached
-                totals.prediction_error_tokens += abs(predicted - cached)
+        seen, who = self.of(tenant, worker), (tenant, worker.worker_id)
+        if cached is not None and (tenant, worker) in self.by_rank and who not in self._reporting:
+            self._reporting.add(who)
+            for (owner, rank), other in self.by_rank.items():
+                if (owner, rank.worker_id) == who:
+                    other.reports.merge(other.unproven)
+                    self.total.merge(other.unproven)
+                    other.unproven = Reports()
+        if cached is None and who not in self._reporting:
+            seen.unproven.add(isl_tokens=isl_tokens, cached=0, predicted=predicted)
+            return
+        for totals in (seen.reports, self.total):
+            totals.add(isl_tokens=isl_tokens, cached=cached or 0, predicted=predicted)
 
     def forget(self, tenant: str, worker_id: str) -> None:
         """Drops a removed worker's totals."""
+        self._reporting.discard((tenant, worker_id))
         for key in [k for k in self.by_rank if k[0] == tenant and k[1].worker_id == worker_id]:
             del self.by_rank[key]

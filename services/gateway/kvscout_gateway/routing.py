@@ -222,7 +222,7 @@ class RoutingFlow:
 
     async def _select(self, asked: _Asked, wish: Wish, request: scheduler_pb2.SelectRequest) -> Placement:
         booking = Booking(ref_of(request)) if wish.request_id else None
-        reserved, member = await self._ask_scheduler(asked, wish, request, booking)
+        reserved, member, found = await self._ask_scheduler(asked, wish, request, booking)
         answer = reserved.response
         worker = WorkerRank(answer.worker.worker_id, answer.worker.dp_rank)
         spec = asked.view.specs.get(worker.worker_id)
@@ -239,11 +239,11 @@ class RoutingFlow:
             num_blocks=len(hashes),
             block_size=geometry.block_size,
             overlap_blocks=answer.overlap_blocks,
-            confirmed_blocks=asked.found.confirmed(geometry, wish.tenant, worker, answer.overlap_blocks),
+            confirmed_blocks=found.confirmed(geometry, wish.tenant, worker, answer.overlap_blocks),
             effective_overlap_blocks=answer.effective_overlap_blocks,
             uncached_tokens=answer.uncached_tokens,
             cost=answer.cost,
-            degraded=tuple(asked.found.problems.values()),
+            degraded=tuple(found.problems.values()),
             explanation=answer.explanation if answer.HasField("explanation") else None,
             booking=booking,
             decision=self._decision(asked, wish, worker, geometry),
@@ -251,12 +251,17 @@ class RoutingFlow:
 
     async def _ask_scheduler(
         self, asked: _Asked, wish: Wish, request: scheduler_pb2.SelectRequest, booking: Booking | None
-    ) -> tuple[Reserved, SchedulerMember]:
+    ) -> tuple[Reserved, SchedulerMember, Found]:
+        """Also returns the overlaps on which the scheduler decided."""
+        tried = [(request, asked.found)]
+
         async def refresh() -> scheduler_pb2.SelectRequest:
             if not self._wants_overlaps(wish):
                 return request
             found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
-            return _select_request(replace(asked, found=found), wish)
+            fresh = _select_request(replace(asked, found=found), wish)
+            tried.append((fresh, found))
+            return fresh
 
         def lost(member: SchedulerMember) -> None:
             if booking is not None:
@@ -276,7 +281,7 @@ class RoutingFlow:
         with asking:
             while True:
                 try:
-                    return await self._schedulers.call(
+                    reserved, member = await self._schedulers.call(
                         lambda stub: partial(stub.place, line=line, books=booking is not None, owned=wish.owned),
                         request,
                         timeout_seconds=self._scheduler_timeout,
@@ -285,6 +290,10 @@ class RoutingFlow:
                     )
                 except LeftInLine as error:
                     log.debug("%s is asked for anew: %s", wish.request_id, error)
+                    request = await refresh()
+                    continue
+                [found] = [found for sent, found in tried if sent is line.sent]
+                return reserved, member, found
 
     def _take_turn(self, asked: _Asked, wish: Wish, problem: str) -> Placement:
         spec, rank = self._turns.take(wish, asked.target, asked.serving)

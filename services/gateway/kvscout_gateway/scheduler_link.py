@@ -64,6 +64,8 @@ class Line:
     """The request with overlaps of now."""
     waited: bool = False
     """It was in line."""
+    sent: scheduler_pb2.SelectRequest | None = None
+    """What was sent last: on its overlaps the decision is made."""
 
 
 class Reserved(NamedTuple):
@@ -139,6 +141,7 @@ class SchedulerLink(_Stub):
             LeftInLine: The scheduler was gone before there was.
             KvscoutError: As the scheduler answers, or it does not.
         """
+        line.sent = request
         try:
             if not books:
                 return Reserved(await self._select(request, timeout), leased=False)
@@ -247,6 +250,7 @@ class SchedulerLink(_Stub):
                 if not operation.answer.done():
                     stream.drop(operation)
                     operation = stream.put("select_and_reserve", fresh)
+                    line.sent = fresh
                 pause, next_pause = next_pause, min(2 * next_pause, MAX_REFRESH_SECONDS)
             return operation.answer.result()
         finally:

@@ -150,10 +150,10 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
                     requests=seen.requests,
                     failures=seen.failures,
                     prompt_tokens=seen.prompt_tokens,
-                    cached_tokens=seen.cached_tokens,
-                    checked=seen.checked,
-                    mispredicted=seen.mispredicted,
-                    prediction_error_tokens=seen.prediction_error_tokens,
+                    cached_tokens=seen.reports.cached_tokens,
+                    checked=seen.reports.checked,
+                    mispredicted=seen.reports.mispredicted,
+                    prediction_error_tokens=seen.reports.prediction_error_tokens,
                 )
                 for (owner, rank), seen in sorted(gateway.observations.by_rank.items())
                 if tenant in (ALL_TENANTS, owner) and (owner, rank.worker_id) in ids

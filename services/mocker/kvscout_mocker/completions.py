@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_mocker.config import MockerConfig
+from kvscout_mocker.config import MockerConfig, PromptTokensDetails
 from kvscout_mocker.sequence import CacheScope
 from kvscout_mocker.tokenizer import WordTokenizer
 
@@ -129,13 +129,14 @@ def parse_model(fields: Mapping[str, Any], config: MockerConfig) -> tuple[str, i
     raise NotFound(f"the model `{model}` does not exist", field="model")
 
 
-def usage(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """The usage object, with the cached tokens that `--enable-prompt-tokens-details` adds in vLLM."""
+def usage(prompt_tokens: int, cached_tokens: int, output_tokens: int, details: PromptTokensDetails) -> dict[str, Any]:
+    """The usage object."""
+    told = details is PromptTokensDetails.ALWAYS or (details is PromptTokensDetails.NONZERO and cached_tokens > 0)
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "completion_tokens": output_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens} if told else None,
     }
 
 

@@ -6,6 +6,7 @@ import functools
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import click
@@ -17,6 +18,16 @@ from kvscout_mocker.faults import MAX_STALL_SECONDS, FaultConfig
 from kvscout_mocker.tokenizer import RESERVED_TOKENS
 
 DEFAULT_MAX_MODEL_LEN = 32_768
+
+
+class PromptTokensDetails(StrEnum):
+    """Whether a usage tells of cached tokens."""
+
+    ALWAYS = "always"
+    NONZERO = "nonzero"
+    """Left out where there are none, as several releases of vLLM do."""
+    NEVER = "never"
+    """As vLLM without `--enable-prompt-tokens-details`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,8 @@ class MockerConfig:
     """Data-parallel ranks in this process."""
     seed: int
     """Together with prompt and position it decides the generated tokens."""
+    prompt_tokens_details: PromptTokensDetails
+    """Whether a usage tells of cached tokens."""
     hash_seed: int | None
     """Makes block hashes repeatable; None: random a rank and process, as vLLM's are."""
     engine: EngineConfig
@@ -108,6 +121,7 @@ def config_from_flags(
     lora: tuple[str, ...],
     dp_size: int,
     seed: int,
+    prompt_tokens_details: PromptTokensDetails,
     hash_seed: int | None,
     block_size: int,
     num_gpu_blocks: int,
@@ -122,6 +136,7 @@ def config_from_flags(
     speedup: float,
     drop_events: float,
     duplicate_events: float,
+    mute_requests: float,
     fault_seed: int | None,
     crash_after: int,
     stall_after: int,
@@ -174,6 +189,7 @@ def config_from_flags(
         lora_names=lora,
         dp_size=dp_size,
         seed=seed,
+        prompt_tokens_details=prompt_tokens_details,
         hash_seed=hash_seed,
         engine=EngineConfig(
             block_size=block_size,
@@ -193,6 +209,7 @@ def config_from_flags(
             seed=secrets.randbits(32) if fault_seed is None else fault_seed,
             drop_events=drop_events,
             duplicate_events=duplicate_events,
+            mute_requests=mute_requests,
             crash_after=crash_after,
             stall_after=stall_after,
             stall_seconds=stall_seconds,
@@ -251,6 +268,13 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     _flag("--dp-size", type=click.IntRange(1, 1024), default=1, help="Data-parallel ranks."),
     _flag("--seed", type=_U64, default=0, help="Changes the generated tokens."),
     _flag("--hash-seed", type=_U64, help="Makes block hashes repeatable.  [default: random]"),
+    _flag(
+        "--prompt-tokens-details",
+        type=click.Choice(PromptTokensDetails, case_sensitive=False),
+        default=PromptTokensDetails.ALWAYS,
+        show_default="always",
+        help="Whether usages tell of cached tokens; nonzero: not where there are none, as several vLLM releases.",
+    ),
     _flag("--block-size", type=_COUNT, default=16, help="Tokens a KV block."),
     _flag(
         "--num-gpu-blocks",
@@ -294,6 +318,7 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     ),
     _flag("--drop-events", type=_SHARE, default=0.0, help="Fault: share of batches not sent live."),
     _flag("--duplicate-events", type=_SHARE, default=0.0, help="Fault: share of batches sent twice."),
+    _flag("--mute-requests", type=_SHARE, default=0.0, help="Fault: share of streams that get pings and no token."),
     _flag("--fault-seed", type=_U64, help="Makes the draws of faults repeatable.  [default: random]"),
     _flag("--crash-after", type=_BATCHES, default=0, help="Fault: die after so many batches; 0: never."),
     _flag("--stall-after", type=_BATCHES, default=0, help="Fault: hang after so many batches; 0: never."),

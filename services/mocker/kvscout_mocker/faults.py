@@ -1,4 +1,4 @@
-"""Faults on demand: events that never arrive or arrive twice, an engine that hangs, crashes or restarts.
+"""Faults on demand: events that never arrive or arrive twice, an engine that hangs, crashes, restarts or says nothing.
 
 They make the mocker what engines are on a bad day, so that whatever follows its events can be tested against the truth
 (`GET /mock/kv_blocks`). Draws come from a seed that the ready line tells.
@@ -35,6 +35,8 @@ class FaultConfig:
     """Share of batches that are not sent live; the replay socket has them."""
     duplicate_events: float = 0.0
     """Share of batches that are sent twice."""
+    mute_requests: float = 0.0
+    """Share of streamed requests that get pings and never a token, while others are served."""
     crash_after: int = 0
     """The process dies, as by SIGKILL, once rank 0 has published so many batches; 0 = never."""
     stall_after: int = 0
@@ -57,15 +59,28 @@ class Faults:
         self.duplicated = 0
         self._drop_events = config.drop_events
         self._duplicate_events = config.duplicate_events
+        self._mute_requests = config.mute_requests
         self._rng = Random(config.seed)
+        # Of their own, so that events meet the same fate whatever becomes of requests.
+        self._requests_rng = Random(f"{config.seed} requests")
 
-    def set_shares(self, *, drop_events: float | None = None, duplicate_events: float | None = None) -> None:
+    def set_shares(
+        self,
+        *,
+        drop_events: float | None = None,
+        duplicate_events: float | None = None,
+        mute_requests: float | None = None,
+    ) -> None:
         """Changes shares from now on; None leaves one as it is.
 
         Raises:
             InvalidArgument: A share is not between 0 and 1.
         """
-        given = {"drop_events": drop_events, "duplicate_events": duplicate_events}
+        given = {
+            "drop_events": drop_events,
+            "duplicate_events": duplicate_events,
+            "mute_requests": mute_requests,
+        }
         for name, share in given.items():
             if share is not None and not 0 <= share <= 1:
                 raise InvalidArgument("must be between 0 and 1", field=name)
@@ -73,6 +88,12 @@ class Faults:
             self._drop_events = drop_events
         if duplicate_events is not None:
             self._duplicate_events = duplicate_events
+        if mute_requests is not None:
+            self._mute_requests = mute_requests
+
+    def mutes(self) -> bool:
+        """Whether the next streamed request gets no token."""
+        return self._requests_rng.random() < self._mute_requests
 
     def deliveries(self) -> int:
         """How often the next batch is sent live."""

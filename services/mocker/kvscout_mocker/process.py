@@ -45,7 +45,7 @@ async def run(config: MockerConfig) -> int:
     try:
         ranks.extend(_rank(config, dp_rank, context, faults, bound) for dp_rank in range(config.dp_size))
         # Without cancellation a disconnected client would hold its blocks until its request is done.
-        app = Api(config, ranks).application()
+        app = Api(config, ranks, faults).application()
         FaultRoutes(ranks, faults, lambda replay: _restart(runner, ranks, replay)).add_to(app)
         runner = web.AppRunner(
             app,

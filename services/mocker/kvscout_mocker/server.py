@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -28,6 +29,7 @@ from kvscout_mocker.completions import (
 )
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.engine import Request
+from kvscout_mocker.faults import Faults
 from kvscout_mocker.metrics import engine_registry
 from kvscout_mocker.publisher import SEND_HWM
 from kvscout_mocker.rank import Rank, TokenStream
@@ -36,6 +38,7 @@ from kvscout_mocker.tokenizer import WordTokenizer
 
 _log = logging.getLogger(__name__)
 
+PING_SECONDS = 0.1
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _HTTP_STATUS: dict[type[KvscoutError], tuple[int, str]] = {
     InvalidArgument: (400, "BadRequestError"),
@@ -49,9 +52,10 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Api:
     """The routes and what they share."""
 
-    def __init__(self, config: MockerConfig, ranks: Sequence[Rank]) -> None:
+    def __init__(self, config: MockerConfig, ranks: Sequence[Rank], faults: Faults) -> None:
         """Serve the ranks, given in order of their number."""
         self._config = config
+        self._faults = faults
         self._ranks = ranks
         self._tokenizer = WordTokenizer(config.engine.vocab_size)
         self._registry = engine_registry(config, ranks)
@@ -77,6 +81,8 @@ class Api:
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """Generate, streamed or not; a client that goes away frees its request's blocks."""
         asked = parse_completion(await json_body(http), self._config, self._tokenizer)
+        if asked.stream and self._faults.mutes():
+            return await _only_pings(http)
         rank = self._rank(http.headers.get("X-data-parallel-rank"))
         request = Request(
             f"cmpl-{http.headers.get('X-Request-Id') or uuid.uuid4().hex}",
@@ -163,14 +169,11 @@ class Api:
         if asked.return_token_ids:
             only["prompt_token_ids"] = asked.prompt[: stream.request.prompt_tokens].tolist()
         return web.json_response(
-            self._envelope(asked, stream.request) | {"choices": [only], "usage": _usage(stream.request)}
+            self._envelope(asked, stream.request) | {"choices": [only], "usage": self._usage(stream.request)}
         )
 
     async def _streamed(self, http: web.Request, asked: CompletionRequest, stream: TokenStream) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        )
-        await response.prepare(http)
+        response = await _begin(http)
         envelope = self._envelope(asked, stream.request)
         first = True
         finished = False
@@ -191,7 +194,7 @@ class Api:
             first = False
             await response.write(_sse(envelope | {"choices": [delta]}))
         if asked.include_usage:
-            await response.write(_sse(envelope | {"choices": [], "usage": _usage(stream.request)}))
+            await response.write(_sse(envelope | {"choices": [], "usage": self._usage(stream.request)}))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -204,6 +207,10 @@ class Api:
             "model": asked.model,
         }
 
+    def _usage(self, request: Request) -> dict[str, Any]:
+        cached = request.cached_tokens or 0
+        return usage(request.prompt_tokens, cached, request.output_tokens, self._config.prompt_tokens_details)
+
     def _card(self, name: str, parent: str | None) -> dict[str, Any]:
         return {
             "id": name,
@@ -215,8 +222,20 @@ class Api:
         }
 
 
-def _usage(request: Request) -> dict[str, Any]:
-    return usage(request.prompt_tokens, request.cached_tokens or 0, request.output_tokens)
+async def _begin(http: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    )
+    await response.prepare(http)
+    return response
+
+
+async def _only_pings(http: web.Request) -> web.StreamResponse:
+    """Until the client goes away."""
+    response = await _begin(http)
+    while True:
+        await response.write(b": ping\n\n")
+        await asyncio.sleep(PING_SECONDS)
 
 
 def _sse(chunk: dict[str, Any]) -> bytes:
