@@ -25,6 +25,7 @@ _FINISH_REASONS = {
     gateway_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     gateway_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     gateway_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
+    gateway_pb2.FINISH_REASON_OTHER: FinishReason.OTHER,
 }
 
 _FREE_OUTCOMES = {
@@ -81,6 +82,7 @@ def chunk(message: gateway_pb2.GenerateResponse) -> GenerateChunk:
         token_ids=tuple(message.token_ids),
         text=message.text,
         finish_reason=_FINISH_REASONS.get(message.finish_reason),
+        engine_finish_reason=message.engine_finish_reason,
         decision=decision(message.route) if message.HasField("route") else None,
         usage=_usage(message.usage) if message.HasField("usage") else None,
         request_id=message.request_id,

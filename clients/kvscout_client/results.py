@@ -68,6 +68,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    OTHER = "other"
+    """See `GenerateChunk.engine_finish_reason`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class GenerateChunk:
     text: str = ""
     finish_reason: FinishReason | None = None
     """Set in the last piece of output."""
+    engine_finish_reason: str = ""
+    """With it: the engine's own word."""
     decision: RouteDecision | None = None
     """Where the request runs: in the first piece, and again if it had to move before its first token."""
     usage: Usage | None = None

@@ -35,6 +35,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """max_tokens or the model's length limit."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
     """The engine aborted it."""
+    FINISH_REASON_OTHER: _FinishReason.ValueType  # 4
+    """Ended for a reason that has no name here; engine_finish_reason tells it."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation ended."""
@@ -47,6 +49,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's length limit."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 """The engine aborted it."""
+FINISH_REASON_OTHER: FinishReason.ValueType  # 4
+"""Ended for a reason that has no name here; engine_finish_reason tells it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -602,12 +606,15 @@ class GenerateResponse(_message.Message):
     ROUTE_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_FINISH_REASON_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text; empty where the engine sent none."""
     finish_reason: Global___FinishReason.ValueType
     """Set in the last piece of output."""
     request_id: _builtins.str
     """In the first message: the request's id."""
+    engine_finish_reason: _builtins.str
+    """With finish_reason: the engine's own word for it, at most 64 characters."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids."""
@@ -629,10 +636,11 @@ class GenerateResponse(_message.Message):
         route: Global___RouteResponse | None = ...,
         usage: Global___Usage | None = ...,
         request_id: _builtins.str = ...,
+        engine_finish_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["route", b"route", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "request_id", b"request_id", "route", b"route", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_finish_reason", b"engine_finish_reason", "finish_reason", b"finish_reason", "request_id", b"request_id", "route", b"route", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

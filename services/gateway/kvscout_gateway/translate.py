@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import uuid
 from array import array
 from collections.abc import Iterable
@@ -26,6 +27,9 @@ _FINISH = {
 
 
 MAX_REQUEST_ID = 256
+MAX_FINISH_REASON = 64
+FLOAT_DIGITS = range(6, 10)
+"""Significant digits that tell every two single-precision numbers apart: six do for some, nine for all."""
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
@@ -167,7 +171,7 @@ def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         raise InvalidArgument("must be above 0 and at most 1", field="sampling_options.top_p")
     parameters: dict[str, Any] = {
-        field.name: value
+        field.name: _as_written(value) if isinstance(value, float) else value
         for message in (sampling, output)
         for field, value in message.ListFields()  # all optional: only those that are set
     }
@@ -184,6 +188,13 @@ def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:
     if request.cache_salt:
         parameters["cache_salt"] = request.cache_salt
     return parameters
+
+
+def _as_written(value: float) -> float:
+    """The shortest decimal number that a single-precision field holds as this value: 0.7, not 0.699999988079071."""
+    single = struct.pack("<f", value)
+    shorter = (float(f"{value:.{digits}g}") for digits in FLOAT_DIGITS)
+    return next((number for number in shorter if struct.pack("<f", number) == single), value)
 
 
 def loads_wish(request: gateway_pb2.GatewayPotentialLoadsRequest) -> Wish:
@@ -231,10 +242,16 @@ def generate_response(piece: Piece, request_id: str) -> gateway_pb2.GenerateResp
     return _output(piece.chunk or Chunk())
 
 
+def _utf8(text: str) -> str:
+    """The text, with a question mark for each lone surrogate: JSON can carry them, messages cannot."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
 def _output(chunk: Chunk) -> gateway_pb2.GenerateResponse:
-    message = gateway_pb2.GenerateResponse(token_ids=chunk.token_ids, text=chunk.text)
+    message = gateway_pb2.GenerateResponse(token_ids=chunk.token_ids, text=_utf8(chunk.text))
     if chunk.finish_reason:
-        message.finish_reason = _FINISH.get(chunk.finish_reason, gateway_pb2.FINISH_REASON_STOP)
+        message.finish_reason = _FINISH.get(chunk.finish_reason, gateway_pb2.FINISH_REASON_OTHER)
+        message.engine_finish_reason = _utf8(chunk.finish_reason[:MAX_FINISH_REASON])
     if chunk.prompt_tokens is not None:
         message.usage.prompt_tokens = chunk.prompt_tokens
         message.usage.completion_tokens = chunk.completion_tokens

@@ -1,0 +1,61 @@
+"""Messages of the gateway as plain values and back: numbers as they were typed, reasons as the engine gave them."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from array import array
+
+import pytest
+
+from kvscout.v1 import gateway_pb2
+from kvscout_client import FinishReason, decode
+from kvscout_gateway.completion_stream import Chunk
+from kvscout_gateway.generate import Piece
+from kvscout_gateway.translate import engine_parameters, generate_response
+
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def asked(**options: float) -> gateway_pb2.GenerateRequest:
+    return gateway_pb2.GenerateRequest(sampling_options=gateway_pb2.SamplingOptions(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_sampling_numbers_reach_the_engine_as_the_caller_wrote_them(name: str) -> None:
+    for typed in ("0.7", "0.1", "0.95", "0.3", "1.0", "0.123456", "0.9999999", "1e-07"):
+        assert json.dumps(engine_parameters(asked(**{name: float(typed)}))) == json.dumps({name: float(typed)})
+
+
+def test_what_was_no_short_number_stays_the_same_number() -> None:
+    rng = random.Random(5)
+    for _ in range(2_000):
+        (value,) = struct.unpack("<f", struct.pack("<I", rng.randrange(1, 0x7F7FFFFF)))
+        passed = engine_parameters(asked(repetition_penalty=value))["repetition_penalty"]
+        assert struct.pack("<f", passed) == struct.pack("<f", value)
+
+
+@pytest.mark.parametrize(
+    ("word", "shown", "read"),
+    [
+        ("stop", gateway_pb2.FINISH_REASON_STOP, FinishReason.STOP),
+        ("length", gateway_pb2.FINISH_REASON_LENGTH, FinishReason.LENGTH),
+        ("abort", gateway_pb2.FINISH_REASON_ABORT, FinishReason.ABORT),
+        ("content_filter", gateway_pb2.FINISH_REASON_OTHER, FinishReason.OTHER),
+        ("STOP", gateway_pb2.FINISH_REASON_OTHER, FinishReason.OTHER),
+    ],
+)
+def test_a_reason_that_has_no_name_here_is_none_that_has_one(
+    word: str, shown: gateway_pb2.FinishReason, read: FinishReason
+) -> None:
+    message = generate_response(Piece(chunk=Chunk(token_ids=array("I", [1]), finish_reason=word)), "r")
+    assert (message.finish_reason, message.engine_finish_reason) == (shown, word)
+    chunk = decode.chunk(message)
+    assert (chunk.finish_reason, chunk.engine_finish_reason) == (read, word)
+
+
+def test_words_of_an_engine_that_are_no_text_or_too_long_are_passed_on_as_text_of_bounded_length() -> None:
+    message = generate_response(Piece(chunk=Chunk(text="a\ud800b", finish_reason="x\udfff" * 10_000)), "r")
+    assert message.text == "a?b"
+    assert 0 < len(message.engine_finish_reason) <= 64
