@@ -28,6 +28,9 @@ import re
 
 import grpc
 
+MAX_TEXT = 1_000
+"""Characters of an error's text: it may repeat what a caller sent, and a status travels in headers of a few KiB."""
+
 
 class KvscoutError(Exception):
     """Root of every error that kvscout raises on purpose.
@@ -50,7 +53,8 @@ class KvscoutError(Exception):
         self.retry_after_seconds = retry_after_seconds
 
     def __str__(self) -> str:
-        return f"{self.field}: {self.message}" if self.field else self.message
+        text = f"{self.field}: {self.message}" if self.field else self.message
+        return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
 class InvalidArgument(KvscoutError):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -44,11 +45,11 @@ class _Errors:
 
     @asynccontextmanager
     async def around(self, context: Context) -> AsyncIterator[None]:
-        if self._both_ways:
-            # The first write carries the headers, and so does a status where none went out before: a status while
-            # another task's first write is on its way would be refused by grpc, and the caller wait for ever.
-            await context.send_initial_metadata(())
         try:
+            if self._both_ways:
+                # The first write carries the headers, and so does a status where none went out before: a status while
+                # another task's first write is on its way would be refused by grpc, and the caller wait for ever.
+                await context.send_initial_metadata(())
             yield
         except grpc.aio.AbortError:
             raise
@@ -56,13 +57,36 @@ class _Errors:
             trailers = [(ANSWERED_TRAILER, type(error).__name__)]
             if error.retry_after_seconds is not None:
                 trailers.append(("retry-after", f"{error.retry_after_seconds:g}"))
-            await context.abort(status_code(error), str(error), trailing_metadata=tuple(trailers))
+            await _end(context, status_code(error), str(error), tuple(trailers))
         except NotImplementedError:
             # What generated servicers raise for an rpc that nobody wrote, after they set this code.
             if context.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 log.exception("unexpected error in %s", self._method)
-                await context.abort(grpc.StatusCode.INTERNAL, INTERNAL_TEXT)
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this release does not have {self._method}")
-        except Exception:
+                await _end(context, grpc.StatusCode.INTERNAL, INTERNAL_TEXT)
+            await _end(context, grpc.StatusCode.UNIMPLEMENTED, f"this release does not have {self._method}")
+        except Exception as error:
+            if _is_gone(error):
+                raise asyncio.CancelledError from error
             log.exception("unexpected error in %s", self._method)
-            await context.abort(grpc.StatusCode.INTERNAL, INTERNAL_TEXT)
+            await _end(context, grpc.StatusCode.INTERNAL, INTERNAL_TEXT)
+
+
+async def _end(
+    context: Context, code: grpc.StatusCode, text: str, trailers: tuple[tuple[str, str], ...] = ()
+) -> NoReturn:
+    """Ends a call with a status.
+
+    Raises:
+        grpc.aio.AbortError: Always, as grpc wants it; or CancelledError, if the caller has gone meanwhile.
+    """
+    try:
+        await context.abort(code, text, trailing_metadata=trailers)
+    except grpc.aio.InternalError as error:
+        if not _is_gone(error):
+            raise
+        raise asyncio.CancelledError from error
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether grpc could not send because the call is over: its caller has gone, which we are yet to be told."""
+    return isinstance(error, grpc.aio.InternalError) and "grpc_call_error" not in str(error)

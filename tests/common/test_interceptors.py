@@ -12,7 +12,7 @@ from grpc_server import serving
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc
 from kvscout_common import errors
 from kvscout_common.channel import call, stream
-from kvscout_common.interceptors import INTERNAL_TEXT
+from kvscout_common.interceptors import INTERNAL_TEXT, _Errors
 
 
 class Faulty(indexer_pb2_grpc.IndexerServicer):
@@ -126,6 +126,49 @@ async def test_an_error_while_the_first_answer_is_on_its_way_reaches_the_caller(
             async for _ in running:
                 pass
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+class Gone:
+    """The context of a call that is over, which this process is about to learn."""
+
+    async def write(self, message: object) -> None:
+        raise grpc.aio.InternalError('Failed "execute_batch": (SendMessageOperation,)')
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        await self.write(metadata)
+
+    async def abort(self, code: object, text: str, trailing_metadata: object) -> None:
+        await self.write(text)
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+@pytest.mark.parametrize("error", [errors.NotFound("x"), grpc.aio.InternalError('Failed "execute_batch"'), None])
+async def test_what_fails_because_the_caller_has_gone_ends_the_call_without_a_log_line(
+    caplog: pytest.LogCaptureFixture, error: Exception | None, both_ways: bool
+) -> None:
+    context: Any = Gone()
+    with pytest.raises(asyncio.CancelledError):
+        async with _Errors("/x/Y", both_ways=both_ways).around(context):
+            if error is not None:
+                raise error
+            await context.write(b"answer")
+    assert caplog.records == []
+
+
+async def test_a_wrong_use_of_grpc_is_a_defect_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    misuse = grpc.aio.InternalError("Failed grpc_call_start_batch: 8 with grpc_call_error value: 'TOO_MANY'")
+    context: Any = Gone()
+    with pytest.raises(asyncio.CancelledError):
+        async with _Errors("/x/Y", both_ways=False).around(context):
+            raise misuse
+    assert "TOO_MANY" in caplog.text
+
+
+async def test_an_error_that_repeats_a_very_long_name_arrives_shortened_and_as_itself() -> None:
+    async with serving(adding(faulty(errors.NotFound(f"no worker {'x' * 100_000!r}")))) as channel:
+        with pytest.raises(errors.NotFound, match="no worker 'xxx") as caught:
+            await call(indexer_pb2_grpc.IndexerStub(channel).FindMatches, indexer_pb2.FindMatchesRequest())
+    assert len(caught.value.message) <= errors.MAX_TEXT
 
 
 GARBAGE = b"\xff\xfftruncated"
