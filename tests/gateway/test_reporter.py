@@ -13,6 +13,7 @@ from processes import eventually
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_common import errors
 from kvscout_common.channel import PLAINTEXT
+from kvscout_common.service_info import TenantWarning, shown
 from kvscout_common.shards import shard_of
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway import reporter
@@ -86,6 +87,7 @@ class Recording(indexer_pb2_grpc.IndexerServicer):
     def __init__(self) -> None:
         self.messages: list[indexer_pb2.RecordRoutingRequest] = []
         self.error: Exception | None = None
+        self.refused_models: set[str] = set()
         self.not_recorded: list[int] = []
         self.goes_on = asyncio.Event()
         self.goes_on.set()
@@ -95,6 +97,8 @@ class Recording(indexer_pb2_grpc.IndexerServicer):
     ) -> indexer_pb2.RecordRoutingResponse:
         self.messages.append(request)
         await self.goes_on.wait()
+        if request.model in self.refused_models:
+            raise errors.FailedPrecondition("other blocks")
         if self.error is not None:
             raise self.error
         return indexer_pb2.RecordRoutingResponse(not_recorded=self.not_recorded)
@@ -232,10 +236,10 @@ async def test_one_that_predicts_nothing_is_left_alone_and_asked_again_later(err
         told.reporter.report(decision(0))
 
         async def left_alone() -> bool:
-            return bool(replica.problem)
+            return bool(replica.problems())
 
         await eventually(left_alone)
-        assert str(error) in replica.problem
+        assert str(error) in shown(replica.problems())[0]
         for number in range(1, 20):
             told.reporter.report(decision(number))
         assert (len(replica.queue), replica.lost) == (0, 0)
@@ -245,7 +249,32 @@ async def test_one_that_predicts_nothing_is_left_alone_and_asked_again_later(err
         await told.until_told(servicer, 0, 20)
 
         async def well() -> bool:
-            return not replica.problem and replica.delivered == 1
+            return not replica.problems() and replica.delivered == 1
+
+        await eventually(well)
+
+
+async def test_one_that_takes_nothing_of_one_model_is_told_of_the_others() -> None:
+    async with telling() as told:
+        [servicer], [replica] = told.servicers, told.reporter.replicas
+        servicer.refused_models = {"bad"}
+        told.reporter.report(decision(0, model="bad"))
+
+        async def noted() -> bool:
+            return bool(replica.problems())
+
+        await eventually(noted)
+        for number in range(1, 5):
+            told.reporter.report(decision(number, model=("good", "bad")[number % 2]))
+        await told.until_told(servicer, 0, 2, 4)
+        assert replica.problems() == [TenantWarning("default", "bad: other blocks")]
+        told.now += reporter.ASK_AGAIN_SECONDS
+        servicer.refused_models = set()
+        told.reporter.report(decision(5, model="bad"))
+        await told.until_told(servicer, 0, 2, 4, 5)
+
+        async def well() -> bool:
+            return not replica.problems()
 
         await eventually(well)
 

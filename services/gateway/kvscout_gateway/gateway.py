@@ -203,7 +203,7 @@ class Gateway:
             status.decisions_delivered = told.delivered
             status.decisions_lost = told.lost
             status.decisions_waiting = len(told.queue)
-            status.decisions_problem = told.problem
+            status.decisions_problem = "; ".join(shown(told.problems()))
         for status, scheduler in zip(statuses[len(self.indexers.members) :], self.schedulers.members, strict=True):
             link = scheduler.stub
             status.stream_connected = link.stream is not None

@@ -2,8 +2,8 @@
 
 A decision is reported when its request is handed to the engine, to every replica of the shard that has the worker.
 Nothing waits for a report: each replica has a bounded queue of its own and a task that empties it, many decisions a
-message. A replica that lags or is away loses the oldest decisions, counted; one that predicts nothing is asked again
-every few seconds, since it may have restarted in another mode.
+message. A replica that lags or is away loses the oldest decisions, counted; one that takes none of a model is asked
+again every few seconds, since it may have restarted in another mode, or the model's workers may have changed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from kvscout.v1 import indexer_pb2
 from kvscout_common.channel import call
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unimplemented
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.worker import WorkerRank
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.failover import Member, is_member_fault
@@ -41,7 +42,9 @@ LINGER_SECONDS = 0.005
 """Between two messages to one replica: what comes meanwhile goes together. The first one does not wait."""
 RETRY_SECONDS = 0.5
 ASK_AGAIN_SECONDS = 5.0
-"""How long a replica that predicts nothing is left alone."""
+"""How long a replica is left alone about a model of which it takes no decisions."""
+MAX_REFUSED = 4096
+"""Models that are remembered as such; above, the one that was refused first is asked about again."""
 CALL_SECONDS = 1.0
 
 
@@ -109,10 +112,14 @@ class DecisionQueue:
             self._waiting.appendleft((since, decision))
             self._blocks += blocks
 
-    def clear(self) -> None:
-        """Forgets all: nobody wants them."""
-        self._waiting.clear()
-        self._blocks = 0
+    def forget(self, tenant: str, model: str) -> None:
+        """Forgets those of a model: nobody wants them."""
+        self._waiting = deque(
+            (since, decision)
+            for since, decision in self._waiting
+            if (decision.tenant, decision.model) != (tenant, model)
+        )
+        self._blocks = sum(len(decision.block_hashes) for _, decision in self._waiting)
 
     def _pop(self) -> None:
         _, decision = self._waiting.popleft()
@@ -134,11 +141,12 @@ class ReplicaReports:
         self.unknown = 0
         """Of workers that it did not know."""
         self.problem = ""
-        """Why it is not told; "" = it is."""
+        """Why it cannot be told; "" = it can."""
         self.queue = DecisionQueue()
         self._resync = resync
         self._clock = clock
-        self._unwanted_until = 0.0
+        self._refused: dict[tuple[str, str], tuple[str, float]] = {}
+        """Tenants' models of which it took nothing: why, and until when nothing is told of them."""
         self._wake = asyncio.Event()
 
     @property
@@ -149,9 +157,15 @@ class ReplicaReports:
     def put(self, decision: Decision) -> None:
         """Will tell of a decision; returns at once."""
         now = self._clock()
-        if now >= self._unwanted_until:
+        _, until = self._refused.get((decision.tenant, decision.model), ("", now))
+        if now >= until:
             self.queue.put(decision, now)
             self._wake.set()
+
+    def problems(self) -> list[Warned]:
+        """Why it is not told, or not of some models; empty = it is told of all."""
+        own: list[Warned] = [self.problem] if self.problem else []
+        return own + [TenantWarning(tenant, f"{model}: {why}") for (tenant, model), (why, _) in self._refused.items()]
 
     async def run(self) -> None:
         """Tells for ever."""
@@ -176,19 +190,20 @@ class ReplicaReports:
                     timeout=CALL_SECONDS,
                 )
             except (FailedPrecondition, Unimplemented) as error:
-                self._unwanted(error)
-                return True
+                self._refuses(tenant, model, error)
+                continue
             except NotFound:
                 self._not_known(len(entries))
             except KvscoutError as error:
                 if not is_member_fault(error):
-                    self._say(str(error))
+                    self._note(tenant, model, error, until=self._clock())
                     self.queue.lost += len(entries)
                     continue
                 self._say(str(error) or type(error).__name__)
                 self.queue.restore(sorted((e for rest in (entries, *models.values()) for e in rest), key=_since))
                 return False
             else:
+                self._refused.pop((tenant, model), None)
                 self._say("")
                 missed = len(answer.not_recorded)
                 self.delivered += len(entries) - missed
@@ -202,12 +217,17 @@ class ReplicaReports:
         self.unknown += decisions
         self._resync(self.member)
 
-    def _unwanted(self, error: KvscoutError) -> None:
-        if not self.problem:
-            log.debug("%s takes no routing decisions: %s", self.member.name, error)
-        self.problem = str(error) or "takes no routing decisions"
-        self._unwanted_until = self._clock() + ASK_AGAIN_SECONDS
-        self.queue.clear()
+    def _refuses(self, tenant: str, model: str, error: KvscoutError) -> None:
+        """It predicts nothing, or not with these workers' blocks: other models are told of as before."""
+        self._note(tenant, model, error, until=self._clock() + ASK_AGAIN_SECONDS)
+        self.queue.forget(tenant, model)
+
+    def _note(self, tenant: str, model: str, error: KvscoutError, *, until: float) -> None:
+        if (tenant, model) not in self._refused:
+            log.debug("%s takes no routing decisions of %s: %s", self.member.name, model, error)
+        self._refused[tenant, model] = (str(error) or "takes no routing decisions", until)
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     def _say(self, problem: str) -> None:
         if problem and not self.problem:
