@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvscout_common.errors import ConfigError, KvscoutError, from_status
+from kvscout_common.errors import Cancelled, ConfigError, KvscoutError, Unavailable, from_status
 from kvscout_common.interceptors import ANSWERED_TRAILER
 from kvscout_common.keepalive import CLIENT_OPTIONS
 
@@ -124,6 +124,10 @@ def to_error(error: grpc.aio.AioRpcError) -> KvscoutError:
     raised = str(trailers.get(ANSWERED_TRAILER, ""))
     ours = from_status(error.code(), error.details() or "", retry_after_seconds=retry_after, raised=raised)
     ours.answered = ANSWERED_TRAILER in trailers
+    if isinstance(ours, Cancelled) and not ours.answered:
+        # What grpc's server says of a call that came while it was told to stop and that nobody has looked at. (A call
+        # that is cancelled on this side ends with asyncio's CancelledError.)
+        return Unavailable("the service stopped before it took the call")
     return ours
 
 

@@ -41,7 +41,8 @@ class ServerConfig:
     max_message_bytes: int = 64 * 1024 * 1024
     max_concurrent_streams: int = 1000
     """Calls that one connection may have open; a client holds further ones back."""
-    drain_seconds: float = 10.0
+    grace_seconds: float = 120.0
+    """Time that running calls have to end by themselves once the server is told to stop."""
     log_level: str = "info"
     log_format: str = "text"
 
@@ -77,7 +78,7 @@ class ServerConfig:
             tls=TlsFiles(certificate, key, client_ca) if certificate else None,
             max_message_bytes=values["max_message_bytes"],
             max_concurrent_streams=values["max_concurrent_streams"],
-            drain_seconds=values["drain_seconds"],
+            grace_seconds=values["grace_seconds"],
             log_level=values["log_level"],
             log_format=values["log_format"],
         )

@@ -137,10 +137,10 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
             help="Calls that one connection may have open; a client holds further ones back.",
         ),
         server_flag(
-            "--drain-seconds",
-            default=10.0,
+            "--grace-seconds",
+            default=120.0,
             type=click.FloatRange(min=0),
-            help="Longest wait for running calls after SIGTERM.",
+            help="Time that running calls have after SIGTERM to end by themselves; a second SIGTERM ends it.",
         ),
         server_flag(
             "--log-level",

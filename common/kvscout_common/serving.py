@@ -1,4 +1,4 @@
-"""The life of a server process: start, be ready, drain on SIGTERM, stop.
+"""The life of a server process: start, be ready, stop on SIGTERM.
 
 One `asyncio.TaskGroup` holds everything that runs beside the gRPC server, under names. A task that crashes ends the
 process with exit code 1: a server that answers from a frozen state is worse than none.
@@ -13,9 +13,7 @@ import asyncio
 import gc
 import json
 import logging
-import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,13 +25,15 @@ from prometheus_client import CollectorRegistry
 
 from kvscout_common.config import ServerConfig
 from kvscout_common.descriptors import raise_descriptor_limit
-from kvscout_common.errors import ConfigError, KvscoutError
+from kvscout_common.errors import ConfigError
 from kvscout_common.hashing import log_backend
 from kvscout_common.identity import IdentityInterceptor, TokenTable
 from kvscout_common.interceptors import ErrorInterceptor
 from kvscout_common.keepalive import SERVER_OPTIONS
 from kvscout_common.metrics_server import serve_metrics
 from kvscout_common.reflection import enable_reflection
+from kvscout_common.running_calls import RunningCalls
+from kvscout_common.stopping import Signals, stop_serving
 from kvscout_common.telemetry import configure_logging
 from kvscout_common.variables import warn_of_variables
 
@@ -57,7 +57,7 @@ class App:
     warm: Callable[[], Awaitable[None]] | None = None
     """Awaited before health says SERVING, in bounded time; calls are answered meanwhile."""
     drain: Callable[[], Awaitable[None]] | None = None
-    """Called at SIGTERM, after health says NOT_SERVING; returns when nothing is left to wait for."""
+    """Called at SIGTERM, when clients were told to go elsewhere; returns when nothing is left to wait for."""
     close: Callable[[], Awaitable[None]] | None = None
     """Called last, to close what the service holds."""
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
@@ -111,13 +111,11 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         OSError: If an address cannot be bound.
         ExceptionGroup: If a task crashed.
     """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    signals = Signals()
     app = await build()
     tokens = TokenTable.load(config.auth_tokens) if config.auth_tokens else None
-    server, probe, port = await _start(config, app, tokens)
+    calls = RunningCalls()
+    server, probe, port = await _start(config, app, tokens, calls)
     metrics_port, stop_metrics = None, None
     if config.metrics_port >= 0:
         metrics_port, stop_metrics = serve_metrics(
@@ -131,11 +129,13 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
             background = [group.create_task(make(), name=name) for name, make in app.tasks.items()]
             warming = group.create_task(_warm(app, probe), name="warm") if app.warm is not None else None
             _announce(app, config, port, metrics_port)
-            await stop.wait()
+            await signals.stop.wait()
             if warming is not None:
                 # Or it would say of a service that drains that it serves.
                 warming.cancel()
-            await _drain(config, app, server, probe)
+            await probe.enter_graceful_shutdown()
+            await stop_serving(server, calls, app.drain, grace_seconds=config.grace_seconds, at_once=signals.at_once)
+            log.info("%s stopped", app.name)
             for task in background:
                 task.cancel()
     finally:
@@ -147,10 +147,10 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
 
 
 async def _start(
-    config: ServerConfig, app: App, tokens: TokenTable | None
+    config: ServerConfig, app: App, tokens: TokenTable | None, calls: RunningCalls
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
-        interceptors=(ErrorInterceptor(), IdentityInterceptor(tokens)),
+        interceptors=(ErrorInterceptor(), calls, IdentityInterceptor(tokens)),
         options=[
             ("grpc.max_receive_message_length", config.max_message_bytes),
             ("grpc.max_send_message_length", config.max_message_bytes),
@@ -206,18 +206,3 @@ def _announce(app: App, config: ServerConfig, port: int, metrics_port: int | Non
         line["metrics_port"] = metrics_port
     print(json.dumps(line), flush=True)
     log.info("%s serves on %s:%d", app.name, config.host, port)
-
-
-async def _drain(config: ServerConfig, app: App, server: grpc.aio.Server, probe: health.aio.HealthServicer) -> None:
-    started = time.monotonic()
-    await probe.enter_graceful_shutdown()
-    if app.drain is not None:
-        try:
-            async with asyncio.timeout(config.drain_seconds):
-                await app.drain()
-        except TimeoutError:
-            log.warning("%s did not drain within %g s", app.name, config.drain_seconds)
-        except KvscoutError as error:
-            log.warning("%s could not drain: %s", app.name, error)
-    await server.stop(max(0.0, config.drain_seconds - (time.monotonic() - started)))
-    log.info("%s stopped", app.name)

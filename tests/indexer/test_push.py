@@ -476,7 +476,7 @@ async def test_an_indexer_that_shuts_down_sends_its_publishers_away_at_once(
     file = tmp_path / "workers.yaml"
     file.write_text(f"workers: [{{worker_id: w, model: {MODEL}, block_size: 4, transport: grpc}}]\n")
     # Longer than this test may take: whoever waits for streams to end by themselves fails it.
-    flags = ("--workers-file", str(file), "--drain-seconds", "1000")
+    flags = ("--workers-file", str(file), "--grace-seconds", "1000")
     async with indexer_process(*flags) as (_, running), grpc.aio.insecure_channel(running.address) as channel:
         stream = Pushing(indexer_pb2_grpc.IndexerStub(channel))
         await stream.send(publisher.make(chain(1)[0]))
