@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
@@ -32,15 +33,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import yaml
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvscout_common.errors import ConfigError, PermissionDenied, Unauthenticated
+from kvscout_common.followed_file import FollowedFile, read_yaml
 from kvscout_common.handlers import Context, Continuation, Handler, wrap
 from kvscout_common.worker import DEFAULT_TENANT
 
 ALL_TENANTS = "*"
+MAX_BYTES = 1024 * 1024
+"""Of a tokens file."""
+_KEYS = frozenset({"token", "sha256", "role", "tenant"})
+"""Of an entry in it."""
 
 
 class AccessRole(StrEnum):
@@ -145,38 +150,34 @@ def current_identity() -> Identity:
 class TokenTable:
     """Tokens by digest; comparing digests leaks no prefix of a token through its timing."""
 
-    def __init__(self, by_digest: Mapping[str, Identity]) -> None:
-        self._by_digest = dict(by_digest)
+    def __init__(self, by_digest: Mapping[str, Identity] | None = None) -> None:
+        self._by_digest = by_digest or {}
 
     @classmethod
     def load(cls, path: Path) -> TokenTable:
         """Reads a tokens file.
 
         Raises:
+            ConfigError: As `follow`.
+        """
+        table = cls()
+        table.follow(path)
+        return table
+
+    def follow(self, path: Path) -> FollowedFile[Mapping[str, Identity]]:
+        """Reads a tokens file now, and whenever it changes while the returned one is watched.
+
+        Calls that were admitted stay so.
+
+        Raises:
             ConfigError: If the file cannot be read or an entry is wrong; names the entry, never the token.
         """
-        try:
-            document = yaml.safe_load(path.read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read {path}: {error}", field="auth_tokens") from error
-        entries = document.get("tokens") if isinstance(document, dict) else None
-        if not isinstance(entries, list) or not entries:
-            raise ConfigError(f"{path} has no list 'tokens'", field="auth_tokens")
-        table: dict[str, Identity] = {}
-        for number, entry in enumerate(entries):
-            where = f"auth_tokens.{number}"
-            if not isinstance(entry, dict) or bool(entry.get("token")) == bool(entry.get("sha256")):
-                raise ConfigError("needs exactly one of token, sha256", field=where)
-            try:
-                role = AccessRole(str(entry.get("role")))
-            except ValueError:
-                known = ", ".join(AccessRole)
-                raise ConfigError(f"unknown role {entry.get('role')!r} ({known})", field=where) from None
-            digest = str(entry.get("sha256") or _digest(str(entry["token"]))).lower()
-            if digest in table:
-                raise ConfigError("the same token twice", field=where)
-            table[digest] = Identity(role, str(entry.get("tenant", DEFAULT_TENANT)))
-        return cls(table)
+        file = FollowedFile("tokens file", (path,), lambda: _read_tokens(path), self._take)
+        file.load()
+        return file
+
+    def _take(self, by_digest: Mapping[str, Identity]) -> None:
+        self._by_digest = by_digest
 
     def identify(self, token: str) -> Identity:
         """The identity of a token.
@@ -203,6 +204,40 @@ class TokenTable:
         if scheme.lower() != "bearer" or not token:
             raise Unauthenticated("no bearer token")
         return self.identify(token.strip())
+
+
+def _read_tokens(path: Path) -> Mapping[str, Identity]:
+    document = read_yaml(path, flag="auth_tokens", max_bytes=MAX_BYTES, secret=True)
+    if not isinstance(document, dict) or set(document) != {"tokens"}:
+        raise ConfigError(f"{path} must have the list 'tokens', and nothing else", field="auth_tokens")
+    entries = document["tokens"]
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{path} has no list 'tokens'", field="auth_tokens")
+    table: dict[str, Identity] = {}
+    for number, entry in enumerate(entries):
+        where = f"auth_tokens.{number}"
+        digest, identity = _read_entry(entry, where)
+        if digest in table:
+            raise ConfigError("the same token twice", field=where)
+        table[digest] = identity
+    return table
+
+
+def _read_entry(entry: Any, where: str) -> tuple[str, Identity]:
+    if not isinstance(entry, dict) or not entry.keys() <= _KEYS:
+        # The key that is wrong may be the token itself.
+        raise ConfigError(f"has a key other than {', '.join(sorted(_KEYS))}", field=where)
+    if ("token" in entry) == ("sha256" in entry):
+        raise ConfigError("needs exactly one of token, sha256", field=where)
+    for key in _KEYS & entry.keys():
+        if not isinstance(entry[key], str) or not entry[key]:
+            raise ConfigError("must be text, in quotes where YAML reads something else", field=f"{where}.{key}")
+    if entry.get("role") not in list(AccessRole):
+        raise ConfigError(f"must be one of {', '.join(AccessRole)}", field=f"{where}.role")
+    digest = str(entry.get("sha256") or _digest(entry["token"])).lower()
+    if not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ConfigError("must be 64 hexadecimal digits", field=f"{where}.sha256")
+    return digest, Identity(AccessRole(entry["role"]), str(entry.get("tenant", DEFAULT_TENANT)))
 
 
 def _digest(token: str) -> str:

@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry
 from kvscout_common.config import ServerConfig
 from kvscout_common.descriptors import raise_descriptor_limit
 from kvscout_common.errors import ConfigError
+from kvscout_common.followed_file import FollowedFile
 from kvscout_common.hashing import log_backend
 from kvscout_common.identity import IdentityInterceptor, TokenTable
 from kvscout_common.interceptors import ErrorInterceptor
@@ -35,6 +36,7 @@ from kvscout_common.reflection import enable_reflection
 from kvscout_common.running_calls import RunningCalls
 from kvscout_common.stopping import Signals, stop_serving
 from kvscout_common.telemetry import configure_logging
+from kvscout_common.tls import ServerCertificates
 from kvscout_common.variables import warn_of_variables
 
 log = logging.getLogger("kvscout.serving")
@@ -113,9 +115,16 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
     """
     signals = Signals()
     app = await build()
-    tokens = TokenTable.load(config.auth_tokens) if config.auth_tokens else None
+    files: list[FollowedFile[Any]] = []
+    tokens = certificates = None
+    if config.auth_tokens is not None:
+        tokens = TokenTable()
+        files.append(tokens.follow(config.auth_tokens))
+    if config.tls is not None:
+        certificates = ServerCertificates(config.tls)
+        files.append(certificates.file)
     calls = RunningCalls()
-    server, probe, port = await _start(config, app, tokens, calls)
+    server, probe, port = await _start(config, app, certificates, (calls, IdentityInterceptor(tokens)))
     metrics_port, stop_metrics = None, None
     if config.metrics_port >= 0:
         metrics_port, stop_metrics = serve_metrics(
@@ -127,6 +136,7 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
     try:
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(make(), name=name) for name, make in app.tasks.items()]
+            background += [group.create_task(file.watch(), name=f"follow {file.what}") for file in files]
             warming = group.create_task(_warm(app, probe), name="warm") if app.warm is not None else None
             _announce(app, config, port, metrics_port)
             await signals.stop.wait()
@@ -147,10 +157,13 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
 
 
 async def _start(
-    config: ServerConfig, app: App, tokens: TokenTable | None, calls: RunningCalls
+    config: ServerConfig,
+    app: App,
+    certificates: ServerCertificates | None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
     server = grpc.aio.server(
-        interceptors=(ErrorInterceptor(), calls, IdentityInterceptor(tokens)),
+        interceptors=(ErrorInterceptor(), *interceptors),
         options=[
             ("grpc.max_receive_message_length", config.max_message_bytes),
             ("grpc.max_send_message_length", config.max_message_bytes),
@@ -171,16 +184,10 @@ async def _start(
     enable_reflection((*names, health.SERVICE_NAME), server)
     address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
     try:
-        if config.tls is None:
+        if certificates is None:
             port = server.add_insecure_port(address)
         else:
-            client_ca = config.tls.client_ca.read_bytes() if config.tls.client_ca else None
-            credentials = grpc.ssl_server_credentials(
-                [(config.tls.key.read_bytes(), config.tls.certificate.read_bytes())],
-                root_certificates=client_ca,
-                require_client_auth=client_ca is not None,
-            )
-            port = server.add_secure_port(address, credentials)
+            port = server.add_secure_port(address, certificates.credentials())
     except RuntimeError as error:
         raise OSError(f"cannot bind {address}") from error
     await server.start()

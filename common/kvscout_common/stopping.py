@@ -29,6 +29,8 @@ class Signals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ask)
+        # Daemons are told by it to read their files again: ours follow them, and a lost terminal is none of theirs.
+        loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP: files are followed without it")
 
     def _ask(self) -> None:
         if self.stop.is_set():

@@ -16,25 +16,25 @@ Keys are the fields of `kvscout.v1.Worker`; enums are written in lower case with
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from google.protobuf import json_format
 
 from kvscout.v1 import workers_pb2
 from kvscout_common.errors import ConfigError, InvalidArgument
+from kvscout_common.followed_file import FollowedFile, read_yaml
 from kvscout_common.registry import Registry, Source, any_worker
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto
 
 log = logging.getLogger("kvscout.registry")
 
-POLL_SECONDS = 1.0
-"""How often the file is looked at: polling also sees the symlink swaps of Kubernetes config maps."""
+MAX_BYTES = 2 * 1024 * 1024
+MAX_WORKERS = 5_000
+"""They take effect in one step of the event loop."""
 
 _ENUM_PREFIXES = {
     "role": "ROLE_",
@@ -55,16 +55,14 @@ def load_workers(path: Path, admit: Callable[[WorkerSpec], None] = any_worker) -
     Raises:
         ConfigError: If it cannot be read or an entry is wrong; names the entry and the key.
     """
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        # ValueError: no UTF-8, or a date that does not exist.
-        raise ConfigError(f"cannot read {path}: {error}", field="workers_file") from error
+    document = read_yaml(path, flag="workers_file", max_bytes=MAX_BYTES)
     if document is None:
         return []
     entries = document.get("workers") if isinstance(document, dict) else None
     if not isinstance(entries, list):
         raise ConfigError(f"{path} has no list 'workers'", field="workers_file")
+    if len(entries) > MAX_WORKERS:
+        raise ConfigError(f"{path} has {len(entries):,} workers; at most {MAX_WORKERS:,} can be", field="workers_file")
     specs: dict[tuple[str, str], WorkerSpec] = {}
     for number, entry in enumerate(entries):
         where = f"workers.{number}"
@@ -107,40 +105,12 @@ def worker_from_mapping(entry: Any, where: str) -> WorkerSpec:
         raise ConfigError(error.message, field=f"{where}.{error.field}") from error
 
 
-class WorkersFile:
+class WorkersFile(FollowedFile[list[WorkerSpec]]):
     """Keeps a registry equal to a file."""
 
     def __init__(self, path: Path, registry: Registry) -> None:
-        self._path = path
-        self._registry = registry
-        self._last: bytes | None = None
-        self.error = ""
-        """Why the file's current content is not in effect; "" = it is."""
+        def apply(specs: list[WorkerSpec]) -> None:
+            registry.replace_source(Source.FILE, specs)
+            log.info("%d workers from %s", len(specs), path)
 
-    def load(self) -> None:
-        """Reads the file now.
-
-        Raises:
-            ConfigError: As `load_workers`; the registry is then unchanged.
-        """
-        content = self._path.read_bytes()
-        specs = load_workers(self._path, self._registry.admit)
-        self._last = content
-        self._registry.replace_source(Source.FILE, specs)
-        log.info("%d workers from %s", len(specs), self._path)
-
-    async def watch(self, sleep: Callable[[float], Any] = asyncio.sleep) -> None:
-        """Follows the file for ever. A content that is wrong is logged once and changes nothing."""
-        while True:
-            await sleep(POLL_SECONDS)
-            try:
-                content = self._path.read_bytes()
-                if content == self._last:
-                    continue
-                self._last = content
-                self.load()
-                self.error = ""
-            except (OSError, ConfigError) as error:
-                if str(error) != self.error:
-                    log.error("workers file not in effect, the last good one stays: %s", error)
-                self.error = str(error)
+        super().__init__("workers file", (path,), lambda: load_workers(path, registry.admit), apply)

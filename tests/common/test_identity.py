@@ -150,11 +150,18 @@ def test_tenants_are_found_in_repeated_and_nested_messages() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no list 'tokens'"),
+        ("", "must have the list 'tokens'"),
         ("tokens: []", "no list 'tokens'"),
         ("tokens: [{role: admin}]", "auth_tokens.0: needs exactly one of token, sha256"),
-        ("tokens: [{token: a, role: king}]", "auth_tokens.0: unknown role 'king'"),
+        ("tokens: [{token: a, role: king}]", "auth_tokens.0.role: must be one of viewer, worker, client, admin"),
         ("tokens: [{token: a, role: admin}, {token: a, role: viewer}]", "auth_tokens.1: the same token twice"),
+        (
+            "tokens: [{token: a, role: admin, team: b}]",
+            "auth_tokens.0: has a key other than role, sha256, tenant, token",
+        ),
+        ("tokens: [{token: a, role: admin}]\nroles: []", "must have the list 'tokens', and nothing else"),
+        ("tokens: [{token: 0123, role: admin}]", "auth_tokens.0.token: must be text, in quotes"),
+        ("tokens: [{sha256: abc, role: admin}]", "auth_tokens.0.sha256: must be 64 hexadecimal digits"),
         ("tokens: [", "cannot read"),
     ],
 )

@@ -1,0 +1,129 @@
+"""Files that a service follows: tokens, certificates, workers. What they say now is in effect a second later.
+
+Polled, which also sees the symlink swaps of Kubernetes' secrets and config maps, and needs nobody to send a signal. All
+of it happens in a thread; whatever stands at the path, the loop does not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import yaml
+
+from kvscout_common.errors import ConfigError
+
+log = logging.getLogger("kvscout.files")
+
+T = TypeVar("T")
+
+POLL_SECONDS = 1.0
+
+
+def read_file(path: Path, *, flag: str, max_bytes: int, secret: bool = False) -> bytes:
+    """Reads a regular file of bounded size; blocks no longer than the disk does.
+
+    Args:
+        path: The file.
+        flag: Which flag names it, for errors.
+        max_bytes: Its largest size.
+        secret: Warn of a file that everybody may read.
+
+    Raises:
+        ConfigError: It cannot be read, is no regular file, or is too large.
+    """
+    try:
+        # Without O_NONBLOCK the open of a FIFO waits for somebody to write to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigError(f"{path} is no regular file", field=flag)
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field=flag) from error
+    if len(content) > max_bytes:
+        raise ConfigError(f"{path} is larger than {max_bytes:,} bytes", field=flag)
+    if secret and mode & stat.S_IROTH:
+        log.warning("%s: every user of this machine may read %s", flag, path)
+    return content
+
+
+def read_yaml(path: Path, *, flag: str, max_bytes: int, secret: bool = False) -> Any:
+    """Reads a YAML document; see `read_file`.
+
+    Raises:
+        ConfigError: Also if it is no YAML. Says where, and repeats nothing that stands there: it may be a secret.
+    """
+    content = read_file(path, flag=flag, max_bytes=max_bytes, secret=secret)
+    try:
+        return yaml.safe_load(content)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        # ValueError: no UTF-8, or a date that does not exist.
+        mark = getattr(error, "problem_mark", None)
+        where = f": line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    # Outside of the handler: the cause, which quotes the line, would be logged with a traceback.
+    raise ConfigError(f"cannot read {path}: it is no YAML{where}", field=flag)
+
+
+class FollowedFile(Generic[T]):
+    """Something that files say.
+
+    Args:
+        what: What that is, for the log.
+        paths: The files.
+        read: Reads and checks them; in a thread once the service runs.
+        apply: Takes what was read, on the loop.
+    """
+
+    def __init__(self, what: str, paths: Sequence[Path], read: Callable[[], T], apply: Callable[[T], None]) -> None:
+        self.what = what
+        self._paths = tuple(paths)
+        self._read = read
+        self._apply = apply
+        self._seen: object = None
+        self.error = ""
+        """Why what the files say now is not in effect; "" = it is."""
+
+    def load(self) -> None:
+        """Reads the files now.
+
+        Raises:
+            ConfigError: They are wrong; nothing changes then.
+        """
+        seen = self._looks()
+        self._apply(self._read())
+        self._seen = seen
+
+    async def watch(self, sleep: Callable[[float], Any] = asyncio.sleep) -> None:
+        """Follows the files for ever. A content that is wrong is logged once and changes nothing."""
+        while True:
+            await sleep(POLL_SECONDS)
+            seen = await asyncio.to_thread(self._looks)
+            if seen == self._seen:
+                continue
+            self._seen = seen
+            try:
+                self._apply(await asyncio.to_thread(self._read))
+                self.error = ""
+            except ConfigError as error:
+                if str(error) != self.error:
+                    log.error("%s not in effect, the last good one stays: %s", self.what, error)
+                self.error = str(error)
+
+    def _looks(self) -> list[object]:
+        """What is different once a file is another, or has another content."""
+        found: list[object] = []
+        for path in self._paths:
+            try:
+                status = path.stat()
+            except OSError as error:
+                found.append(error.errno)
+            else:
+                found.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+        return found
