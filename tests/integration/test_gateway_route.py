@@ -222,6 +222,16 @@ async def test_potential_loads_know_what_a_prompt_would_add(client: GatewayClien
     ]
 
 
+async def test_potential_loads_count_the_prompt_in_the_blocks_of_each_worker(client: GatewayClient) -> None:
+    prompt = fresh_prompt(64)
+    for worker_id, block_size in (("small", 4), ("large", 32)):
+        worker = workers_pb2.Worker(worker_id=worker_id, model="two sizes", block_size=block_size)
+        await client.register(worker)
+    request = gateway_pb2.GatewayPotentialLoadsRequest(model="two sizes", token_ids=prompt)
+    loads = (await call(client.stub.GetPotentialLoads, request, timeout=CALL_SECONDS)).loads
+    assert {w.worker.worker_id: w.potential_decode_blocks for w in loads} == {"small": 16, "large": 2}
+
+
 @pytest.mark.parametrize("attempt_id", [0, 1])
 async def test_a_route_whose_caller_is_gone_books_nothing(stack: Stack, attempt_id: int) -> None:
     client = stack.client

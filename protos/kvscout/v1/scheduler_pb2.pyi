@@ -975,6 +975,8 @@ class PotentialLoadsRequest(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     ISL_TOKENS_FIELD_NUMBER: _builtins.int
     OVERLAPS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    OTHER_POOLS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -983,6 +985,8 @@ class PotentialLoadsRequest(_message.Message):
     """Role; unset = aggregated."""
     isl_tokens: _builtins.int
     """Its length in tokens."""
+    block_size: _builtins.int
+    """Tokens a block of block_hashes. Unset = the block size of the model's workers."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Local hashes of a prompt to add; empty = the loads as they are."""
@@ -990,6 +994,10 @@ class PotentialLoadsRequest(_message.Message):
     @_builtins.property
     def overlaps(self) -> _types_pb2.Overlaps:
         """Its overlaps."""
+
+    @_builtins.property
+    def other_pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolPrompt]:
+        """Further hashes and overlaps for workers of other block sizes of the same model."""
 
     def __init__(
         self,
@@ -1000,10 +1008,12 @@ class PotentialLoadsRequest(_message.Message):
         block_hashes: _abc.Iterable[_builtins.int] | None = ...,
         isl_tokens: _builtins.int = ...,
         overlaps: _types_pb2.Overlaps | None = ...,
+        block_size: _builtins.int = ...,
+        other_pools: _abc.Iterable[Global___PoolPrompt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["overlaps", b"overlaps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "isl_tokens", b"isl_tokens", "model", b"model", "overlaps", b"overlaps", "role", b"role", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "isl_tokens", b"isl_tokens", "model", b"model", "other_pools", b"other_pools", "overlaps", b"overlaps", "role", b"role", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -154,19 +154,15 @@ class RoutingFlow:
             InvalidArgument, NotFound: As the scheduler answers.
         """
         asked = self._prepare(wish)
-        first = next(iter(asked.hashes), None)
+        found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
+        self._count_missed(found)
         request = scheduler_pb2.PotentialLoadsRequest(
             model=asked.target.model,
             tenant=wish.tenant,
             role=role_to_proto(wish.role),
             isl_tokens=wish.prompt.isl_tokens,
-            block_hashes=asked.hashes[first] if first else (),
+            **_hashed(replace(asked, found=found)),
         )
-        if first is not None:
-            found = await self._overlaps.find(asked.target.model, wish.tenant, {first: asked.hashes[first]})
-            if first in found.overlaps:
-                request.overlaps.CopyFrom(found.overlaps[first])
-            self._count_missed(found)
         answer, _ = await self._schedulers.call(
             lambda stub: stub.GetPotentialLoads, request, timeout_seconds=self._scheduler_timeout
         )
@@ -331,21 +327,27 @@ class RoutingFlow:
             raise error from None
 
 
-def _select_request(asked: _Asked, wish: Wish) -> scheduler_pb2.SelectRequest:
-    overlaps = asked.found.overlaps
-    pools = list(asked.hashes)
+def _hashed(asked: _Asked) -> dict[str, Any]:
+    """The fields of a scheduler's message that tell the prompt, for each kind of the model's workers."""
+    overlaps, pools = asked.found.overlaps, list(asked.hashes)
     first = pools[0] if pools else None
+    return {
+        "block_hashes": asked.hashes[first] if first else (),
+        "block_size": first.block_size if first else 0,
+        "overlaps": overlaps.get(first) if first else None,
+        "other_pools": [_pool_prompt(pool, asked.hashes[pool], overlaps.get(pool)) for pool in pools[1:]],
+    }
+
+
+def _select_request(asked: _Asked, wish: Wish) -> scheduler_pb2.SelectRequest:
     return scheduler_pb2.SelectRequest(
         model=asked.target.model,
         tenant=wish.tenant,
         role=role_to_proto(wish.role),
         request_id=wish.request_id,
         attempt_id=wish.attempt_id,
-        block_hashes=asked.hashes[first] if first else (),
         isl_tokens=wish.prompt.isl_tokens,
-        block_size=first.block_size if first else 0,
-        overlaps=overlaps.get(first) if first else None,
-        other_pools=[_pool_prompt(pool, asked.hashes[pool], overlaps.get(pool)) for pool in pools[1:]],
+        **_hashed(asked),
         allowed_worker_ids=wish.allowed,
         pinned_worker_id=wish.pinned,
         pinned_dp_rank=wish.pinned_rank,

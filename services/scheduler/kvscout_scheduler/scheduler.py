@@ -423,7 +423,12 @@ class Scheduler:
         return {model: thresholds for model, thresholds in found.items() if not thresholds.off}
 
     def potential_loads(
-        self, pool_id: PoolId, *, isl_tokens: int = 0, prompt: Prompt = EMPTY_PROMPT
+        self,
+        pool_id: PoolId,
+        *,
+        isl_tokens: int = 0,
+        prompt: Prompt = EMPTY_PROMPT,
+        other_prompts: tuple[Prompt, ...] = (),
     ) -> list[WorkerLoad]:
         """Load of each worker rank, by rank, now and with a prompt added.
 
@@ -431,6 +436,7 @@ class Scheduler:
             pool_id: Whose loads.
             isl_tokens: Length of the prompt; 0 = none.
             prompt: Its hashes and overlaps.
+            other_prompts: The same for workers of other block sizes.
 
         Raises:
             InvalidArgument: Naming the field.
@@ -442,7 +448,7 @@ class Scheduler:
             pool = self.workers.pool(pool_id)
         except Unavailable:
             return []
-        prompts = pool.prompts(prompt, (), isl_tokens)
+        prompts = pool.prompts(prompt, other_prompts, isl_tokens)
         request = SelectionRequest(pool_id.model, isl_tokens, prompt, tenant=pool_id.tenant, role=pool_id.role)
         settings = SelectionSettings(tier_weights=self.settings.tier_weights)
         candidates = Candidates(pool, request, pool.order, prompts, settings)

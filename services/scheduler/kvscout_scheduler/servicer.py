@@ -24,7 +24,7 @@ from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.lifecycle_rpc import LifecycleRpc
 from kvscout_scheduler.packed_operations import columns_of, selection_of
-from kvscout_scheduler.request import Prompt, RequestKey, SelectionRequest, pack_hashes
+from kvscout_scheduler.request import RequestKey, SelectionRequest
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.thresholds import BusyThresholds
 from kvscout_scheduler.watch_rpcs import WatchRpcs
@@ -182,9 +182,11 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
     async def GetPotentialLoads(
         self, request: scheduler_pb2.PotentialLoadsRequest, context: Any
     ) -> scheduler_pb2.PotentialLoadsResponse:
-        prompt = Prompt(pack_hashes(request.block_hashes), overlaps=translate.overlaps_from_proto(request.overlaps))
         loads = self._scheduler.potential_loads(
-            translate.pool_from_request(request), isl_tokens=request.isl_tokens, prompt=prompt
+            translate.pool_from_request(request),
+            isl_tokens=request.isl_tokens,
+            prompt=translate.prompt_from_proto(request),
+            other_prompts=translate.other_prompts_from_proto(request),
         )
         return scheduler_pb2.PotentialLoadsResponse(loads=map(translate.load_to_proto, loads))
 

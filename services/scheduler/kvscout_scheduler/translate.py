@@ -61,6 +61,25 @@ def _override(message: scheduler_pb2.SelectRequest) -> ConfigOverride:
     )
 
 
+def prompt_from_proto(message: scheduler_pb2.SelectRequest | scheduler_pb2.PotentialLoadsRequest) -> Prompt:
+    """The hashes and overlaps that a message has of its own."""
+    return Prompt(
+        block_hashes=pack_hashes(message.block_hashes),
+        block_size=message.block_size,
+        overlaps=overlaps_from_proto(message.overlaps),
+    )
+
+
+def other_prompts_from_proto(
+    message: scheduler_pb2.SelectRequest | scheduler_pb2.PotentialLoadsRequest,
+) -> tuple[Prompt, ...]:
+    """Those that it has for workers of other block sizes."""
+    return tuple(
+        Prompt(pack_hashes(p.block_hashes), p.block_size, p.eagle, overlaps_from_proto(p.overlaps))
+        for p in message.other_pools
+    )
+
+
 def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str = "") -> SelectionRequest:
     """A request that wants a worker; an unset tenant is that of the message around it.
 
@@ -70,15 +89,8 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
     return SelectionRequest(
         model=message.model,
         isl_tokens=message.isl_tokens,
-        prompt=Prompt(
-            block_hashes=pack_hashes(message.block_hashes),
-            block_size=message.block_size,
-            overlaps=overlaps_from_proto(message.overlaps),
-        ),
-        other_prompts=tuple(
-            Prompt(pack_hashes(p.block_hashes), p.block_size, p.eagle, overlaps_from_proto(p.overlaps))
-            for p in message.other_pools
-        ),
+        prompt=prompt_from_proto(message),
+        other_prompts=other_prompts_from_proto(message),
         tenant=message.tenant or outer_tenant or DEFAULT_TENANT,
         role=role_from_proto(message.role),
         request_id=message.request_id,
