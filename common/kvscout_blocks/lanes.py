@@ -25,6 +25,7 @@ from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.native_index import make_lane, make_reader
 from kvscout_blocks.subscriber import BURST, close_sockets, open_sockets
 from kvscout_blocks.wire import Message, malformed_frames
+from kvscout_common.endings import INTENDED
 from kvscout_common.worker import EventEndpoint, WorkerRank
 
 log = logging.getLogger("kvscout.events")
@@ -139,7 +140,9 @@ class Lanes:
                 continue  # closed by what was delivered before
             try:
                 subscription.deliver(kind, detail)
-            except Exception as error:
+            except INTENDED:
+                raise
+            except BaseException as error:
                 self._failed(error)
 
 

@@ -33,6 +33,7 @@ from kvscout_blocks.sequence import (
     SequencedBatch,
     SourceSequence,
 )
+from kvscout_common.endings import INTENDED
 from kvscout_common.errors import KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
@@ -373,7 +374,9 @@ class Source:
                 self._carry_out(self.sequence.on_no_history(request.attempt, str(broken)))
             else:
                 self._carry_out(self.sequence.on_replay_failed(request.attempt, self._clock()))
-        except Exception as error:
+        except INTENDED:
+            raise
+        except BaseException as error:
             self._failed(error)
 
     async def _look_elsewhere(self, elsewhere: Elsewhere) -> SourceState | None:

@@ -16,6 +16,7 @@ from kvscout_blocks.native_index import decode_for
 from kvscout_blocks.sequence import SequencedBatch, digest
 from kvscout_blocks.subscriber import Subscription, replay
 from kvscout_blocks.wire import MalformedBatch, Message
+from kvscout_common.endings import guarded
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank
 
@@ -116,8 +117,9 @@ class ZmqFeed:
             self._reopen_at = None
 
     def _subscription_of(self, source: SourceInput) -> Subscription | LaneSubscription:
-        on_message = self._guarded(lambda message: source.on_batch(self._sequenced(message)))
-        on_malformed, on_connected = self._guarded(source.on_malformed), self._guarded(source.on_reconnect)
+        on_message = guarded(lambda message: source.on_batch(self._sequenced(message)), self._failed)
+        on_malformed = guarded(source.on_malformed, self._failed)
+        on_connected = guarded(source.on_reconnect, self._failed)
         subscription = None
         if self._lanes is not None:
             subscription = self._lanes.subscribe(
@@ -136,17 +138,6 @@ class ZmqFeed:
             on_malformed=on_malformed,
             on_connected=on_connected,
         )
-
-    def _guarded(self, function: Callable[..., None]) -> Callable[..., None]:
-        """A callback whose exceptions end the process: the loop itself would only log them and go on, blind."""
-
-        def guarded(*arguments: object) -> None:
-            try:
-                function(*arguments)
-            except Exception as error:
-                self._failed(error)
-
-        return guarded
 
     def _sequenced(self, message: Message) -> SequencedBatch[DecodedBatch]:
         payload = message.payload

@@ -1,8 +1,18 @@
-"""How tasks and processes end: what is closed is waited for, and the first defect is the last."""
+"""How tasks and processes end: what is closed is waited for, and the first defect is the last.
+
+A panic of native code is no `Exception`, so that nobody takes it for an error to go on from: asyncio would log it, and
+whatever it has left half done would stay so. Wherever it comes up, it ends the process.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+INTENDED = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+"""What ends tasks and processes because somebody wants it."""
 
 
 class Closing:
@@ -36,6 +46,55 @@ class FirstDefect:
         if not self._met.done():
             self._met.set_exception(error)
 
+    def watch_loop(self) -> None:
+        """Counts what the running loop would only log: whatever our callbacks raise, and every panic."""
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        # Tasks that nobody asks for their outcome have said what they had to; others' callbacks are theirs to judge.
+        if error is not None and (is_panic(error) or ("handle" in context and _is_ours(error))):
+            self.report(error)
+
     async def watch(self) -> None:
         """Ends with the first defect, and the process with it."""
         await asyncio.shield(self._met)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether it is what no `except Exception` sees, and nobody wanted."""
+    return not isinstance(error, (Exception, *INTENDED))
+
+
+def tell_panic(error: BaseException) -> bool:
+    """Tells the running loop of a panic that would be kept from it; whether it is one."""
+    if is_panic(error):
+        asyncio.get_running_loop().call_exception_handler({"message": "native code panicked", "exception": error})
+        return True
+    return False
+
+
+def guarded(function: Callable[..., None], failed: Callable[[BaseException], None]) -> Callable[..., None]:
+    """A callback whose exceptions are told: loops and libraries that call it would only log them and go on, blind."""
+
+    @functools.wraps(function)
+    def guarding(*arguments: object) -> None:
+        try:
+            function(*arguments)
+        except INTENDED:
+            raise
+        except BaseException as error:
+            failed(error)
+
+    return guarding
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it went through code of kvscout."""
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_globals.get("__name__", "").startswith("kvscout"):
+            return True
+        step = step.tb_next
+    return False

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import grpc
 
+from kvscout_common.endings import tell_panic
 from kvscout_common.errors import KvscoutError, status_code
 from kvscout_common.handlers import Context, Continuation, Handler, wrap
 
@@ -68,6 +69,10 @@ class _Errors:
             if _is_gone(error):
                 raise asyncio.CancelledError from error
             log.exception("unexpected error in %s", self._method)
+            await _end(context, grpc.StatusCode.INTERNAL, INTERNAL_TEXT)
+        except BaseException as error:
+            if not tell_panic(error):
+                raise
             await _end(context, grpc.StatusCode.INTERNAL, INTERNAL_TEXT)
 
 

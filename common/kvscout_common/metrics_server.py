@@ -23,6 +23,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder, gzip_accepted
 from prometheus_client.registry import Collector
 
+from kvscout_common.endings import tell_panic
 from kvscout_common.errors import PermissionDenied, Unauthenticated
 from kvscout_common.identity import ALL_TENANTS, TokenTable
 
@@ -49,7 +50,11 @@ class _OnLoop(Collector):
         """Samples of now, once the loop gets to it."""
 
         async def read() -> list[Metric]:
-            return list(self._registry.collect())
+            try:
+                return list(self._registry.collect())
+            except BaseException as error:
+                tell_panic(error)
+                raise
 
         return asyncio.run_coroutine_threadsafe(read(), self._loop).result(SCRAPE_SECONDS)
 

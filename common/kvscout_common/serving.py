@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from kvscout_common.config import ServerConfig
 from kvscout_common.descriptors import raise_descriptor_limit
+from kvscout_common.endings import FirstDefect
 from kvscout_common.errors import ConfigError
 from kvscout_common.followed_file import FollowedFile
 from kvscout_common.hashing import log_backend
@@ -114,6 +115,8 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         ExceptionGroup: If a task crashed.
     """
     signals = Signals()
+    defect = FirstDefect()
+    defect.watch_loop()
     app = await build()
     files: list[FollowedFile[Any]] = []
     tokens = certificates = None
@@ -137,6 +140,7 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(make(), name=name) for name, make in app.tasks.items()]
             background += [group.create_task(file.watch(), name=f"follow {file.what}") for file in files]
+            background.append(group.create_task(defect.watch(), name="defects"))
             warming = group.create_task(_warm(app, probe), name="warm") if app.warm is not None else None
             _announce(app, config, port, metrics_port)
             await signals.stop.wait()

@@ -18,7 +18,7 @@ from kvscout_common.interceptors import INTERNAL_TEXT, _Errors
 class Faulty(indexer_pb2_grpc.IndexerServicer):
     """Raises what it is told to."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
         self.closed = asyncio.Event()
 
@@ -42,7 +42,7 @@ class Faulty(indexer_pb2_grpc.IndexerServicer):
         raise self.error
 
 
-def faulty(error: Exception) -> Faulty:
+def faulty(error: BaseException) -> Faulty:
     return Faulty(error)  # type: ignore[abstract]  # rpcs without a method answer UNIMPLEMENTED
 
 
@@ -83,6 +83,20 @@ async def test_anything_else_is_internal_with_a_fixed_text_and_a_logged_tracebac
             await call(stub.FindMatches, indexer_pb2.FindMatchesRequest())
     assert caught.value.message == INTERNAL_TEXT
     assert "secret detail" in caplog.text
+
+
+async def test_a_panic_is_answered_and_told_to_the_loop() -> None:
+    class Panic(BaseException):
+        pass
+
+    panic = Panic("native code")
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    async with serving(adding(faulty(panic))) as channel:
+        stub = indexer_pb2_grpc.IndexerStub(channel)
+        with pytest.raises(errors.InternalError, match=INTERNAL_TEXT):
+            await call(stub.FindMatches, indexer_pb2.FindMatchesRequest(), timeout=10)
+    assert [context["exception"] for context in told] == [panic]
 
 
 async def test_an_error_after_answers_of_a_stream_arrives_after_them() -> None:

@@ -21,6 +21,7 @@ PROGRAM = """
 import asyncio, sys
 from kvscout_common.config import ServerConfig
 from kvscout_common.serving import App, run
+from kvscout_common.shards import Shard
 
 async def build():
     async def task():
@@ -37,9 +38,36 @@ async def build():
     async def close():
         print("closed", flush=True)
 
+    class Panic(BaseException):
+        pass
+
+    def panic():
+        raise Panic("native code")
+
+    def defect():
+        Shard.parse(None, flag="--shard")
+
+    async def other():
+        asyncio.get_running_loop().call_soon(lambda: 1 / 0)
+        asyncio.create_task(crash())
+        await asyncio.sleep(0.05)
+        print("goes on", flush=True)
+
+    async def forgotten():
+        panic()
+
+    loop = asyncio.get_running_loop()
     tasks = {"task": task}
     if "crash" in sys.argv:
         tasks["crash"] = crash
+    if "panic in a callback" in sys.argv:
+        loop.call_later(0.01, panic)
+    if "panic in a task that nobody awaits" in sys.argv:
+        loop.call_later(0.01, lambda: loop.create_task(forgotten()) and None)
+    if "defect in a callback" in sys.argv:
+        loop.call_later(0.01, defect)
+    if "defect of others" in sys.argv:
+        tasks["other"] = other
     return App(name="test", services=[], tasks=tasks, drain=drain, close=close)
 
 run(ServerConfig(grace_seconds=0.3), build)
@@ -87,6 +115,26 @@ async def test_a_crashed_task_ends_the_process_with_1_and_says_why(tmp_path: Pat
     assert process.returncode == 1
     assert "ZeroDivisionError: a defect" in err
     assert out[-1] == "closed"
+
+
+@pytest.mark.parametrize("where", ["panic in a callback", "panic in a task that nobody awaits", "defect in a callback"])
+async def test_what_the_loop_would_only_log_ends_the_process_with_1(tmp_path: Path, where: str) -> None:
+    process = await start_program(tmp_path, where)
+    out, err = await finish(process)
+    assert process.returncode == 1
+    assert "a task crashed" in err
+    assert out[-1] == "closed"
+
+
+async def test_errors_of_others_and_of_forgotten_tasks_are_logged_only(tmp_path: Path) -> None:
+    process = await start_program(tmp_path, "defect of others")
+    assert process.stdout is not None
+    await process.stdout.readline()
+    assert await process.stdout.readline() == b"goes on\n"
+    process.terminate()
+    _, err = await finish(process)
+    assert process.returncode == 0
+    assert err.count("\nZeroDivisionError") == 2
 
 
 async def test_a_taken_port_and_a_wrong_file_are_errors_at_start(tmp_path: Path) -> None:

@@ -555,31 +555,46 @@ async def test_recovery_amidst_held_batches_applies_none_of_them_twice(
     assert (status.blocks, status.ignored["unknown_removed"]) == (0, 0)
 
 
-async def test_a_defect_while_ingesting_ends_the_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ExceptionGroup) as crash:
+class Panic(BaseException):
+    """What a panic of native code is to Python."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+@pytest.mark.parametrize("reader", ["lanes", "loop"])
+async def test_a_defect_while_ingesting_ends_the_indexer(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], reader: str
+) -> None:
+    if reader == "loop":
+        monkeypatch.setattr("kvscout_indexer.transports.make_lanes", lambda **_: None)
+    with pytest.raises(BaseExceptionGroup) as crash:
         async with local_indexer() as (client, _), recorded_engine() as engine:
             await connect(client, engine)
-            break_index(monkeypatch)
+            break_index(monkeypatch, kind)
             await engine.publish(batch(stored([1], prompt(1))))
-            await asyncio.Event().wait()
+            async with asyncio.timeout(10):
+                await asyncio.Event().wait()
     assert [str(error) for error in crash.value.exceptions] == ["the index is broken"]
 
 
-async def test_a_defect_while_replaying_ends_the_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ExceptionGroup) as crash:
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+async def test_a_defect_while_replaying_ends_the_indexer(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    with pytest.raises(BaseExceptionGroup) as crash:
         async with local_indexer() as (client, _), recorded_engine() as engine:
             engine.lose(*chain(3))
             engine.answering.clear()
             await client.register(engine)
-            break_index(monkeypatch)
+            break_index(monkeypatch, kind)
             engine.answering.set()
-            await asyncio.Event().wait()
+            async with asyncio.timeout(10):
+                await asyncio.Event().wait()
     assert [str(error) for error in crash.value.exceptions] == ["the index is broken"]
 
 
-def break_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def break_index(monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]) -> None:
     def apply(*_: object, **__: object) -> None:
-        raise RuntimeError("the index is broken")
+        raise kind("the index is broken")
 
     monkeypatch.setattr("kvscout_blocks.source.apply_decoded", apply)
 

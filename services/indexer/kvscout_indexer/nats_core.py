@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kvscout_blocks.feed import Feed
 from kvscout_blocks.index import BlockIndex
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
+from kvscout_common.endings import INTENDED
 from kvscout_common.nats_barrier import NatsBarrier
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.telemetry import RateLimitedLog
@@ -136,7 +137,9 @@ class NatsCore:
                 feed.receive(message.data)
             else:
                 self.unknown_messages += 1
-        except Exception as error:
+        except INTENDED:
+            raise
+        except BaseException as error:
             # The client would only log it.
             self._failed(error)
         self._received += 1

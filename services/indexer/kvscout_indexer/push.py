@@ -28,6 +28,7 @@ from kvscout_blocks.feed import Cursor, Feed, HistoryBroken, SourceInput, Source
 from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.published import PublishedReader
 from kvscout_blocks.sequence import SequencedBatch
+from kvscout_common.endings import INTENDED
 from kvscout_common.errors import Draining, FailedPrecondition, InternalError, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.registry import Registry
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
@@ -116,7 +117,7 @@ class GrpcPush:
             reader.cancel()
             stream.feed.detach(stream)
             (outcome,) = await asyncio.gather(reader, return_exceptions=True)
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, INTENDED):
                 self._failed(outcome)
 
     def _feed_of(self, first: bytes) -> PushFeed:
@@ -357,7 +358,9 @@ class Stream:
                 await self._last_resend.over.wait()
         except KvscoutError as error:
             self.end(error)
-        except Exception:
+        except INTENDED:
+            raise
+        except BaseException:
             self.end(InternalError("internal error; the service's log has the details"))
             raise
         else:

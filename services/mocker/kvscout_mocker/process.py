@@ -62,7 +62,7 @@ async def run(config: MockerConfig) -> int:
     except (OSError, zmq.ZMQError) as error:
         _log.error("cannot bind: %s", error)
         return 1
-    except ExceptionGroup:
+    except BaseExceptionGroup:
         _log.exception("a task crashed")
         return 1
     finally:
