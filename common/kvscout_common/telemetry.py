@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Hashable
-from typing import Any
 
-
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, Any] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
+from kvscout_common.log_lines import BoundedFormatter, JsonFormatter, RateFilter
 
 
 def configure_logging(level: str, log_format: str) -> None:
@@ -32,10 +19,11 @@ def configure_logging(level: str, log_format: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        _JsonFormatter()
+        JsonFormatter()
         if log_format == "json"
-        else logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
+        else BoundedFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
     )
+    handler.addFilter(RateFilter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -68,4 +56,5 @@ class RateLimitedLog:
             self._last.pop(next(iter(self._last)))
         self._last[key] = (now, 0)
         suffix = f" ({last[1]} more since)" if last is not None and last[1] else ""
-        self._log.warning(message + "%s", *args, suffix, exc_info=error)
+        # The place in the code that logs is the caller's.
+        self._log.warning(message + "%s", *args, suffix, exc_info=error, stacklevel=2)

@@ -12,6 +12,7 @@ import uvloop
 from kvscout_common.descriptors import raise_descriptor_limit
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import SectionedCommand, flag
+from kvscout_common.telemetry import configure_logging
 from kvscout_common.variables import warn_of_variables
 from kvscout_mocker.config import config_from_flags, flags
 from kvscout_mocker.process import run
@@ -30,7 +31,7 @@ def main(log_level: str, **values: Any) -> None:
 
     Prints one JSON line with its real ports when it is ready.
     """
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    configure_logging(log_level, "text")
     warn_of_variables(logging.getLogger("kvscout.mocker"))
     try:
         config = config_from_flags(**values)
