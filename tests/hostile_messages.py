@@ -118,7 +118,9 @@ class HostileMessages:
             return rng.randbytes(rng.choice([0, 1, 32, 1_000]))
         if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
             words = self.words(name or field.name)
-            return rng.choice(words) if words and rng.random() < 0.8 else rng.choice(STRINGS)
+            return (
+                rng.choice(words) if rng.random() < (0.98 if field.name == "tenant" else 0.8) else rng.choice(STRINGS)
+            )
         if field.name == "version" and rng.random() < 0.9:
             return 1
         if field.name == "block_size" and rng.random() < 0.7:

@@ -74,3 +74,13 @@ def test_workers_without_an_api_that_the_gateway_speaks_are_named() -> None:
     registry.register(replace(A, worker_id="c", engine=EngineKind.CUSTOM))
     registry.register(replace(A, worker_id="d", engine=EngineKind.MOCK))
     assert catalog.tenant("default").serving("base").undriven == ("b", "c")
+
+
+def test_the_longest_prompt_is_what_the_largest_cache_holds_if_all_tell_theirs() -> None:
+    registry = Registry(lambda: 0.0)
+    catalog = Catalog(registry)
+    registry.register(replace(A, total_kv_blocks=10))
+    registry.register(replace(A, worker_id="b", block_size=32, total_kv_blocks=8))
+    assert catalog.tenant("default").serving("base").longest_prompt == 256
+    registry.register(replace(A, worker_id="c"))
+    assert catalog.tenant("default").serving("base").longest_prompt is None

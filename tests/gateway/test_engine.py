@@ -1,6 +1,7 @@
 """The engine adapter: connections, limits and errors of HTTP."""
 
 import asyncio
+import json
 import os
 import resource
 from array import array
@@ -12,7 +13,7 @@ from aiohttp import web
 from processes import eventually
 from scripted_engine import Script, ScriptedEngine, answer, begin, hang, refuse, scripted_engine, send_tokens
 
-from kvscout_gateway.engine import Dispatch, VllmEngine
+from kvscout_gateway.engine import TOKENS_A_TURN, Dispatch, VllmEngine, _body
 from kvscout_gateway.engine_failure import EngineFailed, Fault
 from kvscout_gateway.patience import Patience, Pulse
 
@@ -256,3 +257,22 @@ async def test_a_body_of_another_protocol_is_a_failure() -> None:
         with pytest.raises(EngineFailed):
             await run(adapter, asked)
     await adapter.close()
+
+
+async def test_others_have_their_turn_while_a_long_prompt_is_written() -> None:
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    slices = 8
+    prompt = array("I", range(slices * TOKENS_A_TURN + 1))
+    others = asyncio.create_task(take_turns())
+    body = await _body(Dispatch("http://engine", "m", prompt, "r", None, {"max_tokens": 3}))
+    others.cancel()
+    assert turns >= slices
+    document = json.loads(body)
+    assert (document["prompt"], document["max_tokens"]) == (prompt.tolist(), 3)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import random
 import struct
+import time
 from array import array
 
 import pytest
 
 from kvscout.v1 import gateway_pb2
 from kvscout_client import FinishReason, decode
+from kvscout_common.errors import InvalidArgument
 from kvscout_gateway.completion_stream import Chunk
 from kvscout_gateway.generate import Piece
-from kvscout_gateway.translate import engine_parameters, generate_response
+from kvscout_gateway.translate import engine_parameters, generate_response, generate_wish, pack_tokens, route_wish
 
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
@@ -58,3 +60,37 @@ def test_words_of_an_engine_that_are_no_text_or_too_long_are_passed_on_as_text_o
     message = generate_response(Piece(chunk=Chunk(text="a\ud800b", finish_reason="x\udfff" * 10_000)), "r")
     assert message.text == "a?b"
     assert 0 < len(message.engine_finish_reason) <= 64
+
+
+@pytest.mark.parametrize("kind", [gateway_pb2.GenerateRequest, gateway_pb2.RouteRequest])
+def test_tokens_are_packed_as_they_came_whatever_else_the_message_has(
+    kind: type[gateway_pb2.GenerateRequest],
+) -> None:
+    rng = random.Random(7)
+    for count in (0, 1, 2, 1_000):
+        token_ids = [rng.randrange(1 << 32) for _ in range(count)]
+        request = kind(model="m", tenant="t", token_ids=token_ids, worker_id="w", required_labels={"a": "b"})
+        # A field of a later release, behind all others.
+        request.MergeFromString(bytes([0xFA, 0x3F, 3]) + b"new")
+        before = request.SerializeToString()
+        assert pack_tokens(request, 1_000) == array("I", token_ids).tobytes()
+        assert request.SerializeToString() == before
+
+
+def test_packing_a_prompt_makes_no_object_of_each_token() -> None:
+    request = gateway_pb2.GenerateRequest(token_ids=range(1_000_000))
+    started = time.process_time()
+    array("I", request.token_ids)
+    one_by_one = time.process_time() - started
+    started = time.process_time()
+    pack_tokens(request, 1_000_000)
+    assert time.process_time() - started < one_by_one / 2
+
+
+def test_a_prompt_above_the_limit_is_refused_by_the_field_that_has_it() -> None:
+    with pytest.raises(InvalidArgument, match="11 tokens") as refused:
+        generate_wish(gateway_pb2.GenerateRequest(model="m", token_ids=range(11)), 300, 10)
+    assert refused.value.field == "token_ids"
+    with pytest.raises(InvalidArgument, match="16 tokens") as refused:
+        route_wish(gateway_pb2.RouteRequest(model="m", block_hashes=[1, 2, 3, 4], block_size=4), 10)
+    assert refused.value.field == "block_hashes"

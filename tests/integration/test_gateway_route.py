@@ -232,6 +232,14 @@ async def test_potential_loads_count_the_prompt_in_the_blocks_of_each_worker(cli
     assert {w.worker.worker_id: w.potential_decode_blocks for w in loads} == {"small": 16, "large": 2}
 
 
+async def test_a_prompt_that_no_cache_can_hold_is_refused_before_it_is_hashed(client: GatewayClient) -> None:
+    await client.register(workers_pb2.Worker(worker_id="s", model="small cache", block_size=4, total_kv_blocks=5))
+    assert (await client.route(fresh_prompt(20), model="small cache")).worker_id == "s"
+    with pytest.raises(errors.InvalidArgument, match="holds 20") as refused:
+        await client.route(fresh_prompt(21), model="small cache")
+    assert refused.value.field == "token_ids"
+
+
 @pytest.mark.parametrize("attempt_id", [0, 1])
 async def test_a_route_whose_caller_is_gone_books_nothing(stack: Stack, attempt_id: int) -> None:
     client = stack.client

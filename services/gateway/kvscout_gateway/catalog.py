@@ -37,6 +37,8 @@ class Serving:
     """The commonest first."""
     undriven: tuple[str, ...] = ()
     """Ids of those that the gateway cannot run a request on: no HTTP endpoint, or an API it does not speak."""
+    longest_prompt: int | None = None
+    """Tokens that the largest cache of a rank holds; None = some worker does not tell the size of its own."""
 
 
 NOBODY = Serving()
@@ -123,6 +125,9 @@ def _view(specs: list[WorkerSpec]) -> TenantView:
                 undriven=tuple(
                     spec.worker_id for spec in members if not spec.http_endpoint or spec.engine not in DRIVEN_ENGINES
                 ),
+                longest_prompt=max(spec.total_kv_blocks * spec.block_size for spec in members)
+                if all(spec.total_kv_blocks for spec in members)
+                else None,
             )
             for model, members in by_model.items()
         },

@@ -35,6 +35,8 @@ class GatewayConfig:
     """Tries on another worker after one failed before its first token."""
     patience: Patience = field(default_factory=Patience)
     """With engines that are silent."""
+    max_prompt_tokens: int = 1 << 20
+    """Longer prompts are refused."""
     max_in_flight: int = 10_000
     """Requests that Generate runs at once; more are refused."""
     lease_seconds: int = 300

@@ -19,6 +19,8 @@ from kvscout_gateway.patience import Patience, Pulse, until
 
 log = logging.getLogger("kvscout.gateway")
 
+TOKENS_A_TURN = 16_384
+"""Of a prompt, written at a time: about a millisecond, after which others have their turn."""
 KEEPALIVE_SECONDS = 4.0
 """Idle connections are kept this long: below the 5 s after which uvicorn, and so vLLM, closes them. A request written
 to a connection that the engine is just closing would count as a failure of the engine."""
@@ -77,7 +79,7 @@ class VllmEngine:
         try:
             asking = self._http().post(
                 f"{dispatch.endpoint}/v1/completions",
-                data=_body(dispatch),
+                data=await _body(dispatch),
                 headers=_headers(dispatch),
                 allow_redirects=False,
             )
@@ -132,7 +134,7 @@ def _headers(dispatch: Dispatch) -> dict[str, str]:
     return headers
 
 
-def _body(dispatch: Dispatch) -> bytes:
+async def _body(dispatch: Dispatch) -> bytes:
     rest = {
         **dispatch.parameters,
         "model": dispatch.model,
@@ -140,8 +142,13 @@ def _body(dispatch: Dispatch) -> bytes:
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
-    # A list of integers prints as JSON, and several times as fast as json.dumps writes it.
-    return f'{{"prompt": {dispatch.token_ids.tolist()}, {json.dumps(rest)[1:]}'.encode()
+    written: list[str] = []
+    for start in range(0, len(dispatch.token_ids), TOKENS_A_TURN):
+        if start:
+            await asyncio.sleep(0)
+        # A list of integers prints as JSON, and several times as fast as json.dumps writes it.
+        written.append(str(dispatch.token_ids[start : start + TOKENS_A_TURN].tolist())[1:-1])
+    return f'{{"prompt": [{", ".join(written)}], {json.dumps(rest)[1:]}'.encode()
 
 
 async def _finish(response: aiohttp.ClientResponse) -> None:

@@ -100,6 +100,13 @@ from kvscout_gateway.patience import Patience
     help="Requests that run at once; more are refused.",
 )
 @flag(
+    "--max-prompt-tokens",
+    default=1 << 20,
+    type=click.IntRange(min=1),
+    section=PERFORMANCE,
+    help="Longer prompts are refused, as are those that the cache of none of the model's workers could hold.",
+)
+@flag(
     "--lease-seconds",
     default=300,
     type=click.IntRange(3, 3600),
@@ -131,6 +138,7 @@ def main(**values: Any) -> None:
                 idle_seconds=values["engine_idle_seconds"],
                 queue_seconds=values["engine_queue_seconds"],
             ),
+            max_prompt_tokens=values["max_prompt_tokens"],
             max_in_flight=values["max_in_flight"],
             lease_seconds=values["lease_seconds"],
         )

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from kvscout.v1 import scheduler_pb2, types_pb2
-from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
+from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import role_to_proto
@@ -196,6 +196,12 @@ class RoutingFlow:
         view = self._catalog.tenant(wish.tenant)
         target = view.resolve(wish.model, wish.lora_name)
         serving = view.serving(target.model)
+        if serving.longest_prompt is not None and wish.prompt.isl_tokens > serving.longest_prompt:
+            raise InvalidArgument(
+                f"{wish.prompt.isl_tokens} tokens; the largest cache of the model's workers holds "
+                f"{serving.longest_prompt}",
+                field="token_ids" if wish.prompt.token_ids else "block_hashes",
+            )
         return _Asked(target, view, serving, hash_prompt(wish.prompt, serving.pools, target.lora_name))
 
     def _wants_overlaps(self, wish: Wish) -> bool:

@@ -72,14 +72,15 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self._gateway.registration.take_over(tenant or DEFAULT_TENANT, worker_id)
 
     async def Route(self, request: gateway_pb2.RouteRequest, context: Any) -> gateway_pb2.RouteResponse:
-        wish = translate.route_wish(request)
+        wish = translate.route_wish(request, self._gateway.config.max_prompt_tokens)
         placement = await self._gateway.routing.place_elsewhere(wish)
         return translate.route_response(placement)
 
     async def Generate(  # type: ignore[override]  # writes to the context instead of yielding
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> None:
-        wish = translate.generate_wish(request, self._gateway.config.lease_seconds)
+        config = self._gateway.config
+        wish = translate.generate_wish(request, config.lease_seconds, config.max_prompt_tokens)
         parameters = translate.engine_parameters(request)
 
         async def emit(piece: Piece) -> None:
@@ -108,7 +109,8 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     async def GetPotentialLoads(
         self, request: gateway_pb2.GatewayPotentialLoadsRequest, context: Any
     ) -> scheduler_pb2.PotentialLoadsResponse:
-        return await self._gateway.routing.potential_loads(translate.loads_wish(request))
+        wish = translate.loads_wish(request, self._gateway.config.max_prompt_tokens)
+        return await self._gateway.routing.potential_loads(wish)
 
     async def DumpEvents(
         self, request: gateway_pb2.DumpEventsRequest, context: Any

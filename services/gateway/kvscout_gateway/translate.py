@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import struct
 import uuid
-from array import array
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from kvscout.v1 import gateway_pb2, types_pb2
 from kvscout_common.errors import InvalidArgument, Unimplemented
@@ -27,25 +26,49 @@ _FINISH = {
 
 
 MAX_REQUEST_ID = 256
+TOKEN_BYTES = 4
 MAX_FINISH_REASON = 64
 FLOAT_DIGITS = range(6, 10)
 """Significant digits that tell every two single-precision numbers apart: six do for some, nine for all."""
 
 
-def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Token ids as little-endian u32."""
-    return array("I", token_ids).tobytes()
+WithTokens = TypeVar(
+    "WithTokens", gateway_pb2.RouteRequest, gateway_pb2.GenerateRequest, gateway_pb2.GatewayPotentialLoadsRequest
+)
+
+
+def pack_tokens(request: WithTokens, max_prompt_tokens: int) -> bytes:
+    """The token ids of a request as little-endian u32, which is how they travel: no number becomes an object.
+
+    Raises:
+        InvalidArgument: They are more than a prompt may have.
+    """
+    count = len(request.token_ids)
+    _check_length(count, max_prompt_tokens, "token_ids")
+    alone = type(request)()
+    alone.CopyFrom(request)
+    alone.DiscardUnknownFields()
+    for field, _ in alone.ListFields():
+        if field.name != "token_ids":
+            alone.ClearField(field.name)  # type: ignore[arg-type]
+    serialised = alone.SerializeToString()
+    return serialised[len(serialised) - TOKEN_BYTES * count :]
+
+
+def _check_length(tokens: int, max_prompt_tokens: int, field: str) -> None:
+    if tokens > max_prompt_tokens:
+        raise InvalidArgument(f"{tokens} tokens, --max-prompt-tokens is {max_prompt_tokens}", field=field)
 
 
 def _mm_items(items: Iterable[types_pb2.MultimodalItem]) -> tuple[MmItem, ...]:
     return tuple(MmItem(item.id, item.offset, item.length or 1) for item in items)
 
 
-def route_wish(request: gateway_pb2.RouteRequest) -> Wish:
+def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int) -> Wish:
     """What a RouteRequest asks for.
 
     Raises:
-        InvalidArgument: If the prompt is missing, given twice, or given as hashes without their block size.
+        InvalidArgument: If the prompt is missing, too long, given twice, or given as hashes without their block size.
     """
     if not request.model:
         raise InvalidArgument("must not be empty", field="model")
@@ -59,7 +82,7 @@ def route_wish(request: gateway_pb2.RouteRequest) -> Wish:
                 raise InvalidArgument("goes with block_hashes only", field=name)
         prompt = Prompt(
             isl_tokens=len(request.token_ids),
-            token_ids=pack_tokens(request.token_ids),
+            token_ids=pack_tokens(request, max_prompt_tokens),
             cache_salt=request.cache_salt,
             mm_items=_mm_items(request.mm_items),
         )
@@ -70,6 +93,7 @@ def route_wish(request: gateway_pb2.RouteRequest) -> Wish:
             if getattr(request, name):
                 raise InvalidArgument("goes with token_ids only: block_hashes carry it already", field=name)
         least = len(request.block_hashes) * request.block_size
+        _check_length(least, max_prompt_tokens, "block_hashes")
         if request.isl_tokens and request.isl_tokens < least:
             raise InvalidArgument(f"is below the {least} tokens of block_hashes", field="isl_tokens")
         prompt = Prompt(
@@ -99,11 +123,11 @@ def route_wish(request: gateway_pb2.RouteRequest) -> Wish:
     )
 
 
-def generate_wish(request: gateway_pb2.GenerateRequest, lease_seconds: int) -> Wish:
+def generate_wish(request: gateway_pb2.GenerateRequest, lease_seconds: int, max_prompt_tokens: int) -> Wish:
     """What a GenerateRequest asks of its worker.
 
     Raises:
-        InvalidArgument: If the model or the prompt is missing, or the id cannot travel in a header.
+        InvalidArgument: If the model or the prompt is missing, the prompt too long, or the id no header's value.
         Unimplemented: For multimodal prompts.
     """
     if not request.model:
@@ -121,7 +145,7 @@ def generate_wish(request: gateway_pb2.GenerateRequest, lease_seconds: int) -> W
         tenant=request.tenant or DEFAULT_TENANT,
         prompt=Prompt(
             isl_tokens=len(request.token_ids),
-            token_ids=pack_tokens(request.token_ids),
+            token_ids=pack_tokens(request, max_prompt_tokens),
             cache_salt=request.cache_salt,
         ),
         lora_name=request.lora_name,
@@ -197,18 +221,18 @@ def _as_written(value: float) -> float:
     return next((number for number in shorter if struct.pack("<f", number) == single), value)
 
 
-def loads_wish(request: gateway_pb2.GatewayPotentialLoadsRequest) -> Wish:
+def loads_wish(request: gateway_pb2.GatewayPotentialLoadsRequest, max_prompt_tokens: int) -> Wish:
     """What a GatewayPotentialLoadsRequest asks about.
 
     Raises:
-        InvalidArgument: If the role is unknown.
+        InvalidArgument: If the role is unknown or the prompt too long.
     """
     return Wish(
         model=request.model,
         tenant=request.tenant or DEFAULT_TENANT,
         prompt=Prompt(
             isl_tokens=len(request.token_ids),
-            token_ids=pack_tokens(request.token_ids),
+            token_ids=pack_tokens(request, max_prompt_tokens),
             cache_salt=request.cache_salt,
         ),
         lora_name=request.lora_name,
