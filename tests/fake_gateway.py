@@ -23,6 +23,8 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         self.errors: dict[str, KvscoutError] = {}
         """By rpc name: raised instead of answering."""
         self.chunks: list[gateway_pb2.GenerateResponse] = []
+        self.booked: bool | None = None
+        """What Route says of it; None = nothing, as gateways of 0.1."""
         self.seconds_between_chunks = 0.0
         self.hang_after_chunks = False
         self.cancelled = asyncio.Event()
@@ -57,6 +59,7 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
             degraded=True,
             degraded_reasons=["indexer"],
             explanation=explanation,
+            booked=self.booked,
         )
 
     async def Generate(

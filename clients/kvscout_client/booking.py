@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 from typing import Protocol
 
 from kvscout_client.results import FreeOutcome, RouteDecision
 from kvscout_common.errors import KvscoutError
+
+log = logging.getLogger("kvscout.client")
 
 
 class Lifecycle(Protocol):
@@ -31,6 +34,9 @@ class Booking:
             await stream.first_token()
             await booking.prefill_complete()
             await stream.rest()
+
+    Where no scheduler answered, the request runs without being booked (`decision.booked`), and there is nothing to
+    report or free.
     """
 
     def __init__(
@@ -47,17 +53,21 @@ class Booking:
         """Reports the first token, so that the prompt no longer counts as prefill load.
 
         Returns:
-            False if it was reported before.
+            False if it was reported before, or nothing is booked.
 
         Raises:
             NotFound: The booking is gone: freed, or its lease has ended.
         """
+        if not self.decision.booked:
+            return False
         return await self._router.mark_prefill_complete(self.request_id, model=self.model, attempt_id=self.attempt_id)
 
     async def free(self) -> FreeOutcome:
         """Ends the request; repeated calls do nothing more."""
         if self._freed:
             return FreeOutcome.ALREADY_FREED
+        if not self.decision.booked:
+            return FreeOutcome.UNKNOWN
         outcome = await self._router.free(self.request_id, model=self.model, attempt_id=self.attempt_id)
         self._freed = True
         return outcome
@@ -71,7 +81,9 @@ class Booking:
         try:
             await self.free()
         except KvscoutError as failure:
+            # The work is done, or what went wrong with it matters more; the booking ends with its lease.
+            problem = f"request {self.request_id!r} could not be freed: {failure}"
             if error is None:
-                raise
-            # What went wrong inside matters more; the booking ends with its lease.
-            error.add_note(f"and request {self.request_id!r} could not be freed: {failure}")
+                log.warning("%s", problem)
+            else:
+                error.add_note(f"and {problem}")

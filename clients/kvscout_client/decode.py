@@ -35,8 +35,13 @@ _FREE_OUTCOMES = {
 }
 
 
-def decision(message: gateway_pb2.RouteResponse) -> RouteDecision:
-    """A routing decision."""
+def decision(message: gateway_pb2.RouteResponse, *, requested: bool) -> RouteDecision:
+    """A routing decision.
+
+    Args:
+        message: The answer.
+        requested: A booking was asked for; a gateway that does not say has made it.
+    """
     return RouteDecision(
         worker=WorkerRank(message.worker_id, message.dp_rank),
         endpoint=message.endpoint,
@@ -48,6 +53,7 @@ def decision(message: gateway_pb2.RouteResponse) -> RouteDecision:
         degraded=message.degraded,
         degraded_reasons=tuple(message.degraded_reasons),
         explanation=_explanation(message.explanation) if message.HasField("explanation") else None,
+        booked=message.booked if message.HasField("booked") else requested,
     )
 
 
@@ -83,7 +89,7 @@ def chunk(message: gateway_pb2.GenerateResponse) -> GenerateChunk:
         text=message.text,
         finish_reason=_FINISH_REASONS.get(message.finish_reason),
         engine_finish_reason=message.engine_finish_reason,
-        decision=decision(message.route) if message.HasField("route") else None,
+        decision=decision(message.route, requested=True) if message.HasField("route") else None,
         usage=_usage(message.usage) if message.HasField("usage") else None,
         request_id=message.request_id,
     )

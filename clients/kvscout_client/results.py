@@ -60,6 +60,8 @@ class RouteDecision:
     degraded_reasons: tuple[str, ...]
     explanation: Explanation | None
     """Set where it was asked for."""
+    booked: bool
+    """A scheduler has booked the request; False for a query, and where no scheduler answered."""
 
 
 class FinishReason(StrEnum):

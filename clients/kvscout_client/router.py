@@ -204,7 +204,8 @@ class Router:
             ),
             token_ids,
         )
-        decision = decode.decision(await call(self._stub.Route, request, timeout=self._timeout))
+        answer = await call(self._stub.Route, request, timeout=self._timeout)
+        decision = decode.decision(answer, requested=request_id is not None)
         if request_id is None:
             return decision
         return Booking(self, decision, request_id=request_id, model=request.model, attempt_id=attempt_id)

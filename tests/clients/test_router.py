@@ -113,9 +113,29 @@ async def test_an_error_inside_a_booking_is_kept_when_the_free_fails_too(router:
         async with await router.route([1], request_id="a"):
             raise ZeroDivisionError
     assert "no scheduler" in caught.value.__notes__[0]
-    with pytest.raises(errors.Unavailable):
-        async with await router.route([1], request_id="b"):
-            pass
+
+
+async def test_work_that_succeeded_does_not_fail_because_its_free_does(
+    router: Router, gateway: FakeGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway.errors["Free"] = errors.Unavailable("no scheduler")
+    async with await router.route([1], request_id="b") as booking:
+        assert booking.decision.booked, "a gateway that does not say has booked"
+    assert gateway.last.request_id == "b"
+    assert "request 'b' could not be freed: no scheduler" in caplog.text
+
+
+async def test_what_was_not_booked_is_neither_reported_nor_freed(router: Router, gateway: FakeGateway) -> None:
+    gateway.booked = False
+    async with await router.route([1], request_id="b") as booking:
+        assert not booking.decision.booked
+        assert await booking.prefill_complete() is False
+    assert await booking.free() is FreeOutcome.UNKNOWN
+    assert [type(request).__name__ for request in gateway.requests] == ["RouteRequest"]
+
+
+async def test_a_query_is_not_booked(router: Router, gateway: FakeGateway) -> None:
+    assert not (await router.route([1])).booked
 
 
 async def test_an_empty_request_id_is_refused_before_anything_is_sent(router: Router, gateway: FakeGateway) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import grpc
 import pytest
 from grpc_server import serving
+from processes import eventually
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common import errors
-from kvscout_common.channel import PLAINTEXT
+from kvscout_common.channel import PLAINTEXT, call
 from kvscout_common.errors import KvscoutError
 from kvscout_gateway.failover import Failover, HelperDown, Member
 
@@ -109,6 +110,39 @@ async def test_one_that_hangs_leaves_the_next_a_share_of_the_deadline() -> None:
         schedulers.members[0].avoid_until = 0.0
         assert await select(schedulers) == 0
         assert schedulers.members[0].last_error == ""
+
+
+async def test_one_call_waits_for_a_member_that_hangs_not_each_until_it_answers_again() -> None:
+    async with two() as (schedulers, first, second):
+        schedulers._probe = lambda stub, seconds: call(stub.Select, scheduler_pb2.SelectRequest(), timeout=seconds)
+        member = schedulers.members[0]
+        first.hangs = second.hangs = True
+        with pytest.raises(HelperDown):
+            await select(schedulers, timeout_seconds=0.2)
+        for _ in range(10):
+            with pytest.raises(HelperDown, match="hangs"):
+                await select(schedulers, timeout_seconds=1e6)
+        assert member.failures == 1
+        second.hangs = False
+        await eventually(lambda: _answers(schedulers.members[1]))
+        assert await select(schedulers, timeout_seconds=1e6) == 1
+        assert not await _answers(member)
+        first.hangs = False
+        await eventually(lambda: _answers(member))
+        assert await select(schedulers) == 0
+        assert member.last_error == ""
+        first.hangs = second.hangs = True
+        with pytest.raises(HelperDown):
+            await select(schedulers, timeout_seconds=0.2)
+        probing = member.probing
+        await schedulers.close()
+        assert probing is not None
+        await asyncio.wait([probing])
+        assert probing.cancelled()
+
+
+async def _answers(member: Member[Any]) -> bool:
+    return member.probing is None
 
 
 async def test_a_cancelled_call_may_have_been_carried_out() -> None:

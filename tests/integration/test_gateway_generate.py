@@ -560,6 +560,65 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(stack: 
         assert not await client.active()
 
 
+async def test_a_client_that_does_not_read_is_given_up_and_holds_nothing(stack: Stack, client: GatewayClient) -> None:
+    async def endless(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin(request)
+        while True:
+            await send_tokens(response, *[7] * 10_000)
+
+    async with (
+        workers(client, endless) as (model, [engine]),
+        another_gateway(stack, "--client-write-seconds", "0.3") as (_, other),
+    ):
+        await other.until_known(f"{model}/0")
+        running_call: Any = other.stub.Generate(gateway_pb2.GenerateRequest(model=model, token_ids=[1]))
+        assert (await running_call.read()).route.worker_id == f"{model}/0"
+
+        async def given_up() -> bool:
+            return engine.aborted == 1 and not await other.active() and (await other.status()).in_flight == 0
+
+        await eventually(given_up, what="the engine aborted and nothing booked")
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await rest(running_call, Answer())
+        assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "the client has read nothing" in (failed.value.details() or "")
+
+
+async def test_a_scheduler_that_hangs_costs_one_request_its_timeout_not_each(
+    stack: Stack, client: GatewayClient
+) -> None:
+    async with (
+        running("kvscout_scheduler.main") as scheduler,
+        another_gateway(stack, scheduler=scheduler.address) as (_, other),
+    ):
+
+        async def failures() -> int:
+            [told] = [helper for helper in (await other.status()).helpers if helper.kind == "scheduler"]
+            return told.failures
+
+        async def degraded() -> bool:
+            return (await other.route([1, 2, 3])).degraded
+
+        async def well() -> bool:
+            return not await degraded()
+
+        await eventually(well)
+        scheduler.process.send_signal(signal.SIGSTOP)
+        try:
+            assert await degraded()
+            before = await failures()
+            for number in range(20):
+                answer = await other.route([1, 2, 3], request_id=f"r {number}")
+                assert (answer.degraded, answer.HasField("booked"), answer.booked) == (True, True, False)
+            # Reports of before are tried again a few times, nothing else.
+            assert await failures() - before < 5
+        finally:
+            scheduler.process.send_signal(signal.SIGCONT)
+        await eventually(well)
+        assert (await other.route([1, 2, 3], request_id="booked")).booked
+        assert not (await other.route([1, 2, 3])).booked
+
+
 async def test_more_than_the_limit_are_refused(stack: Stack, slow: MockerProcess) -> None:
     async with another_gateway(stack, "--max-in-flight", "1") as (_, client):
         running_call = client.start(fresh_prompt(40), model="slow", max_tokens=50)

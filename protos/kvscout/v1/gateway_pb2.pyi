@@ -212,6 +212,7 @@ class RouteResponse(_message.Message):
     DEGRADED_REASONS_FIELD_NUMBER: _builtins.int
     EXPLANATION_FIELD_NUMBER: _builtins.int
     CONFIRMED_OVERLAP_BLOCKS_FIELD_NUMBER: _builtins.int
+    BOOKED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     dp_rank: _builtins.int
@@ -232,6 +233,10 @@ class RouteResponse(_message.Message):
     """True = a helper was out of reach: the choice was made with less knowledge than usual."""
     confirmed_overlap_blocks: _builtins.int
     """Of overlap_blocks, those that the worker's events confirm; the rest is predicted."""
+    booked: _builtins.bool
+    """True = a scheduler has booked the request, which owes it a Free. False = a query, or no scheduler answered: there is
+    nothing to free. Unset by gateways of 0.1, which do not say.
+    """
     @_builtins.property
     def degraded_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Why degraded, one entry a helper."""
@@ -255,12 +260,15 @@ class RouteResponse(_message.Message):
         degraded_reasons: _abc.Iterable[_builtins.str] | None = ...,
         explanation: _scheduler_pb2.Explanation | None = ...,
         confirmed_overlap_blocks: _builtins.int = ...,
+        booked: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_booked", b"_booked", "booked", b"booked", "explanation", b"explanation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "confirmed_overlap_blocks", b"confirmed_overlap_blocks", "cost", b"cost", "degraded", b"degraded", "degraded_reasons", b"degraded_reasons", "dp_rank", b"dp_rank", "effective_overlap_blocks", b"effective_overlap_blocks", "endpoint", b"endpoint", "explanation", b"explanation", "num_blocks", b"num_blocks", "overlap_blocks", b"overlap_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_booked", b"_booked", "block_size", b"block_size", "booked", b"booked", "confirmed_overlap_blocks", b"confirmed_overlap_blocks", "cost", b"cost", "degraded", b"degraded", "degraded_reasons", b"degraded_reasons", "dp_rank", b"dp_rank", "effective_overlap_blocks", b"effective_overlap_blocks", "endpoint", b"endpoint", "explanation", b"explanation", "num_blocks", b"num_blocks", "overlap_blocks", b"overlap_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__booked: _TypeAlias = _typing.Literal["booked"]  # noqa: Y015
+    _WhichOneofArgType__booked: _TypeAlias = _typing.Literal["_booked", b"_booked"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__booked) -> _WhichOneofReturnType__booked | None: ...
 
 Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
 

@@ -175,7 +175,8 @@ class GatewayServicer:
 
     def Route(self, request, context):
         """Tells which worker a prompt should go to. Without request_id nothing is booked. With one, the request is
-        booked and the caller owes MarkPrefillComplete at the first token and Free at the end (or lets the lease end).
+        booked and the caller owes MarkPrefillComplete at the first token and Free at the end (or lets the lease end);
+        where no scheduler answers the choice is made without one, nothing is booked, and `booked` says so.
         INVALID_ARGUMENT: empty model, token ids and block hashes both given or neither, unknown policy,
         temperature below 0 or NaN, pin outside the allow-list.
         NOT_FOUND: unknown model or pinned worker. UNAVAILABLE: no worker can take it now.
@@ -189,8 +190,9 @@ class GatewayServicer:
     def Generate(self, request, context):
         """Routes a prompt, runs it on the chosen engine and streams its output. Books and frees by itself, whatever
         happens, cancellation included.
-        As Route, and: UNAVAILABLE: the engines failed before the first token. INTERNAL: an engine failed after its
-        first token; what was generated has been delivered.
+        As Route, and: INVALID_ARGUMENT: the engine refused the request. RESOURCE_EXHAUSTED: the engines are overloaded.
+        UNAVAILABLE: the engines failed before the first token. INTERNAL: an engine failed after its first token; what was
+        generated has been delivered. DEADLINE_EXCEEDED: the client did not read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -62,7 +62,8 @@ class GatewayStub:
     """Lists the registered workers."""
     Route: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.RouteRequest, _gateway_pb2.RouteResponse]
     """Tells which worker a prompt should go to. Without request_id nothing is booked. With one, the request is
-    booked and the caller owes MarkPrefillComplete at the first token and Free at the end (or lets the lease end).
+    booked and the caller owes MarkPrefillComplete at the first token and Free at the end (or lets the lease end);
+    where no scheduler answers the choice is made without one, nothing is booked, and `booked` says so.
     INVALID_ARGUMENT: empty model, token ids and block hashes both given or neither, unknown policy,
       temperature below 0 or NaN, pin outside the allow-list.
     NOT_FOUND: unknown model or pinned worker. UNAVAILABLE: no worker can take it now.
@@ -72,8 +73,9 @@ class GatewayStub:
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
     """Routes a prompt, runs it on the chosen engine and streams its output. Books and frees by itself, whatever
     happens, cancellation included.
-    As Route, and: UNAVAILABLE: the engines failed before the first token. INTERNAL: an engine failed after its
-    first token; what was generated has been delivered.
+    As Route, and: INVALID_ARGUMENT: the engine refused the request. RESOURCE_EXHAUSTED: the engines are overloaded.
+    UNAVAILABLE: the engines failed before the first token. INTERNAL: an engine failed after its first token; what was
+    generated has been delivered. DEADLINE_EXCEEDED: the client did not read.
     """
     MarkPrefillComplete: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.MarkPrefillCompleteResponse]
     """Reports the first token of a request that Route booked.
@@ -136,7 +138,8 @@ class GatewayAsyncStub(GatewayStub):
     """Lists the registered workers."""
     Route: _aio.UnaryUnaryMultiCallable[_gateway_pb2.RouteRequest, _gateway_pb2.RouteResponse]  # type: ignore[assignment]
     """Tells which worker a prompt should go to. Without request_id nothing is booked. With one, the request is
-    booked and the caller owes MarkPrefillComplete at the first token and Free at the end (or lets the lease end).
+    booked and the caller owes MarkPrefillComplete at the first token and Free at the end (or lets the lease end);
+    where no scheduler answers the choice is made without one, nothing is booked, and `booked` says so.
     INVALID_ARGUMENT: empty model, token ids and block hashes both given or neither, unknown policy,
       temperature below 0 or NaN, pin outside the allow-list.
     NOT_FOUND: unknown model or pinned worker. UNAVAILABLE: no worker can take it now.
@@ -146,8 +149,9 @@ class GatewayAsyncStub(GatewayStub):
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
     """Routes a prompt, runs it on the chosen engine and streams its output. Books and frees by itself, whatever
     happens, cancellation included.
-    As Route, and: UNAVAILABLE: the engines failed before the first token. INTERNAL: an engine failed after its
-    first token; what was generated has been delivered.
+    As Route, and: INVALID_ARGUMENT: the engine refused the request. RESOURCE_EXHAUSTED: the engines are overloaded.
+    UNAVAILABLE: the engines failed before the first token. INTERNAL: an engine failed after its first token; what was
+    generated has been delivered. DEADLINE_EXCEEDED: the client did not read.
     """
     MarkPrefillComplete: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.MarkPrefillCompleteResponse]  # type: ignore[assignment]
     """Reports the first token of a request that Route booked.
@@ -249,7 +253,8 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.RouteResponse, _abc.Awaitable[_gateway_pb2.RouteResponse]]:
         """Tells which worker a prompt should go to. Without request_id nothing is booked. With one, the request is
-        booked and the caller owes MarkPrefillComplete at the first token and Free at the end (or lets the lease end).
+        booked and the caller owes MarkPrefillComplete at the first token and Free at the end (or lets the lease end);
+        where no scheduler answers the choice is made without one, nothing is booked, and `booked` says so.
         INVALID_ARGUMENT: empty model, token ids and block hashes both given or neither, unknown policy,
           temperature below 0 or NaN, pin outside the allow-list.
         NOT_FOUND: unknown model or pinned worker. UNAVAILABLE: no worker can take it now.
@@ -265,8 +270,9 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.GenerateResponse], _abc.AsyncIterator[_gateway_pb2.GenerateResponse]]:
         """Routes a prompt, runs it on the chosen engine and streams its output. Books and frees by itself, whatever
         happens, cancellation included.
-        As Route, and: UNAVAILABLE: the engines failed before the first token. INTERNAL: an engine failed after its
-        first token; what was generated has been delivered.
+        As Route, and: INVALID_ARGUMENT: the engine refused the request. RESOURCE_EXHAUSTED: the engines are overloaded.
+        UNAVAILABLE: the engines failed before the first token. INTERNAL: an engine failed after its first token; what was
+        generated has been delivered. DEADLINE_EXCEEDED: the client did not read.
         """
 
     @_abc_1.abstractmethod

@@ -37,6 +37,8 @@ class GatewayConfig:
     """With engines that are silent."""
     max_prompt_tokens: int = 1 << 20
     """Longer prompts are refused."""
+    client_write_seconds: float = 60.0
+    """Longest wait for a client of Generate that does not read what was generated."""
     max_in_flight: int = 10_000
     """Requests that Generate runs at once; more are refused."""
     lease_seconds: int = 300

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import grpc
 
@@ -31,6 +31,10 @@ Answer = TypeVar("Answer")
 
 COOL_DOWN_SECONDS = 1.0
 """How long a member that failed is passed over while others are left."""
+PROBE_PAUSE_SECONDS = 0.25
+"""Between two questions to a member that hangs, whether it still does."""
+PROBE_SECONDS = 1.0
+"""How long it may take to answer one."""
 
 _REFUSALS = (Draining, Unauthenticated, PermissionDenied, Unimplemented)
 """Answers that say something of the member or of the gateway's access to it, nothing of the request."""
@@ -57,6 +61,8 @@ class Member(Generic[Stub]):
     avoid_until: float = 0.0
     shard: str = ""
     """The share of the workers that it has, such as "0/2"; "" = all of them."""
+    probing: asyncio.Task[None] | None = None
+    """Set while it hangs: nobody waits for it meanwhile."""
 
     @property
     def name(self) -> str:
@@ -82,16 +88,21 @@ class Member(Generic[Stub]):
                     log.warning("%s fails: %s: %s", self.name, type(error).__name__, error)
                 self.last_error = str(error)
             else:
-                self._works()
+                self.works()
             raise
-        self._works()
+        self.works()
         return answer
 
-    def _works(self) -> None:
+    def works(self) -> None:
+        """It answered."""
         if self.last_error:
             log.info("%s answers again", self.name)
             self.last_error = ""
             self.avoid_until = 0.0
+
+
+Probe: TypeAlias = "Callable[[Stub, float], Awaitable[object]]"
+"""A call that any member answers, within so many seconds."""
 
 
 class HelperDown(Unavailable):
@@ -99,7 +110,11 @@ class HelperDown(Unavailable):
 
 
 class Failover(Generic[Stub]):
-    """An ordered list of members."""
+    """An ordered list of members.
+
+    Where there is a probe, a member that does not answer in time is asked by nothing but that until it answers again:
+    one request waits for a member that hangs, not each.
+    """
 
     def __init__(
         self,
@@ -109,8 +124,10 @@ class Failover(Generic[Stub]):
         security: ClientSecurity,
         *,
         shard: str = "",
+        probe: Probe[Stub] | None = None,
     ) -> None:
         self.kind = kind
+        self._probe = probe
         self.name = f"{kind} {shard}" if shard else kind
         """For people: what the members are, and their share of the workers if they do not have all."""
         self.favourite: Member[Stub] | None = None
@@ -158,7 +175,12 @@ class Failover(Generic[Stub]):
         deadline = time.monotonic() + timeout_seconds
         problem = f"no {self.kind} is configured"
         unknown: KvscoutError | None = None
-        order = self.preferred()
+        order = []
+        for member in self.preferred():
+            if member.probing is None:
+                order.append(member)
+            else:
+                problem = f"{member.name} hangs: {member.last_error}"
         for position, member in enumerate(order):
             share = max(0.0, deadline - time.monotonic()) / (len(order) - position)
             try:
@@ -173,6 +195,8 @@ class Failover(Generic[Stub]):
                         raise
                     unknown = error
                     continue
+                if isinstance(error, DeadlineExceeded):
+                    self._hangs(member)
                 if lost is not None and not isinstance(error, _REFUSALS):
                     lost(member)
                 problem = f"{member.name}: {error}"
@@ -180,6 +204,31 @@ class Failover(Generic[Stub]):
             raise unknown
         raise HelperDown(problem, retry_after_seconds=COOL_DOWN_SECONDS)
 
+    def _hangs(self, member: Member[Stub]) -> None:
+        if self._probe is not None and member.probing is None:
+            probing = self._until_it_answers(member, self._probe)
+            member.probing = asyncio.get_running_loop().create_task(probing, name=f"probe {member.name}")
+
+    async def _until_it_answers(self, member: Member[Stub], probe: Probe[Stub]) -> None:
+        try:
+            while True:
+                await asyncio.sleep(PROBE_PAUSE_SECONDS)
+                try:
+                    await probe(member.stub, PROBE_SECONDS)
+                except KvscoutError as error:
+                    if error.answered:
+                        break
+                    if not isinstance(error, DeadlineExceeded):
+                        return  # it is gone, which calls notice at once
+                else:
+                    break
+            member.works()
+        finally:
+            member.probing = None
+
     async def close(self) -> None:
         """Closes every channel."""
+        for member in self.members:
+            if member.probing is not None:
+                member.probing.cancel()
         await asyncio.gather(*(member.channel.close() for member in self.members))

@@ -70,7 +70,9 @@ class Gateway:
         self.backends.discover()
         self.catalog = Catalog(self.registry)
         self.indexers = Indexers(config.indexers, config.security)
-        self.schedulers: Schedulers = Failover("scheduler", config.schedulers, SchedulerLink, config.security)
+        self.schedulers: Schedulers = Failover(
+            "scheduler", config.schedulers, SchedulerLink, config.security, probe=SchedulerLink.ask_status
+        )
         self.members: tuple[Member[Any], ...] = (*self.indexers.members, *self.schedulers.members)
         self.registration = Registration(
             self.registry, [(m.name, m.stub) for m in self.members], shared=self.nats is not None

@@ -93,6 +93,13 @@ from kvscout_gateway.patience import Patience
     help="Longest silence for one request while its worker rank puts out tokens for others.",
 )
 @flag(
+    "--client-write-seconds",
+    default=60.0,
+    type=click.FloatRange(min=0.1),
+    section=PERFORMANCE,
+    help="Longest wait for a client that does not read what was generated for it.",
+)
+@flag(
     "--max-in-flight",
     default=10_000,
     type=click.IntRange(min=1),
@@ -139,6 +146,7 @@ def main(**values: Any) -> None:
                 queue_seconds=values["engine_queue_seconds"],
             ),
             max_prompt_tokens=values["max_prompt_tokens"],
+            client_write_seconds=values["client_write_seconds"],
             max_in_flight=values["max_in_flight"],
             lease_seconds=values["lease_seconds"],
         )

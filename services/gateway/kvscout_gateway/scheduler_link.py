@@ -269,10 +269,17 @@ class SchedulerLink(_Stub):
         finally:
             stream.drop(operation)
 
+    async def ask_status(self, timeout: float) -> scheduler_pb2.SchedulerStatus:
+        """Asks what every scheduler answers, whatever else it does.
+
+        Raises:
+            KvscoutError: As it answers, or it does not.
+        """
+        return await call(self.GetStatus, types_pb2.GetStatusRequest(tenant="*"), timeout=timeout)
+
     async def _alive(self, timeout: float) -> bool:
-        request = types_pb2.GetStatusRequest(tenant="*")
         try:
-            await call(self.GetStatus, request, timeout=timeout)
+            await self.ask_status(timeout)
         except KvscoutError as error:
             return error.answered
         return True

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
-from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_common.errors import DeadlineExceeded, InvalidArgument, NotFound
 from kvscout_common.identity import current_identity
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import DEFAULT_TENANT
@@ -82,9 +83,15 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         config = self._gateway.config
         wish = translate.generate_wish(request, config.lease_seconds, config.max_prompt_tokens)
         parameters = translate.engine_parameters(request)
+        write_seconds = self._gateway.config.client_write_seconds
 
         async def emit(piece: Piece) -> None:
-            await context.write(translate.generate_response(piece, wish.request_id))
+            message = translate.generate_response(piece, wish.request_id)
+            try:
+                async with asyncio.timeout(write_seconds):
+                    await context.write(message)
+            except TimeoutError:
+                raise DeadlineExceeded(f"the client has read nothing for {write_seconds:g} s") from None
 
         await self._gateway.generate.run(wish, parameters, emit)
 

@@ -256,6 +256,7 @@ def route_response(placement: Placement) -> gateway_pb2.RouteResponse:
         degraded=bool(placement.degraded),
         degraded_reasons=placement.degraded,
         explanation=placement.explanation,
+        booked=placement.booking is not None and placement.booking.scheduler is not None,
     )
 
 
