@@ -68,7 +68,7 @@ def connection_flags(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Longest wait for an answer, in seconds; of `generate`, for its first token.",
         ),
         flag("--tenant", section=CONNECTION, default=DEFAULT_TENANT, help="Tenant."),
-        flag("--gateway", section=CONNECTION, default="localhost:50050", help="host:port of the gateway."),
+        flag("--gateway", section=CONNECTION, default="localhost:7050", help="host:port of the gateway."),
     ):
         decorated = declare(decorated)
     return decorated

@@ -43,7 +43,7 @@ class Ports:
     nats: int = 0
 
 
-DEFAULT_PORTS = Ports(50050, 50051, 50052, 9093, 9091, 9092, 8100, 5557, 5657, 50053, 9094, 4222)
+DEFAULT_PORTS = Ports(7050, 7051, 7052, 9093, 9091, 9092, 8100, 5557, 5657, 7053, 9094, 4222)
 
 
 @dataclass(frozen=True, slots=True)

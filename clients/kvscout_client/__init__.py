@@ -2,12 +2,12 @@
 
 ::
 
-    async with Router("localhost:50050", model="llama-3-8b") as router:
+    async with Router("localhost:7050", model="llama-3-8b") as router:
         async for chunk in router.generate(token_ids, stop=StopConditions(max_tokens=64)):
             print(chunk.token_ids)
 
     async with KvEventPublisher(worker_id="w", model="llama-3-8b", block_size=16, transport="grpc",
-                                indexers=["localhost:50051"]) as events:
+                                indexers=["localhost:7051"]) as events:
         events.publish_stored(token_ids, [16, 16], block_hashes)
 """
 

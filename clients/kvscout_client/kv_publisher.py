@@ -2,7 +2,7 @@
 
 ::
 
-    async with KvEventPublisher(worker_id="w", model="m", block_size=16, indexers=["localhost:50051"],
+    async with KvEventPublisher(worker_id="w", model="m", block_size=16, indexers=["localhost:7051"],
                                 transport="grpc") as events:
         events.publish_stored(token_ids, [16, 16], block_hashes, parent_hash=None)
         events.publish_removed(block_hashes[1:])

@@ -56,7 +56,7 @@ class Router:
 
     def __init__(
         self,
-        address: str = "localhost:50050",
+        address: str = "localhost:7050",
         *,
         model: str = "",
         tenant: str = DEFAULT_TENANT,

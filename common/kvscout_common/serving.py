@@ -23,6 +23,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from kvscout_common.binding import wait_for_port
 from kvscout_common.config import ServerConfig
 from kvscout_common.descriptors import raise_descriptor_limit
 from kvscout_common.endings import FirstDefect
@@ -130,6 +131,7 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
     server, probe, port = await _start(config, app, certificates, (calls, IdentityInterceptor(tokens)))
     metrics_port, stop_metrics = None, None
     if config.metrics_port >= 0:
+        await wait_for_port(config.host, config.metrics_port)
         metrics_port, stop_metrics = serve_metrics(
             app.metrics, config.host, config.metrics_port, tokens if config.metrics_auth else None
         )
@@ -186,6 +188,7 @@ async def _start(
     for _, add in app.services:
         add(server)
     enable_reflection((*names, health.SERVICE_NAME), server)
+    await wait_for_port(config.host, config.port)
     address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
     try:
         if certificates is None:

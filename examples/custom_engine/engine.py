@@ -1,8 +1,8 @@
 """An engine that kvscout has never heard of tells it what is in its KV cache.
 
-    kvscout-indexer --port 50051
-    python examples/custom_engine/engine.py --indexer localhost:50051
-    python examples/custom_engine/engine.py --nats nats://localhost:4222 --indexer localhost:50051   # events over NATS
+    kvscout-indexer --port 7051
+    python examples/custom_engine/engine.py --indexer localhost:7051
+    python examples/custom_engine/engine.py --nats nats://localhost:4222 --indexer localhost:7051   # events over NATS
 
 The engine here only has a cache: prompts come, their blocks are stored, the least recently used ones go. After some
 requests it prints, for each prompt, how many blocks it holds itself and how many the indexer says that it holds.
@@ -90,7 +90,7 @@ async def compare(cache: Cache, prompts: list[list[int]], indexer: str) -> bool:
 async def main() -> int:
     """Runs some requests; 0 if the indexer knows what came of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--indexer", default="localhost:50051", help="gRPC address of an indexer")
+    parser.add_argument("--indexer", default="localhost:7051", help="gRPC address of an indexer")
     parser.add_argument("--nats", help="NATS server; the indexer runs with --nats-server")
     parser.add_argument("--requests", type=int, default=100)
     given = parser.parse_args()

@@ -16,7 +16,7 @@ from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_fla
 @click.command(cls=SectionedCommand)
 @flag("--router-ttl", default=120.0, help="How long.")
 @flag("--threads", default=1, section=PERFORMANCE, help="How many.")
-@server_flags("indexer", port=50051, metrics_port=9091)
+@server_flags("indexer", port=7051, metrics_port=9091)
 def command(**values: Any) -> None:
     config = ServerConfig.from_flags(values)
     click.echo(f"{config.host} {config.port} {values['router_ttl']:g}")
@@ -28,7 +28,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str, BaseException | 
 
 
 def test_defaults_bind_loopback_only() -> None:
-    assert run()[1] == "127.0.0.1 50051 120"
+    assert run()[1] == "127.0.0.1 7051 120"
 
 
 def test_each_flag_has_its_variable_and_the_service_s_own_comes_first() -> None:

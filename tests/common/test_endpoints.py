@@ -58,7 +58,7 @@ def test_what_is_no_url_of_an_engine(url: str, says: str) -> None:
     [
         ("h:1", ""),
         ("[::1]:65535", ""),
-        ("10.0.0.1:50051", ""),
+        ("10.0.0.1:7051", ""),
         ("h", "host"),
         ("h:", "port"),
         (":1", "no host"),

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import signal
+import socket
 import sys
 import textwrap
 import urllib.request
+from importlib import import_module
 from pathlib import Path
 
 import grpc
@@ -155,6 +157,34 @@ async def test_a_taken_port_and_a_wrong_file_are_errors_at_start(tmp_path: Path)
     _, err = await finish_quietly(third)
     assert third.returncode == 2
     assert "workers.0.model: must not be empty" in err
+
+
+async def test_a_port_that_is_taken_for_a_moment_is_waited_for() -> None:
+    # As where the kernel gave the port to a connection outwards while the service was away.
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvscout_scheduler.main", "--metrics-port", str(port), "--port", "0",
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while b"is taken; trying again" not in (line := await process.stderr.readline()):
+                assert line, "it ended"
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        ready = json.loads(await process.stdout.readline())
+        process.terminate()
+        await process.communicate()
+    assert (ready["metrics_port"], process.returncode) == (port, 0)
+
+
+def test_default_ports_are_none_that_the_kernel_gives_to_connections() -> None:
+    for name in ("indexer", "scheduler", "gateway", "bridge", "mocker"):
+        for option in import_module(f"kvscout_{name}.main").main.params:
+            if option.name in ("port", "metrics_port", "events_port", "replay_port"):
+                assert 1024 <= option.default < 32_768, (name, option.name)
 
 
 async def finish_quietly(process: asyncio.subprocess.Process) -> tuple[bytes, str]:

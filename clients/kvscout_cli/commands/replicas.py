@@ -26,7 +26,7 @@ NUMBERS = ("requests", "sequence", "heard", "lag", "divergences", "gaps", "snaps
 @flag(
     "--scheduler",
     multiple=True,
-    default=("localhost:50052",),
+    default=("localhost:7052",),
     section=CONNECTION,
     help="host:port of a scheduler; repeat to compare what several know.",
 )
@@ -46,7 +46,7 @@ def command(
 
     \b
         kvscout replicas
-        kvscout replicas --scheduler 10.0.0.5:50052 --scheduler 10.0.0.6:50052 --json
+        kvscout replicas --scheduler 10.0.0.5:7052 --scheduler 10.0.0.6:7052 --json
     """
     security = ClientSecurity.from_flags(tls_ca, tls_client_cert, tls_client_key, token_file)
 

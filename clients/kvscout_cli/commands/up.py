@@ -120,7 +120,7 @@ async def _forever() -> None:
 
 
 def _how_to_talk_to_it(running: Running) -> str:
-    where = "" if running.gateway.endswith(":50050") else f"export kvscout_gateway={running.gateway}\n  "
+    where = "" if running.gateway.endswith(":7050") else f"export kvscout_gateway={running.gateway}\n  "
     return f"""
 kvscout is up: gateway {running.gateway}, indexer {running.indexer}, scheduler {running.scheduler}, \
 {len(running.workers)} workers

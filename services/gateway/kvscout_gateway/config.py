@@ -22,9 +22,9 @@ class GatewayConfig:
     """None = runs without NATS."""
     security: ClientSecurity = PLAINTEXT
     """How it calls indexers and schedulers."""
-    indexers: tuple[tuple[str, ...], ...] = (("127.0.0.1:50051",),)
+    indexers: tuple[tuple[str, ...], ...] = (("127.0.0.1:7051",),)
     """Addresses of each shard's replicas in order of preference, mostly one shard; empty = routing on load alone."""
-    schedulers: tuple[str, ...] = ("127.0.0.1:50052",)
+    schedulers: tuple[str, ...] = ("127.0.0.1:7052",)
     """Addresses in order of preference; the first healthy one decides."""
     indexer_timeout_seconds: float = 0.02
     """An indexer slower than this is not waited for: the request is routed on load alone."""

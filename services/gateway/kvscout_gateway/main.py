@@ -20,14 +20,14 @@ from kvscout_gateway.patience import Patience
 @flag(
     "--indexer",
     multiple=True,
-    default=("127.0.0.1:50051",),
+    default=("127.0.0.1:7051",),
     help="Indexer host:port, or I/N=host:port of shard I of N; repeat in order of preference.",
 )
 @flag("--no-indexer", is_flag=True, help="Run without an indexer: route on load alone.")
 @flag(
     "--scheduler",
     multiple=True,
-    default=("127.0.0.1:50052",),
+    default=("127.0.0.1:7052",),
     help="Scheduler host:port; repeat in order of preference.",
 )
 @flag(
@@ -122,7 +122,7 @@ from kvscout_gateway.patience import Patience
 )
 @client_flags()
 @nats_flags()
-@server_flags("gateway", port=50050, metrics_port=9093)
+@server_flags("gateway", port=7050, metrics_port=9093)
 def main(**values: Any) -> None:
     """Place LLM requests on the workers that have their prompts cached, and run them there."""
     try:

@@ -91,7 +91,7 @@ from kvscout_indexer.config import IndexerConfig
 @event_endpoints_flag()
 @nats_flags()
 @client_flags()
-@server_flags("indexer", port=50051, metrics_port=9091)
+@server_flags("indexer", port=7051, metrics_port=9091)
 def main(**values: Any) -> None:
     """Ingest the KV events of engines and tell which worker holds which leading blocks of a prompt."""
     try:

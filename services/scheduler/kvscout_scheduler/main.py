@@ -93,7 +93,7 @@ EXPIRY_SECONDS = 0.5
     section=PERFORMANCE,
     help="Requests that wait for one model and role; more are refused.",
 )
-@server_flags("scheduler", port=50052, metrics_port=9092)
+@server_flags("scheduler", port=7052, metrics_port=9092)
 def main(**values: Any) -> None:
     """Pick the worker that takes a request, and keep account of what is active on each."""
     try:
