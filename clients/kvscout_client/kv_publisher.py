@@ -323,7 +323,7 @@ class KvEventPublisher:
         return self._rank.publish(self._open_outlet(), events, event_id)
 
     async def flush(self, timeout: float | None = None) -> bool:
-        """Waits until NATS, or every indexer, has all that was published.
+        """Waits until NATS, or every indexer, has all that was published, and the registration.
 
         Args:
             timeout: In seconds; None = as long as it takes.
@@ -332,6 +332,7 @@ class KvEventPublisher:
             Whether they have.
 
         Raises:
+            FailedPrecondition: Somebody removed the worker from the registry in NATS: nobody reads what is published.
             KvscoutError: The connection was refused for good.
         """
         outlet, broken = self._open_outlet(), self._broken
@@ -341,6 +342,8 @@ class KvEventPublisher:
             await asyncio.wait({drained, broken}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if broken.done():
                 broken.result()
+            if drained.done():
+                drained.result()
             return drained.done()
         finally:
             drained.cancel()

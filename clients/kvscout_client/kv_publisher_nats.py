@@ -103,8 +103,14 @@ class NatsOutlet:
         return self._publication.states
 
     async def drained(self) -> None:
-        """Returns when NATS has confirmed everything."""
+        """Returns when NATS has confirmed everything, and the registration.
+
+        Raises:
+            FailedPrecondition: Somebody removed the worker.
+        """
         await self._sender.drained(self._outbox)
+        if self._lease is not None:
+            await self._lease.until_registered()
 
     async def close(self, *, deregister: bool) -> None:
         """Ends it, after its tasks have ended."""

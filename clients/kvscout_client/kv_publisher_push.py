@@ -190,6 +190,12 @@ class PushTarget:
         registration = self.registration.problem if self.registration is not None else ""
         return (registration and f"not registered: {registration}") or self._problem or self.position.problem
 
+    @property
+    def up_to_date(self) -> bool:
+        """Whether it has everything, of a worker that it knows."""
+        # Who is not connected may have forgotten the worker, and with it what it said it has.
+        return self.connected and self.position.caught_up
+
     def wake(self) -> None:
         """There is something to send."""
         self._work.set()
@@ -361,7 +367,7 @@ class PushOutlet:
 
     async def drained(self) -> None:
         """Returns when every indexer has everything."""
-        while not all(target.position.caught_up for target in self.targets):
+        while not all(target.up_to_date for target in self.targets):
             self._moved.clear()
             await self._moved.wait()
 

@@ -45,7 +45,7 @@ class Source(StrEnum):
     """The key-value bucket that services share."""
     DNS = "dns"
     PEER = "peer"
-    """Another service knows it (a gateway learns it from its indexers and schedulers)."""
+    """Another service knows it: a gateway learns it from its indexers and schedulers, and passes it on to others."""
 
 
 DECLARED = {Source.FILE: "the workers file", Source.DNS: "DNS"}
@@ -156,6 +156,21 @@ class Registry:
             require_writable(old, source)
         expires_at = self._clock() + lease_seconds if lease_seconds else None
         self._put(Entry(spec, source, spec, lease_seconds, expires_at))
+        return old is None
+
+    def learn(self, spec: WorkerSpec, lease_seconds: int) -> bool:
+        """Adds or replaces a worker that another service knows, unless it was registered here.
+
+        Args:
+            spec: A validated registration.
+            lease_seconds: As for `register`.
+
+        Returns:
+            True if it is new.
+        """
+        old = self._entries.get(WorkerName(spec.tenant, spec.worker_id))
+        if old is None or old.source is Source.PEER:
+            self.register(spec, source=Source.PEER, lease_seconds=lease_seconds)
         return old is None
 
     def update(self, spec: WorkerSpec) -> None:

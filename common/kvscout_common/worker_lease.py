@@ -6,7 +6,7 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from kvscout_common.errors import InvalidArgument, KvscoutError
+from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.registry import WorkerName
 from kvscout_common.telemetry import RateLimitedLog
@@ -42,6 +42,8 @@ class WorkerLease:
         self.registered = asyncio.Event()
         """Set while the registration is written as wanted."""
         self.removed = False
+        self._settled = asyncio.Event()
+        """Set while it is registered, or never will be."""
         self.problem = "not registered yet"
         """Why it is not registered, or not renewed; "" = it is."""
 
@@ -60,8 +62,18 @@ class WorkerLease:
         if changed.name != self.name:
             raise ValueError(f"{changed.name} is not {self.name}")
         self._wanted = changed
-        self.registered.clear()
+        self._unsettle()
         self._changed.set()
+
+    async def until_registered(self) -> None:
+        """Waits until it is.
+
+        Raises:
+            FailedPrecondition: Somebody removed it.
+        """
+        await self._settled.wait()
+        if self.removed:
+            raise FailedPrecondition(f"worker {self.name.worker_id!r}: {self.problem}")
 
     async def run(self) -> None:
         """Keeps the registration until cancelled."""
@@ -90,7 +102,12 @@ class WorkerLease:
         if not self.removed:
             await self._bucket.remove(self.name)
         self._written = None
+        self._unsettle()
+
+    def _unsettle(self) -> None:
         self.registered.clear()
+        if not self.removed:
+            self._settled.clear()
 
     async def _keep(self) -> None:
         wanted = self._wanted
@@ -107,6 +124,7 @@ class WorkerLease:
             self.removed = True
             self.registered.clear()
             self.problem = "somebody removed it; it is not registered again by this process"
+            self._settled.set()
             log.warning("worker %s: %s", self.name.worker_id, self.problem)
             return
         if isinstance(outcome, Renewal):
@@ -117,6 +135,7 @@ class WorkerLease:
         self.problem = ""
         if wanted is self._wanted:
             self.registered.set()
+            self._settled.set()
 
 
 def _as_wanted(stored: Stored, wanted: Stored) -> Stored:

@@ -33,7 +33,10 @@ class WorkerRpcs:
         if request.lease_seconds > MAX_LEASE_SECONDS:
             raise InvalidArgument(f"must be at most {MAX_LEASE_SECONDS}", field="lease_seconds")
         spec = self._admitted(request)
-        created = await self.registrar.register(spec, request.lease_seconds)
+        if request.passed_on:
+            created = self.registry.learn(spec, request.lease_seconds)
+        else:
+            created = await self.registrar.register(spec, request.lease_seconds)
         return workers_pb2.RegisterWorkerResponse(created=created, worker=spec_to_proto(spec))
 
     async def UpdateWorker(

@@ -26,7 +26,7 @@ from kvscout_blocks.native_index import make_index
 from kvscout_client import KvEventPublisher
 from kvscout_client.kv_publisher_rank import removed_events, stored_events
 from kvscout_common.channel import open_channel
-from kvscout_common.errors import Cancelled, InvalidArgument
+from kvscout_common.errors import Cancelled, FailedPrecondition, InvalidArgument
 from kvscout_common.identity import IdentityInterceptor
 from kvscout_common.interceptors import ErrorInterceptor
 from kvscout_common.nats_link import NatsConfig
@@ -448,6 +448,22 @@ async def test_a_worker_is_deregistered_when_its_publisher_closes(world: World) 
         await eventually(gone, what="no registration")
         with pytest.raises(ValueError, match="not open"):
             events.publish_cleared()
+
+
+async def test_nothing_has_arrived_while_the_worker_is_not_registered() -> None:
+    async with world_of("nats-core") as world, world.indexer() as reader:
+        async with world.publisher() as events:
+            events.publish_cleared()
+            assert await events.flush(FLUSH_SECONDS)
+            await known(reader)
+            await reader.client.rpc("RemoveWorker", workers_pb2.RemoveWorkerRequest(worker_id="w"))
+
+            async def told() -> bool:
+                return "somebody removed it" in events.status.problem
+
+            await eventually(told, what="a problem")
+            with pytest.raises(FailedPrecondition, match="somebody removed it"):
+                await events.flush()
 
 
 async def test_whoever_waits_for_a_flush_is_told_of_the_end() -> None:

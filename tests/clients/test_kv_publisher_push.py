@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -219,3 +220,19 @@ def test_a_worker_of_several_ranks_names_the_rank_in_each_message() -> None:
     assert parse_batch(rank.greeting()).dp_rank == 1
     rank.publish(PushOutlet(rank, [], lease_seconds=None), stored([1] * 4, [1]), None)
     assert [parse_batch(message).dp_rank for message in rank.local.batches(0, max_bytes=1)] == [1]
+
+
+async def test_what_an_indexer_had_before_it_forgot_the_worker_has_not_arrived() -> None:
+    rank = Publisher().rank
+    outlet = PushOutlet(rank, ["127.0.0.1:1"], lease_seconds=None)
+    target = outlet.targets[0]
+    rank.publish(outlet, stored([1] * 4, [1]), None)
+    target.position.on_answer(indexer_pb2.PublishEventsResponse(last_event_id=0, epoch=rank.epoch))
+    target.connected = True
+    await outlet.drained()
+    # Its stream has ended, and what it answered is of before.
+    target.connected = False
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await outlet.drained()
+    await outlet.close(deregister=False)

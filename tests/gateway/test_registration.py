@@ -68,6 +68,8 @@ async def _expire(registry: Registry) -> None:
 @pytest.fixture
 async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     monkeypatch.setattr(member_sync, "SYNC_SECONDS", 0.05)
+    monkeypatch.setattr(member_sync, "PASSED_ON_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(member_sync, "PASSED_ON_LEASE_SECONDS", 1)
     monkeypatch.setattr(registration, "RETRY_SECONDS", 0.05)
     async with AsyncExitStack() as stack:
         pairs = [await stack.enter_async_context(worker_service()) for _ in range(2)]
@@ -161,6 +163,37 @@ async def test_workers_of_others_are_adopted_but_not_told(fleet: Fleet) -> None:
     assert fleet.services[0].worker_ids == []
 
 
+async def test_a_worker_registered_with_one_member_is_known_to_the_others_as_long_as_it_is_there(fleet: Fleet) -> None:
+    """As publishers do that know indexers only."""
+    nodes = fleet.node(), fleet.node()
+    origin, other = fleet.services
+    origin.registry.register(A, lease_seconds=60)
+    await until(lambda: other.worker_ids == ["a"])
+    assert [entry.source for service in fleet.services for entry in service.registry.entries()] == ["rpc", "peer"]
+    drained = replace(A, draining=True)
+    origin.registry.update(drained)
+    await until(lambda: other.specs["a"] == drained)
+    # Longer than the lease of what was passed on: it is renewed while it is there.
+    for node in nodes:
+        await rounds(node, 12)
+    assert other.worker_ids == ["a"]
+    origin.registry.remove(DEFAULT_TENANT, "a")
+    await until(lambda: not other.worker_ids and not any(node.sources() for node in nodes))
+    await rounds(nodes[0])
+    assert not origin.worker_ids
+
+
+async def test_what_was_passed_on_is_the_members_own_once_it_is_registered_there(fleet: Fleet) -> None:
+    node = fleet.node()
+    fleet.services[0].registry.register(A, lease_seconds=60)
+    await until(lambda: fleet.services[1].worker_ids == ["a"])
+    fleet.services[1].registry.register(replace(A, total_kv_blocks=5), lease_seconds=60)
+    await rounds(node)
+    assert fleet.services[1].specs["a"].total_kv_blocks == 5
+    fleet.services[0].registry.remove(DEFAULT_TENANT, "a")
+    await until(lambda: fleet.services[0].worker_ids == ["a"])
+
+
 async def test_what_another_gateway_removes_stays_removed(fleet: Fleet) -> None:
     owner, other = fleet.node(), fleet.node()
     for lease in (0, 60):
@@ -236,7 +269,9 @@ async def test_a_gateway_that_restarts_tells_a_member_that_restarted_what_the_ot
     fleet.services[1].forget()
     after = fleet.node()
     await until(lambda: fleet.services[1].worker_ids == ["a", "b"])
-    assert [entry.lease_seconds for entry in fleet.services[1].registry.entries()] == [50, 0]
+    # The one with a lease is known there as long as the other member knows it; nobody may be left to renew it here.
+    listed = [(entry.source, bool(entry.lease_seconds)) for entry in fleet.services[1].registry.entries()]
+    assert listed == [(Source.PEER, True), (Source.RPC, False)]
     assert after.sources() == {"a": Source.PEER, "b": Source.PEER}
 
 

@@ -15,6 +15,7 @@ from processes import eventually, running
 from scripted_engine import answer, hang, scripted_engine
 
 from kvscout.v1 import workers_pb2
+from kvscout_client import KvEventPublisher
 from kvscout_common import errors
 from kvscout_common.channel import call
 
@@ -118,6 +119,35 @@ async def test_changes_of_the_workers_file_are_passed_on(stack: Stack, workers_f
     assert "filed" in (await everywhere(stack))[1]
     write(workers_file, json.dumps({"workers": []}))
     await until_everywhere(stack, "w0", "w1")
+
+
+async def test_a_worker_that_a_publisher_registers_at_an_indexer_can_be_routed_to(stack: Stack) -> None:
+    block = [7] * 16
+    async with KvEventPublisher(
+        worker_id="custom",
+        model="custom",
+        block_size=16,
+        transport="grpc",
+        indexers=[stack.indexer.address],
+        lease_seconds=2,
+    ) as events:
+        events.publish_stored(block, [16], [1])
+        assert await events.flush(CALL_SECONDS)
+
+        async def routed() -> bool:
+            try:
+                return (await stack.client.route([*block, 1], model="custom")).overlap_blocks == 1
+            except (errors.NotFound, errors.Unavailable):
+                return False  # the scheduler does not know it yet
+
+        await eventually(routed)
+        scheduler = (
+            await call(stack.client.scheduler.ListWorkers, workers_pb2.ListWorkersRequest(), timeout=5)
+        ).workers
+        assert {e.worker.worker_id: e.source for e in scheduler}["custom"] == "peer"
+    # Its lease would end by itself; others of this module count who is there.
+    gone = workers_pb2.RemoveWorkerRequest(worker_id="custom")
+    await call(stack.client.scheduler.RemoveWorker, gone, timeout=CALL_SECONDS)
 
 
 async def test_a_worker_that_is_removed_while_it_runs_a_request_lets_it_finish(stack: Stack) -> None:

@@ -380,10 +380,15 @@ class RegisterWorkerRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    PASSED_ON_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Tenant; unset = "default". Must agree with worker.tenant where both are set."""
     lease_seconds: _builtins.int
     """The registration ends when no KeepAlive came for this many seconds; 0 or unset = it stays until removed."""
+    passed_on: _builtins.bool
+    """Another service was told of this registration, and passes it on for as long as it is there: it is listed as "peer",
+    and replaces none that was made here.
+    """
     @_builtins.property
     def worker(self) -> Global___Worker:
         """The worker; required."""
@@ -394,10 +399,11 @@ class RegisterWorkerRequest(_message.Message):
         tenant: _builtins.str = ...,
         worker: Global___Worker | None = ...,
         lease_seconds: _builtins.int = ...,
+        passed_on: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "tenant", b"tenant", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "passed_on", b"passed_on", "tenant", b"tenant", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,10 @@ or no longer lists, and each has its own answer:
 * the member restarted, or could not be reached for as long as the lease: it is told again;
 * another gateway changed it or removed it: that gateway has it from now on (`yielded`);
 * it is in this gateway's file or DNS names: they win, it is told again.
+
+What was registered with one member alone, as publishers do that know indexers only, is passed on to the others, with a
+lease that is renewed while it is listed there. Who was passed something passes nothing on: what is gone where it was
+registered is gone everywhere one lease later, however many gateways there are.
 """
 
 from __future__ import annotations
@@ -42,6 +46,10 @@ SUSPECT_SECONDS = 0.2
 """However many requests meet a member that seems not to know what it should, it is not asked more often than this."""
 FILE_LEASE_SECONDS = 300
 """Members forget workers of a gateway's file this long after the gateway is gone."""
+PASSED_ON_AFTER_SECONDS = 1.0
+"""A worker is passed on that others still list so long after a member was found not to: leases end everywhere, and
+removals arrive, within half a second."""
+PASSED_ON_LEASE_SECONDS = 10
 CALL_SECONDS = 2.0
 CALLS_AT_ONCE = 32
 """Registrations under way to one member: a fleet of 1,000 is told in well under a second."""
@@ -76,6 +84,13 @@ class Peer(NamedTuple):
     spec: WorkerSpec
     lease_seconds: int
     source: Source
+    listed_at: float
+    """When the member was asked, on the gateway's clock."""
+
+    @property
+    def registered_there(self) -> bool:
+        """Whether it is by a call to the member that it knows the worker, and nobody else need know it."""
+        return self.source not in KEPT and self.source is not Source.PEER
 
     @property
     def declared(self) -> bool:
@@ -141,6 +156,8 @@ class MemberSync:
         self.unaware = 0
         """Workers of the registry in NATS that it did not list twice in a row."""
         self._unlisted: set[WorkerName] = set()
+        self._lacks: dict[WorkerName, float] = {}
+        """Workers that others list and this one does not, and since when that is known."""
         self._warnings = RateLimitedLog(log)
 
     @property
@@ -238,10 +255,17 @@ class MemberSync:
         if proto is not None:
             self._told[entry.name] = _Told(entry, spec_from_proto(proto), self._clock())
 
-    async def _tell(self, name: WorkerName, spec: WorkerSpec, lease_seconds: int) -> workers_pb2.Worker | None:
+    async def _tell(
+        self, name: WorkerName, spec: WorkerSpec, lease_seconds: int, *, passed_on: bool = False
+    ) -> workers_pb2.Worker | None:
         """Registers a worker; None = the member refuses it, which is no reason to keep others from it."""
         proto = spec_to_proto(spec)
-        request = workers_pb2.RegisterWorkerRequest(tenant=spec.tenant, worker=proto, lease_seconds=lease_seconds)
+        request = workers_pb2.RegisterWorkerRequest(
+            tenant=spec.tenant,
+            worker=proto,
+            lease_seconds=lease_seconds,
+            passed_on=passed_on,
+        )
         try:
             await call(self._stub.RegisterWorker, request, timeout=CALL_SECONDS)
         except FailedPrecondition:
@@ -286,7 +310,9 @@ class MemberSync:
                 # Of a release with other rules; the rest of what it lists is of use all the same.
                 self._warnings.warning("listed", "%s lists a worker that cannot be read: %s", self.name, error)
                 continue
-            listed[WorkerName(spec.tenant, spec.worker_id)] = Peer(spec, entry.lease_seconds, _source(entry.source))
+            listed[WorkerName(spec.tenant, spec.worker_id)] = Peer(
+                spec, entry.lease_seconds, _source(entry.source), asked_at
+            )
         lost = (self.peers.keys() | self._told.keys()) - listed.keys()
         if lost and self._listed_at is not None and await self._restarted_since(self._listed_at):
             self._new = True
@@ -295,6 +321,7 @@ class MemberSync:
         self._compare_own(listed)
         if self._new:
             await self._bring_up(listed)
+        await self._pass_on(listed)
         self.peers = listed
         self._listed_at = asked_at
 
@@ -318,6 +345,9 @@ class MemberSync:
                 del self._told[name]  # its lease ended, or another gateway has it
                 continue
             there = listed.get(name)
+            if there is not None and there.source is Source.PEER:
+                del self._told[name]  # it restarted, and another gateway was faster
+                continue
             if there is not None and (there.declared or there.spec == told.listed):
                 continue
             lease = entry.lease_seconds
@@ -334,10 +364,42 @@ class MemberSync:
             return
         own = self._own()
         for name, peer in elsewhere.items():
-            if name not in listed and name not in own and name not in self._to_remove and peer.source not in KEPT:
-                await self._tell(name, peer.spec, peer.lease_seconds)
+            if name in listed or name in own or name in self._to_remove or not peer.registered_there:
+                continue
+            # A lease is renewed by whoever registered it, perhaps with the other member only.
+            if peer.lease_seconds:
+                await self._pass_on_one(name, peer)
+                listed[name] = peer._replace(source=Source.PEER)
+            else:
+                await self._tell(name, peer.spec, 0)
                 listed[name] = peer
         self._new = False
+
+    async def _pass_on(self, listed: dict[WorkerName, Peer]) -> None:
+        """Brings the member what is registered with others, for as long as it is there."""
+        now = self._clock()
+        elsewhere = self._peers_elsewhere() or {}
+        lacks, before = {}, self._lacks
+        own = self._own()
+        for name, peer in elsewhere.items():
+            if name in own or name in self._to_remove or not peer.registered_there:
+                continue
+            here = listed.get(name)
+            if here is not None and here.source is Source.PEER:
+                if here.spec == peer.spec:
+                    self._to_renew.add(name)
+                else:
+                    await self._pass_on_one(name, peer)
+            elif here is None:
+                lacks[name] = before.get(name, now)
+                if peer.listed_at - lacks[name] >= PASSED_ON_AFTER_SECONDS:
+                    await self._pass_on_one(name, peer)
+        self._lacks = lacks
+
+    async def _pass_on_one(self, name: WorkerName, peer: Peer) -> None:
+        if await self._tell(name, peer.spec, PASSED_ON_LEASE_SECONDS, passed_on=True) is None:
+            why = self.refused.pop(name)
+            self._warnings.warning(name, "%s refuses worker %s, which others know: %s", self.name, name.worker_id, why)
 
 
 def _source(listed: str) -> Source:

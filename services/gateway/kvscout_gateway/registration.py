@@ -172,7 +172,10 @@ class Registration:
         reachable = [member for member in members if not member.error]
         union: dict[WorkerName, Peer] = {}
         for member in reversed(reachable or members):
-            union.update(member.peers)
+            for name, peer in member.peers.items():
+                # Who was passed it on says what somebody else has said.
+                if peer.source is not Source.PEER or name not in union:
+                    union[name] = peer
         return union
 
     def _adopt(self) -> None:
