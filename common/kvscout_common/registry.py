@@ -133,6 +133,10 @@ class Registry:
             if tenant in (ALL_TENANTS, name.tenant) and model in ("", self._entries[name].spec.model)
         ]
 
+    def has(self, name: WorkerName) -> bool:
+        """Whether a worker is registered."""
+        return name in self._entries
+
     def lease_remaining(self, entry: Entry) -> float | None:
         """Seconds until an entry's lease ends; None = it has none."""
         return None if entry.expires_at is None else max(0.0, entry.expires_at - self._clock())
@@ -261,8 +265,14 @@ class Registry:
         wanted = {WorkerName(spec.tenant, spec.worker_id): spec for spec in specs}
         for entry in [e for e in self._entries.values() if e.source is source and e.name not in wanted]:
             self._drop(entry, str(source))
-        for name, spec in wanted.items():
-            old = self._entries.get(name)
+        self.add_to_source(source, wanted.values())
+
+    def add_to_source(self, source: Source, specs: Iterable[WorkerSpec]) -> None:
+        """Adds and updates some of what a source contributes, by the rules of `replace_source`."""
+        for spec in specs:
+            old = self._entries.get(WorkerName(spec.tenant, spec.worker_id))
+            if old is not None and old.source is source and not old.lease_seconds and old.registered == spec:
+                continue
             taken_over = source is Source.FILE or (source is Source.DNS and old and old.source is not Source.FILE)
             if old is None or old.source is source or taken_over:
                 self._put(Entry(spec, source, spec))

@@ -26,6 +26,11 @@ Warned: TypeAlias = str | TenantWarning
 """One sentence that an operator should know; a plain one is for every caller."""
 
 
+def text_of(warning: Warned) -> str:
+    """Its sentence, for the log."""
+    return warning if isinstance(warning, str) else warning.text
+
+
 def about(name: str, warning: Warned) -> Warned:
     """The same warning with what it is about in front."""
     if isinstance(warning, str):
@@ -36,11 +41,7 @@ def about(name: str, warning: Warned) -> Warned:
 def shown(warnings: Iterable[Warned]) -> list[str]:
     """The texts of those that the caller of the running rpc may read."""
     seen = current_identity()
-    return [
-        warning if isinstance(warning, str) else warning.text
-        for warning in warnings
-        if isinstance(warning, str) or seen.sees(warning.tenant)
-    ]
+    return [text_of(warning) for warning in warnings if isinstance(warning, str) or seen.sees(warning.tenant)]
 
 
 def service_info(started: float, *, draining: bool = False, warnings: Iterable[Warned] = ()) -> types_pb2.ServiceInfo:

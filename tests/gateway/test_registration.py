@@ -5,18 +5,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from processes import eventually
 from worker_service import WorkerService, worker_service
 
 from kvscout.v1 import scheduler_pb2_grpc
+from kvscout_common import worker_proto, worker_rpcs
 from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.errors import FailedPrecondition, Unavailable
 from kvscout_common.registry import Registry, Source
 from kvscout_common.service_info import shown
 from kvscout_common.worker import DEFAULT_TENANT, EventEndpoint, WorkerSpec
-from kvscout_gateway import member_sync, registration
+from kvscout_gateway import listed_specs, member_sync, registration
 from kvscout_gateway.registration import Registration, problem
 
 A = WorkerSpec("a", "m", 16)
@@ -389,3 +391,46 @@ async def test_what_engines_told_a_member_is_no_change_by_another_gateway(fleet:
     await rounds(node)
     assert node.sources() == {"a": Source.RPC}
     assert all(service.specs["a"] == facts.complete(asked) for service in fleet.services)
+
+
+class Stretches:
+    """Counts calls of a function between two turns of others on the loop."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.calls = 0
+        self.longest = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        return self._function(*arguments)
+
+    async def watch(self) -> None:
+        while True:
+            before = self.calls
+            await asyncio.sleep(0)
+            self.longest = max(self.longest, self.calls - before)
+
+
+async def test_a_round_over_a_fleet_leaves_others_their_turn_and_reads_only_what_is_new(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Stretches(worker_proto.spec_from_proto)
+    written = Stretches(worker_proto.spec_to_proto)
+    monkeypatch.setattr(listed_specs, "spec_from_proto", read)
+    monkeypatch.setattr(worker_rpcs, "spec_to_proto", written)
+    specs = [replace(A, worker_id=f"w{number}") for number in range(500)]
+    for spec in specs:
+        fleet.services[0].registry.register(spec)
+    watching = [asyncio.create_task(stretches.watch()) for stretches in (read, written)]
+    node = fleet.node([0])
+    await until(lambda: len(node.sources()) == len(specs))
+    await rounds(node)
+    assert read.calls == len(specs)
+    fleet.services[0].registry.update(replace(specs[7], total_kv_blocks=3))
+    await until(lambda: node.registry.get("default", "w7").spec.total_kv_blocks == 3)
+    assert read.calls == len(specs) + 1
+    for task in watching:
+        task.cancel()
+    assert 0 < read.longest <= member_sync.WORKERS_A_TURN
+    assert 0 < written.longest <= worker_rpcs.WORKERS_A_TURN

@@ -33,6 +33,7 @@ from kvscout_common.registry import ALL_TENANTS, DECLARED, Entry, Registry, Sour
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
+from kvscout_gateway.listed_specs import ListedSpecs
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -51,8 +52,13 @@ PASSED_ON_AFTER_SECONDS = 1.0
 removals arrive, within half a second."""
 PASSED_ON_LEASE_SECONDS = 10
 CALL_SECONDS = 2.0
+WORKERS_A_TURN = 32
+"""Looked at in a row: about a millisecond where all are new, after which requests have their turn."""
 CALLS_AT_ONCE = 32
 """Registrations under way to one member: a fleet of 1,000 is told in well under a second."""
+
+
+_SOURCES = {source.value: source for source in Source}
 
 
 class HelperStatus(Protocol):
@@ -158,6 +164,7 @@ class MemberSync:
         self._unlisted: set[WorkerName] = set()
         self._lacks: dict[WorkerName, float] = {}
         """Workers that others list and this one does not, and since when that is known."""
+        self._specs = ListedSpecs()
         self._warnings = RateLimitedLog(log)
 
     @property
@@ -221,7 +228,7 @@ class MemberSync:
         told = self._told.get(name)
         return (
             told is not None
-            and told.entry.registered == entry.registered
+            and (told.entry.registered is entry.registered or told.entry.registered == entry.registered)
             and told.entry.lease_seconds == entry.lease_seconds
             and name not in self.refused
         )
@@ -303,9 +310,12 @@ class MemberSync:
             self._stub.ListWorkers, workers_pb2.ListWorkersRequest(tenant=ALL_TENANTS), timeout=CALL_SECONDS
         )
         listed: dict[WorkerName, Peer] = {}
-        for entry in answer.workers:
+        self._specs.begin()
+        for number, entry in enumerate(answer.workers):
+            if number % WORKERS_A_TURN == 0:
+                await asyncio.sleep(0)
             try:
-                spec = spec_from_proto(entry.registered if entry.HasField("registered") else entry.worker)
+                spec = self._specs.read(entry.registered if entry.HasField("registered") else entry.worker)
             except InvalidArgument as error:
                 # Of a release with other rules; the rest of what it lists is of use all the same.
                 self._warnings.warning("listed", "%s lists a worker that cannot be read: %s", self.name, error)
@@ -318,6 +328,7 @@ class MemberSync:
             self._new = True
             self._told.clear()
         self._compare_shared(listed)
+        await asyncio.sleep(0)
         self._compare_own(listed)
         if self._new:
             await self._bring_up(listed)
@@ -348,7 +359,11 @@ class MemberSync:
             if there is not None and there.source is Source.PEER:
                 del self._told[name]  # it restarted, and another gateway was faster
                 continue
-            if there is not None and (there.declared or there.spec == told.listed):
+            # The same object, nearly always: comparing all fields of a fleet takes as long as reading them.
+            if there is not None and (there.declared or there.spec is told.listed):
+                continue
+            if there is not None and there.spec == told.listed:
+                self._told[name] = _Told(told.entry, there.spec, told.at)
                 continue
             lease = entry.lease_seconds
             lapsed = there is None and lease and self._clock() - told.at >= lease
@@ -404,7 +419,7 @@ class MemberSync:
 
 def _source(listed: str) -> Source:
     """A source as a member lists it; one that only its release knows counts as any other peer's."""
-    return Source(listed) if listed in set(Source) else Source.RPC
+    return _SOURCES.get(listed, Source.RPC)
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:

@@ -19,9 +19,9 @@ from functools import partial
 
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable
 from kvscout_common.registry import DECLARED, Registry, Source, WorkerName
-from kvscout_common.service_info import TenantWarning, Warned
+from kvscout_common.service_info import TenantWarning, Warned, about, shown, text_of
 from kvscout_common.worker import WorkerSpec
-from kvscout_gateway.member_sync import CALL_SECONDS, MemberSync, Peer, WorkerStub
+from kvscout_gateway.member_sync import CALL_SECONDS, WORKERS_A_TURN, MemberSync, Peer, WorkerStub
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -95,7 +95,8 @@ class Registration:
                 for member in self.members:
                     await member.synced.wait()
         except TimeoutError:
-            late = ", ".join(f"{m.name} ({problem(m) or 'slow'})" for m in self.members if not m.synced.is_set())
+            waiting = [member for member in self.members if not member.synced.is_set()]
+            late = ", ".join(f"{m.name} ({''.join(shown([problem(m)])) or 'slow'})" for m in waiting)
             raise Unavailable(f"not told yet, will be when they are back: {late}", retry_after_seconds=1.0) from None
 
     async def keep(self, member: MemberSync) -> None:
@@ -108,10 +109,10 @@ class Registration:
                 member.failed(str(error) or type(error).__name__)
             after = problem(member)
             if after and not before:
-                log.warning("%s is not told of all workers: %s", member.name, after)
+                log.warning("%s", text_of(about(f"{member.name} is not told of all workers", after)))
             elif before and not after:
                 log.info("%s is told of all workers again", member.name)
-            self._adopt()
+            await self._adopt()
             if member.error:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
@@ -178,14 +179,23 @@ class Registration:
                     union[name] = peer
         return union
 
-    def _adopt(self) -> None:
+    async def _adopt(self) -> None:
+        """Makes the registry's peers those that members list: what is new some at a time, the rest at once."""
+        while fresh := [spec for spec in self._peers() if not self._knows(spec)][:WORKERS_A_TURN]:
+            self._registry.add_to_source(Source.PEER, fresh)
+            await asyncio.sleep(0)
+        self._registry.replace_source(Source.PEER, self._peers())
+
+    def _knows(self, spec: WorkerSpec) -> bool:
+        return self._registry.has(WorkerName(spec.tenant, spec.worker_id))
+
+    def _peers(self) -> list[WorkerSpec]:
         own = {entry.name for entry in self._registry.entries() if entry.source is not Source.PEER}
-        peers = [
+        return [
             peer.spec
             for name, peer in self._union(self.members).items()
             if name not in own and not (self._shared and peer.source == Source.NATS)
         ]
-        self._registry.replace_source(Source.PEER, peers)
 
 
 def problem(member: MemberSync) -> Warned:
