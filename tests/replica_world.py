@@ -47,8 +47,8 @@ class Node:
 
     def remove_worker(self, worker_id: str) -> None:
         spec = worker(worker_id)
-        self.core.workers.worker_removed(spec, "test")
-        self.replication.ownership.worker_removed(spec, "test")
+        self.core.workers.worker_removed(spec, "removed")
+        self.replication.ownership.worker_removed(spec, "removed")
 
     def state(self) -> dict[str, tuple[Any, ...]]:
         """Everything that replicas must agree on, request by request."""

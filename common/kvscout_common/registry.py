@@ -218,8 +218,8 @@ class Registry:
                 self._entries[entry.name] = replace(entry, expires_at=self._clock() + entry.lease_seconds)
         return unknown
 
-    def remove(self, tenant: str, worker_id: str, *, source: Source = Source.RPC) -> None:
-        """Removes a worker.
+    def remove(self, tenant: str, worker_id: str, *, source: Source = Source.RPC, lease_ended: bool = False) -> None:
+        """Removes a worker; listeners hear whether somebody took it out, or the source saw its lease end.
 
         Raises:
             NotFound: If it is not registered.
@@ -227,7 +227,7 @@ class Registry:
         """
         entry = self.get(tenant, worker_id)
         require_writable(entry, source)
-        self._drop(entry, "removed" if source is Source.RPC else str(source))
+        self._drop(entry, "lease" if lease_ended else "removed" if source is Source.RPC else str(source))
 
     def restart_leases(self, source: Source) -> None:
         """Gives every lease of a source its full length again, as no renewal could be heard of for a while."""

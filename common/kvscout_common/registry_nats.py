@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import nats.errors
 from nats.js.api import StreamInfo
-from nats.js.kv import KeyValue
+from nats.js.kv import KV_DEL, KeyValue
 
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
@@ -198,7 +198,7 @@ class NatsRegistry:
             revision = await self._bucket.create(stored)
             self._table[stored.name] = replace(stored, revision=revision or 0)
         else:
-            self._forget(stored.name)
+            self._forget(stored.name, lease_ended=False)
 
     def _apply(self, entry: KeyValue.Entry) -> WorkerName | None:
         """Takes one value or marker; returns whose, None = nobody's."""
@@ -211,7 +211,8 @@ class NatsRegistry:
             return None
         if entry.operation is not None:
             self._unreadable.pop(entry.key, None)
-            self._forget(name)
+            # Deletions say that a lease ended (`WorkerBucket.end`), purges that somebody took the worker out.
+            self._forget(name, lease_ended=entry.operation == KV_DEL)
         else:
             try:
                 stored = decode(name, entry.value or b"", revision)
@@ -241,11 +242,11 @@ class NatsRegistry:
             if self._registry.find(name) is None:
                 self._show(stored)
 
-    def _forget(self, name: WorkerName) -> None:
+    def _forget(self, name: WorkerName, *, lease_ended: bool) -> None:
         self._table.pop(name, None)
         known = self._registry.find(name)
         if known is not None and known.source is Source.NATS:
-            self._registry.remove(*name, source=Source.NATS)
+            self._registry.remove(*name, source=Source.NATS, lease_ended=lease_ended)
 
     def _advance(self, revision: int) -> None:
         self._revision = max(self._revision, revision)

@@ -93,6 +93,17 @@ async def test_a_lease_ends_everywhere_unless_any_service_renews_it(world: World
     assert await one.bucket.get(WorkerName("default", "dead")) is Renewal.LOST
 
 
+async def test_followers_tell_a_worker_that_was_taken_out_from_one_whose_lease_somebody_saw_end(world: World) -> None:
+    node = await world.node()
+    for name in ("ended", "removed"):
+        stored = Stored(replace(A, worker_id=name), 60)
+        stored = replace(stored, revision=await node.bucket.put(stored))
+        await until_listed(node, [name])
+        await (node.bucket.end(stored) if name == "ended" else node.bucket.remove(stored.name))
+        await until_listed(node, [])
+    assert [heard for heard in node.heard if heard.startswith("-")] == ["-ended:lease", "-removed:nats"]
+
+
 async def test_renewals_neither_bring_back_what_was_removed_nor_undo_a_change(world: World) -> None:
     node = await world.node()
     bucket = node.bucket

@@ -9,13 +9,16 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from mocker_process import running_mocker
-from scheduler_builders import request, scheduler, worker
+from scheduler_builders import ManualClock, key, request, reserve, scheduler, worker
 
 from kvscout_common.engine_http import engine_session
+from kvscout_common.errors import ResourceExhausted
 from kvscout_common.registry import Registry
-from kvscout_common.worker import EngineKind
+from kvscout_common.service_info import TenantWarning
+from kvscout_common.worker import EngineKind, WorkerRank
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics, read_engine_metrics
 from kvscout_scheduler.scraper import EngineScraper
+from kvscout_scheduler.thresholds import BusyThresholds
 
 VLLM = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -102,6 +105,41 @@ async def test_the_whole_page_is_read_however_it_comes() -> None:
             pool.slot_of["w", 0]: EngineMetrics(0.25, 3, 0),
             pool.slot_of["w", 1]: EngineMetrics(None, 5, 7),
         }
+
+
+def test_what_an_engine_said_long_ago_counts_no_more() -> None:
+    clock = ManualClock()
+    made = scheduler(worker("w", total_kv_blocks=100), clock=clock, thresholds=BusyThresholds(0.5))
+    made.report_metrics("default", WorkerRank("w", 0), EngineMetrics(0.9, 3, 7))
+    with pytest.raises(ResourceExhausted):
+        made.select(request([1]))
+    clock.advance(30.0)
+    made.expire()
+    (load,) = made.potential_loads(key("any").pool)
+    assert (load.busy, load.metrics_age_seconds) == (True, 30.0)
+    clock.advance(0.1)
+    made.expire()
+    (load,) = made.potential_loads(key("any").pool)
+    assert (load.busy, load.metrics_age_seconds) == (False, None)
+    assert made.select(request([1])).rank.worker_id == "w"
+    assert made.warnings() == [TenantWarning("default", "model m: engine metrics older than 30 s count no more: w/0")]
+    made.report_metrics("default", WorkerRank("w", 0), EngineMetrics(0.1))
+    assert made.warnings() == []
+
+
+def test_one_who_waits_for_a_worker_goes_when_what_that_said_is_too_old() -> None:
+    clock = ManualClock()
+    spec = worker("w", total_kv_blocks=100, max_num_batched_tokens=100)
+    made = scheduler(spec, clock=clock, thresholds=BusyThresholds(0.5), queue_threshold=0.5)
+    reserve(made, "r", "w", isl=60)
+    told: list[object] = []
+    made.reserve_or_wait(request(isl=1, request_id="s"), told.append)
+    made.report_metrics("default", WorkerRank("w", 0), EngineMetrics(0.9))
+    made.free(key("r"))
+    assert told == []
+    clock.advance(31.0)
+    made.expire()
+    assert len(told) == 1
 
 
 async def test_an_engine_is_asked_and_forgotten_when_it_is_gone() -> None:

@@ -91,7 +91,7 @@ async def test_flags_that_are_wrong_end_it_with_2(flags: list[str], says: str) -
 
 
 async def test_bookings_and_workers_end_with_their_leases() -> None:
-    async with scheduler() as client:
+    async with scheduler("--worker-grace-seconds", "0") as client:
         worker = workers_pb2.Worker(worker_id="leased", model="leased", block_size=BLOCK)
         await client.rpc("RegisterWorker", workers_pb2.RegisterWorkerRequest(worker=worker, lease_seconds=1))
         await client.book("on-the-leased-worker", model="leased")
@@ -99,7 +99,7 @@ async def test_bookings_and_workers_end_with_their_leases() -> None:
         await client.book("long")
 
         async def ended() -> bool:
-            return dict((await client.status()).expired) == {"lease": 1, "worker_removed": 1}
+            return dict((await client.status()).expired) == {"lease": 1, "worker_gone": 1}
 
         await eventually(ended, what="the end of both leases")
         listed = await client.rpc("ListActiveRequests", scheduler_pb2.ListActiveRequestsRequest())

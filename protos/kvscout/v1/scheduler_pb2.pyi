@@ -1035,6 +1035,7 @@ class WorkerLoad(_message.Message):
     COOLDOWN_SECONDS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     TOTAL_KV_BLOCKS_FIELD_NUMBER: _builtins.int
+    METRICS_AGE_SECONDS_FIELD_NUMBER: _builtins.int
     potential_prefill_tokens: _builtins.int
     """Active prefill tokens it would have with the prompt added."""
     potential_decode_blocks: _builtins.int
@@ -1053,6 +1054,10 @@ class WorkerLoad(_message.Message):
     """Takes no new requests."""
     total_kv_blocks: _builtins.int
     """KV blocks of its device cache; 0 = unknown."""
+    metrics_age_seconds: _builtins.float
+    """Age of what its engine reported of itself, in seconds; unset = there is nothing that counts: it never reported, or
+    not within --engine-metrics-seconds.
+    """
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -1070,12 +1075,15 @@ class WorkerLoad(_message.Message):
         cooldown_seconds: _builtins.float = ...,
         draining: _builtins.bool = ...,
         total_kv_blocks: _builtins.int = ...,
+        metrics_age_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_metrics_age_seconds", b"_metrics_age_seconds", "metrics_age_seconds", b"metrics_age_seconds", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_decode_blocks", b"active_decode_blocks", "active_prefill_tokens", b"active_prefill_tokens", "active_requests", b"active_requests", "busy", b"busy", "cooldown_seconds", b"cooldown_seconds", "draining", b"draining", "potential_decode_blocks", b"potential_decode_blocks", "potential_prefill_tokens", b"potential_prefill_tokens", "total_kv_blocks", b"total_kv_blocks", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metrics_age_seconds", b"_metrics_age_seconds", "active_decode_blocks", b"active_decode_blocks", "active_prefill_tokens", b"active_prefill_tokens", "active_requests", b"active_requests", "busy", b"busy", "cooldown_seconds", b"cooldown_seconds", "draining", b"draining", "metrics_age_seconds", b"metrics_age_seconds", "potential_decode_blocks", b"potential_decode_blocks", "potential_prefill_tokens", b"potential_prefill_tokens", "total_kv_blocks", b"total_kv_blocks", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__metrics_age_seconds: _TypeAlias = _typing.Literal["metrics_age_seconds"]  # noqa: Y015
+    _WhichOneofArgType__metrics_age_seconds: _TypeAlias = _typing.Literal["_metrics_age_seconds", b"_metrics_age_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__metrics_age_seconds) -> _WhichOneofReturnType__metrics_age_seconds | None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
 
@@ -1720,8 +1728,8 @@ class SchedulerStatus(_message.Message):
 
     @_builtins.property
     def expired(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Bookings ended other than by Free, by reason ("lease", "owner_gone", "owner_forgot",
-        "worker_removed", "undelivered").
+        """Bookings ended other than by Free, by reason ("lease", "owner_gone", "owner_forgot", "worker_removed",
+        "worker_gone", "undelivered", "superseded").
         """
 
     @_builtins.property

@@ -177,7 +177,8 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWorker(self, request, context):
-        """Replaces the registration of a known worker; its bookings stay.
+        """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another model, role
+        or block size, they count for no worker until they end by themselves.
         INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -201,7 +202,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RemoveWorker(self, request, context):
-        """Removes a worker and frees its requests.
+        """Removes a worker and frees its requests, at once. (One whose lease ends keeps them for --worker-grace-seconds.)
         NOT_FOUND: unknown worker. FAILED_PRECONDITION: it comes from a file, which is where to remove it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -307,7 +308,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportWorkerMetrics(self, request, context):
-        """Reports an engine's own metrics.
+        """Reports an engine's own metrics; they count for --engine-metrics-seconds.
         INVALID_ARGUMENT: a fraction outside 0..1. NOT_FOUND: unknown worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -40,7 +40,8 @@ class SchedulerStub:
     INVALID_ARGUMENT: a field of the worker is out of range.
     """
     UpdateWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.RegisterWorkerResponse]
-    """Replaces the registration of a known worker; its bookings stay.
+    """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another model, role
+    or block size, they count for no worker until they end by themselves.
     INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
     """
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.DrainWorkerRequest, _workers_pb2.DrainWorkerResponse]
@@ -52,7 +53,7 @@ class SchedulerStub:
     INVALID_ARGUMENT: no worker named.
     """
     RemoveWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.RemoveWorkerRequest, _workers_pb2.RemoveWorkerResponse]
-    """Removes a worker and frees its requests.
+    """Removes a worker and frees its requests, at once. (One whose lease ends keeps them for --worker-grace-seconds.)
     NOT_FOUND: unknown worker. FAILED_PRECONDITION: it comes from a file, which is where to remove it.
     """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_workers_pb2.ListWorkersRequest, _workers_pb2.ListWorkersResponse]
@@ -108,7 +109,7 @@ class SchedulerStub:
     ListActiveRequests: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ListActiveRequestsRequest, _scheduler_pb2.ListActiveRequestsResponse]
     """Lists active requests."""
     ReportWorkerMetrics: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReportWorkerMetricsRequest, _scheduler_pb2.ReportWorkerMetricsResponse]
-    """Reports an engine's own metrics.
+    """Reports an engine's own metrics; they count for --engine-metrics-seconds.
     INVALID_ARGUMENT: a fraction outside 0..1. NOT_FOUND: unknown worker.
     """
     ReportFailure: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReportFailureRequest, _scheduler_pb2.ReportFailureResponse]
@@ -148,7 +149,8 @@ class SchedulerAsyncStub(SchedulerStub):
     INVALID_ARGUMENT: a field of the worker is out of range.
     """
     UpdateWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.RegisterWorkerResponse]  # type: ignore[assignment]
-    """Replaces the registration of a known worker; its bookings stay.
+    """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another model, role
+    or block size, they count for no worker until they end by themselves.
     INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
     """
     DrainWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.DrainWorkerRequest, _workers_pb2.DrainWorkerResponse]  # type: ignore[assignment]
@@ -160,7 +162,7 @@ class SchedulerAsyncStub(SchedulerStub):
     INVALID_ARGUMENT: no worker named.
     """
     RemoveWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.RemoveWorkerRequest, _workers_pb2.RemoveWorkerResponse]  # type: ignore[assignment]
-    """Removes a worker and frees its requests.
+    """Removes a worker and frees its requests, at once. (One whose lease ends keeps them for --worker-grace-seconds.)
     NOT_FOUND: unknown worker. FAILED_PRECONDITION: it comes from a file, which is where to remove it.
     """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_workers_pb2.ListWorkersRequest, _workers_pb2.ListWorkersResponse]  # type: ignore[assignment]
@@ -216,7 +218,7 @@ class SchedulerAsyncStub(SchedulerStub):
     ListActiveRequests: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListActiveRequestsRequest, _scheduler_pb2.ListActiveRequestsResponse]  # type: ignore[assignment]
     """Lists active requests."""
     ReportWorkerMetrics: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReportWorkerMetricsRequest, _scheduler_pb2.ReportWorkerMetricsResponse]  # type: ignore[assignment]
-    """Reports an engine's own metrics.
+    """Reports an engine's own metrics; they count for --engine-metrics-seconds.
     INVALID_ARGUMENT: a fraction outside 0..1. NOT_FOUND: unknown worker.
     """
     ReportFailure: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReportFailureRequest, _scheduler_pb2.ReportFailureResponse]  # type: ignore[assignment]
@@ -265,7 +267,8 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _workers_pb2.UpdateWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_workers_pb2.RegisterWorkerResponse, _abc.Awaitable[_workers_pb2.RegisterWorkerResponse]]:
-        """Replaces the registration of a known worker; its bookings stay.
+        """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another model, role
+        or block size, they count for no worker until they end by themselves.
         INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
         """
 
@@ -295,7 +298,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _workers_pb2.RemoveWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_workers_pb2.RemoveWorkerResponse, _abc.Awaitable[_workers_pb2.RemoveWorkerResponse]]:
-        """Removes a worker and frees its requests.
+        """Removes a worker and frees its requests, at once. (One whose lease ends keeps them for --worker-grace-seconds.)
         NOT_FOUND: unknown worker. FAILED_PRECONDITION: it comes from a file, which is where to remove it.
         """
 
@@ -423,7 +426,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.ReportWorkerMetricsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.ReportWorkerMetricsResponse, _abc.Awaitable[_scheduler_pb2.ReportWorkerMetricsResponse]]:
-        """Reports an engine's own metrics.
+        """Reports an engine's own metrics; they count for --engine-metrics-seconds.
         INVALID_ARGUMENT: a fraction outside 0..1. NOT_FOUND: unknown worker.
         """
 

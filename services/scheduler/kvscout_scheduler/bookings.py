@@ -13,12 +13,13 @@ Every method is atomic: it awaits nothing. Not thread-safe.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
 from kvscout_scheduler.attempts import Ended, EndedAttempts
 from kvscout_scheduler.booking import ActiveRequest, Booking, EndReason, FreeOutcome, Phase
+from kvscout_scheduler.end_log import EndLog
 from kvscout_scheduler.journal import Journal
 from kvscout_scheduler.leases import Leases
 from kvscout_scheduler.owners import Owners
@@ -27,7 +28,8 @@ from kvscout_scheduler.request import OwnerName, RequestKey
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.stats import SchedulerStats
 
-log = logging.getLogger("kvscout.scheduler")
+END_AT_ONCE = 256
+"""Bookings that end in one go, a few milliseconds; of more, the others follow a slice at a time."""
 
 
 class Bookings:
@@ -41,6 +43,9 @@ class Bookings:
         self._leases = Leases()
         self._owners = Owners(settings.owner_grace_seconds)
         self._attempts = EndedAttempts(settings.tombstone_seconds, settings.max_tombstones)
+        self._forgotten: dict[Booking, None] = {}
+        """What its owner did not list when it came back, and that has not ended yet."""
+        self._end_log = EndLog()
         self.journal: Journal | None = None
         """Told of every change; None = there are no replicas."""
 
@@ -73,6 +78,7 @@ class Bookings:
             if active.attempt_id != attempt_id:
                 raise AlreadyExists(f"request {key.request_id!r} is active under attempt {active.attempt_id}")
             self._own(active, now)
+            self._forgotten.pop(active, None)
             active.answers += 1
             self._stats.repeated_calls += 1
             self._renew(active, now)
@@ -210,6 +216,7 @@ class Bookings:
         if booking.answers > 0:
             return False
         self._expire(booking, EndReason.UNDELIVERED, now)
+        self._end_log.flush()
         return True
 
     def connect_owner(
@@ -234,9 +241,13 @@ class Bookings:
         session = self._owners.connect(owner, now, opened_at, wall_now)
         listed = list(in_flight)
         names = set(listed)
-        for booking in list(self._owners.bookings(owner)):
+        for booking in self._owners.bookings(owner):
             if (booking.key, booking.attempt_id) not in names:
-                self._expire(booking, EndReason.OWNER_FORGOT, now)
+                self._forgotten[booking] = None
+            else:
+                self._forgotten.pop(booking, None)
+        if self._end_forgotten(now, END_AT_ONCE) < END_AT_ONCE:
+            self._end_log.flush()
         unknown = []
         for key, attempt_id in listed:
             active = self._active.get(key)
@@ -262,30 +273,52 @@ class Bookings:
         """Ends a stream of an owner, gone since a while; its bookings end after the grace time unless it comes back."""
         self._owners.disconnect(owner, session, gone_at)
 
-    def expire(self, now: float) -> int:
+    def expire(self, now: float, limit: int) -> int:
         """Ends bookings whose lease or whose owner's grace time is over; forgets old attempts.
+
+        Args:
+            now: On the scheduler's clock.
+            limit: How many.
 
         Returns:
             Bookings that ended.
         """
-        overdue = [(booking, EndReason.LEASE) for booking in self._leases.expired(now)]
-        overdue += [(booking, EndReason.OWNER_GONE) for booking in self._owners.expired(now)]
-        for booking, reason in overdue:
-            self._expire(booking, reason, now)
+        ended = self._end_forgotten(now, limit)
+        for booking in self._leases.expired(now, limit - ended):
+            self._expire(booking, EndReason.LEASE, now)
+            ended += 1
+        for booking in self._owners.expired(now, limit - ended):
+            self._expire(booking, EndReason.OWNER_GONE, now)
+            ended += 1
         self._attempts.expire(now)
-        return len(overdue)
+        return ended
 
-    def drop_slot(self, pool: Pool, slot: int, now: float) -> int:
-        """Ends all bookings on a worker rank that is going away; returns how many."""
-        members = list(self._members.get((pool, slot), ()))
+    def drop_slot(self, pool: Pool, slot: int, reason: EndReason, now: float, limit: int) -> int:
+        """Ends bookings on a worker rank that is gone.
+
+        Args:
+            pool: Of the worker.
+            slot: Its slot.
+            reason: Why.
+            now: On the scheduler's clock.
+            limit: How many.
+
+        Returns:
+            Bookings that ended.
+        """
+        members = list(islice(self._members.get((pool, slot), ()), limit))
         for booking in members:
             if booking.mirror:
                 self.remove_mirror(booking)
                 assert self.journal is not None
                 self.journal.displaced(booking)
             else:
-                self._expire(booking, EndReason.WORKER_REMOVED, now)
+                self._expire(booking, reason, now)
         return len(members)
+
+    def tell_ends(self) -> None:
+        """Logs what has ended by itself, for now nothing more does."""
+        self._end_log.flush()
 
     def add_mirror(self, booking: Booking) -> None:
         """Adds a booking that another replica owns; its load is in its pool already."""
@@ -300,6 +333,7 @@ class Bookings:
 
     def give_up(self, booking: Booking) -> None:
         """Makes a booking of ours a mirror: another replica has taken it over."""
+        self._forgotten.pop(booking, None)
         self._leases.clear(booking)
         self._owners.drop(booking)
         booking.mirror = True
@@ -320,6 +354,7 @@ class Bookings:
             self._stats.freed += 1
         else:
             self._expire(booking, EndReason.SUPERSEDED, now)
+            self._end_log.flush()
 
     def listing(self, booking: Booking, now: float) -> ActiveRequest:
         """What is shown of a booking."""
@@ -374,21 +409,19 @@ class Bookings:
         if booking.expires_at is not None:
             self._leases.set(booking, now + booking.lease_seconds)
 
+    def _end_forgotten(self, now: float, limit: int) -> int:
+        forgotten = list(islice(self._forgotten, limit))
+        for booking in forgotten:
+            self._expire(booking, EndReason.OWNER_FORGOT, now)
+        return len(forgotten)
+
     def _expire(self, booking: Booking, reason: EndReason, now: float) -> None:
         self._end(booking, Ended.BY_US, now)
         self._stats.ended[reason] += 1
-        log.warning(
-            "booking of request %s (model %s, attempt %d) on %s/%d ended after %.1f s: %s",
-            booking.key.request_id,
-            booking.key.model,
-            booking.attempt_id,
-            booking.rank.worker_id,
-            booking.rank.dp_rank,
-            now - booking.booked_at,
-            reason,
-        )
+        self._end_log.add(booking, reason, now)
 
     def _end(self, booking: Booking, how: Ended, now: float) -> None:
+        self._forgotten.pop(booking, None)
         self._leases.clear(booking)
         self._owners.drop(booking)
         self._take_out(booking)

@@ -9,7 +9,7 @@ class Leases:
     """Bookings with a lease. A booking is in one bucket, at or before the one of its end."""
 
     def __init__(self) -> None:
-        self._buckets: dict[int, set[Booking]] = {}
+        self._buckets: dict[int, dict[Booking, None]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._buckets.values()))
@@ -26,11 +26,13 @@ class Leases:
         booking.expires_at = None
         self._take_out(booking)
 
-    def expired(self, now: float) -> list[Booking]:
-        """Bookings whose lease has ended, earliest first; they stay here until they are cleared."""
+    def expired(self, now: float, limit: int) -> list[Booking]:
+        """So many of the bookings whose lease has ended, earliest first; they stay here until they are cleared."""
         due: list[Booking] = []
         for bucket in sorted(b for b in self._buckets if b <= now):
             for booking in list(self._buckets[bucket]):
+                if len(due) >= limit:
+                    break
                 assert booking.expires_at is not None
                 if booking.expires_at <= now:
                     due.append(booking)
@@ -40,13 +42,13 @@ class Leases:
         return sorted(due, key=lambda booking: (booking.expires_at, booking.booked_at))
 
     def _put(self, booking: Booking, bucket: int) -> None:
-        self._buckets.setdefault(bucket, set()).add(booking)
+        self._buckets.setdefault(bucket, {})[booking] = None
         booking.lease_bucket = bucket
 
     def _take_out(self, booking: Booking) -> None:
         if booking.lease_bucket is not None:
             members = self._buckets[booking.lease_bucket]
-            members.discard(booking)
+            members.pop(booking, None)
             if not members:
                 del self._buckets[booking.lease_bucket]
             booking.lease_bucket = None

@@ -26,6 +26,8 @@ log = logging.getLogger("kvscout.scheduler")
 
 EXPIRY_SECONDS = 0.5
 """How often leases are looked at: a fraction of the shortest one, one second."""
+SCRAPES_THAT_COUNT = 3
+"""Rounds that may fail before what an engine said last counts no more."""
 
 
 @click.command(cls=SectionedCommand)
@@ -54,6 +56,11 @@ EXPIRY_SECONDS = 0.5
     help="Busy above this number of active prefill tokens; unset = off.",
 )
 @flag("--worker-cooldown-seconds", default=10.0, help="How long a worker that failed a request is left out.")
+@flag(
+    "--worker-grace-seconds",
+    default=30.0,
+    help="How long a worker whose registration ended keeps its bookings, as it may come back; removed ones lose them.",
+)
 @flag("--lease-seconds", default=300.0, help="Lease of bookings whose call names none.")
 @flag(
     "--router-replica-sync",
@@ -79,6 +86,11 @@ EXPIRY_SECONDS = 0.5
     default=0.0,
     type=click.FloatRange(min=0),
     help="Seconds between two looks at the engines' own metrics; 0 = they are not asked.",
+)
+@flag(
+    "--engine-metrics-seconds",
+    default=30.0,
+    help="How long what an engine said of itself counts; at least three rounds of --scrape-engine-metrics.",
 )
 @flag(
     "--router-queue-threshold",
@@ -112,6 +124,10 @@ def main(**values: Any) -> None:
                 ),
                 cooldown_seconds=values["worker_cooldown_seconds"],
                 lease_seconds=values["lease_seconds"],
+                worker_grace_seconds=values["worker_grace_seconds"],
+                engine_metrics_seconds=max(
+                    values["engine_metrics_seconds"], SCRAPES_THAT_COUNT * values["scrape_engine_metrics"]
+                ),
                 max_active_requests=values["max_active_requests"],
                 queue_threshold=values["router_queue_threshold"],
                 queue_limit=values["router_queue_limit"],
@@ -141,6 +157,7 @@ async def build(config: SchedulerConfig) -> App:
     """The scheduler as an app to serve."""
     from kvscout_common.registry import Registry
     from kvscout_common.registry_tasks import Backends
+    from kvscout_scheduler.bookings import END_AT_ONCE
     from kvscout_scheduler.metrics import SchedulerCollector
     from kvscout_scheduler.scheduler import Scheduler
     from kvscout_scheduler.scraper import EngineScraper
@@ -169,8 +186,9 @@ async def build(config: SchedulerConfig) -> App:
 
     async def expire() -> None:
         while True:
-            await asyncio.sleep(EXPIRY_SECONDS)
-            scheduler.expire()
+            ended = scheduler.expire()
+            # Others go on between two slices of many.
+            await asyncio.sleep(0 if ended >= END_AT_ONCE else EXPIRY_SECONDS)
 
     async def warm() -> None:
         await backends.warm()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvscout_common.errors import FailedPrecondition
 from kvscout_scheduler.booking import Booking
@@ -115,11 +116,12 @@ class Owners:
         owner = self._owners.get(name)
         return sorted(owner.bookings, key=lambda booking: booking.booked_at) if owner is not None else ()
 
-    def expired(self, now: float) -> list[Booking]:
-        """Bookings of owners that have been gone for too long."""
-        return [
+    def expired(self, now: float, limit: int) -> list[Booking]:
+        """So many of the bookings of owners that have been gone for too long."""
+        overdue = (
             booking
             for owner in self._owners.values()
             if owner.gone_at is not None and owner.gone_at + self._grace_seconds <= now
             for booking in owner.bookings
-        ]
+        )
+        return list(islice(overdue, limit))

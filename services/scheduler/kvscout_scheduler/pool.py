@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import WorkerRank, WorkerSpec
@@ -27,12 +28,26 @@ class HitCounts:
     cached_tokens: int = 0
 
 
+class Leaving(NamedTuple):
+    """A rank that is not registered any more, and has requests that were booked while it was."""
+
+    until: float
+    """When they end; infinite = by themselves, as the worker goes on with them."""
+    taken_out: bool = False
+    """Whether somebody took the worker out; else its registration ended."""
+
+
 class Pool:
     """Workers of one (tenant, model, role). Slots of removed ranks are used again; columns never shrink.
 
+    ::
+
+        registered: in `order` ──removed──▶ `leaving`, while it has load ──its last request ends──▶ unused
+                        ▲────────back as it was───────┘
+
     Invariants
-    1. `order` is the slots in use, by rank; `slot_of` their inverse; `lanes` the same slots by lane.
-    2. A slot that is not in use carries no load, no cool-down and no metrics.
+    1. `order` is the slots of registered ranks, by rank; `slot_of` their inverse; `lanes` the same slots by lane.
+    2. A slot in `leaving` carries load, one that is unused none; neither has a cool-down or metrics.
     3. The load knows the limits that follow from registration, thresholds and metrics.
 
     Args:
@@ -56,6 +71,12 @@ class Pool:
         self.draining: set[int] = set()
         self.cooldown_until: dict[int, float] = {}
         self.metrics: dict[int, EngineMetrics] = {}
+        self.reported_at: dict[int, float] = {}
+        """When `metrics` came."""
+        self.silent: set[int] = set()
+        """Slots whose engine reported metrics once, and has not for long."""
+        self.leaving: dict[int, Leaving] = {}
+        """Slots of ranks that are not registered any more."""
         self.hits: list[HitCounts] = []
         self.policies: dict[str, Policy] = {}
         """Instances of the policies that were used here, by name."""
@@ -70,40 +91,21 @@ class Pool:
         self._unused: list[int] = []
 
     def add(self, spec: WorkerSpec) -> None:
-        """Adds the ranks of a worker that is not here."""
-        for rank in spec.ranks:
-            if self._unused:
-                slot = self._unused.pop()
-            else:
-                slot = len(self.ranks)
-                self.ranks.append(rank)
-                self.specs.append(spec)
-                self.lane_of.append(Lane(spec.block_size, spec.eagle))
-                self.hits.append(HitCounts())
-                self.load.ensure_slot(slot)
-            self.ranks[slot], self.hits[slot] = rank, HitCounts()
-            self.slot_of[rank] = slot
-        self.update(spec)
-        self._reorder()
+        """Adds the ranks of a worker that is not here; those that were lately have their load again."""
+        self._enter(spec.ranks, spec)
+        self._registered(spec)
 
-    def update(self, spec: WorkerSpec) -> None:
-        """Takes what may change of a worker while its requests go on."""
-        for slot in self.slots(spec):
-            self.specs[slot] = spec
-            self.lane_of[slot] = Lane(spec.block_size, spec.eagle)
-            self._limit(slot)
-            (self.draining.add if spec.draining else self.draining.discard)(slot)
-        self.changed = True
+    def update(self, old: WorkerSpec, new: WorkerSpec) -> None:
+        """Takes another registration of a worker, whose requests go on: also those on ranks that it has no more, or
+        that were hashed for other blocks, until they end."""
+        stays = set(new.ranks) if _lane(old) == _lane(new) else set()
+        self._leave([rank for rank in old.ranks if rank not in stays], Leaving(math.inf))
+        self._enter([rank for rank in new.ranks if rank not in self.slot_of], new)
+        self._registered(new)
 
-    def remove(self, spec: WorkerSpec) -> None:
-        """Removes the ranks of a worker, whose load must be gone."""
-        for rank in spec.ranks:
-            slot = self.slot_of.pop(rank)
-            self.draining.discard(slot)
-            self.cooldown_until.pop(slot, None)
-            self.metrics.pop(slot, None)
-            self._unused.append(slot)
-        self.changed = True
+    def remove(self, spec: WorkerSpec, leaving: Leaving) -> None:
+        """Removes the ranks of a worker; those with load stay aside until that is gone."""
+        self._leave(spec.ranks, leaving)
         self._reorder()
 
     def slots(self, spec: WorkerSpec) -> list[int]:
@@ -124,11 +126,21 @@ class Pool:
                 self._limit(slot)
             self.changed = True
 
-    def report(self, slot: int, metrics: EngineMetrics) -> None:
+    def report(self, slot: int, metrics: EngineMetrics, now: float) -> None:
         """Takes what an engine says of itself."""
-        self.metrics[slot] = metrics
+        self.metrics[slot], self.reported_at[slot] = metrics, now
+        self.silent.discard(slot)
         self._limit(slot)
         self.relieved.add(slot)
+
+    def forget_metrics(self, before: float) -> None:
+        """Drops what was reported before a time: an old reading is no reading."""
+        for slot in [slot for slot, at in self.reported_at.items() if at < before]:
+            if self.metrics[slot] != NO_METRICS:
+                self.silent.add(slot)
+            self._drop_metrics(slot)
+            self._limit(slot)
+            self.relieved.add(slot)
 
     def cool_down(self, slot: int, until: float) -> float:
         """Leaves a slot out until a time, or later if that was said before; returns until when."""
@@ -149,8 +161,13 @@ class Pool:
 
     def release(self, allocation: Allocation) -> None:
         """Releases all that a request occupies; it must not be used again."""
+        slot = allocation.slot
         self.load.remove(allocation)
-        self.relieved.add(allocation.slot)
+        if slot not in self.leaving:
+            self.relieved.add(slot)
+        elif not self.load.at(slot).requests:
+            del self.leaving[slot]
+            self._unused.append(slot)
 
     def _limit(self, slot: int) -> None:
         spec = self.specs[slot]
@@ -160,6 +177,54 @@ class Pool:
         prefill_tokens, decode_blocks = self._thresholds.limits(spec.total_kv_blocks, usage)
         self.load.limit(slot, Limits(min(prefill_tokens, NO_LIMIT), min(decode_blocks, NO_LIMIT), queued))
 
+    def _enter(self, ranks: Iterable[WorkerRank], spec: WorkerSpec) -> None:
+        lane = _lane(spec)
+        for rank in ranks:
+            slot = next((s for s in self.leaving if self.ranks[s] == rank and self.lane_of[s] == lane), None)
+            if slot is not None:
+                del self.leaving[slot]
+            else:
+                slot = self._empty_slot(rank, spec)
+            self.slot_of[rank] = slot
+
+    def _empty_slot(self, rank: WorkerRank, spec: WorkerSpec) -> int:
+        row = (rank, spec, _lane(spec), HitCounts())
+        columns: tuple[list[Any], ...] = (self.ranks, self.specs, self.lane_of, self.hits)
+        if self._unused:
+            slot = self._unused.pop()
+            for column, value in zip(columns, row, strict=True):
+                column[slot] = value
+            return slot
+        slot = len(self.ranks)
+        for column, value in zip(columns, row, strict=True):
+            column.append(value)
+        self.load.ensure_slot(slot)
+        return slot
+
+    def _leave(self, ranks: Iterable[WorkerRank], leaving: Leaving) -> None:
+        for rank in ranks:
+            slot = self.slot_of.pop(rank)
+            self.draining.discard(slot)
+            self.relieved.discard(slot)
+            self.cooldown_until.pop(slot, None)
+            self.silent.discard(slot)
+            self._drop_metrics(slot)
+            if self.load.at(slot).requests:
+                self.leaving[slot] = leaving
+            else:
+                self._unused.append(slot)
+
+    def _drop_metrics(self, slot: int) -> None:
+        self.metrics.pop(slot, None)
+        self.reported_at.pop(slot, None)
+
+    def _registered(self, spec: WorkerSpec) -> None:
+        for slot in self.slots(spec):
+            self.specs[slot] = spec
+            self._limit(slot)
+            (self.draining.add if spec.draining else self.draining.discard)(slot)
+        self._reorder()
+
     def _reorder(self) -> None:
         self.order = [self.slot_of[rank] for rank in sorted(self.slot_of)]
         self.lanes, self.slots_of = {}, {}
@@ -167,6 +232,7 @@ class Pool:
             self.lanes.setdefault(self.lane_of[slot], []).append(slot)
             self.slots_of.setdefault(self.ranks[slot].worker_id, []).append(slot)
         self.load.arrange(self.slot_of, self.order)
+        self.changed = True
 
     def prompts(self, prompt: Prompt, others: tuple[Prompt, ...], isl_tokens: int) -> dict[Lane, Prompt]:
         """The hashes that hold for each lane, checked; a lane nobody hashed for gets none.
@@ -195,3 +261,7 @@ class Pool:
             sizes = sorted({lane.block_size for lane in self.lanes})
             raise FailedPrecondition(f"block-size mismatch: hashed for {hashed}, the workers of the model have {sizes}")
         return found
+
+
+def _lane(spec: WorkerSpec) -> Lane:
+    return Lane(spec.block_size, spec.eagle)

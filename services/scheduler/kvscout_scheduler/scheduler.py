@@ -21,9 +21,10 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from kvscout_common.service_info import TenantWarning
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import ActiveRequest, Booking, FreeOutcome
-from kvscout_scheduler.bookings import Bookings
+from kvscout_scheduler.bookings import END_AT_ONCE, Bookings
 from kvscout_scheduler.candidates import Candidates, SelectionSettings
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.engine_metrics import EngineMetrics
@@ -51,6 +52,8 @@ from kvscout_scheduler.watching import Watchers
 from kvscout_scheduler.workers import Workers
 
 DEFAULT_SETTINGS = SchedulerSettings()
+NAMED_RANKS = 5
+"""Worker ranks that a warning names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class WorkerLoad:
     cooldown_seconds: float
     draining: bool
     total_kv_blocks: int
+    metrics_age_seconds: float | None
+    """Of what its engine says of itself; None = nothing that counts."""
 
 
 class Scheduler:
@@ -347,11 +352,16 @@ class Scheduler:
         self.bookings.disconnect_owner(owner, session, self._clock() - silent_seconds)
 
     def expire(self) -> int:
-        """Ends what is overdue; to be called every second or so. Returns bookings that ended."""
+        """Ends what is overdue, `END_AT_ONCE` bookings at most; to be called every second or so, and soon again if it
+        ended as many. Returns bookings that ended."""
         now = self._clock()
         for pool in self.workers:
             pool.recover(now)
-        ended = self.bookings.expire(now)
+            pool.forget_metrics(now - self.settings.engine_metrics_seconds)
+        ended = self.bookings.expire(now, END_AT_ONCE)
+        ended += self.workers.expire(now, END_AT_ONCE - ended)
+        if ended < END_AT_ONCE:
+            self.bookings.tell_ends()
         for waiting in self.waiting.pools:
             self._turns.give(waiting, now)
         return ended
@@ -413,8 +423,22 @@ class Scheduler:
             NotFound: Unknown worker.
         """
         pool, slot = self.workers.slot(tenant, rank)
-        pool.report(slot, metrics.validate())
-        self._turns.give(pool.id, self._clock())
+        now = self._clock()
+        pool.report(slot, metrics.validate(), now)
+        self._turns.give(pool.id, now)
+
+    def warnings(self) -> list[TenantWarning]:
+        """What an operator should know of the workers."""
+        seconds = self.settings.engine_metrics_seconds
+        found = []
+        for pool in self.workers:
+            if pool.silent:
+                ranks = [pool.ranks[slot] for slot in pool.order if slot in pool.silent]
+                names = ", ".join(f"{rank.worker_id}/{rank.dp_rank}" for rank in ranks[:NAMED_RANKS])
+                more = ", …" if len(ranks) > NAMED_RANKS else ""
+                text = f"model {pool.id.model}: engine metrics older than {seconds:g} s count no more: {names}{more}"
+                found.append(TenantWarning(pool.id.tenant, text))
+        return found
 
     def busy_thresholds(self, tenant: str) -> dict[str, BusyThresholds]:
         """Thresholds of every model of a tenant that has any, by model."""
@@ -466,6 +490,7 @@ class Scheduler:
                 cooldown_seconds=max(0.0, pool.cooldown_until.get(slot, now) - now),
                 draining=slot in pool.draining,
                 total_kv_blocks=pool.specs[slot].total_kv_blocks,
+                metrics_age_seconds=now - pool.reported_at[slot] if slot in pool.reported_at else None,
             )
             for index, (slot, load) in enumerate((slot, pool.load.at(slot)) for slot in pool.order)
         ]

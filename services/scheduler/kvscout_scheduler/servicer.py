@@ -275,7 +275,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             service=service_info(
                 self._started,
                 draining=self._scheduler.draining,
-                warnings=[*self._warnings(), *self._replica_warnings()],
+                warnings=[*self._warnings(), *self._replica_warnings(), *self._scheduler.warnings()],
             ),
             policy=settings.policy,
             overlap_score_weight=settings.overlap_score_weight,

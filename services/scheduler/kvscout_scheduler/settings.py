@@ -34,6 +34,10 @@ class SchedulerSettings:
     """Of bookings of unary callers, where the call names none."""
     owner_grace_seconds: float = 10.0
     """How long an owner's stream may be gone before its bookings end."""
+    worker_grace_seconds: float = 30.0
+    """How long a worker whose registration ended keeps its bookings: it may come back to them."""
+    engine_metrics_seconds: float = 30.0
+    """How long what an engine said of itself counts."""
     tombstone_seconds: float = 60.0
     """How long ended attempts are remembered."""
     max_tombstones: int = 262_144
@@ -57,11 +61,24 @@ class SchedulerSettings:
         Raises:
             ConfigError: Naming the first that is not.
         """
-        for name in ("overlap_score_weight", "router_temperature", "owner_grace_seconds", "cooldown_seconds"):
+        for name in (
+            "overlap_score_weight",
+            "router_temperature",
+            "owner_grace_seconds",
+            "cooldown_seconds",
+            "worker_grace_seconds",
+        ):
             value: float = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"must be a finite number of at least 0, not {value}", field=name)
-        for name in ("lease_seconds", "tombstone_seconds", "max_tombstones", "max_active_requests", "cpu_to_gpu_ratio"):
+        for name in (
+            "lease_seconds",
+            "engine_metrics_seconds",
+            "tombstone_seconds",
+            "max_tombstones",
+            "max_active_requests",
+            "cpu_to_gpu_ratio",
+        ):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"must be a finite number above 0, not {value}", field=name)

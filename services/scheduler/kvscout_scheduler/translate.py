@@ -245,6 +245,7 @@ def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
         cooldown_seconds=load.cooldown_seconds,
         draining=load.draining,
         total_kv_blocks=load.total_kv_blocks,
+        metrics_age_seconds=load.metrics_age_seconds,
     )
 
 

@@ -41,8 +41,15 @@ class WatchRpcs:
         last: list[Any] | None = None
         while True:
             loads = self._watched.potential_loads(pool)
-            # What counts down by itself is no change.
-            shown = [replace(load, cooldown_seconds=float(load.cooldown_seconds > 0)) for load in loads]
+            # What runs by itself is no change.
+            shown = [
+                replace(
+                    load,
+                    cooldown_seconds=float(load.cooldown_seconds > 0),
+                    metrics_age_seconds=None if load.metrics_age_seconds is None else 0.0,
+                )
+                for load in loads
+            ]
             if shown != last:
                 last = shown
                 yield scheduler_pb2.WatchLoadsResponse(loads=map(translate.load_to_proto, loads))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from kvscout_common.errors import NotFound, Unavailable
-from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.registry import ALL_TENANTS, Source
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_scheduler.bookings import Bookings
-from kvscout_scheduler.pool import Pool
+from kvscout_scheduler.booking import EndReason
+from kvscout_scheduler.bookings import END_AT_ONCE, Bookings
+from kvscout_scheduler.pool import Leaving, Pool
 from kvscout_scheduler.request import PoolId
 from kvscout_scheduler.settings import SchedulerSettings
 
+TAKEN_OUT = frozenset({"removed", Source.NATS, Source.FILE})
+"""Reasons of the registry for which a worker does not come back by itself; "nats" is a removal that somebody wrote to
+the bucket. All others (its lease, an address that DNS leaves out) may be the registry's trouble, not the worker's."""
+
 
 class Workers:
-    """Workers by name, pools by id. A registry listener; a pool is there while it has workers.
+    """Workers by name, pools by id. A registry listener; a pool is there while it has workers, or load of some.
 
     Args:
         settings: Settings of the scheduler.
@@ -48,25 +54,47 @@ class Workers:
         self._seen.add((spec.tenant, spec.model))
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """A worker's registration changed; its bookings stay if it serves the same model in blocks of the same kind
-        on the same ranks, else they end: it is another worker then."""
-        if (pool_of(old), old.pool, old.ranks) == (pool_of(new), new.pool, new.ranks):
-            self._pools[pool_of(new)].update(new)
+        """A worker's registration changed; its bookings stay. Those that it cannot have any more (it serves another
+        model, other blocks, fewer ranks) are load of nobody's until they end by themselves."""
+        if pool_of(old) == pool_of(new):
+            self._pools[pool_of(new)].update(old, new)
             self._specs[new.tenant, new.worker_id] = new
         else:
-            self.worker_removed(old, "replaced")
+            self._remove(old, Leaving(math.inf))
             self.worker_added(new)
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """A worker is gone; its bookings end."""
-        pool = self._pools[pool_of(spec)]
-        now = self._clock()
-        for slot in pool.slots(spec):
-            self._bookings.drop_slot(pool, slot, now)
-        pool.remove(spec)
+        """A worker is gone. If somebody took it out, its bookings end; else they stay for the grace time, in which it
+        may come back to them."""
+        taken_out, now = reason in TAKEN_OUT, self._clock()
+        grace = 0.0 if taken_out else self._settings.worker_grace_seconds
+        self._remove(spec, Leaving(now + grace, taken_out))
+        if self.expire(now, END_AT_ONCE) < END_AT_ONCE:
+            self._bookings.tell_ends()
+
+    def expire(self, now: float, limit: int) -> int:
+        """Ends bookings on ranks that have left for good, and pools that have neither workers nor bookings.
+
+        Args:
+            now: On the scheduler's clock.
+            limit: How many bookings.
+
+        Returns:
+            Bookings that ended.
+        """
+        ended = 0
+        for pool in list(self._pools.values()):
+            for slot, leaving in list(pool.leaving.items()):
+                if leaving.until <= now and ended < limit:
+                    reason = EndReason.WORKER_REMOVED if leaving.taken_out else EndReason.WORKER_GONE
+                    ended += self._bookings.drop_slot(pool, slot, reason, now, limit - ended)
+            if not pool.order and not pool.leaving:
+                del self._pools[pool.id]
+        return ended
+
+    def _remove(self, spec: WorkerSpec, leaving: Leaving) -> None:
+        self._pools[pool_of(spec)].remove(spec, leaving)
         del self._specs[spec.tenant, spec.worker_id]
-        if not pool.order:
-            del self._pools[pool.id]
 
     def pool(self, pool_id: PoolId) -> Pool:
         """A pool that has workers.
@@ -76,7 +104,7 @@ class Workers:
             Unavailable: It was, but has no worker of this role now.
         """
         pool = self._pools.get(pool_id)
-        if pool is None:
+        if pool is None or not pool.order:
             self.require_model(pool_id.tenant, pool_id.model)
             raise Unavailable(f"model {pool_id.model!r} has no {pool_id.role} worker now")
         return pool
