@@ -40,7 +40,8 @@ from scripted_engine import (
 )
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, workers_pb2
-from kvscout_common.channel import call
+from kvscout_common.channel import call, to_error
+from kvscout_common.errors import Unavailable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -549,11 +550,14 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(stack: 
         await until_running(slow)
         gateway.process.send_signal(signal.SIGTERM)
 
-        async def draining() -> bool:
-            return (await client.status()).service.draining
+        async def refused() -> bool:
+            try:
+                await client.generate([1, 2, 3])
+            except grpc.aio.AioRpcError as error:
+                return isinstance(to_error(error), Unavailable)
+            return False
 
-        await eventually(draining)
-        await failing(client.generate([1, 2, 3]), grpc.StatusCode.UNAVAILABLE, "draining")
+        await eventually(refused)
         await rest(running_call, got)
         assert len(got.token_ids) == 5
         assert await gateway.process.wait() == 0
