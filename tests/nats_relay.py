@@ -25,6 +25,9 @@ class NatsRelay:
         """Probabilities."""
         self.lost = self.repeated = self.reordered = 0
         self.url = ""
+        self.answers = asyncio.Event()
+        """Cleared = connections are taken, and nothing comes of them."""
+        self.answers.set()
         self._port = port
         self._rng = Random(seed)
         self._concerns = concerns
@@ -45,6 +48,7 @@ class NatsRelay:
         await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self.answers.wait()
         try:
             upstream, onward = await asyncio.open_connection("127.0.0.1", self._port)
         except OSError:

@@ -69,7 +69,7 @@ class Node:
         await eventually(met, what=what or f"a condition; listed: {self.worker_ids}, {self.shared.problem!r}")
 
     async def raw(self, key: str, value: bytes) -> None:
-        await self.link.require().publish(f"$KV.{self.link.names.workers_bucket}.{key}", value)
+        await (await self.link.require()).publish(f"$KV.{self.link.names.workers_bucket}.{key}", value)
 
 
 async def until_listed(node: Node, worker_ids: list[str]) -> None:

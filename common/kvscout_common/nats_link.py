@@ -34,6 +34,8 @@ Hook = Callable[[], Awaitable[None]]
 DEFAULT_SERVER = "nats://localhost:4222"
 DEFAULT_NAMESPACE = "default"
 CONNECT_SECONDS = 2
+FIRST_SECONDS = 5.0
+"""How long after the start calls wait for the first connection: a service answers before it has one."""
 RECONNECT_SECONDS = 0.5
 PING_SECONDS = 5
 """A server that does not answer two pings in a row counts as gone."""
@@ -152,6 +154,9 @@ class NatsLink:
         self._hooks: list[Hook] = []
         self._slow_hooks: list[Callable[[str], None]] = []
         self._connections = asyncio.Event()
+        self._first = asyncio.Event()
+        """There was a connection."""
+        self._started_at: float | None = None
         self._warnings = RateLimitedLog(log)
         self._closed = False
         self._connecting = False
@@ -162,12 +167,18 @@ class NatsLink:
         """Whether the server is there now."""
         return self.client.is_connected
 
-    def require(self) -> nats.aio.client.Client:
-        """The client, connected.
+    async def require(self) -> nats.aio.client.Client:
+        """The client, connected. Waits while the first connection is being made, in the first seconds of a process.
 
         Raises:
             Unavailable: It is not.
         """
+        if not self._first.is_set():
+            try:
+                async with asyncio.timeout_at(self._first_until()):
+                    await self._first.wait()
+            except TimeoutError:
+                pass
         if not self.client.is_connected:
             raise Unavailable(self.problem or "not connected to NATS")
         return self.client
@@ -192,6 +203,7 @@ class NatsLink:
         """
         tls = ssl.create_default_context(cafile=str(self.config.ca)) if self.config.ca else None
         self._connecting = True
+        self._first_until()
         await self.client.connect(
             servers=list(self.config.servers),
             name=self._name,
@@ -231,6 +243,11 @@ class NatsLink:
                 # The client meets a connection that broke a moment ago; it is closed all the same.
                 log.info("the connection to NATS broke while it was closed: %r", error)
 
+    def _first_until(self) -> float:
+        if self._started_at is None:
+            self._started_at = asyncio.get_running_loop().time()
+        return self._started_at + FIRST_SECONDS
+
     async def _run_hooks(self) -> None:
         for hook in self._hooks:
             while not self._connections.is_set():
@@ -249,6 +266,7 @@ class NatsLink:
 
     async def _on_connected(self) -> None:
         log.info("connected to NATS at %s", self.client.connected_url and self.client.connected_url.netloc)
+        self._first.set()
         self._connections.set()
 
     async def _on_disconnected(self) -> None:

@@ -40,8 +40,6 @@ CHECK_SECONDS = 0.5
 LAG_SECONDS = 5.0
 """A watch that has not brought by then what the server has is broken."""
 RETRY_SECONDS = 0.5
-CONNECT_SECONDS = 2.0
-"""Time that the first connection has before its lack is a problem."""
 READ_SECONDS = 30.0
 """Longest wait for all of the bucket."""
 IDLE_SECONDS = 60.0
@@ -111,11 +109,6 @@ class NatsRegistry:
 
     async def run(self) -> None:
         """Follows the bucket for ever."""
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await self._reconnected.wait()
-        except TimeoutError:
-            pass  # following says what is wrong
         while True:
             try:
                 await self._follow()

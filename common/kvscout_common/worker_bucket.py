@@ -106,7 +106,7 @@ class WorkerBucket:
     async def open(self) -> tuple[KeyValue, StreamInfo]:
         """The bucket, made if there is none, and its state."""
 
-        js, name = self._js(), self._names.workers_bucket
+        js, name = await self._js(), self._names.workers_bucket
         try:
             try:
                 bucket = await js.key_value(name)
@@ -129,7 +129,7 @@ class WorkerBucket:
             Unavailable: NATS does not say within the time.
         """
 
-        js = self._link.require().jetstream(timeout=timeout_seconds)
+        js = (await self._link.require()).jetstream(timeout=timeout_seconds)
         try:
             return await js.stream_info(self._stream)
         except nats.js.errors.NotFoundError as error:
@@ -154,7 +154,7 @@ class WorkerBucket:
 
         key = self._names.worker_key(*name)
         try:
-            message = await self._js().get_last_msg(self._stream, f"$KV.{self._names.workers_bucket}.{key}")
+            message = await (await self._js()).get_last_msg(self._stream, f"$KV.{self._names.workers_bucket}.{key}")
         except nats.js.errors.NotFoundError:
             return Renewal.LOST
         except (nats.errors.Error, TimeoutError, OSError) as error:
@@ -228,16 +228,16 @@ class WorkerBucket:
         subject = f"$KV.{self._names.workers_bucket}.{self._names.worker_key(*name)}"
         try:
             try:
-                ack = await self._js().publish(subject, value, headers=headers)
+                ack = await (await self._js()).publish(subject, value, headers=headers)
             except nats.js.errors.NoStreamResponseError:
                 await self.open()
-                ack = await self._js().publish(subject, value, headers=headers)
+                ack = await (await self._js()).publish(subject, value, headers=headers)
         except (nats.errors.Error, TimeoutError, OSError) as error:
             raise _unavailable(error) from error
         return ack.seq
 
-    def _js(self) -> JetStreamContext:
-        return self._link.require().jetstream(timeout=CALL_SECONDS)
+    async def _js(self) -> JetStreamContext:
+        return (await self._link.require()).jetstream(timeout=CALL_SECONDS)
 
 
 def _unavailable(error: BaseException) -> Unavailable:

@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from nats_server import NatsServer, nats_server
 from processes import eventually
 
+from kvscout_common import nats_link
 from kvscout_common.errors import ConfigError, Unavailable
 from kvscout_common.nats_link import NatsConfig, NatsLink, nats_flags
 
@@ -82,7 +83,7 @@ def test_the_environment_of_other_nats_tools_is_honoured(tmp_path: Path) -> None
     assert [config and config.servers for config in seen] == [None, ("nats://a:1",), ("nats://a:1",)]
 
 
-async def test_hooks_run_after_each_connection_and_subscriptions_live_on() -> None:
+async def test_hooks_run_after_each_connection_and_subscriptions_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async with nats_server() as server:
         link = NatsLink(NatsConfig((server.url,)), "test")
         ran: list[str] = []
@@ -98,21 +99,22 @@ async def test_hooks_run_after_each_connection_and_subscriptions_live_on() -> No
 
         link.on_connected(first)
         link.on_connected(second)
+        monkeypatch.setattr(nats_link, "FIRST_SECONDS", 0.05)
         with pytest.raises(Unavailable, match="not connected"):
-            link.require()
+            await link.require()
         async with running_link(link):
             await until_usable(link)
             assert ran == ["first", "first", "second"]
             heard: asyncio.Queue[bytes] = asyncio.Queue()
-            await link.require().subscribe("s", cb=into(heard))
+            await (await link.require()).subscribe("s", cb=into(heard))
             await server.kill()
             await until_lost(link)
             with pytest.raises(Unavailable, match="NATS"):
-                link.require()
+                await link.require()
             await server.start()
             await until_usable(link)
             assert ran[3:] == ["first", "second"]
-            await link.require().publish("s", b"again")
+            await (await link.require()).publish("s", b"again")
             async with asyncio.timeout(5):
                 assert await heard.get() == b"again"
 
@@ -136,7 +138,7 @@ async def test_a_connection_that_the_server_ends_for_good_is_an_error_of_the_pro
         link = NatsLink(NatsConfig((server.url,)), "test")
         task = asyncio.create_task(link.run())
         await until_usable(link)
-        await link.require().close()
+        await (await link.require()).close()
         with pytest.raises(Unavailable, match="for good"):
             async with asyncio.timeout(5):
                 await task
@@ -151,11 +153,11 @@ async def test_what_was_published_is_sent_before_the_link_closes(tmp_path: Path)
         async with running_link(listener):
             await until_usable(listener)
             heard: asyncio.Queue[bytes] = asyncio.Queue()
-            await listener.require().subscribe("s", cb=into(heard))
-            await listener.require().flush()
+            await (await listener.require()).subscribe("s", cb=into(heard))
+            await (await listener.require()).flush()
             async with running_link(speaker):
                 await until_usable(speaker)
-                await speaker.require().publish("s", b"last words")
+                await (await speaker.require()).publish("s", b"last words")
             async with asyncio.timeout(5):
                 assert await heard.get() == b"last words"
     finally:

@@ -194,7 +194,7 @@ async def test_a_nats_that_lost_its_store_is_filled_again(world: World) -> None:
 async def test_a_bucket_that_is_deleted_is_made_again(world: World) -> None:
     nodes = [await world.node(), await world.node()]
     await nodes[0].shared.register(A, 0)
-    js = nodes[0].link.require().jetstream()
+    js = (await nodes[0].link.require()).jetstream()
     await js.delete_key_value(nodes[0].link.names.workers_bucket)
     late = nodes[0]
 
@@ -225,7 +225,7 @@ async def test_what_was_removed_while_a_follower_was_away_is_removed_there(world
 async def test_a_watch_that_broke_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvscout_common.registry_nats.LAG_SECONDS", 1.0)
     one, other = await world.node(), await world.node()
-    js = one.link.require().jetstream()
+    js = (await one.link.require()).jetstream()
     stream = f"KV_{one.link.names.workers_bucket}"
     for consumer in await js.consumers_info(stream):
         await js.delete_consumer(stream, consumer.name)
@@ -306,7 +306,7 @@ async def test_where_the_server_keeps_no_time_followers_delete_what_ended(world:
         await eventually(connected)
         bucket = server_link.names.workers_bucket
         await (
-            server_link.require()
+            (await server_link.require())
             .jetstream()
             .add_stream(
                 StreamConfig(

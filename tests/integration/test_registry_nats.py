@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 from gateway_stack import fresh_prompt, together
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from mocker_process import MockerProcess, running_mocker
+from nats_relay import NatsRelay
 from nats_server import NatsServer, nats_server
 from processes import Running, eventually, running
 
@@ -204,6 +206,35 @@ async def test_the_gateway_tells_of_a_helper_that_does_not_follow(tmp_path: Path
 
             await eventually(told)
             await channel.close()
+
+
+async def test_a_call_that_comes_before_the_first_connection_waits_for_it() -> None:
+    stubs: dict[str, Any] = {
+        "indexer": indexer_pb2_grpc.IndexerStub,
+        "scheduler": scheduler_pb2_grpc.SchedulerStub,
+        "gateway": gateway_pb2_grpc.GatewayStub,
+    }
+    async with nats_server() as server, AsyncExitStack() as stack:
+        relay = NatsRelay(server.port, 0, lambda subject: False)
+        await relay.start()
+        stack.push_async_callback(relay.close)
+        relay.answers.clear()
+        flags = ("--nats-server", relay.url)
+        started = await stack.enter_async_context(
+            together(*(running(f"kvscout_{name}.main", *flags) for name in stubs))
+        )
+        registering = []
+        for (name, stub), process in zip(stubs.items(), started, strict=True):
+            channel = open_channel(process.address)
+            stack.push_async_callback(channel.close)
+            worker = workers_pb2.Worker(worker_id=name, model="m", block_size=16)
+            request = workers_pb2.RegisterWorkerRequest(worker=worker)
+            registering.append(asyncio.create_task(call(stub(channel).RegisterWorker, request, timeout=SECONDS)))
+            # An answer to what was asked later: the call has come.
+            await call(stub(channel).ListWorkers, workers_pb2.ListWorkersRequest(), timeout=SECONDS)
+        assert not any(task.done() for task in registering)
+        relay.answers.set()
+        assert all(answer.created for answer in await asyncio.gather(*registering))
 
 
 async def test_services_start_and_stop_without_their_nats() -> None:
