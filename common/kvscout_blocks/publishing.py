@@ -157,7 +157,7 @@ class Publication:
         self.held_back = False
         """Nothing may be sent yet."""
         self.in_flight: list[_Waiting] = []
-        self._adapters = adapters
+        self.adapters = adapters
         self._outbox = outbox
         self._max_message_bytes = max_message_bytes
         self._has_state = has_state
@@ -206,7 +206,7 @@ class Publication:
         local = self.local
         assert local.epoch is not None
         message: bytes | None = encode_batch(
-            self.rank, self.pool, self._adapters, batch.content, epoch=local.epoch, event_id=batch.event_id
+            self.rank, self.pool, self.adapters, batch.content, epoch=local.epoch, event_id=batch.event_id
         )
         assert message is not None
         if len(message) > self._max_message_bytes:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from dataclasses import replace
 
 import nats
 import pytest
-from bridge_stack import NAMES, SPEC, Stack, stacked
+from bridge_stack import NAMES, SPEC, BridgeHere, Stack, stacked
 from engine_events import CLEARED, batch, chain, prompt, removed, stored
 from event_listener import Listener
 from nats_server import nats_server
@@ -21,7 +22,7 @@ from kvscout_bridge.servicer import BridgeServicer
 from kvscout_common.errors import FailedPrecondition, Unavailable
 from kvscout_common.nats_link import NatsConfig, NatsLink
 from kvscout_common.registry import WorkerName
-from kvscout_common.worker import Transport
+from kvscout_common.worker import Adapter, Transport
 from kvscout_common.worker_bucket import Stored, WorkerBucket
 
 
@@ -213,6 +214,35 @@ async def test_it_starts_before_nats_and_before_the_engine() -> None:
         await stack.engine.subscribed()
         await stack.publish(*chain(5))
         await listener.reaches(stack.payloads)
+
+
+async def test_only_what_is_read_otherwise_is_read_anew() -> None:
+    async with stacked("nats-core") as (stack, listener):
+        assert isinstance(stack.bridge, BridgeHere)
+        bridge = stack.bridge.bridge
+        await stack.engine.subscribed()
+        await stack.publish(*chain(3))
+        await listener.reaches(stack.payloads)
+        [before], first = bridge.ranks("*"), await stack.source()
+        asked = len(stack.engine.replays_asked)
+        spec = before.spec
+        for other in (
+            replace(spec, labels={"zone": "b"}),
+            replace(spec, total_kv_blocks=100, http_endpoint="http://elsewhere:8000", draining=True),
+            replace(spec, adapters=(Adapter("poet", 1),)),
+        ):
+            bridge.registry.update(other)
+            [rank] = bridge.ranks("*")
+            assert rank is before
+            assert rank.spec == other
+        await stack.publish(*chain(5)[3:])
+        await listener.reaches(stack.payloads)
+        assert (await stack.source()).epoch == first.epoch
+        assert len(stack.engine.replays_asked) == asked
+        [endpoint] = spec.event_endpoints
+        bridge.registry.update(replace(spec, event_endpoints=(replace(endpoint, topic="kv"),)))
+        [rank] = bridge.ranks("*")
+        assert rank is not before
 
 
 async def test_an_engine_that_is_removed_or_that_others_remove_is_registered_no_more() -> None:

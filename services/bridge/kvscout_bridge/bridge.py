@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 import nats.errors
@@ -158,6 +158,10 @@ class Bridge:
             return
         for rank in spec.ranks:
             endpoint = spec.event_endpoint(rank.dp_rank)
+            bridged = self._ranks.get((spec.tenant, rank))
+            if bridged is not None:
+                bridged.take(spec)
+                continue
             if endpoint is None:
                 log.warning("worker %s/%d has no event endpoint: nothing of it is bridged", *rank)
                 continue
@@ -181,21 +185,19 @@ class Bridge:
         self._record_due.set()
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """Bridges a worker anew, unless it only drains."""
-        if old.with_draining(new.draining) == new:
-            self.registrations.add(new)
-            return
+        """Bridges anew what is read otherwise now; readers of the rest need not hear of it."""
+        kept = {rank for rank in new.ranks if (bridged := self._ranks.get((new.tenant, rank))) and bridged.reads(new)}
         # The registration stays, and is replaced: whoever follows it would forget the worker in between.
-        self._close(old)
+        self._close(old, set(old.ranks) - kept)
         self.worker_added(new)
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
         """Ends a worker's bridges."""
-        self._close(spec)
+        self._close(spec, spec.ranks)
         self.registrations.remove(spec)
 
-    def _close(self, spec: WorkerSpec) -> None:
-        for rank in spec.ranks:
+    def _close(self, spec: WorkerSpec, ranks: Iterable[WorkerRank]) -> None:
+        for rank in ranks:
             key = (spec.tenant, rank)
             bridged = self._ranks.pop(key, None)
             if bridged is None:

@@ -68,6 +68,7 @@ class BridgedRank:
     ) -> None:
         self.spec = spec
         self.rank = rank
+        self.endpoint = endpoint
         options = WorkerOptions.of(spec)
         self.index = make_index(spec.block_size, spec.eagle)
         self.index.add_worker(rank, options)
@@ -102,6 +103,17 @@ class BridgedRank:
         self._held_bytes = 0
         self._held_all = True
         """Every batch since the start is held."""
+
+    def reads(self, spec: WorkerSpec) -> bool:
+        """Whether what it reads, and from where, is what a registration says."""
+        return self.spec.pool == spec.pool and self.endpoint == spec.event_endpoint(self.rank.dp_rank)
+
+    def take(self, spec: WorkerSpec) -> None:
+        """Goes on with a registration that it `reads`."""
+        self.spec = self.source.spec = spec
+        options = WorkerOptions.of(spec)
+        self.index.add_worker(self.rank, options)
+        self.publication.adapters = options.adapters
 
     def open(self) -> None:
         """Begins to read."""
