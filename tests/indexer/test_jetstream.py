@@ -38,12 +38,14 @@ from stream_world import (
 from kvscout.v1 import bridge_pb2, indexer_pb2
 from kvscout_blocks.recovery import RecoveryService, serve_recovery
 from kvscout_common import registry_nats
-from kvscout_common.shards import Shard
+from kvscout_common.shards import WHOLE, Shard
 from kvscout_indexer import publisher_feed, snapshotter, stream_pull, stream_reader
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.jetstream import JetStream
+from kvscout_indexer.position import SnapshotId
 from kvscout_indexer.snapshot import Snapshot
+from kvscout_indexer.snapshots import Snapshots
 from kvscout_indexer.snapshotter import Snapshotter
 from kvscout_indexer.stream_reader import StreamReader
 
@@ -197,6 +199,27 @@ async def test_what_is_purged_is_in_both_snapshots_that_are_kept(world: World) -
         await register(client)
         await until_overlap(client, 2)
         assert await dump(client, indexer) == before
+
+
+async def test_snapshots_of_a_former_number_of_shards_are_dropped(world: World) -> None:
+    w = world.publisher()
+    bucket = NAMES.snapshots_bucket(TENANT, MODEL)
+    halves = [Snapshots(world.js, bucket, Shard(index, 2)) for index in (0, 1)]
+    async with local_indexer(config(world, snapshot_threshold=4)) as (client, _):
+        await register(client)
+        await w.grow(4)
+        await until(world.snapshots, [4])
+        [(incarnation, _)] = (await halves[0].complete())[WHOLE]
+        for sequence, half in ((2, halves[0]), (4, halves[1]), (20, halves[1])):
+            await half.write(Snapshot(SnapshotId(incarnation, sequence), 0.0, ()))
+        await w.grow(4)
+        await until(world.first_sequence, 5)
+
+        async def left() -> list[int]:
+            return [each.sequence for half in (0, 1) for each in (await halves[0].complete())[Shard(half, 2)]]
+
+        await until(left, [20])
+        assert (await halves[0].complete())[WHOLE] == [SnapshotId(incarnation, each) for each in (4, 8)]
 
 
 async def test_a_snapshot_comes_before_events_are_old(world: World) -> None:

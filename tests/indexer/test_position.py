@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvscout_indexer.position import Resume, SnapshotId, SnapshotSchedule, StreamState, follows, resume, retention
+from kvscout_indexer.position import (
+    Resume,
+    SnapshotId,
+    SnapshotSchedule,
+    StreamState,
+    follows,
+    resume,
+    retention,
+    superseded,
+)
 
 NOW, OLD = 2_000, 1_000
 """Incarnations."""
@@ -64,6 +73,12 @@ def test_two_snapshots_are_kept_and_what_both_have_is_purged() -> None:
     assert retention(at(5), NOW) == ((), 0)
     assert retention(at(9, 5), NOW) == ((), 5)
     assert retention(at(5, 9, 14), NOW) == (tuple(at(5)), 9)
+
+
+def test_snapshots_of_a_former_number_of_shards_go_when_nothing_follows_them() -> None:
+    former = [*at(5, 9, 14), *at(90, incarnation=OLD)]
+    assert superseded(former, NOW, 0) == ()
+    assert superseded(former, NOW, 9) == (*at(5, 9), *at(90, incarnation=OLD))
 
 
 def test_snapshots_of_a_stream_that_is_gone_are_dropped_first_and_purge_nothing() -> None:

@@ -85,9 +85,9 @@ async def test_dropped_snapshots_leave_no_trace(world: World, store: Snapshots) 
     ids = [snapshot(sequence).id for sequence in (3, 5)]
     for each in (3, 5):
         await store.write(snapshot(each))
-    await store.drop([ids[0], SnapshotId(INCARNATION, 99)])
+    await store.drop(WHOLE, [ids[0], SnapshotId(INCARNATION, 99)])
     assert await store.complete() == {WHOLE: [ids[1]]}
-    await store.drop([ids[1]])
+    await store.drop(WHOLE, [ids[1]])
     assert (await world.js.stream_info(f"OBJ_{BUCKET}")).state.messages == 0
 
 
@@ -119,7 +119,12 @@ async def test_shards_have_snapshots_of_their_own(world: World) -> None:
     await stores[1].write(snapshot(6))
     expected = {halves[0]: [snapshot(4).id], halves[1]: [snapshot(6).id]}
     assert await stores[0].complete() == await stores[1].complete() == expected
-    assert await Snapshots(world.js, BUCKET, WHOLE).complete() == {WHOLE: []}
+    whole = Snapshots(world.js, BUCKET, WHOLE)
+    assert await whole.complete() == {WHOLE: [], **expected}
+    with pytest.raises(SnapshotBroken):
+        await whole.read(snapshot(4).id)
+    await whole.drop(halves[0], [snapshot(4).id])
+    assert await whole.complete() == {WHOLE: [], halves[1]: [snapshot(6).id]}
 
 
 async def test_objects_of_others_are_left_alone(world: World, store: Snapshots) -> None:

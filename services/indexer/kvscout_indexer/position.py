@@ -115,6 +115,19 @@ def retention(snapshots: Iterable[SnapshotId], incarnation: int) -> Retention:
     return Retention(tuple(ordered[SNAPSHOTS_KEPT:]), min(covered) if len(covered) == SNAPSHOTS_KEPT else 0)
 
 
+def superseded(snapshots: Iterable[SnapshotId], incarnation: int, purge_through: int) -> tuple[SnapshotId, ...]:
+    """Which snapshots go of a shard that there is no longer, since the number of shards is another.
+
+    Args:
+        snapshots: Complete ones of that shard.
+        incarnation: Of the stream.
+        purge_through: What all shards of now have in the snapshots that they keep; 0 = not all keep two yet.
+    """
+    return tuple(
+        s for s in snapshots if purge_through and (s.incarnation != incarnation or s.sequence <= purge_through)
+    )
+
+
 class SnapshotSchedule:
     """When a snapshot is due: after so many messages, or before the oldest message in none of them is old.
 

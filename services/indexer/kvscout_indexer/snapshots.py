@@ -47,7 +47,7 @@ class Snapshots:
     Args:
         js: JetStream.
         bucket: Name of the object store.
-        shard: The workers that the snapshots of this replica are of; those of other shards are left alone.
+        shard: The workers that the snapshots of this replica are of; those of other shards are never read.
         replicas: Servers that keep a copy of a bucket made here.
     """
 
@@ -59,7 +59,7 @@ class Snapshots:
         self._replicas = replicas
 
     async def complete(self) -> dict[Shard, list[SnapshotId]]:
-        """Every snapshot whose upload was completed, by shard, for as many shards as there are now.
+        """Every snapshot whose upload was completed, by shard: those of now, and former ones that have any.
 
         Raises:
             nats.errors.Error: The store cannot be asked.
@@ -70,8 +70,7 @@ class Snapshots:
             match = _NAME.fullmatch(_decoded(subject.removeprefix(prefix)))
             if match is not None:
                 sequence, incarnation, index, count = map(int, match.groups())
-                if Shard(index, count) in found:
-                    found[Shard(index, count)].append(SnapshotId(incarnation, sequence))
+                found.setdefault(Shard(index, count), []).append(SnapshotId(incarnation, sequence))
         return found
 
     async def read(self, snapshot: SnapshotId) -> Snapshot:
@@ -81,7 +80,7 @@ class Snapshots:
             SnapshotBroken: It is not complete, or no longer there, or of a version that cannot be read.
             nats.errors.Error: The store cannot be asked; trying again may help.
         """
-        name = self._name(snapshot)
+        name = _name(self._shard, snapshot)
         try:
             store = await self._js.object_store(self._bucket)
             info = await store.get_info(name)
@@ -103,7 +102,7 @@ class Snapshots:
             nats.errors.Error: It cannot be stored.
         """
         store = await self._store()
-        name = self._name(snapshot.id)
+        name = _name(self._shard, snapshot.id)
         try:
             return (await store.get_info(name)).size or 0
         except NotFoundError:
@@ -113,15 +112,15 @@ class Snapshots:
         info = await store.put(name, content, meta=ObjectMeta(name=name, options=options))
         return info.size or 0
 
-    async def drop(self, snapshots: Iterable[SnapshotId]) -> None:
-        """Removes snapshots and every trace of them.
+    async def drop(self, shard: Shard, snapshots: Iterable[SnapshotId]) -> None:
+        """Removes snapshots of a shard and every trace of them.
 
         Raises:
             nats.errors.Error: It cannot be done.
         """
         store = await self._js.object_store(self._bucket)
         for snapshot in snapshots:
-            name = self._name(snapshot)
+            name = _name(shard, snapshot)
             try:
                 info = await store.get_info(name)
             except NotFoundError:
@@ -163,9 +162,6 @@ class Snapshots:
             await self._js.delete_object_store(self._bucket)
         except NotFoundError:
             pass
-
-    def _name(self, snapshot: SnapshotId) -> str:
-        return f"snap-{snapshot.sequence}-{snapshot.incarnation}-{self._shard.index}of{self._shard.count}"
 
     async def _store(self) -> ObjectStore:
         try:
@@ -218,6 +214,10 @@ class _Pieces(io.BufferedIOBase):
             self._left = self._left[taken:]
             filled += taken
         return filled
+
+
+def _name(shard: Shard, snapshot: SnapshotId) -> str:
+    return f"snap-{snapshot.sequence}-{snapshot.incarnation}-{shard.index}of{shard.count}"
 
 
 def _encoded(name: str) -> str:

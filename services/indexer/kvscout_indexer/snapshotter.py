@@ -22,7 +22,7 @@ from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.nats_names import encode_name
 from kvscout_common.shards import Shard
 from kvscout_common.telemetry import RateLimitedLog
-from kvscout_indexer.position import retention
+from kvscout_indexer.position import retention, superseded
 from kvscout_indexer.stream_reader import StreamReader
 
 log = logging.getLogger("kvscout.snapshots")
@@ -183,14 +183,20 @@ class Snapshotter:
     async def clean(self) -> None:
         """Keeps the two newest snapshots, and purges the stream of what the older one of every shard contains.
 
+        Snapshots of a former number of shards go once nothing of the stream follows them.
+
         Raises:
             nats.errors.Error: The server cannot be asked.
         """
         reader = self._reader
         stream = await reader.state()
         by_shard = await reader.snapshots.complete()
-        await reader.snapshots.drop(retention(by_shard[self._shard], stream.incarnation).drop)
-        through = min(retention(snapshots, stream.incarnation).purge_through for snapshots in by_shard.values())
+        kept = {shard: retention(snapshots, stream.incarnation) for shard, snapshots in by_shard.items()}
+        await reader.snapshots.drop(self._shard, kept[self._shard].drop)
+        through = min(each.purge_through for shard, each in kept.items() if shard.count == self._shard.count)
         if through >= stream.first:
             await self._js.purge_stream(reader.name, seq=through + 1)
+        for shard, snapshots in by_shard.items():
+            if shard.count != self._shard.count:
+                await reader.snapshots.drop(shard, superseded(snapshots, stream.incarnation, through))
         await reader.snapshots.sweep(time.time())
