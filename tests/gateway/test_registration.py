@@ -309,7 +309,7 @@ async def test_one_refused_registration_keeps_no_other_worker_back(fleet: Fleet)
     await until(lambda: fleet.services[0].worker_ids == ["b"])
     member = node.registration.members[0]
     await until(lambda: shown([problem(member)]) == ["refuses a and 0 more: worker_id: not this one"])
-    assert member.pending == 1
+    await until(lambda: member.pending == 1)
     with pytest.raises(Unavailable, match="refuses a"):
         await node.registration.flush(0.1)
     fleet.services[0].refused.clear()
