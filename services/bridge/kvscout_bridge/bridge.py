@@ -37,6 +37,8 @@ log = logging.getLogger("kvscout.bridge")
 MAX_RECOVERIES = 16
 """Replays that run at once."""
 TICK_SECONDS = 0.1
+DRAIN_SECONDS = 3.0
+"""Longest wait for NATS at the end: the next bridge reads again from the engine what NATS does not take."""
 RECORD_SECONDS = 1.0
 """How often the last batch of each rank is put on record; it must still be among what the engine replays."""
 
@@ -97,12 +99,13 @@ class Bridge:
         """Reads no more, and waits until NATS has what was read."""
         for rank in self._ranks.values():
             self._closing.add(rank.close())
-        await self.sender.drained(self.outbox)
         try:
-            await self._write_records()
+            async with asyncio.timeout(DRAIN_SECONDS):
+                await self.sender.drained(self.outbox)
+                await self._write_records()
         except (nats.errors.Error, TimeoutError, OSError) as error:
             # The next bridge goes on from the record before this one.
-            log.warning("the last event of each engine was not written down: %r", error)
+            log.warning("the last events of the engines are not all sent and written down: %r", error)
 
     async def close(self) -> None:
         """Closes every socket."""
