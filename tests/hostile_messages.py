@@ -32,7 +32,7 @@ INT64S = [*INT32S, 2**53 + 1, 2**63 - 1, -(2**63)]
 FLOATS = [0.0, -0.0, 0.5, 0.7, 1.0, 2.0, -1.0, 1e-9, 5e-324, 1e30, 1e308, float("nan"), float("inf"), float("-inf")]
 LENGTHS = [0, 1, 1, 2, 3, 17]
 MOSTLY_SET = {"tenant", "model", "worker_id", "worker", "hello", "request_id", "version"}
-LONG_LENGTHS = [1_024, 1_025, 20_000]
+LONG_LENGTHS = [1_024, 1_025, 20_000, 300_000]
 
 _NUMBERS: dict[int, list[Any]] = {
     FieldDescriptor.CPPTYPE_INT32: INT32S,

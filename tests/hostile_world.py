@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import tempfile
 from collections.abc import AsyncIterator
@@ -15,10 +16,12 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from mocker_process import running_mocker
 from nats_server import nats_server
+from process_metrics import scrape
 from processes import Running, eventually, running
 
 from kvscout.v1 import (
     bridge_pb2,
+    bridge_pb2_grpc,
     events_pb2,
     gateway_pb2,
     gateway_pb2_grpc,
@@ -51,6 +54,14 @@ SERVICES = {
     "gateway": gateway_pb2.DESCRIPTOR,
     "bridge": bridge_pb2.DESCRIPTOR,
 }
+STUBS: dict[str, Any] = {
+    "indexer": indexer_pb2_grpc.IndexerStub,
+    "scheduler": scheduler_pb2_grpc.SchedulerStub,
+    "gateway": gateway_pb2_grpc.GatewayStub,
+    "bridge": bridge_pb2_grpc.BridgeStub,
+}
+REGISTRIES = ("gateway", "indexer", "scheduler")
+"""Services that have workers registered."""
 CALL_SECONDS = 20.0
 MAX_RSS_BYTES = 700 << 20
 """Of a service: several times what it has with all that the hostile tenant can register and book."""
@@ -134,18 +145,16 @@ class HostileWorld:
             tenant=PROBE, model="probe-m", active_prefill_tokens_threshold=5_000
         )
         await scheduler.SetBusyThresholds(thresholds, timeout=CALL_SECONDS)
-        self.registered = {service: await self._workers(service) for service in ("gateway", "indexer", "scheduler")}
+        self.registered = {service: await self._workers(service) for service in REGISTRIES}
 
     def _stubs(self) -> tuple[Any, Any, Any]:
-        return (
-            self.stub("gateway", gateway_pb2_grpc.GatewayStub),
-            self.stub("indexer", indexer_pb2_grpc.IndexerStub),
-            self.stub("scheduler", scheduler_pb2_grpc.SchedulerStub),
-        )
+        gateway, indexer, scheduler = (self.stub(name, STUBS[name]) for name in REGISTRIES)
+        return gateway, indexer, scheduler
 
     async def _workers(self, service: str) -> bytes:
-        stub: Any = dict(zip(("gateway", "indexer", "scheduler"), self._stubs(), strict=True))[service]
-        answer = await stub.ListWorkers(workers_pb2.ListWorkersRequest(tenant=PROBE), timeout=CALL_SECONDS)
+        answer = await self.stub(service, STUBS[service]).ListWorkers(
+            workers_pb2.ListWorkersRequest(tenant=PROBE), timeout=CALL_SECONDS
+        )
         return b"".join(entry.worker.SerializeToString(deterministic=True) for entry in answer.workers)
 
     async def _overlap(self) -> bool:
@@ -170,7 +179,20 @@ class HostileWorld:
             health = health_pb2_grpc.HealthStub(self.channels[name, NOBODY])
             answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING, f"{name} serves no more"
-        await self._check_probe()
+        await asyncio.gather(self._check_operator(), self._check_probe())
+
+    async def _check_operator(self) -> None:
+        """Who runs the services sees all that the hostile tenant has brought about."""
+        everyone = types_pb2.GetStatusRequest(tenant="*")
+        all_workers = workers_pb2.ListWorkersRequest(tenant="*")
+        of_hostile = scheduler_pb2.ListActiveRequestsRequest(tenant=HOSTILE)
+        stubs = {name: self.stub(name, make, "admin") for name, make in STUBS.items()}
+        await asyncio.gather(
+            *(stub.GetStatus(everyone, timeout=CALL_SECONDS) for stub in stubs.values()),
+            *(stubs[name].ListWorkers(all_workers, timeout=CALL_SECONDS) for name in REGISTRIES),
+            stubs["scheduler"].ListActiveRequests(of_hostile, timeout=CALL_SECONDS),
+            *(scrape(service.running) for service in self.services.values()),
+        )
 
     async def _check_probe(self) -> None:
         gateway, _, scheduler = self._stubs()

@@ -10,7 +10,7 @@ Conventions of the whole API
   tokens are required), PERMISSION_DENIED (the token's role or tenant does not allow the call),
   RESOURCE_EXHAUSTED (message larger than --max-message-bytes), UNIMPLEMENTED (this release does not have
   the call yet), DEADLINE_EXCEEDED, CANCELLED and INTERNAL (a defect; details are in the service's log).
-* INVALID_ARGUMENT names the field at fault: "field: what is wrong".
+* INVALID_ARGUMENT names the field at fault: "field: what is wrong"; "request" where the bytes are no such message.
 * RESOURCE_EXHAUSTED and UNAVAILABLE may carry the trailer "retry-after" in seconds.
 * Token ids are `repeated fixed32`, hashes `repeated fixed64`: they parse as a copy, not a loop.
 * A block hash is the *local* hash of one block of tokens; a receiver that needs prefix identity chains the
