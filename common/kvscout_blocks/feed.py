@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvscout_blocks.events import DecodedBatch
+from kvscout_blocks.index import Cut
 from kvscout_blocks.sequence import SequencedBatch
 
 
@@ -38,6 +39,21 @@ class SourceState:
     """Events before the cut may be missing."""
     last_digest: int | None = None
     """Of batch `last_event_id`, in a state that is not the source's own; None = not known."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its messages."""
+        return sum(map(len, self.messages))
+
+
+class SourceCut(NamedTuple):
+    """A cut of a rank's content, and what its source knew when it was begun."""
+
+    cut: Cut
+    epoch: int
+    history_incomplete: bool
+    last_digest: int | None
+    """Of the last batch contained; None: not known."""
 
 
 class Cursor(NamedTuple):
@@ -110,6 +126,12 @@ class SourceInput(Protocol):
 
     def on_malformed(self, reason: str) -> None:
         """Something came that has no place in the sequence."""
+
+    async def caught_up(self) -> None:
+        """Waits until nothing of what came waits for work on the whole rank."""
+
+    async def cut(self) -> SourceCut | None:
+        """One consistent cut of the rank; None: it is not known. What comes waits while it is copied."""
 
     def heal(self) -> None:
         """The feed may have a whole state again: asks for it, if history is incomplete."""

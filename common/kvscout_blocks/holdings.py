@@ -7,6 +7,8 @@
                  ├─ ghosts    removed lately: node, oldest first
                  └─ demoted   no longer verified: node, valid as a parent only
 
+`names` lists the hashes of each node, but for orphans.
+
 `Holdings` keeps `PrefixTree` in step: each change of counts sets the worker's bit at the node. It knows
 nothing of event formats; `reference_index` judges events and calls it.
 """
@@ -18,7 +20,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kvscout_blocks.events import Tier
-from kvscout_blocks.index import FORGOTTEN_AT_ONCE, GHOST_LIMIT, MAX_COPIES, ORPHAN_LIMIT, Copies
+from kvscout_blocks.index import FORGOTTEN_AT_ONCE, GHOST_LIMIT, MAX_COPIES, ORPHAN_LIMIT, TWIN_LIMIT, Copies, Cut
 from kvscout_blocks.prefix_tree import NOT_HELD, Node, PrefixTree
 from kvscout_common.worker import CopyMode
 
@@ -95,12 +97,20 @@ class Holdings:
         self.blocks: dict[int, Block] = {}
         self.nodes: dict[Node, Block] = {}
         """Bound nodes, each with the first of its blocks."""
+        self.names: dict[Node, tuple[int, ...]] = {}
+        """Engine hashes of each node in the order in which they were bound: bound ones, ghosts and demoted ones."""
+        self.refused_twins = 0
+        """Blocks that were not bound because theirs had too many engine hashes."""
         self.orphans: dict[int, Orphan] = {}
         self.waiting: dict[int, dict[int, None]] = {}
         """Parent hash → orphans that wait for it, in order."""
         self.ghosts: dict[int, Node] = {}
         self.demoted: dict[int, Node] = {}
         self.demoted_until = 0.0
+        self.demoting_until: float | None = None
+        """When the predictions end that bound hashes are being turned into; None: they are not."""
+        self.cuts: list[Cut] = []
+        """Cuts under way: to be completed before anything changes."""
         self.predictions: dict[Node, Prediction] = {}
         """Kept by `predictions.Predictions`."""
         self.visible = True
@@ -135,14 +145,14 @@ class Holdings:
         """Adds one copy of a block whose prefix is known.
 
         Returns:
-            False if the hash is an orphan or bound to another prefix: nothing changed.
+            False if the hash is an orphan or bound to another prefix, or the node has too many: nothing changed.
         """
         block = self.blocks.get(engine_hash)
         if block is None:
-            if engine_hash in self.orphans:
+            if engine_hash in self.orphans or not self._has_room(engine_hash, node):
                 return False
             block = self._bind(engine_hash, node, {})
-            self._forget(engine_hash)
+            self._forget(engine_hash, bound_to=node)
         elif block.node is not node:
             return False
         self._add_copy(block.counts, at, mode)
@@ -205,7 +215,7 @@ class Holdings:
 
     def unbind(self, block: Block) -> None:
         """Makes a bound hash a ghost, whatever copies it has."""
-        self.device_copies -= sum(n for (_, tier), n in block.counts.items() if tier is Tier.DEVICE)
+        self.device_copies -= _device_copies(block.counts)
         block.counts.clear()
         self._relevel(block)
         self._unlink(block)
@@ -213,39 +223,55 @@ class Holdings:
 
     def evict_orphan(self, engine_hash: int) -> None:
         """Drops an orphan, whatever copies it has."""
-        counts = self.orphans[engine_hash].counts
-        self.device_copies -= sum(n for (_, tier), n in counts.items() if tier is Tier.DEVICE)
+        self.device_copies -= _device_copies(self.orphans[engine_hash].counts)
         self._drop_orphan(engine_hash)
 
-    def demote(self, until: float) -> list[Node]:
-        """Makes all bound hashes demoted and drops the orphans; the nodes that the device held."""
-        on_device = [node for node in self.nodes if node.level(self.bit) == Tier.DEVICE]
-        for engine_hash, block in list(self.blocks.items()):
-            block.counts.clear()
-            self._relevel(block)
-            self._unlink(block)
-            self.demoted[engine_hash] = block.node
-        self.orphans.clear()
-        self.waiting.clear()
-        self.device_copies = 0
-        self.may_have_hidden = False
+    def begin_demotion(self, until: float) -> None:
+        """Drops the orphans; `demote` does the rest."""
+        for engine_hash in list(self.orphans):
+            self.evict_orphan(engine_hash)
         self.demoted_until = max(self.demoted_until, until)
+        self.demoting_until = until
+
+    def demote(self, budget: int) -> list[Node]:
+        """Makes about so many bound hashes demoted, and ends the demotion with the last; nodes that the device held."""
+        on_device = []
+        while self.nodes and budget > 0:
+            node = next(reversed(self.nodes))
+            if node.level(self.bit) == Tier.DEVICE:
+                on_device.append(node)
+            for block in list(twins(self.nodes[node])):
+                self.device_copies -= _device_copies(block.counts)
+                block.counts.clear()
+                self._relevel(block)
+                self._unlink(block)
+                self.demoted[block.engine_hash] = node
+                budget -= 1
+        if not self.nodes:
+            self.demoting_until = None
+            self.may_have_hidden = False
         return on_device
 
     def expire_demoted(self, now: float, budget: int) -> int:
         """Forgets demoted hashes whose time has come, at most `budget`; how many it forgot."""
-        if now < self.demoted_until:
+        if now < self.demoted_until or self.demoting_until is not None:
             return 0
-        return _drain(self.demoted, budget, lambda _, node: self.tree.release(node))
+
+        def forget(engine_hash: int, node: Node) -> None:
+            self._unname(engine_hash, node)
+            self.tree.release(node)
+
+        return _drain(self.demoted, budget, forget)
 
     def restore(self, engine_hash: int, node: Node, counts: Counts) -> None:
-        """Binds a hash with its copies, from a dump; the hash must be unknown."""
-        self.device_copies += sum(n for (_, tier), n in counts.items() if tier is Tier.DEVICE)
-        self._relevel(self._bind(engine_hash, node, counts))
+        """Binds a hash with its copies, from a dump, unless its node has too many; the hash must be unknown."""
+        if self._has_room(engine_hash, node):
+            self.device_copies += _device_copies(counts)
+            self._relevel(self._bind(engine_hash, node, counts))
 
     def restore_orphan(self, engine_hash: int, orphan: Orphan) -> None:
         """Adds an orphan with its copies, from a dump; the hash must be unknown."""
-        self.device_copies += sum(n for (_, tier), n in orphan.counts.items() if tier is Tier.DEVICE)
+        self.device_copies += _device_copies(orphan.counts)
         self.orphans[engine_hash] = orphan
         self.waiting.setdefault(orphan.parent, {})[engine_hash] = None
 
@@ -274,6 +300,7 @@ class Holdings:
     def drain(self, budget: int) -> int:
         """Takes content that is no longer visible out of the tree, at most `budget` entries; how many."""
         tree, bit = self.tree, self.bit
+        self.names.clear()
 
         def drop_block(_: int, block: Block) -> None:
             tree.set_level(block.node, bit, NOT_HELD)
@@ -309,8 +336,30 @@ class Holdings:
         block = Block(engine_hash, node, counts)
         block.twin = self.nodes.get(node)
         self.nodes[node] = self.blocks[engine_hash] = block
+        names = self.names.get(node, ())
+        if engine_hash not in names:
+            self.names[node] = (*names, engine_hash)
         self.tree.acquire(node)
         return block
+
+    def _unname(self, engine_hash: int, node: Node) -> None:
+        names = tuple(name for name in self.names[node] if name != engine_hash)
+        if names:
+            self.names[node] = names
+        else:
+            del self.names[node]
+
+    def _has_room(self, engine_hash: int, node: Node) -> bool:
+        """Whether a node may have a hash; of too many the first one without copies goes for it."""
+        names = self.names.get(node, ())
+        if len(names) < TWIN_LIMIT or engine_hash in names:
+            return True
+        oldest = next((name for name in names if name not in self.blocks), None)
+        if oldest is None:
+            self.refused_twins += 1
+            return False
+        self._forget(oldest)
+        return True
 
     def _unlink(self, block: Block) -> None:
         """Takes a block out of `blocks` and `nodes`; the caller takes over its hold on the node."""
@@ -357,15 +406,20 @@ class Holdings:
             for child in self.waiting.pop(parent, ()):
                 orphan = self.orphans.pop(child)
                 node = self.tree.child(self.blocks[parent].node, orphan.local)
+                if not self._has_room(child, node):
+                    self.device_copies -= _device_copies(orphan.counts)
+                    continue
                 self._relevel(self._bind(child, node, orphan.counts))
                 self.tree.touch(node)
                 arrived.append(child)
 
-    def _forget(self, engine_hash: int) -> None:
-        """Ends a ghost or demoted hash because the hash is stored again."""
+    def _forget(self, engine_hash: int, bound_to: Node | None = None) -> None:
+        """Ends a ghost or demoted hash, because the hash is stored again or has to go."""
         for memory in (self.ghosts, self.demoted):
             node = memory.pop(engine_hash, None)
             if node is not None:
+                if node is not bound_to:
+                    self._unname(engine_hash, node)
                 self.tree.release(node)
 
     def _remember(self, engine_hash: int, node: Node) -> None:
@@ -373,7 +427,7 @@ class Holdings:
         self.ghosts[engine_hash] = node
         if len(self.ghosts) > GHOST_LIMIT:
             for oldest in list(islice(self.ghosts, FORGOTTEN_AT_ONCE)):
-                self.tree.release(self.ghosts.pop(oldest))
+                self._forget(oldest)
 
     def _drop_orphan(self, engine_hash: int) -> None:
         parent = self.orphans.pop(engine_hash).parent
@@ -388,6 +442,10 @@ def twins(block: Block | None) -> Iterator[Block]:
     while block is not None:
         yield block
         block = block.twin
+
+
+def _device_copies(counts: Counts) -> int:
+    return sum(number for (_, tier), number in counts.items() if tier is Tier.DEVICE)
 
 
 def _drain(entries: dict[K, V], budget: int, drop: Callable[[K, V], None]) -> int:

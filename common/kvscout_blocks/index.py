@@ -37,9 +37,12 @@ Invariants, checked by `check_invariants`:
    the longest time, in 64ths of the bound, the deepest before their parents. So whole prefixes stay, and
    nothing that was rooted becomes hidden. What was bound becomes a ghost.
 
-Events of one worker must come in order, from one caller at a time. Every call is atomic for readers.
-The reference (`reference_index.ReferenceIndex`) serves one thread, such as an event loop; the native twin
-serves any number of readers during writes. No call blocks on anything but the work it names.
+Events of one worker must come in order, from one caller at a time. The reference
+(`reference_index.ReferenceIndex`) serves one thread, such as an event loop: each call, and each slice of work on a
+whole rank, finds all that was called before. The native twin serves any number of readers during writes: a reader
+may see what was before a write and what comes after it mixed, but of no worker more than it held at one of these
+times, and a reader that comes after the write sees all of it. No call waits for anything but the work it names, and
+one slice at most of work on a whole rank (`demotion`, `cut`, `loading`).
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from kvscout_blocks.events import EventBatch, Tier
+from kvscout_blocks.slices import Work
 from kvscout_common.worker import CopyMode, WorkerRank, WorkerSpec
 
 GHOST_LIMIT = 65_536
@@ -60,6 +64,13 @@ FORGOTTEN_AT_ONCE = 64
 
 ORPHAN_LIMIT = 65_536
 """Orphans kept for each worker rank; further ones are dropped and counted."""
+
+TWIN_LIMIT = 16
+"""Engine hashes by which a worker knows one block. For a further one the one known longest that has no copies goes;
+where all have copies it is dropped and counted."""
+
+SLICE = 512
+"""Blocks that are stored, or as much other work, in one slice of work on a whole rank."""
 
 GROUP_LIMIT = 64
 """Cache groups known for each worker rank; events of further ones are skipped and counted."""
@@ -98,6 +109,11 @@ class Ignored(StrEnum):
     """An engine hash that is bound to another prefix; in blocks."""
     ORPHAN_LIMIT = "orphan_limit"
     """An orphan above `ORPHAN_LIMIT`; in blocks."""
+    TWIN_LIMIT = "twin_limit"
+    """One more engine hash of a block that has `TWIN_LIMIT` with copies; in blocks."""
+    INDEX_FULL = "index_full"
+    """A Stored for whose blocks the index may have no numbers left, of 67 million for prompts that begin alike; in
+    blocks. The reference has no such limit."""
     UNKNOWN_REMOVED = "unknown_removed"
     """Removal of a copy that is not known; in blocks."""
 
@@ -262,6 +278,26 @@ class IndexStats:
     """Batches for workers that were not added, since start."""
 
 
+class Cut(Work, Protocol):
+    """A cut under way."""
+
+    def dump(self) -> WorkerDump | None:
+        """The dump, once, as of when the cut was begun; copies what is left. None: the worker was reset meanwhile."""
+        ...
+
+
+class Loading(Work, Protocol):
+    """A load under way; with an event between its begin and its `commit`, the dump replaces the event, too."""
+
+    def commit(self) -> bool:
+        """Puts what was loaded in place, at once; False: not all is, or the worker was reset or removed meanwhile."""
+        ...
+
+    def abandon(self) -> None:
+        """Gives it up, if it was not put in place: what was loaded is dropped."""
+        ...
+
+
 class BlockIndex(Protocol):
     """The blocks of all worker ranks of one pool; see the module's picture and invariants.
 
@@ -307,6 +343,10 @@ class BlockIndex(Protocol):
         """
         ...
 
+    def demotion(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> Work:
+        """`demote` in slices, which may also be left to `maintain`; a write to the worker completes it."""
+        ...
+
     def apply(self, worker: WorkerRank, batch: EventBatch, *, epoch: int = 0, event_id: int | None = None) -> Applied:
         """Applies one batch and moves the worker's cursor, as one step. O(blocks of the batch).
 
@@ -337,8 +377,8 @@ class BlockIndex(Protocol):
 
         Blocks that it holds on the device are left alone; predicted ones are refreshed, never shortened. Any
         Stored or Removed that names a prediction's block on this worker ends it. Above the maximum,
-        predictions are pruned, soonest to expire first, deeper ones before their parents. Unknown
-        workers are ignored. O(blocks · log predictions).
+        predictions are pruned, soonest to expire first, deeper ones before their parents: some at
+        once, the others by later calls. Unknown workers are ignored. O(blocks · log predictions).
 
         Returns:
             Blocks that are predicted and were not before.
@@ -350,7 +390,7 @@ class BlockIndex(Protocol):
 
         Args:
             block_hashes: Local hashes from block 0, as integers or as little-endian u64s.
-            now: Decides which predictions count.
+            now: Decides which predictions count; of many that end at once, some count until `maintain` ended them.
             early_exit: Stop once at most one worker can have more; its numbers are then lower bounds.
 
         At most O(blocks · workers/64 + rows). Changes no answer (it marks blocks as used, for the bound).
@@ -358,7 +398,7 @@ class BlockIndex(Protocol):
         ...
 
     def maintain(self, *, now: float, budget: int = 4096) -> bool:
-        """Frees memory of what was dropped, and expired predictions, for about `budget` blocks.
+        """Goes on with demotions, ends predictions and frees memory of what was dropped, for about `budget` blocks.
 
         `apply` does some of it too. Returns True while more is left.
         """
@@ -368,13 +408,22 @@ class BlockIndex(Protocol):
         """One consistent cut of a worker rank; None if it is not known. O(its blocks · log)."""
         ...
 
+    def cut(self, worker: WorkerRank) -> Cut | None:
+        """`dump` in slices, of what the worker holds now; a write to the worker completes it."""
+        ...
+
     def load(self, dump: WorkerDump) -> None:
         """Replaces all that events said of a worker rank by a dump, cursor included, as one step.
 
         Raises:
             NotFound: The worker is not known.
             InvalidArgument: The dump contradicts itself; nothing changed.
+            FailedPrecondition: There is no room for it; nothing changed.
         """
+        ...
+
+    def loading(self, dump: WorkerDump) -> Loading:
+        """`load` in slices, whose `step` raises what `load` does; nothing changes before its `commit`."""
         ...
 
     def workers(self) -> tuple[WorkerRank, ...]:

@@ -6,7 +6,8 @@ reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,18 +28,21 @@ from kvscout_blocks.index import (
     Applied,
     BlockIndex,
     Copies,
+    Cut,
     DumpedBlock,
     DumpedOrphan,
     Ignored,
     IndexStats,
+    Loading,
     Overlaps,
     WorkerDump,
     WorkerOptions,
     WorkerStats,
 )
 from kvscout_blocks.reference_index import ReferenceIndex
+from kvscout_blocks.slices import at_once, in_slices
 from kvscout_blocks.wire import decode_batch
-from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import DEFAULT_TENANT, CopyMode, PoolKey, WorkerRank
 
@@ -96,7 +100,13 @@ class NativeIndex:
 
     def demote(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> int:
         """See `BlockIndex.demote`."""
-        return self._index.demote(worker, ttl_seconds, now)
+        demotion = NativeDemotion(self._index, worker, ttl_seconds, now)
+        at_once(demotion)
+        return demotion.added
+
+    def demotion(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> NativeDemotion:
+        """See `BlockIndex.demotion`."""
+        return NativeDemotion(self._index, worker, ttl_seconds, now)
 
     def apply(self, worker: WorkerRank, batch: EventBatch, *, epoch: int = 0, event_id: int | None = None) -> Applied:
         """See `BlockIndex.apply`."""
@@ -124,30 +134,31 @@ class NativeIndex:
 
     def dump(self, worker: WorkerRank) -> WorkerDump | None:
         """See `BlockIndex.dump`."""
-        dump = self._index.dump(worker)
-        if dump is None:
-            return None
-        epoch, last_event_id, groups, blocks, orphans, incompatible = dump
-        return WorkerDump(
-            worker,
-            epoch,
-            last_event_id,
-            tuple(groups),
-            tuple(DumpedBlock(engine, parent, local, _copies(copies)) for engine, parent, local, copies in blocks),
-            tuple(DumpedOrphan(engine, parent, local, _copies(copies)) for engine, parent, local, copies in orphans),
-            incompatible,
-        )
+        cut = self.cut(worker)
+        return cut.dump() if cut is not None else None
+
+    def cut(self, worker: WorkerRank) -> NativeCut | None:
+        """See `BlockIndex.cut`."""
+        cut = kvscout_native.Cut.begin(self._index, worker)
+        return NativeCut(worker, cut) if cut is not None else None
 
     def load(self, dump: WorkerDump) -> None:
         """See `BlockIndex.load`."""
-        self._index.load(
-            dump.worker,
-            dump.epoch,
-            dump.last_event_id,
-            dump.groups,
-            dump.blocks,
-            dump.orphans,
-            dump.incompatible,
+        self.loading(dump).finish()
+
+    def loading(self, dump: WorkerDump) -> NativeLoading:
+        """See `BlockIndex.loading`."""
+        return NativeLoading(
+            lambda: kvscout_native.Loading.of_dump(
+                self._index,
+                dump.worker,
+                dump.epoch,
+                dump.last_event_id,
+                dump.groups,
+                dump.blocks,
+                dump.orphans,
+                dump.incompatible,
+            )
         )
 
     def dump_messages(
@@ -157,8 +168,8 @@ class NativeIndex:
 
         `epoch` is written in place of the index's own.
         """
-        identity = (pool.tenant, pool.model, pool.block_size, pool.eagle)
-        return kvscout_native.dump_messages(self._index, worker, identity, history_incomplete, MAX_CHUNK_BYTES, epoch)
+        cut = self.cut(worker)
+        return cut.messages(pool, history_incomplete=history_incomplete, epoch=epoch) if cut is not None else None
 
     def load_messages(self, messages: Sequence[bytes]) -> tuple[WorkerRank, PoolKey, bool]:
         """Reads and loads the messages of a dump, as `codec.DumpReader` and `load` do.
@@ -171,8 +182,13 @@ class NativeIndex:
             NotFound: The worker is not known.
             InvalidArgument: The messages are no dump, or contradict themselves; nothing changed.
         """
-        worker, (tenant, model, block_size, eagle), incomplete = kvscout_native.load_messages(self._index, messages)
-        return WorkerRank(*worker), PoolKey(model, tenant, block_size, eagle), incomplete
+        loaded = self.loading_messages(messages).finish()
+        tenant, model, block_size, eagle = loaded.pool or ("", "", 0, False)
+        return WorkerRank(*loaded.worker), PoolKey(model, tenant, block_size, eagle), loaded.history_incomplete
+
+    def loading_messages(self, messages: Sequence[bytes]) -> NativeLoading:
+        """`load_messages` in slices; see `BlockIndex.loading`."""
+        return NativeLoading(lambda: kvscout_native.Loading.of_messages(self._index, messages))
 
     def workers(self) -> tuple[WorkerRank, ...]:
         """See `BlockIndex.workers`."""
@@ -197,6 +213,107 @@ class NativeIndex:
     def check_invariants(self) -> None:
         """See `BlockIndex.check_invariants`."""
         self._index.check_invariants()
+
+
+class NativeDemotion:
+    """A `slices.Work`: `BlockIndex.demotion`."""
+
+    detached = True
+
+    def __init__(self, index: kvscout_native.BlockIndex, worker: WorkerRank, ttl_seconds: float, now: float) -> None:
+        self.added = 0
+        """Blocks that are predicted and were not before."""
+        self._index = index
+        self._worker = worker
+        index.begin_demotion(worker, ttl_seconds, now)
+
+    def step(self) -> bool:
+        """See `Work.step`."""
+        added = self._index.go_on_demoting(self._worker)
+        self.added += added or 0
+        return added is not None
+
+
+class NativeCut:
+    """See `index.Cut`."""
+
+    detached = True
+
+    def __init__(self, worker: WorkerRank, cut: kvscout_native.Cut) -> None:
+        self._worker = worker
+        self._cut = cut
+
+    def step(self) -> bool:
+        """See `Work.step`."""
+        return self._cut.step()
+
+    def dump(self) -> WorkerDump | None:
+        """See `Cut.dump`."""
+        dump = self._cut.dump()
+        if dump is None:
+            return None
+        epoch, last_event_id, groups, blocks, orphans, incompatible = dump
+        return WorkerDump(
+            self._worker,
+            epoch,
+            last_event_id,
+            tuple(groups),
+            tuple(DumpedBlock(engine, parent, local, _copies(copies)) for engine, parent, local, copies in blocks),
+            tuple(DumpedOrphan(engine, parent, local, _copies(copies)) for engine, parent, local, copies in orphans),
+            incompatible,
+        )
+
+    def messages(self, pool: PoolKey, *, history_incomplete: bool, epoch: int | None = None) -> list[bytes] | None:
+        """What `dump` says as serialised messages; see `NativeIndex.dump_messages`."""
+        identity = (pool.tenant, pool.model, pool.block_size, pool.eagle)
+        if not self._cut.encode(identity, history_incomplete, MAX_CHUNK_BYTES, epoch):
+            return None
+        # One by one: copying all of them at once would hold the interpreter for long.
+        return list(iter(self._cut.next_message, None))
+
+
+class NativeLoading:
+    """See `index.Loading`.
+
+    Args:
+        begin: Reads the dump and begins; called by the first slice.
+    """
+
+    detached = True
+
+    def __init__(self, begin: Callable[[], kvscout_native.Loading]) -> None:
+        self._begin = begin
+        self._loading: kvscout_native.Loading | None = None
+        self._abandoned = False
+
+    def step(self) -> bool:
+        """See `Work.step`."""
+        if self._abandoned:
+            return False
+        if self._loading is None:
+            self._loading = self._begin()
+        return self._loading.step()
+
+    def commit(self) -> bool:
+        """See `Loading.commit`."""
+        return self._loading is not None and self._loading.commit()
+
+    def abandon(self) -> None:
+        """See `Loading.abandon`."""
+        self._abandoned = True
+        self._loading = None
+
+    def finish(self) -> kvscout_native.Loading:
+        """Does all of it at once; what was loaded.
+
+        Raises:
+            FailedPrecondition: The worker was reset or removed meanwhile, or there is no room.
+        """
+        at_once(self)
+        assert self._loading is not None
+        if not self._loading.commit():
+            raise FailedPrecondition("the worker was reset or removed meanwhile")
+        return self._loading
 
 
 class NativeQueries:
@@ -305,27 +422,88 @@ def state_messages(
     return messages
 
 
+async def cut_messages(cut: Cut, pool: PoolKey, *, history_incomplete: bool, epoch: int | None) -> list[bytes] | None:
+    """A cut as serialised messages, without holding the event loop up; None: its worker was reset meanwhile.
+
+    Args:
+        cut: Complete or not.
+        pool: The index it is from.
+        history_incomplete: Whether events before the cut may be missing.
+        epoch: Written in place of the index's own; None = that.
+    """
+    await in_slices(cut)
+    if isinstance(cut, NativeCut):
+        return await asyncio.to_thread(cut.messages, pool, history_incomplete=history_incomplete, epoch=epoch)
+    dump = cut.dump()
+    if dump is None:
+        return None
+    if epoch is not None:
+        dump = replace(dump, epoch=epoch)
+    messages = []
+    for message in encode_dump(pool, dump, history_incomplete=history_incomplete):
+        messages.append(message.SerializeToString())
+        await asyncio.sleep(0)
+    return messages
+
+
+def loading_state(index: BlockIndex, worker: WorkerRank, pool: PoolKey, messages: Sequence[bytes]) -> Loading:
+    """Replaces what events said of a worker rank by a dump, from its serialised messages, in slices.
+
+    Raises:
+        InvalidArgument: They are another rank's or pool's.
+    """
+    first = parse_batch(messages[0]) if messages else None
+    if first is None or source_of(first) != (worker, pool):
+        raise InvalidArgument(f"is no state of worker {worker.worker_id}/{worker.dp_rank}", field="events")
+    if isinstance(index, NativeIndex):
+        return index.loading_messages(messages)
+    return LoadingMessages(index, messages)
+
+
 def load_state(index: BlockIndex, worker: WorkerRank, pool: PoolKey, messages: Sequence[bytes]) -> None:
-    """Replaces what events said of a worker rank by a dump, from its serialised messages.
+    """`loading_state` at once.
 
     Raises:
         FailedPrecondition: A version that this release cannot read.
         InvalidArgument: They are another rank's or pool's, no dump, or contradict themselves; nothing changed.
         NotFound: The worker is not known.
     """
-    first = parse_batch(messages[0]) if messages else None
-    if first is None or source_of(first) != (worker, pool):
-        raise InvalidArgument(f"is no state of worker {worker.worker_id}/{worker.dp_rank}", field="events")
-    if isinstance(index, NativeIndex):
-        index.load_messages(messages)
-        return
-    reader = DumpReader()
-    dumped = None
-    for message in messages:
-        dumped = reader.feed(parse_batch(message))
-    if dumped is None:
-        raise InvalidArgument("the last chunk is missing", field="state")
-    index.load(dumped.dump)
+    loading = loading_state(index, worker, pool, messages)
+    at_once(loading)
+    if not loading.commit():
+        raise FailedPrecondition("the worker was reset or removed meanwhile")
+
+
+class LoadingMessages:
+    """`index.Loading` of the messages of a dump, a message a slice."""
+
+    detached = False
+
+    def __init__(self, index: BlockIndex, messages: Sequence[bytes]) -> None:
+        self._index = index
+        self._reader = DumpReader()
+        self._messages = list(reversed(messages))
+        self._loading: Loading | None = None
+
+    def step(self) -> bool:
+        """See `Work.step`."""
+        if self._loading is not None:
+            return self._loading.step()
+        dumped = self._reader.feed(parse_batch(self._messages.pop()))
+        if dumped is not None and not self._messages:
+            self._loading = self._index.loading(dumped.dump)
+        elif not self._messages:
+            raise InvalidArgument("the last chunk is missing", field="state")
+        return True
+
+    def commit(self) -> bool:
+        """See `Loading.commit`."""
+        return self._loading is not None and self._loading.commit()
+
+    def abandon(self) -> None:
+        """See `Loading.abandon`."""
+        if self._loading is not None:
+            self._loading.abandon()
 
 
 def make_lane(index: BlockIndex, worker: WorkerRank) -> kvscout_native.Lane | None:

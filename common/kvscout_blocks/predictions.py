@@ -7,7 +7,8 @@
 
 Refreshing a prediction moves its expiry without touching the heap: when the old entry surfaces it is
 pushed again with the new time. So the heap has one live entry a prediction, told by its serial, and stale
-ones only where predictions were cancelled; it is rebuilt when these prevail.
+ones only where predictions were cancelled. When these prevail a new heap is begun, and what is live of the old one
+goes over to it little by little, as whatever concerns many predictions is done in slices.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from kvscout_blocks.holdings import Holdings, Prediction
+from kvscout_blocks.index import SLICE
 from kvscout_blocks.prefix_tree import Node, PrefixTree
 
 _Entry = tuple[float, int, int, Holdings, Node]
@@ -38,6 +40,10 @@ class Predictions:
         self._max_blocks = max_blocks
         self._keep = int(max_blocks * prune_ratio)
         self._heap: list[_Entry] = []
+        self._old: list[_Entry] = []
+        """The heap before it, as far as it did not go over yet."""
+        self._pruning = False
+        """There were more than may be, and still are more than pruning leaves."""
         self._serial = count()
         self._size = 0
 
@@ -59,9 +65,7 @@ class Predictions:
             heapq.heappush(self._heap, (expiry, -node.depth, serial, holdings, node))
             added += 1
         self._size += added
-        if self._size > self._max_blocks:
-            while self._size > self._keep and self._heap:
-                self._pop()
+        self._prune(added + SLICE)
         return added
 
     def cancel(self, holdings: Holdings, node: Node) -> None:
@@ -71,22 +75,42 @@ class Predictions:
         self._tree.set_predicted(node, holdings.bit, False)
         self._tree.release(node)
         self._size -= 1
-        if len(self._heap) > 2 * self._size + _STALE_SLACK:
-            self._heap = [entry for entry in self._heap if _is_live(entry)]
-            heapq.heapify(self._heap)
+        if not self._old and len(self._heap) > 2 * self._size + _STALE_SLACK:
+            self._heap, self._old = [], self._heap
 
     def forget(self, holdings: Holdings) -> None:
         """Stops counting those of a worker that is no longer visible; draining it frees their nodes."""
         self._size -= len(holdings.predictions)
 
-    def expire(self, now: float) -> None:
-        """Ends all predictions whose time has come."""
-        while self._heap and self._heap[0][0] <= now:
-            self._pop()
+    def expire(self, now: float, budget: int) -> bool:
+        """Ends predictions whose time has come, at most so many; whether there may be more."""
+        while budget > 0 and (heap := self._soonest()) and heap[0][0] <= now:
+            self._pop(heap)
+            budget -= 1
+        for _ in range(min(budget, len(self._old))):
+            entry = heapq.heappop(self._old)
+            if _is_live(entry):
+                heapq.heappush(self._heap, entry)
+        self._prune(budget)
+        return budget <= 0 or self._pruning or bool(self._old)
 
-    def _pop(self) -> None:
+    def _prune(self, budget: int) -> None:
+        """Above the maximum ends those that end soonest, until the share that pruning leaves, but at most so many."""
+        self._pruning = self._size > self._max_blocks or (self._pruning and self._size > self._keep)
+        while self._pruning and budget > 0 and (heap := self._soonest()):
+            self._pop(heap)
+            budget -= 1
+            self._pruning = self._size > self._keep
+
+    def _soonest(self) -> list[_Entry]:
+        """The heap whose top comes first."""
+        if not self._heap or not self._old:
+            return self._heap or self._old
+        return self._old if self._old[0][:3] < self._heap[0][:3] else self._heap
+
+    def _pop(self, heap: list[_Entry]) -> None:
         """Handles the entry on top: ends its prediction, or pushes it again if that was refreshed."""
-        entry = heapq.heappop(self._heap)
+        entry = heapq.heappop(heap)
         if not _is_live(entry):
             return
         expiry, depth, serial, holdings, node = entry

@@ -7,7 +7,8 @@
 
 A worker's content sits in one slot of the tree. Dropping it (Cleared, reset, removal) takes the slot's bit
 out of `_live`, which empties the worker for all readers at once, and gives it a new slot; the old one is
-drained in slices, then used again. Not thread-safe: one event loop owns it.
+drained in slices, then used again. A load fills a slot whose bit is not in `_live` before it takes the other's place.
+Not thread-safe: one event loop owns it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from kvscout_blocks import bound, state_dump
 from kvscout_blocks.acceptance import judge_content, local_hashes_of
@@ -25,6 +27,7 @@ from kvscout_blocks.index import (
     DEFAULT_MAX_PREDICTED_BLOCKS,
     DEFAULT_PRUNE_RATIO,
     GROUP_LIMIT,
+    SLICE,
     Applied,
     Ignored,
     IndexStats,
@@ -35,13 +38,17 @@ from kvscout_blocks.index import (
 )
 from kvscout_blocks.predictions import Predictions
 from kvscout_blocks.prefix_tree import PrefixTree, match
+from kvscout_blocks.slices import at_once
 from kvscout_blocks.wire import MalformedBatch, decode_batch
-from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound
 from kvscout_common.worker import WorkerRank
 
 _DRAINED_BY_APPLY = 512
 """Blocks of dropped content that each `apply` frees beside as many as its batch has. Whatever else fills the
 index frees as much as it fills, too: so the memory of dropped content shrinks, whatever the calls are."""
+
+_ENDED_BY_QUERY = 64
+"""Predictions that a query ends at most."""
 
 _NODE_BYTES = 420
 _BINDING_BYTES = 360
@@ -56,6 +63,8 @@ class _Worker:
         self.holdings = holdings
         self.epoch = 0
         self.last_event_id: int | None = None
+        self.content = object()
+        """Another one after each reset and load: what was begun for one content is not for the next."""
         self.groups: dict[int, bool] = {}
         """Known cache groups, and whether each is full attention."""
         self.incompatible = ""
@@ -80,6 +89,95 @@ class _Worker:
     def full_groups(self) -> tuple[int, ...]:
         """The groups that must all have a block for it to be held."""
         return tuple(sorted(group for group, full in self.groups.items() if full))
+
+
+class ReferenceDemotion:
+    """A `slices.Work`: `BlockIndex.demotion`."""
+
+    detached = False
+
+    def __init__(self, holdings: Holdings | None, demote: Callable[[Holdings, int], int]) -> None:
+        self.added = 0
+        """Blocks that are predicted and were not before."""
+        self._holdings = holdings
+        self._demote = demote
+
+    def step(self) -> bool:
+        """See `Work.step`."""
+        if self._holdings is None or not self._holdings.visible or self._holdings.demoting_until is None:
+            return False
+        self.added += self._demote(self._holdings, SLICE)
+        return True
+
+
+class ReferenceCut:
+    """See `index.Cut`."""
+
+    detached = False
+
+    def __init__(self, head: WorkerDump, holdings: Holdings) -> None:
+        self._head = head
+        self._holdings = holdings
+        self._slices = state_dump.dump_holdings(holdings)
+        self._dump: WorkerDump | None = None
+        holdings.cuts.append(self)
+
+    def step(self) -> bool:
+        """See `Work.step`."""
+        if self not in self._holdings.cuts:
+            return False
+        try:
+            next(self._slices)
+        except StopIteration as end:
+            blocks, orphans = end.value
+            self._dump = replace(self._head, blocks=blocks, orphans=orphans)
+            self._holdings.cuts.remove(self)
+            return False
+        return True
+
+    def dump(self) -> WorkerDump | None:
+        """See `Cut.dump`."""
+        at_once(self)
+        return self._dump
+
+
+class ReferenceLoading:
+    """See `index.Loading`."""
+
+    detached = False
+
+    def __init__(self, index: ReferenceIndex, dump: WorkerDump) -> None:
+        self._index = index
+        self._dump = dump
+        self._filled: list[Holdings] = []
+        self._slices = index.fill(dump, self._filled)
+        self._content: object = None
+
+    def step(self) -> bool:
+        """See `Work.step`."""
+        try:
+            next(self._slices)
+        except StopIteration as end:
+            self._content = end.value or self._content
+            return False
+        except KvscoutError:
+            self.abandon()
+            raise
+        return True
+
+    def commit(self) -> bool:
+        """See `Loading.commit`."""
+        done = bool(self._filled) and self._index.replace(self._dump, self._filled[0], self._content)
+        if done:
+            self._filled.clear()
+        self.abandon()
+        return done
+
+    def abandon(self) -> None:
+        """See `Loading.abandon`."""
+        self._slices.close()
+        while self._filled:
+            self._index.drop(self._filled.pop())
 
 
 class ReferenceIndex:
@@ -163,18 +261,39 @@ class ReferenceIndex:
             return
         known.groups.clear()
         known.epoch, known.last_event_id, known.incompatible = 0, None, ""
+        known.content = object()
         self._renew(worker, known)
 
     def demote(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> int:
         """See `BlockIndex.demote`."""
+        demotion = self.demotion(worker, ttl_seconds=ttl_seconds, now=now)
+        at_once(demotion)
+        return demotion.added
+
+    def demotion(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> ReferenceDemotion:
+        """See `BlockIndex.demotion`."""
         known = self._workers.get(worker)
         if known is None:
+            return ReferenceDemotion(None, self._demote)
+        self._complete(known.holdings)
+        known.holdings.begin_demotion(now + ttl_seconds)
+        return ReferenceDemotion(known.holdings, self._demote)
+
+    def _demote(self, holdings: Holdings, budget: int) -> int:
+        """Demotes about so many blocks; how many were not predicted before."""
+        until = holdings.demoting_until
+        if until is None or not holdings.visible:
             return 0
-        holdings = known.holdings
-        on_device = holdings.demote(now + ttl_seconds)
-        added = self._predictions.add(holdings, on_device, now + ttl_seconds)
+        added = self._predictions.add(holdings, holdings.demote(budget), until)
         self._drain(added)
         return added
+
+    def _complete(self, holdings: Holdings) -> None:
+        """Completes what is under way, since a write is to find it done."""
+        for cut in list(holdings.cuts):
+            at_once(cut)
+        while holdings.demoting_until is not None:
+            self._demote(holdings, SLICE)
 
     def workers(self) -> tuple[WorkerRank, ...]:
         """See `BlockIndex.workers`."""
@@ -204,6 +323,7 @@ class ReferenceIndex:
         if known is None:
             self._unknown_worker += 1
             return Applied(len(batch.events), len(batch.faults), False, "")
+        self._complete(known.holdings)
         for event in batch.events:
             if isinstance(event, Cleared):
                 self._renew(worker, known)
@@ -248,12 +368,16 @@ class ReferenceIndex:
             self._store_orphans(known, event, local_hashes)
             return
         at, mode = (event.group, event.tier), known.options.copies
+        refused_before = holdings.refused_twins
         for engine_hash, local in zip(event.engine_hashes, local_hashes, strict=True):
             above = self._tree.child(above, local)
+            refused = holdings.refused_twins
             if holdings.store(engine_hash, above, at, mode):
                 self._predictions.cancel(holdings, above)
-            else:
+            elif holdings.refused_twins == refused:
                 known.ignored[Ignored.HASH_CONFLICT] += 1
+        if holdings.refused_twins > refused_before:
+            known.ignored[Ignored.TWIN_LIMIT] += holdings.refused_twins - refused_before
         self._tree.touch(above)
         self._tree.prune(above)
 
@@ -307,7 +431,7 @@ class ReferenceIndex:
     def find_matches(self, block_hashes: Sequence[int] | bytes, *, now: float, early_exit: bool = False) -> Overlaps:
         """See `BlockIndex.find_matches`."""
         self._queries += 1
-        self._predictions.expire(now)
+        self._predictions.expire(now, _ENDED_BY_QUERY)
         columns, deepest = match(self._tree, _integers(block_hashes), self._live, early_exit)
         self._tree.touch(deepest)
         device, host, disk, external, predicted = columns
@@ -330,10 +454,12 @@ class ReferenceIndex:
         if known is None:
             return 0
         holdings = known.holdings
-        self._predictions.expire(now)
+        self._complete(holdings)
+        hashes = list(_integers(block_hashes))
+        self._predictions.expire(now, len(hashes) + SLICE)
         path = []
         node = self._tree.root
-        for local in _integers(block_hashes):
+        for local in hashes:
             node = self._tree.child(node, local)
             path.append(node)
         added = self._predictions.add(holdings, [n for n in path if not n.masks[0] & holdings.bit], now + ttl_seconds)
@@ -345,34 +471,78 @@ class ReferenceIndex:
 
     def dump(self, worker: WorkerRank) -> WorkerDump | None:
         """See `BlockIndex.dump`."""
+        cut = self.cut(worker)
+        return cut.dump() if cut is not None else None
+
+    def cut(self, worker: WorkerRank) -> ReferenceCut | None:
+        """See `BlockIndex.cut`."""
         known = self._workers.get(worker)
         if known is None:
             return None
-        blocks, orphans = state_dump.dump_holdings(known.holdings)
-        return WorkerDump(
+        if known.holdings.demoting_until is not None:
+            self._complete(known.holdings)
+        head = WorkerDump(
             worker,
             known.epoch,
             known.last_event_id,
             tuple(sorted(known.groups.items())),
-            blocks,
-            orphans,
-            known.incompatible,
+            incompatible=known.incompatible,
         )
+        return ReferenceCut(head, known.holdings)
 
     def load(self, dump: WorkerDump) -> None:
         """See `BlockIndex.load`."""
+        loading = self.loading(dump)
+        at_once(loading)
+        loading.commit()
+
+    def loading(self, dump: WorkerDump) -> ReferenceLoading:
+        """See `BlockIndex.loading`."""
+        return ReferenceLoading(self, dump)
+
+    def fill(self, dump: WorkerDump, aside: list[Holdings]) -> state_dump.Slices[object]:
+        """Loads a dump into a new slot that no query sees, in slices; for whom.
+
+        Args:
+            dump: What is to be loaded.
+            aside: Gets the content, which is then the caller's.
+
+        Raises:
+            NotFound: The worker is not known.
+            InvalidArgument: The dump contradicts itself.
+        """
         known = self._workers.get(dump.worker)
         if known is None:
             raise NotFound(f"worker {dump.worker.worker_id} rank {dump.worker.dp_rank} is not known")
-        state_dump.check(dump)
-        self.reset(dump.worker)
+        content = known.content
+        yield from state_dump.check(dump)
+        holdings = self._new_holdings(None)
+        aside.append(holdings)
+        holdings.set_full_groups(tuple(sorted(group for group, full in dump.groups if full)))
+        for _ in state_dump.load_holdings(holdings, dump):
+            self._drain(SLICE)
+            yield
+        return content
+
+    def replace(self, dump: WorkerDump, holdings: Holdings, content: object) -> bool:
+        """Puts what was filled in place of a content; False: that is gone."""
+        known = self._workers.get(dump.worker)
+        if known is None or known.content is not content:
+            return False
+        self._drop(known.holdings)
+        known.holdings = holdings
+        known.content = object()
         known.epoch, known.last_event_id = dump.epoch, dump.last_event_id
         known.incompatible = dump.incompatible
         known.groups = dict(dump.groups)
-        known.holdings.set_full_groups(known.full_groups)
-        state_dump.load_holdings(known.holdings, dump)
+        self._owners[holdings.slot] = dump.worker
+        self._live |= holdings.bit
         self._enforce_bound(len(dump.blocks) + len(dump.orphans))
-        self._drain(len(dump.blocks))
+        return True
+
+    def drop(self, holdings: Holdings) -> None:
+        """Drops what was filled and is not put in place."""
+        self._drop(holdings)
 
     def worker_stats(self, worker: WorkerRank) -> WorkerStats | None:
         """See `BlockIndex.worker_stats`."""
@@ -412,10 +582,12 @@ class ReferenceIndex:
 
     def maintain(self, *, now: float, budget: int = 4096) -> bool:
         """See `BlockIndex.maintain`."""
-        self._predictions.expire(now)
+        waiting = self._predictions.expire(now, budget)
         left = budget - self._drain(budget)
-        waiting = False
         for known in self._workers.values():
+            if known.holdings.demoting_until is not None:
+                left -= self._demote(known.holdings, left)
+                waiting = waiting or known.holdings.demoting_until is not None
             left -= known.holdings.expire_demoted(now, left)
             waiting = waiting or bool(known.holdings.demoted and now >= known.holdings.demoted_until)
         return bool(self._dropped) or waiting
@@ -434,7 +606,8 @@ class ReferenceIndex:
 
     # Slots and bounds
 
-    def _new_holdings(self, worker: WorkerRank) -> Holdings:
+    def _new_holdings(self, worker: WorkerRank | None) -> Holdings:
+        """Empty ones of a worker; of None, such as no query sees."""
         if self._free_slots:
             slot = self._free_slots.pop()
             self._owners[slot] = worker
@@ -442,7 +615,8 @@ class ReferenceIndex:
             slot = len(self._owners)
             self._owners.append(worker)
         holdings = Holdings(self._tree, slot)
-        self._live |= holdings.bit
+        if worker is not None:
+            self._live |= holdings.bit
         return holdings
 
     def _renew(self, worker: WorkerRank, known: _Worker) -> None:
@@ -456,6 +630,7 @@ class ReferenceIndex:
         self._owners[holdings.slot] = None
         self._predictions.forget(holdings)
         holdings.visible = False
+        holdings.cuts.clear()
         self._dropped.append(holdings)
 
     def _drain(self, budget: int) -> int:
@@ -477,7 +652,11 @@ class ReferenceIndex:
         if self._added >= bound.round_length(self._max_blocks):
             self._added = 0
             self._tree.round += 1
-        self._evicted += bound.enforce([known.holdings for known in self._workers.values()], self._max_blocks)
+        everyone = [known.holdings for known in self._workers.values()]
+        if sum(holdings.entries for holdings in everyone) > self._max_blocks:
+            for holdings in everyone:
+                self._complete(holdings)
+            self._evicted += bound.enforce(everyone, self._max_blocks)
 
 
 def _integers(block_hashes: Sequence[int] | bytes) -> Iterator[int]:

@@ -8,6 +8,9 @@
      │          └────────────│──────┘                      │
      └──▶ Lane ◀── cursor ───┘ ── what is next, and usual ─┘
 
+While a state is loaded, blocks are demoted or a cut is taken, of a rank with many blocks, the `Gate` is closed: what
+comes meanwhile waits there, in order, and nothing else does.
+
 A state that others have of the source (`Elsewhere`) is the first part of the first replay: live batches wait for it as
 for any replay, what came since is asked of the source itself, and half a state is never loaded.
 """
@@ -18,12 +21,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 from kvscout_blocks.events import DecodedBatch
-from kvscout_blocks.feed import Cursor, Feed, HistoryBroken, Lane, NoHistory, SourceState
-from kvscout_blocks.index import Applied, BlockIndex
-from kvscout_blocks.native_index import apply_decoded, load_state
+from kvscout_blocks.feed import Cursor, Feed, HistoryBroken, Lane, NoHistory, SourceCut, SourceState
+from kvscout_blocks.gate import Gate
+from kvscout_blocks.index import Applied, BlockIndex, Loading
+from kvscout_blocks.native_index import apply_decoded, loading_state
 from kvscout_blocks.sequence import (
     Apply,
     Decision,
@@ -33,6 +38,7 @@ from kvscout_blocks.sequence import (
     SequencedBatch,
     SourceSequence,
 )
+from kvscout_blocks.slices import at_once, in_slices
 from kvscout_common.endings import INTENDED
 from kvscout_common.errors import KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
@@ -46,6 +52,9 @@ RECOVERY_INTERVAL_SECONDS = 600.0
 """A worker whose counts are impossible is recovered at most this often."""
 CONNECT_SECONDS = 1.0
 """Longest wait for the live channel before others are asked: what comes after their cut must not be lost."""
+
+SMALL_STATE_BYTES = 16 * 1024
+"""A state of at most so many bytes is loaded at once: about 1,000 blocks."""
 
 Elsewhere = Callable[[WorkerSpec, WorkerRank], Awaitable[SourceState | None]]
 """Looks for a rank's state elsewhere; None = there is none. Raises nothing, and ends in bounded time."""
@@ -129,6 +138,7 @@ class Source:
         self._elsewhere = elsewhere
         self._search: asyncio.Task[SourceState | None] | None = None
         """Looks elsewhere; None = over, or never begun."""
+        self._gate = Gate(f"work on {rank.worker_id}/{rank.dp_rank}", failed=failed)
         self._connected = asyncio.Event()
         self.searched = asyncio.Event()
         """Set once nothing is looked for elsewhere, and what was found is loaded."""
@@ -152,7 +162,8 @@ class Source:
         self._set_incomplete(False)
         self.searched.set()
         self.feed.close()
-        tasks = [task for task in (self._search, self._replay) if task is not None and not task.done()]
+        begun = (self._search, self._replay, self._gate.end())
+        tasks = [task for task in begun if task is not None and not task.done()]
         for task in tasks:
             task.cancel()
         return asyncio.get_running_loop().create_task(_ended(tasks)) if tasks else None
@@ -177,7 +188,7 @@ class Source:
     @property
     def replaying(self) -> bool:
         """See `SourceInput.replaying`."""
-        return self._sequence.replaying
+        return self._sequence.replaying or not self._gate.is_open
 
     @property
     def incomplete(self) -> bool:
@@ -189,7 +200,7 @@ class Source:
         now = self._clock()
         # Of the sequence itself: while it is lent nothing is to be tried again.
         due = (self._sequence.retry_at, self._sequence.quarantined_until)
-        if any(at is not None and at <= now for at in due):
+        if self._gate.is_open and any(at is not None and at <= now for at in due):
             self._carry_out(self.sequence.on_tick(now))
         self.feed.tick(now)
 
@@ -199,6 +210,9 @@ class Source:
         Args:
             any_epoch: Go on with the epoch that comes next, even if it is lower than the present one.
         """
+        self._gate.do(lambda: self._recover(any_epoch=any_epoch))
+
+    def _recover(self, *, any_epoch: bool = False) -> None:
         sequence = self.sequence
         self._reset()
         if self.feed.can_replay or (any_epoch and sequence.epoch):
@@ -211,28 +225,48 @@ class Source:
         now = self._clock()
         self.received_at = now
         self._connected.set()
-        self._carry_out(self.sequence.on_batch(batch, now))
+        self._gate.do(lambda: self._carry_out(self.sequence.on_batch(batch, now)), batch.size_bytes)
 
     def on_state(self, state: SourceState) -> None:
         """See `SourceInput.on_state`."""
         self.received_at = self._clock()
         self._connected.set()
-        self._load(None, state)
+        self._gate.do(lambda: self._load_live(state), state.size_bytes)
 
     def on_reconnect(self) -> None:
         """See `SourceInput.on_reconnect`."""
         self._connected.set()
-        self._carry_out(self.sequence.on_reconnect())
+        self._gate.do(lambda: self._carry_out(self.sequence.on_reconnect()))
 
     def heal(self) -> None:
         """See `SourceInput.heal`."""
-        self._carry_out(self.sequence.on_heal())
+        self._gate.do(lambda: self._carry_out(self.sequence.on_heal()))
 
     def on_malformed(self, reason: str) -> None:
         """See `SourceInput.on_malformed`."""
         self.malformed_frames += 1
-        self.sequence.on_malformed(self._clock())
+        self._gate.do(lambda: self.sequence.on_malformed(self._clock()))
         self._warnings.warning((self.rank, "frame"), "worker %s/%d sent a malformed frame: %s", *self.rank, reason)
+
+    async def caught_up(self) -> None:
+        """See `SourceInput.caught_up`."""
+        await self._gate.opened()
+
+    async def cut(self) -> SourceCut | None:
+        """See `SourceInput.cut`."""
+        await self._gate.opened()
+        sequence = self.sequence
+        cut = self.index.cut(self.rank)
+        if cut is None:
+            return None
+        taken = SourceCut(cut, sequence.epoch, sequence.history_incomplete, sequence.last_digest)
+        # A batch that comes before all is copied would have the rest copied at once.
+        if cut.step():
+            self._gate.close_for(cut, lambda _: self._lend())
+            await self._gate.opened()
+        else:
+            self._lend()
+        return taken
 
     def _take_back(self) -> None:
         """The lane stops; what it did is noted."""
@@ -250,7 +284,9 @@ class Source:
             return
         sequence = self.sequence
         if sequence.quiet and sequence.last_id is not None:
-            self._lent = self._lane.lend(sequence.last_id, sequence.digests, lambda: self._carry_out([]))
+            self._lent = self._lane.lend(
+                sequence.last_id, sequence.digests, lambda: self._gate.do(lambda: self._carry_out([]))
+            )
 
     def _set_incomplete(self, incomplete: bool) -> None:
         if incomplete != self._incomplete:
@@ -274,7 +310,7 @@ class Source:
         self._reset()
 
     def _carry_out(self, decisions: list[Decision[DecodedBatch]]) -> None:
-        for decision in decisions:
+        for done, decision in enumerate(decisions, 1):
             if isinstance(decision, Apply):
                 self._apply(decision.batch)
             elif isinstance(decision, Reset):
@@ -282,10 +318,13 @@ class Source:
                 self._restart()
             elif isinstance(decision, Demote):
                 log.warning("worker %s/%d: events %s are lost", *self.rank, decision.missing)
-                self.index.demote(self.rank, ttl_seconds=self._ttl_seconds, now=self._clock())
-                self._over_capacity = False
-                if self._observer is not None:
-                    self._observer.demoted(decision.missing)
+                demotion = self.index.demotion(self.rank, ttl_seconds=self._ttl_seconds, now=self._clock())
+                # Of a rank with few blocks the second slice is the end.
+                if demotion.step() and demotion.step():
+                    self._set_incomplete(self._sequence.history_incomplete)
+                    self._gate.close_for(demotion, partial(self._carry_on, decision, decisions[done:]))
+                    return
+                self._demoted(decision)
             elif isinstance(decision, RequestReplay):
                 if self._replay is not None:
                     self._replay.cancel()
@@ -298,6 +337,16 @@ class Source:
             self.recover()
             return
         self._lend()
+
+    def _carry_on(self, demote: Demote, decisions: list[Decision[DecodedBatch]], _: KvscoutError | None) -> None:
+        """The rest, once a demotion is over."""
+        self._demoted(demote)
+        self._carry_out(decisions)
+
+    def _demoted(self, demote: Demote) -> None:
+        self._over_capacity = False
+        if self._observer is not None:
+            self._observer.demoted(demote.missing)
 
     def _apply(self, batch: SequencedBatch[DecodedBatch]) -> None:
         if batch.reset:
@@ -328,15 +377,65 @@ class Source:
             )
         self._over_capacity = applied.over_capacity
 
-    def _load(self, attempt: int | None, state: SourceState, *, second_hand: bool = False) -> bool:
-        """Loads a state if the sequence wants it; one that cannot be loaded costs itself, and is told by False."""
-        if not self.sequence.wants_state(attempt, epoch=state.epoch, last_id=state.last_event_id):
+    def _load_live(self, state: SourceState) -> None:
+        """Loads a state that came by itself, if the sequence wants it; one that cannot be loaded costs itself."""
+        if not self._wants(None, state):
+            return
+        try:
+            loading = loading_state(self.index, self.rank, self.spec.pool, state.messages)
+            if state.size_bytes > SMALL_STATE_BYTES:
+                then = partial(self._load_ended, state, loading)
+                self._gate.close_for(loading, then, given_up=loading.abandon)
+                return
+            at_once(loading)
+        except KvscoutError as error:
+            self._refuse(error)
+            return
+        self._put_in_place(None, state, loading)
+
+    def _load_ended(self, state: SourceState, loading: Loading, error: KvscoutError | None) -> None:
+        if error is None:
+            self._put_in_place(None, state, loading)
+        else:
+            loading.abandon()
+            self._refuse(error)
+
+    async def _load(self, attempt: int, state: SourceState, *, second_hand: bool = False) -> bool:
+        """Loads a replayed state if the sequence wants it; one that cannot be loaded is told by False."""
+        await self._gate.opened()
+        if not self._wants(attempt, state):
             return True
         try:
-            load_state(self.index, self.rank, self.spec.pool, state.messages)
+            loading = loading_state(self.index, self.rank, self.spec.pool, state.messages)
+            try:
+                await in_slices(loading)
+            except BaseException:
+                loading.abandon()
+                raise
         except KvscoutError as error:
-            self.on_malformed(f"a state cannot be loaded: {error}")
+            self._refuse(error)
             return False
+        # What came live meanwhile may have made it useless.
+        await self._gate.opened()
+        if self._wants(attempt, state):
+            self._put_in_place(attempt, state, loading, second_hand=second_hand)
+        else:
+            loading.abandon()
+        return True
+
+    def _wants(self, attempt: int | None, state: SourceState) -> bool:
+        return self.sequence.wants_state(attempt, epoch=state.epoch, last_id=state.last_event_id)
+
+    def _refuse(self, error: KvscoutError) -> None:
+        self.on_malformed(f"a state cannot be loaded: {error}")
+
+    def _put_in_place(
+        self, attempt: int | None, state: SourceState, loading: Loading, *, second_hand: bool = False
+    ) -> None:
+        """A state that the sequence wants is loaded."""
+        if not loading.commit():
+            # Not all of it was, since too much came meanwhile, or the rank is another by now: the next batch will tell.
+            return
         self._over_capacity = False
         if self._observer is not None:
             self._observer.loaded()
@@ -350,7 +449,6 @@ class Source:
                 last_digest=state.last_digest,
             )
         )
-        return True
 
     def _may_recover(self) -> bool:
         now = self._clock()
@@ -366,6 +464,7 @@ class Source:
             if self.feed.can_replay:
                 async with self._recoveries:
                     broken = await self._read_replay(request)
+            await self._gate.opened()
             if broken is None:
                 self._carry_out(self.sequence.on_replay_end(request.attempt, self._clock()))
                 return
@@ -396,7 +495,7 @@ class Source:
         self._search = None
         # A source that has a replay may know better than those who know that something is missing.
         if state is not None and not (state.history_incomplete and self.feed.can_replay):
-            self._load(request.attempt, state, second_hand=True)
+            await self._load(request.attempt, state, second_hand=True)
         self.searched.set()
 
     async def _read_replay(self, request: RequestReplay) -> HistoryBroken | None:
@@ -409,8 +508,9 @@ class Source:
         try:
             async with aclosing(self.feed.history(first_id)) as replies:
                 async for reply in replies:
+                    await self._gate.opened()
                     if isinstance(reply, SourceState):
-                        if not self._load(request.attempt, reply):
+                        if not await self._load(request.attempt, reply):
                             return HistoryBroken("its state cannot be loaded")
                     else:
                         self._carry_out(self.sequence.on_replay(request.attempt, reply, self._clock()))

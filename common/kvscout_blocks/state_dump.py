@@ -5,7 +5,8 @@ Works on `Holdings` only; cursors and groups belong to the index.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from typing import TypeVar
 
 from kvscout_blocks.events import Tier
 from kvscout_blocks.holdings import Counts, Holdings, Orphan, copies_of, level_of, twins
@@ -13,6 +14,8 @@ from kvscout_blocks.index import (
     GHOST_LIMIT,
     MAX_COPIES,
     ORPHAN_LIMIT,
+    SLICE,
+    TWIN_LIMIT,
     Copies,
     DumpedBlock,
     DumpedOrphan,
@@ -21,12 +24,20 @@ from kvscout_blocks.index import (
 from kvscout_blocks.prefix_tree import NOT_HELD, Node, PrefixTree
 from kvscout_common.errors import InvalidArgument
 
+V = TypeVar("V")
 
-def dump_holdings(holdings: Holdings) -> tuple[tuple[DumpedBlock, ...], tuple[DumpedOrphan, ...]]:
+
+Slices = Generator[None, None, V]
+"""Yields after each slice; nothing of the holdings may change before the end."""
+
+
+def dump_holdings(holdings: Holdings) -> Slices[tuple[tuple[DumpedBlock, ...], tuple[DumpedOrphan, ...]]]:
     """Blocks and orphans in the order that `WorkerDump` promises."""
     below: dict[Node, list[Node]] = {}
     listed: set[Node] = set()
-    for node in holdings.nodes:
+    for number, node in enumerate(holdings.nodes):
+        if number % SLICE == SLICE - 1:
+            yield
         step = node
         while step.parent is not None and step not in listed:
             listed.add(step)
@@ -34,7 +45,11 @@ def dump_holdings(holdings: Holdings) -> tuple[tuple[DumpedBlock, ...], tuple[Du
             step = step.parent
     blocks: list[DumpedBlock] = []
     stack = [(holdings.tree.root, -1)]
+    done = 0
     while stack:
+        done += 1
+        if done % SLICE == 0:
+            yield
         node, parent = stack.pop()
         position = -1
         if node.parent is not None:
@@ -54,7 +69,7 @@ def dump_holdings(holdings: Holdings) -> tuple[tuple[DumpedBlock, ...], tuple[Du
     return tuple(blocks), orphans
 
 
-def check(dump: WorkerDump) -> None:
+def check(dump: WorkerDump) -> Slices[None]:
     """Verifies that a dump can be loaded.
 
     Raises:
@@ -63,6 +78,8 @@ def check(dump: WorkerDump) -> None:
     full = {group for group, is_full in dump.groups if is_full}
     hashes: set[int] = set()
     for position, block in enumerate(dump.blocks):
+        if position % SLICE == SLICE - 1:
+            yield
         field = f"blocks.{position}"
         if not -1 <= block.parent < position:
             raise InvalidArgument("its parent does not come before it", field=field)
@@ -95,19 +112,27 @@ def _check_entry(field: str, engine_hash: int | None, copies: Iterable[Copies], 
             raise InvalidArgument(f"{number} copies", field=field)
 
 
-def load_holdings(holdings: Holdings, dump: WorkerDump) -> None:
+def load_holdings(holdings: Holdings, dump: WorkerDump) -> Slices[None]:
     """Fills empty holdings from a dump that `check` accepted."""
     nodes: list[Node] = []
-    for block in dump.blocks:
+    for position, block in enumerate(dump.blocks):
+        if position % SLICE == SLICE - 1:
+            yield
         parent = nodes[block.parent] if block.parent >= 0 else holdings.tree.root
         node = holdings.tree.child(parent, block.local_hash)
         nodes.append(node)
+        # Until all is there: a hole is nobody's before something is below it.
+        holdings.tree.acquire(node)
         if block.engine_hash is not None:
             holdings.restore(block.engine_hash, node, _counts(block.copies))
             holdings.tree.touch(node)
-    for node in reversed(nodes):
-        holdings.tree.prune(node)
-    for orphan in dump.orphans:
+    for position, node in enumerate(reversed(nodes)):
+        if position % SLICE == SLICE - 1:
+            yield
+        holdings.tree.release(node)
+    for position, orphan in enumerate(dump.orphans):
+        if position % SLICE == SLICE - 1:
+            yield
         holdings.restore_orphan(
             orphan.engine_hash,
             Orphan(orphan.parent_engine_hash, orphan.local_hash, _counts(orphan.copies)),
@@ -144,6 +169,10 @@ def check_holdings(tree: PrefixTree, visible: Sequence[Holdings], dropped: Seque
         assert node.used <= node.parent.used, "whoever uses a block uses its prefix"
     for holdings in visible:
         _check_worker(holdings, attached)
+        names = {(name, node) for node, all_names in holdings.names.items() for name in all_names}
+        bound = {(engine_hash, block.node) for engine_hash, block in holdings.blocks.items()}
+        assert names == bound | holdings.ghosts.items() | holdings.demoted.items(), "nodes know their hashes"
+        assert all(len(all_names) <= TWIN_LIMIT for all_names in holdings.names.values()), "twins are bounded"
 
 
 def _check_worker(holdings: Holdings, attached: set[Node]) -> None:

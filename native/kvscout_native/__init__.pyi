@@ -82,7 +82,10 @@ class BlockIndex:
 
     def remove_rank(self, worker: _Name) -> bool: ...
     def reset(self, worker: _Name) -> None: ...
-    def demote(self, worker: _Name, ttl_seconds: float, now: float) -> int: ...
+    def begin_demotion(self, worker: _Name, ttl_seconds: float, now: float) -> None: ...
+    def go_on_demoting(self, worker: _Name) -> int | None:
+        """Demotes a slice; how many blocks of it were not predicted before, None if nothing was left."""
+
     def apply(self, worker: _Name, events: Iterable[Any], faults: int, epoch: int, event_id: int | None) -> _Applied:
         """Events as those of `kvscout_blocks.events`; `faults` is their number."""
 
@@ -96,8 +99,26 @@ class BlockIndex:
         """Workers, then the columns of `Overlaps`; bytes are read in place."""
 
     def maintain(self, now: float, budget: int) -> bool: ...
+    def workers(self) -> list[_Name]: ...
+    def cursor(self, worker: _Name) -> tuple[int, int | None] | None: ...
+    def worker_stats(self, worker: _Name) -> tuple[int, int, int, int, int, int, bool, str, list[int]] | None:
+        """The fields of `WorkerStats`; `ignored` in the order of `Ignored`."""
+
+    def stats(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
+        """The fields of `IndexStats`."""
+
+    def check_invariants(self) -> None: ...
+
+class Cut:
+    """`kvscout_blocks.index.Cut`; slices take the index's lock, and release the GIL. Thread-safe."""
+
+    @staticmethod
+    def begin(index: BlockIndex, worker: _Name) -> Cut | None:
+        """None if the worker is not known."""
+
+    def step(self) -> bool: ...
     def dump(
-        self, worker: _Name
+        self,
     ) -> (
         tuple[
             int,
@@ -109,10 +130,26 @@ class BlockIndex:
         ]
         | None
     ):
-        """Epoch, last event id, groups, blocks, orphans, incompatible; as in `WorkerDump`."""
+        """Epoch, last event id, groups, blocks, orphans, incompatible; as in `WorkerDump`. Once."""
 
-    def load(
-        self,
+    def encode(self, pool: _Pool, history_incomplete: bool, max_chunk_bytes: int, epoch: int | None = None) -> bool:
+        """Makes serialised `KvEventBatch` messages of the dump, once; `epoch` is written in place of its own.
+
+        False: the worker was reset meanwhile.
+        """
+
+    def next_message(self) -> bytes | None:
+        """The next message; None after the last one."""
+
+class Loading:
+    """`kvscout_blocks.index.Loading`; slices take the index's lock, and release the GIL. Thread-safe.
+
+    Gives up what it has loaded with the object, unless it was put in place.
+    """
+
+    @staticmethod
+    def of_dump(
+        index: BlockIndex,
         worker: _Name,
         epoch: int,
         last_event_id: int | None,
@@ -120,16 +157,21 @@ class BlockIndex:
         blocks: Sequence[tuple[int | None, int, int, Sequence[_Copies]]],
         orphans: Sequence[tuple[int, int, int, Sequence[_Copies]]],
         incompatible: str,
-    ) -> None: ...
-    def workers(self) -> list[_Name]: ...
-    def cursor(self, worker: _Name) -> tuple[int, int | None] | None: ...
-    def worker_stats(self, worker: _Name) -> tuple[int, int, int, int, int, int, bool, str, list[int]] | None:
-        """The fields of `WorkerStats`; `ignored` in the order of `Ignored`."""
+    ) -> Loading: ...
+    @staticmethod
+    def of_messages(index: BlockIndex, messages: Sequence[bytes]) -> Loading:
+        """Reads the messages of a dump."""
 
-    def stats(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
-        """The fields of `IndexStats`."""
+    @property
+    def worker(self) -> _Name: ...
+    @property
+    def pool(self) -> _Pool | None:
+        """As the messages say; None: there were none."""
 
-    def check_invariants(self) -> None: ...
+    @property
+    def history_incomplete(self) -> bool: ...
+    def step(self) -> bool: ...
+    def commit(self) -> bool: ...
 
 def decode_batch(
     payload: bytes,
@@ -176,22 +218,6 @@ class Queries:
 
 _Pool = tuple[str, str, int, bool]
 """(tenant, model, block_size, eagle)"""
-
-def dump_messages(
-    index: BlockIndex,
-    worker: _Name,
-    pool: _Pool,
-    history_incomplete: bool,
-    max_chunk_bytes: int,
-    epoch: int | None = None,
-) -> list[bytes] | None:
-    """One consistent cut of a worker rank as serialised `KvEventBatch` messages; None if it is not known.
-
-    `epoch` is written in place of the index's own.
-    """
-
-def load_messages(index: BlockIndex, messages: Sequence[bytes]) -> tuple[_Name, _Pool, bool]:
-    """Replaces what events said of a worker rank by a dump; returns who, of which pool, and whether it is incomplete."""
 
 def decode_events(message: bytes) -> tuple[_Name, _Pool, int, int | None, bool, Batch]:
     """A serialised `KvEventBatch` of events: who, of which pool, epoch, event id, whether it resets, the events."""

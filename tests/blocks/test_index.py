@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from dataclasses import replace
 
 import msgpack
@@ -15,6 +16,7 @@ from kvscout_blocks.index import (
     GHOST_LIMIT,
     GROUP_LIMIT,
     ORPHAN_LIMIT,
+    TWIN_LIMIT,
     Applied,
     BlockIndex,
     Copies,
@@ -501,3 +503,91 @@ def test_stats_count_what_is_there(index_factory: IndexFactory) -> None:
 def test_arguments_out_of_range_are_named(index_factory: IndexFactory, field: str, arguments: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument, match=field):
         index_factory(**arguments)  # type: ignore[arg-type]
+
+
+def seconds_of_removals(factory: IndexFactory, orphans: int) -> float:
+    """CPU time of removing some of the orphans of one parent, the youngest first."""
+    index = new(factory)
+    names = list(range(1, orphans + 1))
+    for start in range(0, orphans, 1024):
+        apply(index, *(Stored((name,), parent=10**9, local_hashes=(name,)) for name in names[start : start + 1024]))
+    removals = EventBatch(tuple(Removed((name,)) for name in names[-1500:][::-1]))
+    started = time.process_time()
+    index.apply(W0, removals)
+    seconds = time.process_time() - started
+    stats = index.worker_stats(W0)
+    assert stats is not None
+    assert stats.orphans == orphans - 1500
+    apply(index, run(10**9))
+    assert device(index, 10**9, 1) == {W0: 2}
+    index.check_invariants()
+    return seconds
+
+
+def test_removing_an_orphan_costs_the_same_however_many_wait_for_its_parent(index_factory: IndexFactory) -> None:
+    few = min(seconds_of_removals(index_factory, 2_000) for _ in range(3))
+    many = min(seconds_of_removals(index_factory, 60_000) for _ in range(2))
+    assert many < 10 * few
+
+
+def test_a_block_has_so_many_engine_hashes_at_most_and_further_ones_are_counted(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    for name in range(100, 100 + TWIN_LIMIT + 5):
+        apply(index, Stored((name, name + 1000), local_hashes=(1, name)))
+    assert ignored(index, Ignored.TWIN_LIMIT) == 5
+    assert ignored(index, Ignored.HASH_CONFLICT) == 0
+    # What follows a block that was refused is where it would be.
+    assert device(index, 1, 100 + TWIN_LIMIT + 4) == {W0: 2}
+    dump = index.dump(W0)
+    assert dump is not None
+    other = new(index_factory)
+    other.load(dump)
+    assert other.dump(W0) == dump
+    index.check_invariants()
+
+
+def test_of_too_many_engine_hashes_the_first_without_copies_goes(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    names = range(100, 100 + TWIN_LIMIT)
+    for name in names:
+        apply(index, Stored((name,), local_hashes=(1,)))
+    apply(index, Removed((103,)), Removed((101,)))
+    apply(index, Stored((500,), local_hashes=(1,)))
+    # 101 was bound before 103, whenever they were removed.
+    apply(index, run(7, parent=103), run(8, parent=101))
+    assert device(index, 1, 7) == {W0: 2}
+    stats = index.worker_stats(W0)
+    assert stats is not None
+    assert (stats.orphans, stats.ghosts) == (1, 1)
+    apply(index, Stored((501,), local_hashes=(1,)), Stored((502,), local_hashes=(1,)))
+    assert ignored(index, Ignored.TWIN_LIMIT) == 1
+    index.check_invariants()
+
+
+def test_an_orphan_that_would_be_one_engine_hash_too_many_is_dropped_when_its_parent_comes(
+    index_factory: IndexFactory,
+) -> None:
+    index = new(index_factory)
+    for name in range(100, 100 + TWIN_LIMIT + 3):
+        apply(index, Stored((name,), parent=50, local_hashes=(1,)))
+    apply(index, run(50))
+    assert ignored(index, Ignored.TWIN_LIMIT) == 3
+    stats = index.worker_stats(W0)
+    assert stats is not None
+    assert (stats.orphans, stats.device_copies) == (0, TWIN_LIMIT + 1)
+    index.check_invariants()
+
+
+def seconds_of_twins(factory: IndexFactory, names: int) -> float:
+    """CPU time of a batch that stores one content under many engine hashes."""
+    index = new(factory)
+    batch = EventBatch(tuple(Stored((name,), local_hashes=(1,)) for name in range(1, names + 1)))
+    started = time.process_time()
+    index.apply(W0, batch)
+    return time.process_time() - started
+
+
+def test_one_content_under_many_engine_hashes_costs_in_proportion(index_factory: IndexFactory) -> None:
+    few = min(seconds_of_twins(index_factory, 2_000) for _ in range(3))
+    many = min(seconds_of_twins(index_factory, 20_000) for _ in range(2))
+    assert many < 30 * few

@@ -91,7 +91,7 @@ async def snapshot(indexer: Indexer) -> int:
 
 async def dump(client: IndexerClient, indexer: Indexer, worker_id: str = "w") -> list[bytes]:
     spec = indexer.registry.get(TENANT, worker_id).spec
-    return [message for rank in spec.ranks for message in indexer.dump_messages(spec, rank)]
+    return [message for rank in spec.ranks for message in await indexer.dump_messages(spec, rank)]
 
 
 async def test_a_new_replica_reads_the_stream_from_its_first_message(world: World) -> None:

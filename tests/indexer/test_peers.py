@@ -94,10 +94,10 @@ def read(indexer: Indexer, engine: RecordedEngine, **fields: Any) -> None:
     )
 
 
-def state(member: Member) -> events_pb2.KvEventBatch:
+async def state(member: Member) -> events_pb2.KvEventBatch:
     """What a member knows of the worker; its one chunk."""
     spec = member.indexer.registry.get("default", "w").spec
-    (message,) = member.indexer.dump_messages(spec, spec.ranks[0])
+    (message,) = await member.indexer.dump_messages(spec, spec.ranks[0])
     return events_pb2.KvEventBatch.FromString(message)
 
 
@@ -115,7 +115,7 @@ async def test_a_mute_engines_past_comes_from_a_peer_and_what_came_meanwhile_is_
             await engine.publish(*batches[4:], batch(removed([6])))
             for one in (old, new):
                 await one.client.until_applied(6)
-            assert state(new) == state(old)
+            assert await state(new) == await state(old)
             assert not (await new.client.matches(prompt(6))).lower_bound
             assert new.indexer.peers.found == 1
 
@@ -150,7 +150,7 @@ async def test_live_batches_wait_for_the_peer(monkeypatch: pytest.MonkeyPatch) -
             go.set()
             await new.client.until_applied(5)
             await old.client.until_applied(5)
-            assert state(new) == state(old)
+            assert await state(new) == await state(old)
             assert (await new.client.status()).state == LIVE
 
 
@@ -201,7 +201,7 @@ async def test_a_worker_that_is_registered_late_is_asked_for_then() -> None:
         # Its pool was not known here until now.
         read(new.indexer, engine)
         await new.client.until(lambda s: s.states == 1)
-        assert state(new) == state(old)
+        assert await state(new) == await state(old)
 
 
 async def test_the_first_peer_with_a_complete_history_wins() -> None:
@@ -220,7 +220,7 @@ async def test_the_first_peer_with_a_complete_history_wins() -> None:
             read(new.indexer, engine)
             await new.client.until(lambda s: s.states == 1)
             assert (await new.client.status()).state == LIVE
-            assert state(new) == state(old)
+            assert await state(new) == await state(old)
         async with member(lacking.address) as new:
             read(new.indexer, engine)
             # Better than nothing where the engine cannot be asked, and it says what it is.
@@ -268,7 +268,7 @@ async def test_two_that_start_at_once_and_ask_one_another_know_nothing_and_go_on
         read(second.indexer, engine)
         for one in (first, second):
             assert (await one.client.until_applied(2)).state == LIVE
-        assert state(first) == state(second)
+        assert await state(first) == await state(second)
 
 
 async def test_an_engine_that_restarts_while_peers_are_asked_makes_their_answer_void(

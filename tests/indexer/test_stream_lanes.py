@@ -25,6 +25,9 @@ class Taken:
     def deliver(self, data: bytes) -> None:
         raise NotImplementedError
 
+    async def caught_up(self) -> None:
+        raise NotImplementedError
+
     def verify(self) -> None:
         raise NotImplementedError
 

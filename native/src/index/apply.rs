@@ -24,11 +24,13 @@ pub enum Ignored {
     UnnamedLora,
     HashConflict,
     OrphanLimit,
+    TwinLimit,
+    IndexFull,
     UnknownRemoved,
 }
 
 /// Number of reasons.
-pub const IGNORED: usize = 10;
+pub const IGNORED: usize = 12;
 
 /// What became of one batch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -42,14 +44,15 @@ pub struct Applied {
 impl Index {
     /// Applies one batch and moves the worker's cursor.
     pub fn apply(&self, name: WorkerName<'_>, batch: &Batch, epoch: u64, event_id: Option<u64>) -> Applied {
-        let mut state = self.state.lock();
-        let state = &mut *state;
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
         let mut applied =
             Applied { events: batch.events.len(), faults: batch.faults.len(), ..Applied::default() };
         let Some(worker) = state.handle(name) else {
             state.unknown_worker += 1;
             return applied;
         };
+        self.complete(state, state.ranks[worker].slot);
         let mut filled = 0;
         for event in &batch.events {
             let blocks = match event {
@@ -78,6 +81,9 @@ impl Index {
         }
         applied.over_capacity = rank.over_capacity(state.ledger.worker(rank.slot));
         applied.incompatible.clone_from(&rank.incompatible);
+        let garbage = std::mem::take(&mut state.garbage);
+        drop(guard);
+        drop(garbage);
         applied
     }
 
@@ -129,6 +135,8 @@ impl Index {
         let refused = state.ledger.store(slot, event.parent, &event.engine_hashes, &local, to);
         count(state, worker, Ignored::HashConflict, refused.conflicts);
         count(state, worker, Ignored::OrphanLimit, refused.orphan_limit);
+        count(state, worker, Ignored::TwinLimit, refused.twin_limit);
+        count(state, worker, Ignored::IndexFull, refused.index_full);
     }
 }
 

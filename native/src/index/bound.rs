@@ -41,16 +41,33 @@ impl Index {
         if state.room > 0 {
             return;
         }
+        self.evict_surplus(state, usize::MAX);
+        state.room = max - entries(state);
+    }
+
+    /// Drops a slice of what is above the bound, if there is any; whether more is left.
+    pub(super) fn evict_slice(&self, state: &mut State) -> bool {
+        // The search for victims costs about as much as a 64th of what there is.
+        self.evict_surplus(state, self.bounds.max_blocks / SLACK + 1)
+    }
+
+    fn evict_surplus(&self, state: &mut State, most: usize) -> bool {
+        let max = self.bounds.max_blocks;
         let mut sizes = sizes(state);
         let all: usize = sizes.iter().map(|(entries, _)| entries).sum();
-        if all > max {
-            sizes.sort_unstable_by_key(|&size| Reverse(size));
-            evict(state, &sizes, all - max + max / SLACK);
+        if max == 0 || all <= max {
+            return false;
         }
-        let left: usize = sizes.iter().map(|&(_, slot)| state.ledger.worker(slot).entries()).sum();
-        state.evicted += (all - left) as u64;
-        state.room = max - left;
+        let surplus = all - max;
+        sizes.sort_unstable_by_key(|&size| Reverse(size));
+        evict(state, &sizes, surplus.min(most) + max / SLACK);
+        state.evicted += (all - entries(state)) as u64;
+        surplus > most
     }
+}
+
+fn entries(state: &State) -> usize {
+    sizes(state).iter().map(|&(entries, _)| entries).sum()
 }
 
 /// Drops a surplus: what no query can match, then rooted blocks of the largest worker.
@@ -80,8 +97,11 @@ impl Ledger {
     /// Drops entries of a worker, about as many as are asked for; how many there were.
     fn evict(&mut self, slot: u32, surplus: usize, victims: Victims) -> usize {
         let mut dropped = 0;
+        self.complete_cuts(slot);
+        self.fill(slot, usize::MAX);
         if victims == Victims::Unmatchable {
-            let orphans: Vec<u64> = self.worker(slot).orphans.keys().copied().take(surplus).collect();
+            let orphans: Vec<u64> =
+                self.worker(slot).orphans.iter().map(|(orphan, _)| orphan).take(surplus).collect();
             dropped = orphans.len();
             for orphan in orphans {
                 self.drop_orphan(slot, orphan);

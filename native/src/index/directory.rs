@@ -84,10 +84,10 @@ impl Directory {
         self.names.remove(worker);
     }
 
-    /// A lane for a worker's level.
+    /// A lane for a worker's level; of handle 0, one that no query sees.
     pub fn open(&mut self, worker: Handle, level: usize) -> u32 {
         let lane = Lane { worker, level };
-        self.upper += usize::from(level > 0);
+        self.upper += usize::from(worker != 0 && level > 0);
         if let Some(number) = self.free.pop() {
             self.lanes[number as usize] = lane;
             return number;
@@ -100,8 +100,18 @@ impl Directory {
     pub fn hide(&mut self, lanes: &[u32; LEVELS]) {
         for &lane in lanes.iter().filter(|&&lane| lane != NO_LANE) {
             let lane = &mut self.lanes[lane as usize];
+            self.upper -= usize::from(lane.worker != 0 && lane.level > 0);
             lane.worker = 0;
-            self.upper -= usize::from(lane.level > 0);
+        }
+    }
+
+    /// Shows hidden lanes of a worker in place of those that it had.
+    pub fn replace(&mut self, old: &[u32; LEVELS], new: &[u32; LEVELS], worker: Handle) {
+        self.hide(old);
+        for &lane in new.iter().filter(|&&lane| lane != NO_LANE) {
+            let lane = &mut self.lanes[lane as usize];
+            lane.worker = worker;
+            self.upper += usize::from(lane.level > 0);
         }
     }
 

@@ -111,8 +111,8 @@ impl Ledger {
         let worker = self.worker_mut(slot);
         let presence = worker.presences.insert(part);
         assert!(presence <= MAX_PRESENCES, "a worker has blocks in more than {MAX_PRESENCES} runs");
-        if let Some(children) = worker.detached.remove(&node) {
-            for child in children {
+        if let Some(first) = worker.detached.remove(&node) {
+            for child in self.siblings_from(slot, first) {
                 self.hang(slot, child, presence);
             }
         }
@@ -128,7 +128,18 @@ impl Ledger {
         }
         match self.nodes[parent].presence(slot) {
             Some(above) => self.hang(slot, presence, above),
-            None => self.worker_mut(slot).detached.entry(parent).or_default().push(presence),
+            None => self.detach(slot, presence, parent),
+        }
+    }
+
+    /// Notes a presence whose node's parent has none: siblings are linked as below a presence.
+    fn detach(&mut self, slot: u32, presence: PresenceId, parent: NodeId) {
+        let worker = self.worker_mut(slot);
+        let next = worker.detached.insert(parent, presence).unwrap_or(0);
+        let part = &mut worker.presences[presence];
+        (part.parent, part.previous, part.next) = (0, 0, next);
+        if next != 0 {
+            worker.presences[next].previous = presence;
         }
     }
 
@@ -148,28 +159,26 @@ impl Ledger {
         let part = &mut worker.presences[presence];
         let (parent, previous, next) = (part.parent, part.previous, part.next);
         (part.parent, part.previous, part.next) = (0, 0, 0);
-        if parent == 0 {
-            if let Some(siblings) = worker.detached.get_mut(&node_above) {
-                siblings.retain(|&sibling| sibling != presence);
-                if siblings.is_empty() {
-                    worker.detached.remove(&node_above);
-                }
-            }
-            return;
-        }
         if next != 0 {
             worker.presences[next].previous = previous;
         }
         if previous != 0 {
             worker.presences[previous].next = next;
-        } else {
+        } else if parent != 0 {
             worker.presences[parent].first_child = next;
+        } else if next != 0 {
+            worker.detached.insert(node_above, next);
+        } else {
+            worker.detached.remove(&node_above);
         }
     }
 
     fn children_of(&self, slot: u32, presence: PresenceId) -> Vec<PresenceId> {
+        self.siblings_from(slot, self.part(slot, presence).first_child)
+    }
+
+    fn siblings_from(&self, slot: u32, first: PresenceId) -> Vec<PresenceId> {
         let parts = &self.worker(slot).presences;
-        let first = parts[presence].first_child;
         std::iter::successors((first != 0).then_some(first), |&child| {
             let next = parts[child].next;
             (next != 0).then_some(next)
@@ -194,13 +203,10 @@ impl Ledger {
         if children.is_empty() {
             return;
         }
-        let worker = self.worker_mut(slot);
-        worker.presences[presence].first_child = 0;
-        for &child in &children {
-            let part = &mut worker.presences[child];
-            (part.parent, part.previous, part.next) = (0, 0, 0);
+        self.part_mut(slot, presence).first_child = 0;
+        for child in children {
+            self.detach(slot, child, node);
         }
-        worker.detached.entry(node).or_default().extend(children);
     }
 
     /// Finds or makes the next blocks of a chain, from the cursor, and moves it.
@@ -277,6 +283,8 @@ impl Ledger {
         let children: Vec<NodeId> = self.nodes.children(node).collect();
         let new_tail = (len - at) as usize * workers + 4 * children.len() <= at as usize * workers;
         let shard = shard_of(node);
+        self.copy_before_split(node);
+        let (head_end, tail_end) = (self.nodes.new_end(), self.nodes[node].end);
         let entry = &mut self.nodes[node];
         let (parent, start) = (entry.parent, entry.start);
         let tail_refs = entry.refs.split_off(at as usize);
@@ -285,10 +293,12 @@ impl Ledger {
         let (head, tail);
         if new_tail {
             let refs = std::mem::replace(&mut entry.refs, head_refs);
+            entry.end = head_end;
             head = node;
-            tail = self
-                .nodes
-                .insert(shard, NodeEntry { parent: node, start: start + at, refs, ..NodeEntry::default() });
+            tail = self.nodes.insert(
+                shard,
+                NodeEntry { parent: node, start: start + at, refs, end: tail_end, ..NodeEntry::default() },
+            );
             for &child in &children {
                 self.nodes.reparent(child, tail);
             }
@@ -298,13 +308,15 @@ impl Ledger {
         } else {
             entry.start = start + at;
             tail = node;
-            head = self
-                .nodes
-                .insert(shard, NodeEntry { parent, start, refs: head_refs, ..NodeEntry::default() });
+            head = self.nodes.insert(
+                shard,
+                NodeEntry { parent, start, refs: head_refs, end: head_end, ..NodeEntry::default() },
+            );
             self.nodes.reparent(node, head);
             self.trie.shard(shard).write().split_head(index_of(node), at, index_of(head));
         }
         for (slot, presence) in presences {
+            self.worker(slot).cuts.iter().for_each(|cut| cut.lock().split(tail_end, head_end));
             self.split_presence(slot, presence, at, head, tail, parent, new_tail);
         }
         for cursor in std::iter::once(&mut self.cursor).chain(&mut self.side_cursor) {
@@ -408,6 +420,9 @@ impl Ledger {
 
     /// Brings the reach of a presence in step with what it holds, and of those below where that matters.
     pub fn refresh(&mut self, slot: u32, presence: PresenceId) {
+        if self.worker(slot).filling.is_some() {
+            self.refresh_above(slot, presence);
+        }
         for level in self.worker(slot).levels() {
             let mut pending: SmallVec<[PresenceId; 4]> = smallvec![presence];
             while let Some(presence) = pending.pop() {
@@ -604,13 +619,59 @@ impl Ledger {
         taken
     }
 
-    /// Gives a worker's level a lane and computes it.
+    /// Gives a worker's level a lane, which `fill` computes.
+    ///
+    /// Nothing is on the level yet that is not on a faster one, which answers for it until then.
     pub fn open_level(&mut self, slot: u32, level: usize, lane: u32) {
         debug_assert!(level < LEVELS);
-        self.worker_mut(slot).lanes[level] = lane;
-        let all: Vec<PresenceId> = self.worker(slot).presences.iter().map(|(presence, _)| presence).collect();
-        for presence in all {
-            self.refresh(slot, presence);
+        let worker = self.worker_mut(slot);
+        worker.lanes[level] = lane;
+        if !worker.presences.is_empty() {
+            worker.filling = Some(0);
         }
+    }
+
+    /// Computes the reach of about `budget` presences on levels that were opened; how many it looked at.
+    pub fn fill(&mut self, slot: u32, budget: usize) -> usize {
+        let mut done = 0;
+        while done < budget
+            && let Some(last) = self.worker(slot).filling
+        {
+            let presence = last + 1;
+            let worker = self.worker_mut(slot);
+            worker.filling = (presence <= worker.presences.highest()).then_some(presence);
+            if worker.presences.get(presence).is_some() {
+                done += self.refresh_above(slot, presence);
+                for level in self.worker(slot).levels() {
+                    self.refresh_one(slot, level, presence);
+                }
+            }
+            done += 1;
+        }
+        done
+    }
+
+    /// While levels are filled, a presence's reach follows from that of those above only once they are; how many.
+    fn refresh_above(&mut self, slot: u32, presence: PresenceId) -> usize {
+        let mut above: SmallVec<[PresenceId; 16]> = SmallVec::new();
+        let mut step = self.part(slot, presence).parent;
+        while step != 0 && !self.is_full(slot, step) {
+            above.push(step);
+            step = self.part(slot, step).parent;
+        }
+        for &presence in above.iter().rev() {
+            for level in self.worker(slot).levels() {
+                self.refresh_one(slot, level, presence);
+            }
+        }
+        above.len()
+    }
+
+    /// Whether a presence reaches the end of its node on every level, and so do all above it.
+    fn is_full(&self, slot: u32, presence: PresenceId) -> bool {
+        let worker = self.worker(slot);
+        let part = &worker.presences[presence];
+        let len = self.nodes[part.node].len();
+        worker.levels().all(|level| part.reach_on(level) == len)
     }
 }

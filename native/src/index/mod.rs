@@ -12,11 +12,13 @@
 
 mod apply;
 mod bound;
+mod cut;
 mod directory;
 mod dump;
 mod extent;
 mod lane_set;
 mod ledger;
+mod load;
 mod nodes;
 mod predict;
 mod prompt;
@@ -36,10 +38,12 @@ use hashbrown::HashMap;
 use parking_lot::{Mutex, RwLock};
 
 pub use apply::{Applied, IGNORED, Ignored};
+pub use cut::Cutting;
 use directory::Directory;
 pub use directory::{Handle, Row, WorkerName, WorkerRank};
 pub use dump::{DumpedBlock, DumpedOrphan, LoadError, WorkerDump};
 use ledger::Ledger;
+pub use load::Loading;
 use predict::Expiries;
 pub use prompt::{Prompt, TokenPrompt};
 pub use stats::{IndexStats, WorkerStats};
@@ -48,6 +52,9 @@ pub use worker::{Copies, GHOST_LIMIT, LEVELS, MAX_COPIES, ORPHAN_LIMIT, TIERS};
 use worker::{MAX_SLOTS, NO_LANE, Worker};
 
 use crate::slab::Slab;
+
+/// Blocks that are stored, or as much other work, before the lock is given back: well below a millisecond.
+pub const SLICE: usize = 512;
 
 /// Slots that wait to be drained; with more the oldest is drained at once, whatever it holds.
 const MAX_DROPPED: usize = 4096;
@@ -78,6 +85,8 @@ pub struct Bounds {
 #[derive(Debug)]
 struct Rank {
     slot: u32,
+    /// Another number after each reset: what was begun for one content is not for the next.
+    content: u64,
     options: WorkerOptions,
     epoch: u64,
     last_event_id: Option<u64>,
@@ -102,8 +111,12 @@ struct State {
     /// Slots whose content is being taken out of the trie.
     dropped: VecDeque<u32>,
     expiries: Expiries,
+    /// There were more predictions than may be, and still are more than pruning leaves.
+    pruning: bool,
     unknown_worker: u64,
     evicted: u64,
+    /// Contents that are out of the trie; whoever gives the lock back frees their memory.
+    garbage: Vec<Worker>,
     /// So many entries may come before the bound has to be looked at.
     room: usize,
     /// Entries that may have come in this round of the bound's clock.
@@ -130,6 +143,7 @@ pub struct Index {
     queries: CachePadded<AtomicU64>,
     /// When the first prediction ends, as the bits of a float.
     next_expiry: AtomicU64,
+    contents: AtomicU64,
 }
 
 impl Index {
@@ -143,8 +157,10 @@ impl Index {
             free_slots: Vec::new(),
             dropped: VecDeque::new(),
             expiries: Expiries::default(),
+            pruning: false,
             unknown_worker: 0,
             evicted: 0,
+            garbage: Vec::new(),
             room: bounds.max_blocks,
             added: 0,
         };
@@ -158,6 +174,7 @@ impl Index {
             state: CachePadded::new(Mutex::new(state)),
             queries: CachePadded::default(),
             next_expiry: AtomicU64::new(f64::INFINITY.to_bits()),
+            contents: AtomicU64::new(0),
         }
     }
 
@@ -177,6 +194,7 @@ impl Index {
         let slot = self.new_slot(&mut state, handle);
         let entry = Rank {
             slot,
+            content: self.next_content(),
             options,
             epoch: 0,
             last_event_id: None,
@@ -212,6 +230,7 @@ impl Index {
         let slot = self.new_slot(state, handle);
         let rank = &mut state.ranks[handle];
         (rank.slot, rank.epoch, rank.last_event_id) = (slot, 0, None);
+        rank.content = self.next_content();
         rank.incompatible.clear();
     }
 
@@ -232,29 +251,61 @@ impl Index {
         }
     }
 
-    /// Frees memory of what was dropped, and ends predictions; whether more is left.
+    fn next_content(&self) -> u64 {
+        self.contents.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Goes on with what is under way, ends predictions and frees memory of what was dropped, for about `budget`
+    /// blocks; whether more is left.
     pub fn maintain(&self, now: f64, budget: usize) -> bool {
-        self.expire(now);
-        let mut state = self.state.lock();
-        let state = &mut *state;
-        let mut left = self.drain(state, budget);
-        let mut waiting = false;
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        let mut left = budget;
+        let mut waiting = self.expire_slice(state, now, &mut left);
+        left = self.drain(state, left);
         let slots: Vec<u32> = state.ranks.iter().map(|(_, rank)| rank.slot).collect();
         for slot in slots {
             let worker = state.ledger.worker(slot);
-            if worker.demoted.is_empty() || now < worker.demoted_until {
+            if worker.filling.is_some() {
+                left -= state.ledger.fill(slot, left).min(left);
+                waiting |= state.ledger.worker(slot).filling.is_some();
+            }
+            if state.ledger.worker(slot).demotion.is_some() {
+                left -= self.demote_slice(state, slot, left).0.min(left);
+                waiting |= state.ledger.worker(slot).demotion.is_some();
+            }
+            let worker = state.ledger.worker_mut(slot);
+            if worker.demoted.is_empty() || worker.demotion.is_some() || now < worker.demoted_until {
                 continue;
             }
-            let some: Vec<u64> = worker.demoted.iter().copied().take(left).collect();
+            let some = worker.demoted.take(left);
             left -= some.len();
             for engine_hash in some {
-                state.ledger.worker_mut(slot).demoted.remove(&engine_hash);
                 state.ledger.unbind(slot, engine_hash);
             }
             waiting |= !state.ledger.worker(slot).demoted.is_empty();
         }
         state.ledger.finish();
-        waiting || !state.dropped.is_empty()
+        self.publish_next_expiry(state);
+        let more = waiting || !state.dropped.is_empty();
+        let garbage = std::mem::take(&mut state.garbage);
+        drop(guard);
+        drop(garbage);
+        more
+    }
+
+    /// Completes what is under way on a worker, since a write is to find it done.
+    fn complete(&self, state: &mut State, slot: u32) {
+        if state.ledger.worker(slot).is_busy() {
+            state.ledger.complete_cuts(slot);
+            self.complete_demotion(state, slot);
+        }
+    }
+
+    fn complete_demotion(&self, state: &mut State, slot: u32) {
+        if state.ledger.worker(slot).demotion.is_some() {
+            self.demote_slice(state, slot, usize::MAX);
+        }
     }
 
     /// The known worker ranks, sorted.
@@ -282,9 +333,16 @@ impl Index {
 
     /// Hides a slot's content; `drain` frees it.
     fn drop_slot(&self, state: &mut State, slot: u32) {
+        self.directory.write().hide(&state.ledger.worker(slot).lanes);
+        self.drop_hidden(state, slot);
+    }
+
+    fn drop_hidden(&self, state: &mut State, slot: u32) {
         let worker = state.ledger.worker_mut(slot);
         worker.dropped = true;
-        self.directory.write().hide(&worker.lanes);
+        // Of what is not there any more, no cut can be completed.
+        worker.cuts.clear();
+        (worker.filling, worker.demotion) = (None, None);
         state.ledger.live_predictions -= state.ledger.worker(slot).predictions;
         state.dropped.push_back(slot);
         if state.dropped.len() > MAX_DROPPED {
@@ -303,7 +361,7 @@ impl Index {
             let worker = state.ledger.worker(slot);
             if worker.presences.is_empty() {
                 self.directory.write().free(&worker.lanes);
-                state.ledger.workers[slot as usize] = None;
+                state.garbage.extend(state.ledger.workers[slot as usize].take().map(|worker| *worker));
                 state.free_slots.push(slot);
                 state.dropped.pop_front();
             }
@@ -333,10 +391,14 @@ impl Index {
 
     /// Makes a level of a worker visible; the device always is.
     fn open_level(&self, state: &mut State, worker: Handle, level: usize) {
-        let slot = state.ranks[worker].slot;
+        self.open_slot_level(state, state.ranks[worker].slot, worker, level);
+    }
+
+    fn open_slot_level(&self, state: &mut State, slot: u32, worker: Handle, level: usize) {
         if state.ledger.worker(slot).lanes[level] == NO_LANE {
             let lane = self.directory.write().open(worker, level);
             state.ledger.open_level(slot, level, lane);
+            state.ledger.fill(slot, SLICE);
         }
     }
 }

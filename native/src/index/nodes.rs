@@ -2,9 +2,12 @@
 
 use super::run::Run;
 use super::trie::{NodeIndex, SHARDS};
-use super::worker::{NodeId, PresenceId};
+use super::worker::{NodeId, ORPHAN_LIMIT, PresenceId};
 use crate::slab::Slab;
 use smallvec::SmallVec;
+
+/// Nodes of one shard: the number of one and its shard must fit into a `NodeId`.
+const MAX_NODES: u32 = u32::MAX / SHARDS as u32;
 
 /// How many workers need a block, and how many of them hold it on any tier.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -26,6 +29,8 @@ pub struct NodeEntry {
     pub first_child: NodeId,
     pub next: NodeId,
     pub previous: NodeId,
+    /// Names the last block, and stays with it when the node is cut: children hang there.
+    pub end: u64,
 }
 
 impl NodeEntry {
@@ -83,11 +88,16 @@ pub fn node_id(shard: usize, index: NodeIndex) -> NodeId {
 #[derive(Debug)]
 pub struct Nodes {
     shards: Vec<Slab<NodeEntry>>,
+    /// The `end` that was given last.
+    last_end: u64,
+    /// Most nodes of one shard.
+    limit: u32,
 }
 
 impl Default for Nodes {
     fn default() -> Self {
-        Self { shards: (0..SHARDS).map(|_| Slab::default()).collect() }
+        let shards = (0..SHARDS).map(|_| Slab::default()).collect();
+        Self { shards, last_end: 0, limit: MAX_NODES }
     }
 }
 
@@ -96,7 +106,27 @@ impl Nodes {
         self.shards[shard_of(node)].get(index_of(node))
     }
 
-    pub fn insert(&mut self, shard: usize, entry: NodeEntry) -> NodeId {
+    /// Whether a shard surely has room for the nodes that a chain of so many blocks may need.
+    pub fn have_room(&self, shard: usize, blocks: usize) -> bool {
+        // Each block may need a node, and cut another in two; orphans that it adopts may, too.
+        2 * (blocks + ORPHAN_LIMIT) + self.shards[shard].len() <= self.limit as usize
+    }
+
+    #[cfg(test)]
+    pub fn limit_to(&mut self, nodes: usize) {
+        self.limit = (nodes + 2 * ORPHAN_LIMIT) as u32;
+    }
+
+    /// A name for the last block of a node.
+    pub fn new_end(&mut self) -> u64 {
+        self.last_end += 1;
+        self.last_end
+    }
+
+    pub fn insert(&mut self, shard: usize, mut entry: NodeEntry) -> NodeId {
+        if entry.end == 0 {
+            entry.end = self.new_end();
+        }
         let parent = entry.parent;
         let node = node_id(shard, self.shards[shard].insert(entry));
         self.link(node, parent);
@@ -178,5 +208,50 @@ impl std::ops::IndexMut<NodeId> for Nodes {
     #[inline]
     fn index_mut(&mut self, node: NodeId) -> &mut NodeEntry {
         &mut self.shards[shard_of(node)][index_of(node)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Bounds, Ignored, Index, WorkerName, WorkerOptions};
+    use crate::events::{Batch, Event, Stored};
+
+    const W: WorkerName<'_> = WorkerName { worker_id: "w", dp_rank: 0 };
+
+    fn store(index: &Index, engine: &[u64], local: &[u64]) -> u64 {
+        let event = Stored {
+            engine_hashes: engine.to_vec(),
+            local_hashes: local.to_vec(),
+            full_attention: true,
+            ..Stored::default()
+        };
+        let events = vec![Event::Stored(Box::new(event))];
+        index.apply(W, &Batch { events, ..Batch::default() }, 0, None);
+        index.worker_stats(W).expect("it is known").ignored[Ignored::IndexFull as usize]
+    }
+
+    #[test]
+    fn a_shard_without_numbers_for_more_nodes_refuses_blocks_and_counts_them() {
+        let index = Index::new(4, false, Bounds { max_blocks: 0, max_predictions: 100, prune_ratio: 0.8 });
+        index.add_worker(W, WorkerOptions::default());
+        index.state.lock().ledger.nodes.limit_to(12);
+        // All begin alike, so that they are in one shard; each forks off at the second block.
+        let refused: Vec<u64> = (1..20).map(|n| store(&index, &[n * 10, n * 10 + 1], &[64, n])).collect();
+        let first = refused.iter().position(|&refused| refused > 0).expect("it fills up");
+        assert!((4..12).contains(&first), "{first}");
+        assert_eq!(
+            refused[first..],
+            (0..refused.len() - first).map(|n| 2 * (n as u64 + 1)).collect::<Vec<_>>()
+        );
+        assert_eq!(index.predict(W, &[64, 99], 1.0, 0.0), 0);
+        // Prompts that begin in another way have numbers of their own.
+        assert_eq!(store(&index, &[5], &[65]), *refused.last().expect("some"));
+        assert_eq!(index.worker_stats(W).map(|stats| stats.blocks), Some(first as u64 + 2));
+        index.check_invariants().expect("they hold");
+        // What goes makes room.
+        index.reset(W);
+        while index.maintain(0.0, 1000) {}
+        let before = store(&index, &[10, 11], &[64, 1]);
+        assert_eq!(before, *refused.last().expect("some"));
     }
 }

@@ -1,17 +1,24 @@
 //! Blocks that a worker probably holds, until they expire: routed prompts, and history after a loss.
 //!
 //! Refreshing a prediction leaves its entry in the heap; when that surfaces it is pushed again with the new
-//! time. Entries of predictions that were cancelled are stale, and thrown out when they prevail.
+//! time. Entries of predictions that were cancelled are stale. When they prevail, a new heap is begun, and what is
+//! live of the old one goes over to it little by little.
+//!
+//! Whatever concerns many predictions at once (their end, the maximum, a demotion) is done in slices: by the calls
+//! that add some, by queries if nobody else writes, and by `maintain`.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
-use super::ledger::{Cursor, Prediction, ROOT};
-use super::worker::{Binding, PREDICTED, PresenceId};
-use super::{Index, State, WorkerName};
+use super::ledger::{Cursor, Ledger, Prediction, ROOT};
+use super::worker::{Counts, Demotion, PREDICTED, PresenceId, TIERS, device_copies};
+use super::{Index, SLICE, State, WorkerName};
 
 const STALE_SLACK: usize = 1024;
+
+/// Predictions that a query ends at most.
+const ENDED_BY_QUERY: usize = 64;
 
 /// Soonest first, deeper blocks before their parents, then in the order of their making.
 #[derive(Debug, Clone, Copy)]
@@ -53,7 +60,33 @@ impl Eq for Entry {}
 #[derive(Debug, Default)]
 pub struct Expiries {
     heap: BinaryHeap<Entry>,
+    /// The heap before it, as far as it did not go over yet.
+    old: BinaryHeap<Entry>,
     serial: u64,
+}
+
+impl Expiries {
+    fn peek(&self) -> Option<&Entry> {
+        self.heap.peek().max(self.old.peek())
+    }
+
+    fn pop(&mut self) -> Option<Entry> {
+        if self.old.peek() > self.heap.peek() { self.old.pop() } else { self.heap.pop() }
+    }
+
+    /// Begins a new heap if stale entries prevail, and takes over a slice of the old one; how many it looked at.
+    fn tidy(&mut self, ledger: &Ledger, budget: usize) -> usize {
+        if self.old.is_empty() && self.heap.len() > 2 * ledger.predictions.len() + STALE_SLACK {
+            self.old = std::mem::take(&mut self.heap);
+        }
+        let looked_at = budget.min(self.old.len());
+        for entry in (0..looked_at).filter_map(|_| self.old.pop()).collect::<Vec<_>>() {
+            if ledger.predictions.get(entry.id).is_some_and(|prediction| prediction.serial == entry.serial) {
+                self.heap.push(entry);
+            }
+        }
+        looked_at
+    }
 }
 
 impl Index {
@@ -63,7 +96,12 @@ impl Index {
         let state = &mut *state;
         let Some(worker) = state.handle(name) else { return 0 };
         let slot = state.ranks[worker].slot;
-        expire(state, now);
+        self.complete(state, slot);
+        if !state.ledger.has_room(0, local) {
+            return 0;
+        }
+        let mut budget = local.len() + SLICE;
+        self.expire_slice(state, now, &mut budget);
         self.open_level(state, worker, PREDICTED);
         state.ledger.cursor = ROOT;
         let mut added = 0;
@@ -79,78 +117,169 @@ impl Index {
         }
         state.ledger.cursor = ROOT;
         state.ledger.finish();
-        self.prune_predictions(state);
+        self.prune_predictions(state, added as usize + SLICE);
+        self.publish_next_expiry(state);
         self.drain(state, added as usize);
         added
     }
 
-    /// Turns what a worker holds into predictions; how many blocks are now predicted.
+    /// Turns what a worker holds into predictions, slice by slice; how many blocks are now predicted.
     pub fn demote(&self, name: WorkerName<'_>, ttl_seconds: f64, now: f64) -> u64 {
-        let mut state = self.state.lock();
-        let state = &mut *state;
-        let Some(worker) = state.handle(name) else { return 0 };
-        let slot = state.ranks[worker].slot;
-        let until = now + ttl_seconds;
-        self.open_level(state, worker, PREDICTED);
-        let ledger = &mut state.ledger;
-        let blocks: Vec<(PresenceId, u32, Vec<Binding>)> = ledger.bound_blocks(slot);
-        let mut on_device = Vec::new();
-        for (presence, offset, mut bindings) in blocks {
-            if bindings.iter().all(|binding| binding.counts.is_empty()) {
-                continue;
-            }
-            let part = ledger.part(slot, presence);
-            if part.level(offset) == 0 {
-                on_device.push(Cursor { node: part.node, next: offset });
-            }
-            for binding in &mut bindings {
-                if !binding.counts.is_empty() {
-                    binding.counts.clear();
-                    ledger.worker_mut(slot).demoted.insert(binding.engine_hash);
-                }
-            }
-            ledger.put_bindings(slot, presence, offset, bindings);
+        self.begin_demotion(name, ttl_seconds, now);
+        let mut added = 0;
+        while let Some(some) = self.go_on_demoting(name) {
+            added += some;
         }
-        let worker = ledger.worker_mut(slot);
-        worker.orphans.clear();
-        worker.waiting.clear();
-        worker.device_copies = 0;
-        worker.demoted_until = worker.demoted_until.max(until);
-        let added = on_device.into_iter().filter(|&block| predict_block(state, slot, block, until)).count();
-        state.ledger.finish();
-        self.prune_predictions(state);
-        self.drain(state, added);
-        added as u64
+        added
     }
 
-    /// Ends the predictions whose time has come, if there are any.
+    /// Begins to turn what a worker holds into predictions: the next write to the worker finds it done.
+    pub fn begin_demotion(&self, name: WorkerName<'_>, ttl_seconds: f64, now: f64) {
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        let Some(handle) = state.handle(name) else { return };
+        let slot = state.ranks[handle].slot;
+        self.complete(state, slot);
+        let until = now + ttl_seconds;
+        self.open_level(state, handle, PREDICTED);
+        let worker = state.ledger.worker_mut(slot);
+        let orphans = std::mem::take(&mut worker.orphans);
+        worker.device_copies -= orphans.iter().map(|(_, orphan)| device_copies(&orphan.counts)).sum::<u64>();
+        worker.demoted_until = worker.demoted_until.max(until);
+        worker.demotion = Some(Demotion { until, next: 0 });
+        drop(guard);
+        drop(orphans);
+    }
+
+    /// Demotes a slice; how many blocks of it were not predicted before, None if nothing was left to demote.
+    pub fn go_on_demoting(&self, name: WorkerName<'_>) -> Option<u64> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let slot = state.ranks[state.handle(name)?].slot;
+        state.ledger.worker(slot).demotion.as_ref()?;
+        let (_, added) = self.demote_slice(state, slot, SLICE);
+        Some(added)
+    }
+
+    /// Demotes about `budget` blocks of a worker that is being demoted; how many it looked at, and how many of them
+    /// were not predicted before.
+    pub(super) fn demote_slice(&self, state: &mut State, slot: u32, budget: usize) -> (usize, u64) {
+        let mut looked_at = state.ledger.fill(slot, budget);
+        let mut added = 0;
+        if state.ledger.worker(slot).filling.is_some() {
+            return (looked_at, added);
+        }
+        while looked_at < budget {
+            let worker = state.ledger.worker_mut(slot);
+            let entries = worker.entries();
+            let Some(demotion) = &mut worker.demotion else { break };
+            if entries == 0 {
+                worker.demotion = None;
+                break;
+            }
+            // Splits may add presences, above as well: it goes on until no hash has a copy.
+            let presence = if demotion.next == 0 { worker.presences.highest() } else { demotion.next };
+            demotion.next = presence - 1;
+            looked_at += 1;
+            if let Some(part) = worker.presences.get(presence) {
+                let (until, end) = (demotion.until, part.end_of_copies());
+                looked_at += end as usize;
+                added += demote_presence(state, slot, presence, end, until);
+            }
+        }
+        state.ledger.finish();
+        self.prune_predictions(state, added as usize + SLICE);
+        self.publish_next_expiry(state);
+        self.drain(state, added as usize);
+        (looked_at, added)
+    }
+
+    /// Ends some of the predictions whose time has come, if there are any, and nobody else writes.
     pub fn expire(&self, now: f64) {
         if now < f64::from_bits(self.next_expiry.load(Acquire)) {
             return;
         }
-        let mut state = self.state.lock();
-        expire(&mut state, now);
+        let Some(mut state) = self.state.try_lock() else { return };
+        self.expire_slice(&mut state, now, &mut ENDED_BY_QUERY.clone());
         self.publish_next_expiry(&state);
     }
 
-    fn publish_next_expiry(&self, state: &State) {
-        let next = state.expiries.heap.peek().map_or(f64::INFINITY, |entry| entry.expiry);
+    /// Ends predictions whose time has come, for a budget that it reduces; whether more are left.
+    pub(super) fn expire_slice(&self, state: &mut State, now: f64, budget: &mut usize) -> bool {
+        let is_due = |state: &State| state.expiries.peek().is_some_and(|entry| entry.expiry <= now);
+        while *budget > 0
+            && is_due(state)
+            && let Some(entry) = state.expiries.pop()
+        {
+            end(state, entry, now);
+            *budget -= 1;
+        }
+        state.ledger.finish();
+        let State { ledger, expiries, .. } = state;
+        *budget -= expiries.tidy(ledger, *budget);
+        self.prune_predictions(state, *budget);
+        is_due(state) || state.pruning || !state.expiries.old.is_empty()
+    }
+
+    pub(super) fn publish_next_expiry(&self, state: &State) {
+        let next = state.expiries.peek().map_or(f64::INFINITY, |entry| entry.expiry);
         self.next_expiry.store(next.to_bits(), Release);
     }
 
-    /// Above the maximum, ends those that end soonest, until the share that pruning leaves.
-    fn prune_predictions(&self, state: &mut State) {
-        if state.ledger.live_predictions > self.bounds.max_predictions as u64 {
-            let keep = (self.bounds.max_predictions as f64 * self.bounds.prune_ratio) as u64;
-            while state.ledger.live_predictions > keep
-                && let Some(entry) = state.expiries.heap.pop()
-            {
-                end(state, entry, f64::INFINITY);
-            }
-            state.ledger.finish();
+    /// Above the maximum, ends those that end soonest, until the share that pruning leaves, but at most `budget`.
+    fn prune_predictions(&self, state: &mut State, mut budget: usize) {
+        let live = |state: &State| state.ledger.live_predictions;
+        let keep = (self.bounds.max_predictions as f64 * self.bounds.prune_ratio) as u64;
+        state.pruning =
+            live(state) > self.bounds.max_predictions as u64 || state.pruning && live(state) > keep;
+        if !state.pruning {
+            return;
         }
-        self.publish_next_expiry(state);
+        while live(state) > keep
+            && budget > 0
+            && let Some(entry) = state.expiries.pop()
+        {
+            end(state, entry, f64::INFINITY);
+            budget -= 1;
+        }
+        state.pruning = live(state) > keep;
+        state.ledger.finish();
     }
+}
+
+/// Demotes the blocks of a presence before `end`; how many were not predicted before.
+fn demote_presence(state: &mut State, slot: u32, presence: PresenceId, end: u32, until: f64) -> u64 {
+    let mut added = 0;
+    // From the end: what is taken from there leaves an interval.
+    for offset in (0..end).rev() {
+        let ledger = &mut state.ledger;
+        let part = ledger.part(slot, presence);
+        if !part.bound.contains(offset) {
+            continue;
+        }
+        let (node, level) = (part.node, part.level(offset));
+        if part.is_odd(offset) {
+            let mut bindings = ledger.bindings(slot, presence, offset);
+            for binding in bindings.iter_mut().filter(|binding| !binding.counts.is_empty()) {
+                let worker = ledger.worker_mut(slot);
+                worker.device_copies -= device_copies(&binding.counts);
+                worker.demoted.insert(binding.engine_hash);
+                binding.counts = Counts::new();
+            }
+            ledger.put_bindings(slot, presence, offset, bindings);
+        } else if level < TIERS {
+            let engine_hash = part.own[offset as usize];
+            let copies = device_copies(&ledger.worker(slot).plain_counts(presence, offset));
+            let worker = ledger.worker_mut(slot);
+            worker.device_copies -= copies;
+            worker.demoted.insert(engine_hash);
+            ledger.set_tiers(slot, presence, offset, [false; TIERS]);
+        }
+        if level == 0 {
+            added += u64::from(predict_block(state, slot, Cursor { node, next: offset }, until));
+        }
+    }
+    added
 }
 
 /// Predicts one block that the worker has not on the device; whether it was not predicted before.
@@ -207,24 +336,4 @@ fn end(state: &mut State, entry: Entry, now: f64) {
     let Prediction { slot, presence, depth, .. } = prediction;
     let offset = depth - state.ledger.part(slot, presence).start;
     state.ledger.cancel_prediction(slot, presence, offset);
-}
-
-fn expire(state: &mut State, now: f64) {
-    let mut any = false;
-    while let Some(&entry) = state.expiries.heap.peek()
-        && entry.expiry <= now
-    {
-        state.expiries.heap.pop();
-        end(state, entry, now);
-        any = true;
-    }
-    if any {
-        state.ledger.finish();
-    }
-    let State { ledger, expiries, .. } = state;
-    if expiries.heap.len() > 2 * ledger.predictions.len() + STALE_SLACK {
-        expiries.heap.retain(|entry| {
-            ledger.predictions.get(entry.id).is_some_and(|prediction| prediction.serial == entry.serial)
-        });
-    }
 }

@@ -48,6 +48,7 @@ impl Index {
         let worker = state.ledger.worker(rank.slot);
         Some(WorkerStats {
             blocks: worker.held,
+            // While a level is filled, too many.
             hidden: worker.hidden(),
             orphans: worker.orphans.len() as u64,
             ghosts: worker.ghosts.len() as u64,
@@ -88,11 +89,18 @@ impl Index {
 
     /// Verifies the invariants the slow way; the first violation.
     pub fn check_invariants(&self) -> Result<(), String> {
-        let state = self.state.lock();
+        let mut state = self.state.lock();
+        // What is filled little by little is to be right once it is filled.
+        for slot in 0..state.ledger.workers.len() as u32 {
+            if state.ledger.workers[slot as usize].is_some() {
+                state.ledger.fill(slot, usize::MAX);
+            }
+        }
+        let state = &*state;
         let mut refs: HashMap<NodeId, Vec<Refs>> = HashMap::new();
         for (slot, worker) in state.ledger.workers.iter().enumerate() {
             if let Some(worker) = worker {
-                check_worker(&state, slot as u32, worker, &mut refs)?;
+                check_worker(state, slot as u32, worker, &mut refs)?;
             }
         }
         let mut held = 0;
@@ -139,7 +147,10 @@ fn check_worker(
         ensure(!part.is_empty(), || format!("{}: needed", at()))?;
         let above = if entry.parent == 0 { None } else { ledger.nodes[entry.parent].presence(slot) };
         ensure(part.parent == above.unwrap_or(0), || format!("{}: hangs", at()))?;
-        let detached = worker.detached.get(&entry.parent).is_some_and(|all| all.contains(&presence));
+        let first = worker.detached.get(&entry.parent).copied().filter(|_| part.parent == 0);
+        let detached = std::iter::successors(first, |&sibling| Some(worker.presences[sibling].next))
+            .take_while(|&sibling| sibling != 0)
+            .any(|sibling| sibling == presence);
         ensure(detached == (entry.parent != 0 && above.is_none()), || format!("{}: detached", at()))?;
         let refs = refs.entry(part.node).or_insert_with(|| vec![Refs::default(); entry.refs.len()]);
         for offset in 0..entry.len() {
@@ -161,7 +172,7 @@ fn check_worker(
                 copies += device_copies(&binding.counts);
                 let place = worker.locate(binding.engine_hash);
                 ensure(place == Some((presence, offset)), || format!("{}: {offset} is located", at()))?;
-                ensure(!worker.orphans.contains_key(&binding.engine_hash), || "no hash is twice".into())?;
+                ensure(!worker.orphans.contains(binding.engine_hash), || "no hash is twice".into())?;
                 let full = binding.counts.iter().all(|copies| worker.full_groups.contains(&copies.group));
                 ensure(full, || "copies are in full-attention groups".into())?;
             }
@@ -192,7 +203,7 @@ fn check_worker(
             format!("{}: levels are open", at())
         })?;
     }
-    let orphans: u64 = worker.orphans.values().map(|orphan| device_copies(&orphan.counts)).sum();
+    let orphans: u64 = worker.orphans.iter().map(|(_, orphan)| device_copies(&orphan.counts)).sum();
     ensure(worker.dropped || held == worker.held, || "held blocks of a worker are counted".into())?;
     ensure(worker.dropped || rooted == worker.rooted, || "rooted blocks of a worker are counted".into())?;
     ensure(worker.dropped || copies + orphans == worker.device_copies, || {
@@ -206,8 +217,8 @@ fn check_worker(
     })?;
     ensure(worker.ghosts.len() <= GHOST_LIMIT, || "ghosts are bounded".into())?;
     ensure(worker.orphans.len() <= ORPHAN_LIMIT, || "orphans are bounded".into())?;
-    for (engine_hash, orphan) in &worker.orphans {
-        let waits = worker.waiting.get(&orphan.parent).is_some_and(|all| all.contains(engine_hash));
+    for (engine_hash, orphan) in worker.orphans.iter() {
+        let waits = worker.orphans.waiting_for(orphan.parent).any(|waiting| waiting == engine_hash);
         ensure(waits, || "orphans wait".into())?;
         let parent = worker
             .locate(orphan.parent)

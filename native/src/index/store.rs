@@ -5,9 +5,11 @@ use std::hint::black_box;
 use smallvec::SmallVec;
 
 use super::ledger::{Cursor, Ledger, ROOT};
+use super::nodes::shard_of;
+use super::trie::Trie;
 use super::worker::{
-    BATCH, Binding, Counts, FORGOTTEN_AT_ONCE, GHOST_LIMIT, NO_LANE, NodeId, ORPHAN_LIMIT, Odd, Orphan,
-    PREDICTED, PresenceId, TIERS, add_copy, device_copies, drop_copy, level_of,
+    BATCH, Binding, Counts, FORGOTTEN_AT_ONCE, GHOST_LIMIT, NO_LANE, NodeId, ORPHAN_LIMIT, Odd, PREDICTED,
+    PresenceId, TIERS, TWIN_LIMIT, add_copy, device_copies, drop_copy, level_of,
 };
 
 /// Where copies go: a group, a tier, and whether every count stays at 1.
@@ -23,6 +25,17 @@ pub struct Target {
 pub struct Refused {
     pub conflicts: u64,
     pub orphan_limit: u64,
+    pub twin_limit: u64,
+    pub index_full: u64,
+}
+
+/// What became of one block of a chain.
+enum Stored {
+    Yes,
+    /// Its engine hash is bound elsewhere, or an orphan.
+    Conflict,
+    /// The worker knows the block by too many others.
+    TwinLimit,
 }
 
 impl Ledger {
@@ -46,11 +59,14 @@ impl Ledger {
             }),
         };
         let mut refused = Refused::default();
+        if !self.has_room(above.map_or(0, |above| above.node), local) {
+            return Refused { index_full: local.len() as u64, ..refused };
+        }
         match (above, parent) {
             (None, Some(parent)) => refused = self.store_orphans(slot, parent, engine, local, to),
             (above, _) => {
                 self.cursor = above.unwrap_or(ROOT);
-                refused.conflicts = self.store_chain(slot, engine, local, to);
+                refused = self.store_chain(slot, engine, local, to);
                 self.touch(self.cursor.node);
                 self.cursor = ROOT;
             }
@@ -65,9 +81,16 @@ impl Ledger {
         black_box(part ^ self.nodes.get(entry.first_child).map_or(0, |entry| entry.previous));
     }
 
-    /// Stores blocks from the cursor on; returns how many were in conflict.
-    fn store_chain(&mut self, slot: u32, engine: &[u64], local: &[u64], to: Target) -> u64 {
-        let mut conflicts = 0;
+    /// Whether there surely is room for the nodes of a chain below a node (0: the root).
+    pub fn has_room(&self, above: NodeId, local: &[u64]) -> bool {
+        let of_root = || local.first().map_or(0, |&first| Trie::shard_of(first));
+        let shard = if above > 0 { shard_of(above) } else { of_root() };
+        self.nodes.have_room(shard, local.len())
+    }
+
+    /// Stores blocks from the cursor on.
+    fn store_chain(&mut self, slot: u32, engine: &[u64], local: &[u64], to: Target) -> Refused {
+        let mut refused = Refused::default();
         let mut done = 0;
         while done < local.len() {
             let worker = self.worker(slot);
@@ -82,16 +105,19 @@ impl Ledger {
             }
             for step in at..blocks {
                 let engine_hash = engine[done + step as usize];
-                if self.store_one(slot, node, offset + step, engine_hash, to) {
-                    self.adopt(slot, engine_hash);
-                } else {
-                    conflicts += 1;
-                    self.doubt(node);
+                match self.store_one(slot, node, offset + step, engine_hash, to) {
+                    Stored::Yes => {
+                        refused.twin_limit += self.adopt(slot, engine_hash);
+                        continue;
+                    }
+                    Stored::Conflict => refused.conflicts += 1,
+                    Stored::TwinLimit => refused.twin_limit += 1,
                 }
+                self.doubt(node);
             }
             done += blocks as usize;
         }
-        conflicts
+        refused
     }
 
     /// Binds new engine hashes to blocks of a node that this worker has not bound, with one plain copy each.
@@ -131,10 +157,10 @@ impl Ledger {
         bound
     }
 
-    /// Adds a copy of a block at a known prefix; false if its engine hash is bound elsewhere, or an orphan.
-    fn store_one(&mut self, slot: u32, node: NodeId, offset: u32, engine_hash: u64, to: Target) -> bool {
-        if self.worker(slot).orphans.contains_key(&engine_hash) {
-            return false;
+    /// Adds a copy of a block at a known prefix.
+    fn store_one(&mut self, slot: u32, node: NodeId, offset: u32, engine_hash: u64, to: Target) -> Stored {
+        if self.worker(slot).orphans.contains(engine_hash) {
+            return Stored::Conflict;
         }
         match self.worker(slot).locate(engine_hash) {
             Some((presence, at)) if self.part(slot, presence).node == node && at == offset => {
@@ -142,7 +168,10 @@ impl Ledger {
             }
             Some((presence, at)) => {
                 if !self.worker(slot).counts(engine_hash, presence, at).is_empty() {
-                    return false;
+                    return Stored::Conflict;
+                }
+                if !self.make_room_for_twin(slot, node, offset) {
+                    return Stored::TwinLimit;
                 }
                 // A ghost of another prefix. Its block must not go before the new one is safe.
                 self.end_memory(slot, engine_hash);
@@ -153,6 +182,9 @@ impl Ledger {
                 self.copy_to_new(slot, engine_hash, to);
             }
             None => {
+                if !self.make_room_for_twin(slot, node, offset) {
+                    return Stored::TwinLimit;
+                }
                 self.bind(slot, node, offset, engine_hash, Counts::new());
                 self.copy_to_new(slot, engine_hash, to);
             }
@@ -162,6 +194,21 @@ impl Ledger {
         {
             self.cancel_prediction(slot, presence, at);
         }
+        Stored::Yes
+    }
+
+    /// Whether a block may get one more engine hash; the one bound longest that has no copies goes for it.
+    pub fn make_room_for_twin(&mut self, slot: u32, node: NodeId, offset: u32) -> bool {
+        let Some(presence) = self.nodes[node].presence(slot) else { return true };
+        let worker = self.worker(slot);
+        let key = (presence, worker.presences[presence].start + offset);
+        let Some(twins) = worker.odd.get(&key).filter(|twins| twins.len() >= TWIN_LIMIT) else { return true };
+        let Some(oldest) = twins.iter().find(|twin| twin.counts.is_empty()).map(|twin| twin.engine_hash)
+        else {
+            return false;
+        };
+        self.end_memory(slot, oldest);
+        self.unbind(slot, oldest);
         true
     }
 
@@ -189,7 +236,7 @@ impl Ledger {
     /// A hash without copies is no ghost or demoted one any more.
     fn end_memory(&mut self, slot: u32, engine_hash: u64) {
         let worker = self.worker_mut(slot);
-        if !worker.demoted.remove(&engine_hash) {
+        if !worker.demoted.remove(engine_hash) {
             worker.ghosts.revive(engine_hash);
         }
     }
@@ -317,8 +364,8 @@ impl Ledger {
     /// Adds a copy by the engine hash alone; false if it is unknown.
     pub fn store_known(&mut self, slot: u32, engine_hash: u64, to: Target) -> bool {
         let worker = self.worker_mut(slot);
-        if let Some(orphan) = worker.orphans.get_mut(&engine_hash) {
-            let rose = add_copy(&mut orphan.counts, to.group, to.tier, to.set);
+        if let Some(counts) = worker.orphans.counts_mut(engine_hash) {
+            let rose = add_copy(counts, to.group, to.tier, to.set);
             worker.device_copies += u64::from(rose && to.tier == 0);
             return true;
         }
@@ -453,7 +500,7 @@ impl Ledger {
         let counts = worker.counts(engine_hash, presence, offset);
         if counts.is_empty() {
             // Demoted: the engine says that it is gone now.
-            let demoted = worker.demoted.remove(&engine_hash);
+            let demoted = worker.demoted.remove(engine_hash);
             if demoted {
                 self.remember(slot, engine_hash);
             }
@@ -499,7 +546,7 @@ impl Ledger {
         for (position, (&engine_hash, &local)) in engine.iter().zip(local).enumerate() {
             let rest = (engine.len() - position) as u64;
             let worker = self.worker(slot);
-            let there = worker.orphans.get(&engine_hash);
+            let there = worker.orphans.get(engine_hash);
             if there.is_none() && worker.orphans.len() >= ORPHAN_LIMIT {
                 return Refused { orphan_limit: rest, ..Refused::default() };
             }
@@ -509,12 +556,13 @@ impl Ledger {
                 return Refused { conflicts: rest, ..Refused::default() };
             }
             let worker = self.worker_mut(slot);
-            let orphan = worker.orphans.entry(engine_hash).or_insert_with(|| {
-                worker.waiting.entry(parent).or_default().push(engine_hash);
-                Orphan { parent, local, counts: Counts::new() }
-            });
-            let rose = add_copy(&mut orphan.counts, to.group, to.tier, to.set);
-            worker.device_copies += u64::from(rose && to.tier == 0);
+            if !worker.orphans.contains(engine_hash) {
+                worker.orphans.insert(engine_hash, parent, local, Counts::new());
+            }
+            if let Some(counts) = worker.orphans.counts_mut(engine_hash) {
+                let rose = add_copy(counts, to.group, to.tier, to.set);
+                worker.device_copies += u64::from(rose && to.tier == 0);
+            }
             parent = engine_hash;
         }
         Refused::default()
@@ -533,11 +581,11 @@ impl Ledger {
 
     fn remove_orphan_copy(&mut self, slot: u32, engine_hash: u64, group: u32, tier: u8) -> bool {
         let worker = self.worker_mut(slot);
-        let Some(orphan) = worker.orphans.get_mut(&engine_hash) else { return false };
-        if !drop_copy(&mut orphan.counts, group, tier) {
+        let Some(counts) = worker.orphans.counts_mut(engine_hash) else { return false };
+        if !drop_copy(counts, group, tier) {
             return false;
         }
-        let empty = orphan.counts.is_empty();
+        let empty = counts.is_empty();
         worker.device_copies -= u64::from(tier == 0);
         if empty {
             self.drop_orphan(slot, engine_hash);
@@ -548,35 +596,35 @@ impl Ledger {
     /// Drops an orphan, whatever copies it has.
     pub fn drop_orphan(&mut self, slot: u32, engine_hash: u64) {
         let worker = self.worker_mut(slot);
-        let Some(orphan) = worker.orphans.remove(&engine_hash) else { return };
+        let Some(orphan) = worker.orphans.remove(engine_hash) else { return };
         worker.device_copies -= device_copies(&orphan.counts);
-        if let Some(siblings) = worker.waiting.get_mut(&orphan.parent) {
-            siblings.retain(|&sibling| sibling != engine_hash);
-            if siblings.is_empty() {
-                worker.waiting.remove(&orphan.parent);
-            }
-        }
     }
 
-    /// Binds the orphans that waited for a hash, and those that waited for them.
-    fn adopt(&mut self, slot: u32, engine_hash: u64) {
-        if self.worker(slot).waiting.is_empty() {
-            return;
+    /// Binds the orphans that waited for a hash, and those that waited for them; how many had too many twins.
+    fn adopt(&mut self, slot: u32, engine_hash: u64) -> u64 {
+        let mut refused = 0;
+        if self.worker(slot).orphans.is_empty() {
+            return refused;
         }
         let mut arrived = vec![engine_hash];
         while let Some(parent) = arrived.pop() {
-            let Some(children) = self.worker_mut(slot).waiting.remove(&parent) else { continue };
-            for child in children {
-                let Some(orphan) = self.worker_mut(slot).orphans.remove(&child) else { continue };
+            while let Some((child, orphan)) = self.worker_mut(slot).orphans.take_waiting(parent) {
                 let Some((presence, offset)) = self.worker(slot).locate(parent) else { continue };
                 // The chain that is being stored goes on where it was: splits move the saved cursor too.
                 let below = Cursor { node: self.part(slot, presence).node, next: offset + 1 };
                 let (node, offset) = self.place_below(slot, below, orphan.local);
+                if !self.make_room_for_twin(slot, node, offset) {
+                    self.worker_mut(slot).device_copies -= device_copies(&orphan.counts);
+                    self.doubt(node);
+                    refused += 1;
+                    continue;
+                }
                 self.bind(slot, node, offset, child, orphan.counts);
                 self.touch(node);
                 arrived.push(child);
             }
         }
+        refused
     }
 
     /// Finds or makes one block below another, without moving the chain's cursor.

@@ -14,10 +14,13 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
 
 use hashbrown::{HashMap, HashSet};
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
+use super::cut::{Cut, plain_counts};
 use super::extent::Extent;
 use super::run::Run;
 use super::trie::MAX_RUN;
@@ -44,6 +47,9 @@ pub const FORGOTTEN_AT_ONCE: usize = 64;
 
 /// Orphans kept for each worker rank.
 pub const ORPHAN_LIMIT: usize = 65_536;
+
+/// Engine hashes by which a worker knows one block at most.
+pub const TWIN_LIMIT: usize = 16;
 
 /// A count of copies stays here.
 pub const MAX_COPIES: u32 = u32::MAX;
@@ -132,12 +138,106 @@ pub type Odd = Vec<Binding>;
 /// Odd blocks by presence and depth.
 type OddBlocks = HashMap<(PresenceId, u32), Odd>;
 
-/// A block stored under a parent that this worker never had.
+/// A block stored under a parent that this worker never had, between its siblings in the order of their coming.
 #[derive(Debug, Clone)]
 pub struct Orphan {
     pub parent: u64,
     pub local: u64,
     pub counts: Counts,
+    previous: Option<u64>,
+    next: Option<u64>,
+}
+
+/// Orphans by engine hash, and by the parent that they wait for.
+#[derive(Debug, Default)]
+pub struct Orphans {
+    by_hash: HashMap<u64, Orphan>,
+    /// Parent hash → the first and the last one that wait for it.
+    waiting: HashMap<u64, (u64, u64)>,
+}
+
+impl Orphans {
+    pub fn len(&self) -> usize {
+        self.by_hash.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.by_hash.is_empty()
+    }
+
+    pub fn reserve(&mut self, more: usize) {
+        self.by_hash.reserve(more);
+    }
+
+    pub fn get(&self, engine_hash: u64) -> Option<&Orphan> {
+        self.by_hash.get(&engine_hash)
+    }
+
+    /// The counts of one, to change them.
+    pub fn counts_mut(&mut self, engine_hash: u64) -> Option<&mut Counts> {
+        self.by_hash.get_mut(&engine_hash).map(|orphan| &mut orphan.counts)
+    }
+
+    pub fn contains(&self, engine_hash: u64) -> bool {
+        self.by_hash.contains_key(&engine_hash)
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = (u64, &Orphan)> {
+        self.by_hash.iter().map(|(&engine_hash, orphan)| (engine_hash, orphan))
+    }
+
+    /// Adds one that is not there, the last of its siblings.
+    pub fn insert(&mut self, engine_hash: u64, parent: u64, local: u64, counts: Counts) {
+        let (_, last) = self.waiting.entry(parent).or_insert((engine_hash, engine_hash));
+        let previous = (*last != engine_hash).then_some(*last);
+        *last = engine_hash;
+        if let Some(before) = previous.and_then(|before| self.by_hash.get_mut(&before)) {
+            before.next = Some(engine_hash);
+        }
+        self.by_hash.insert(engine_hash, Orphan { parent, local, counts, previous, next: None });
+    }
+
+    /// Takes one out.
+    pub fn remove(&mut self, engine_hash: u64) -> Option<Orphan> {
+        let orphan = self.by_hash.remove(&engine_hash)?;
+        if let Some(before) = orphan.previous.and_then(|before| self.by_hash.get_mut(&before)) {
+            before.next = orphan.next;
+        }
+        if let Some(after) = orphan.next.and_then(|after| self.by_hash.get_mut(&after)) {
+            after.previous = orphan.previous;
+        }
+        match (orphan.previous, orphan.next) {
+            (None, None) => {
+                self.waiting.remove(&orphan.parent);
+            }
+            (before, after) => {
+                if let Some(ends) = self.waiting.get_mut(&orphan.parent) {
+                    *ends = (
+                        after.filter(|_| before.is_none()).unwrap_or(ends.0),
+                        before.filter(|_| after.is_none()).unwrap_or(ends.1),
+                    );
+                }
+            }
+        }
+        Some(orphan)
+    }
+
+    /// Takes the first one out that waits for a parent.
+    pub fn take_waiting(&mut self, parent: u64) -> Option<(u64, Orphan)> {
+        let (first, _) = *self.waiting.get(&parent)?;
+        self.remove(first).map(|orphan| (first, orphan))
+    }
+
+    /// Those that wait for a parent, in order.
+    pub fn waiting_for(&self, parent: u64) -> impl Iterator<Item = u64> + '_ {
+        std::iter::successors(self.waiting.get(&parent).map(|ends| ends.0), |engine_hash| {
+            self.by_hash[engine_hash].next
+        })
+    }
+
+    fn bytes(&self) -> usize {
+        self.by_hash.allocation_size() + self.waiting.allocation_size()
+    }
 }
 
 /// What few presences need.
@@ -351,6 +451,72 @@ impl Ghosts {
     }
 }
 
+/// Hashes that `demote` left; in parts, so that none grows for long.
+#[derive(Debug, Default)]
+pub struct Demoted {
+    parts: Vec<HashSet<u64>>,
+    len: usize,
+}
+
+const DEMOTED_PARTS: usize = 64;
+
+impl Demoted {
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    fn part(engine_hash: u64) -> usize {
+        (mix(engine_hash, 0) >> 32) as usize % DEMOTED_PARTS
+    }
+
+    pub fn insert(&mut self, engine_hash: u64) {
+        if self.parts.is_empty() {
+            self.parts.resize_with(DEMOTED_PARTS, HashSet::new);
+        }
+        self.len += usize::from(self.parts[Self::part(engine_hash)].insert(engine_hash));
+    }
+
+    pub fn remove(&mut self, engine_hash: u64) -> bool {
+        let there = self.parts.get_mut(Self::part(engine_hash)).is_some_and(|part| part.remove(&engine_hash));
+        self.len -= usize::from(there);
+        there
+    }
+
+    /// Takes some out, at most so many.
+    pub fn take(&mut self, most: usize) -> Vec<u64> {
+        let mut taken = Vec::new();
+        for part in &mut self.parts {
+            let before = taken.len();
+            taken.extend(part.iter().copied().take(most - before));
+            if taken.len() - before == part.len() {
+                *part = HashSet::new();
+            }
+            for engine_hash in &taken[before..] {
+                part.remove(engine_hash);
+            }
+        }
+        self.len -= taken.len();
+        taken
+    }
+
+    fn bytes(&self) -> usize {
+        self.parts.iter().map(HashSet::allocation_size).sum()
+    }
+}
+
+/// A demotion under way.
+#[derive(Debug)]
+pub struct Demotion {
+    /// When its predictions end.
+    pub until: f64,
+    /// The next presence, downwards; 0: the highest.
+    pub next: PresenceId,
+}
+
 /// One worker rank; see the module.
 #[derive(Debug, Default)]
 pub struct Worker {
@@ -359,19 +525,17 @@ pub struct Worker {
     secret: u64,
     table: Table<PAYLOAD_BITS>,
     pub presences: Slab<Presence>,
-    /// Node → presences in its children, while there is no presence in the node itself.
-    pub detached: HashMap<NodeId, Vec<PresenceId>>,
+    /// Node → the first of the presences in its children, while there is no presence in the node itself.
+    pub detached: HashMap<NodeId, PresenceId>,
     /// Known groups, sorted, and whether each is full attention.
     pub groups: Vec<(u32, bool)>,
     pub full_groups: SmallVec<[u32; 2]>,
     /// (presence, depth) → the bindings of an odd block.
     pub odd: OddBlocks,
     pub ghosts: Ghosts,
-    pub demoted: HashSet<u64>,
+    pub demoted: Demoted,
     pub demoted_until: f64,
-    pub orphans: HashMap<u64, Orphan>,
-    /// Parent hash → orphans that wait for it.
-    pub waiting: HashMap<u64, Vec<u64>>,
+    pub orphans: Orphans,
     /// Prefixes held on any tier.
     pub held: u64,
     /// Prefixes that queries see on each level: Σ reach of the presences.
@@ -383,6 +547,12 @@ pub struct Worker {
     pub dropped: bool,
     /// The next presence to take out of the trie, once the worker is dropped; 0: the highest.
     pub drain_next: PresenceId,
+    /// The last presence whose reach on levels that were opened is computed; None: all are.
+    pub filling: Option<PresenceId>,
+    /// Under way: what is to become predictions.
+    pub demotion: Option<Demotion>,
+    /// Under way: who copies the content.
+    pub cuts: Vec<Arc<Mutex<Cut>>>,
 }
 
 /// The presence and the offset that a payload names.
@@ -568,6 +738,16 @@ impl Worker {
         other
     }
 
+    /// Makes room for so many engine hashes at once: nothing grows while they come.
+    pub fn reserve(&mut self, engine_hashes: usize) {
+        self.table.reserve(engine_hashes);
+    }
+
+    /// Whether something is under way that the next write must find done.
+    pub fn is_busy(&self) -> bool {
+        self.demotion.is_some() || !self.cuts.is_empty()
+    }
+
     /// Engine hashes bound, ghosts and demoted ones included.
     pub fn bindings(&self) -> usize {
         self.table.len()
@@ -593,15 +773,17 @@ impl Worker {
     /// The counts that the tier sets of a plain block stand for.
     pub fn plain_counts(&self, presence: PresenceId, offset: u32) -> Counts {
         let part = &self.presences[presence];
-        let mut counts = Counts::new();
-        for &group in &self.full_groups {
-            for tier in 0..TIERS {
-                if part.on_tier(tier, offset) {
-                    counts.push(Copies { group, tier: tier as u8, number: 1 });
-                }
-            }
+        plain_counts(&self.full_groups, |tier| part.on_tier(tier, offset))
+    }
+
+    /// Whether a bound block has any copy.
+    pub fn has_copies(&self, presence: PresenceId, offset: u32) -> bool {
+        let part = &self.presences[presence];
+        if part.is_odd(offset) {
+            let bindings = &self.odd[&(presence, part.start + offset)];
+            return bindings.iter().any(|binding| !binding.counts.is_empty());
         }
-        counts
+        part.level(offset) < TIERS
     }
 
     /// The tiers of a block that one binding with these counts makes plain; None if it is odd.
@@ -642,9 +824,8 @@ impl Worker {
             + self.ghosts.bytes()
             + odd
             + self.odd.allocation_size()
-            + self.orphans.allocation_size()
-            + self.waiting.allocation_size()
-            + self.demoted.allocation_size()
+            + self.orphans.bytes()
+            + self.demoted.bytes()
             + self.detached.allocation_size()
     }
 }

@@ -19,10 +19,10 @@ use crate::wire;
 
 /// (worker_id, dp_rank): a `WorkerRank`.
 #[derive(FromPyObject)]
-struct Name(PyBackedStr, u32);
+pub struct Name(PyBackedStr, u32);
 
 impl Name {
-    fn get(&self) -> WorkerName<'_> {
+    pub fn get(&self) -> WorkerName<'_> {
         WorkerName { worker_id: &self.0, dp_rank: self.1 }
     }
 }
@@ -30,7 +30,13 @@ impl Name {
 /// (group, tier, number) of one engine hash.
 type CopiesTuple = (u32, u8, u32);
 
-fn counts_to_python(counts: &[Copies]) -> Vec<CopiesTuple> {
+/// Engine hash, parent, local hash, copies.
+pub type Blocks = Vec<(Option<u64>, i64, u64, Vec<CopiesTuple>)>;
+
+/// Engine hash, that of the parent, local hash, copies.
+pub type Orphans = Vec<(u64, u64, u64, Vec<CopiesTuple>)>;
+
+pub fn counts_to_python(counts: &[Copies]) -> Vec<CopiesTuple> {
     counts.iter().map(|copies| (copies.group, copies.tier, copies.number)).collect()
 }
 
@@ -95,8 +101,12 @@ impl BlockIndex {
         self.index.reset(worker.get());
     }
 
-    fn demote(&self, py: Python<'_>, worker: Name, ttl_seconds: f64, now: f64) -> u64 {
-        py.detach(|| self.index.demote(worker.get(), ttl_seconds, now))
+    fn begin_demotion(&self, worker: Name, ttl_seconds: f64, now: f64) {
+        self.index.begin_demotion(worker.get(), ttl_seconds, now);
+    }
+
+    fn go_on_demoting(&self, py: Python<'_>, worker: Name) -> Option<u64> {
+        py.detach(|| self.index.go_on_demoting(worker.get()))
     }
 
     fn apply(
@@ -164,56 +174,6 @@ impl BlockIndex {
 
     fn maintain(&self, py: Python<'_>, now: f64, budget: usize) -> bool {
         py.detach(|| self.index.maintain(now, budget))
-    }
-
-    fn dump<'py>(&self, py: Python<'py>, worker: Name) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        let Some(dump) = py.detach(|| self.index.dump(worker.get())) else { return Ok(None) };
-        let blocks = dump.blocks.iter().map(|block| {
-            let parent = block.parent.map_or(-1, |parent| parent as i64);
-            (block.engine_hash, parent, block.local_hash, counts_to_python(&block.counts))
-        });
-        let orphans = dump.orphans.iter().map(|orphan| {
-            let counts = counts_to_python(&orphan.counts);
-            (orphan.engine_hash, orphan.parent_engine_hash, orphan.local_hash, counts)
-        });
-        let columns = (
-            dump.epoch,
-            dump.last_event_id,
-            dump.groups.clone(),
-            blocks.collect::<Vec<_>>(),
-            orphans.collect::<Vec<_>>(),
-            dump.incompatible.clone(),
-        );
-        columns.into_pyobject(py).map(Some)
-    }
-
-    #[allow(clippy::too_many_arguments, clippy::type_complexity)] // the columns of a dump
-    fn load(
-        &self,
-        py: Python<'_>,
-        worker: Name,
-        epoch: u64,
-        last_event_id: Option<u64>,
-        groups: Vec<(u32, bool)>,
-        blocks: Vec<(Option<u64>, i64, u64, Vec<CopiesTuple>)>,
-        orphans: Vec<(u64, u64, u64, Vec<CopiesTuple>)>,
-        incompatible: String,
-    ) -> PyResult<()> {
-        let blocks = blocks.into_iter().map(|(engine_hash, parent, local_hash, counts)| DumpedBlock {
-            engine_hash,
-            // Anything below -1 comes out as a position that is too high, which is refused.
-            parent: (parent != -1).then_some(parent as usize),
-            local_hash,
-            counts: counts_from_python(counts),
-        });
-        let orphans = orphans.into_iter().map(|(engine_hash, parent_engine_hash, local_hash, counts)| {
-            DumpedOrphan { engine_hash, parent_engine_hash, local_hash, counts: counts_from_python(counts) }
-        });
-        let (blocks, orphans) = (blocks.collect(), orphans.collect());
-        let mut dump = WorkerDump { epoch, last_event_id, groups, blocks, orphans, incompatible };
-        dump.groups.sort_unstable();
-        py.detach(|| self.index.load(worker.get(), &dump))
-            .map_err(|error| load_error(py, worker.get(), error))
     }
 
     fn workers(&self) -> Vec<(String, u32)> {
@@ -288,12 +248,37 @@ impl BlockIndex {
     }
 }
 
+/// A dump from its columns.
+pub fn read_dump(
+    epoch: u64,
+    last_event_id: Option<u64>,
+    mut groups: Vec<(u32, bool)>,
+    blocks: Blocks,
+    orphans: Orphans,
+    incompatible: String,
+) -> WorkerDump {
+    let blocks = blocks.into_iter().map(|(engine_hash, parent, local_hash, counts)| DumpedBlock {
+        engine_hash,
+        // Anything below -1 comes out as a position that is too high, which is refused.
+        parent: (parent != -1).then_some(parent as usize),
+        local_hash,
+        counts: counts_from_python(counts),
+    });
+    let orphans = orphans.into_iter().map(|(engine_hash, parent_engine_hash, local_hash, counts)| {
+        DumpedOrphan { engine_hash, parent_engine_hash, local_hash, counts: counts_from_python(counts) }
+    });
+    let (blocks, orphans) = (blocks.collect(), orphans.collect());
+    groups.sort_unstable();
+    WorkerDump { epoch, last_event_id, groups, blocks, orphans, incompatible }
+}
+
 /// Why a dump was not loaded, as a Python exception.
 pub fn load_error(py: Python<'_>, worker: WorkerName<'_>, error: LoadError) -> PyErr {
     match error {
         LoadError::UnknownWorker => {
             errors::not_found(py, format!("worker {} rank {} is not known", worker.worker_id, worker.dp_rank))
         }
+        LoadError::Full | LoadError::Superseded => errors::failed_precondition(py, error.to_string()),
         LoadError::Contradiction { field, message } => invalid_argument(py, &field, message),
     }
 }

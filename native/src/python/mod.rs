@@ -8,6 +8,7 @@ mod index;
 mod ingest;
 mod load;
 mod queries;
+mod slices;
 
 use pyo3::prelude::*;
 
@@ -39,5 +40,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     index::register(module)?;
     ingest::register(module)?;
     load::register(module)?;
-    queries::register(module)
+    queries::register(module)?;
+    slices::register(module)
 }

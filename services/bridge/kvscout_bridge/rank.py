@@ -176,7 +176,7 @@ class BridgedRank:
         if self._comparison is None:
             return True
         sequence = self.source.sequence
-        replayed = not sequence.replaying and (
+        replayed = not self.source.replaying and (
             sequence.last_id is not None or (sequence.counters["replays"] > 0 and not sequence.history_incomplete)
         )
         verdict = self._comparison.judge(record, replayed=replayed)

@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvscout_blocks.codec import encode_dump
-from kvscout_blocks.feed import Feed
+from kvscout_blocks.feed import Feed, SourceCut
 from kvscout_blocks.index import BlockIndex
-from kvscout_blocks.native_index import NativeIndex, make_index, make_queries
+from kvscout_blocks.native_index import cut_messages, make_index, make_queries
 from kvscout_blocks.published import with_last_digest
 from kvscout_blocks.source import Elsewhere, Source
 from kvscout_common.endings import Closing, FirstDefect
@@ -40,8 +39,8 @@ MAX_RECOVERIES = 16
 """Replays that run at once."""
 TICK_SECONDS = 0.1
 """How often due retries are looked for: half the shortest pause between two."""
-MAINTAIN_BUDGET = 4096
-"""Dropped blocks freed in one turn of the event loop: about a millisecond."""
+MAINTAIN_BUDGET = 1024
+"""Dropped blocks freed in one turn of the event loop: well below a millisecond."""
 WARM_SECONDS = 10.0
 """Longest time at start that health waits for the peers' states of the workers known then."""
 
@@ -177,23 +176,23 @@ class Indexer:
             for rank in entry.spec.ranks:
                 yield entry.spec, rank, self._sources.get((entry.spec.tenant, rank))
 
-    def dump_messages(self, spec: WorkerSpec, rank: WorkerRank) -> list[bytes]:
+    async def dump_messages(self, spec: WorkerSpec, rank: WorkerRank) -> list[bytes]:
         """One consistent cut of a worker rank as serialised `KvEventBatch` messages; none if it is gone."""
         index = self.pools.get(spec.pool)
         if index is None:
             return []
         incomplete = rank in self.pools.incomplete(spec.pool)
         source = self._sources.get((spec.tenant, rank))
-        # Asked for first: nothing is applied until this is done, so the digest is that of the cut's last batch.
-        sequence = source.sequence if source is not None else None
-        if isinstance(index, NativeIndex):
-            messages = index.dump_messages(rank, spec.pool, history_incomplete=incomplete) or []
+        if source is not None:
+            taken = await source.cut()
         else:
-            dump = index.dump(rank)
-            chunks = encode_dump(spec.pool, dump, history_incomplete=incomplete) if dump is not None else ()
-            messages = [chunk.SerializeToString() for chunk in chunks]
-        if messages and sequence is not None and not sequence.epoch and sequence.last_digest is not None:
-            messages[-1] = with_last_digest(messages[-1], sequence.last_digest)
+            cut = index.cut(rank)
+            taken = SourceCut(cut, 0, incomplete, None) if cut is not None else None
+        if taken is None:
+            return []
+        messages = await cut_messages(taken.cut, spec.pool, history_incomplete=incomplete, epoch=None) or []
+        if messages and not taken.epoch and taken.last_digest is not None:
+            messages[-1] = with_last_digest(messages[-1], taken.last_digest)
         return messages
 
     def recover(self, tenant: str, worker_id: str, dp_rank: int | None) -> int:

@@ -24,9 +24,9 @@ from nats.js.errors import NotFoundError
 
 from kvscout_blocks.feed import Cursor, Feed
 from kvscout_blocks.index import BlockIndex
-from kvscout_blocks.native_index import NativeIndex, state_messages
+from kvscout_blocks.native_index import cut_messages, state_messages
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
-from kvscout_common.errors import InvalidArgument
+from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.shards import WHOLE, Shard
@@ -286,20 +286,29 @@ class JetStreamFeed(PublisherFeed):
         if not self._source.replaying:
             self._source.on_reconnect()
 
+    async def caught_up(self) -> None:
+        """See `Taker.caught_up`."""
+        assert self._source is not None
+        await self._source.caught_up()
+
     async def dump(self) -> list[bytes]:
         """See `Taker.dump`."""
-        if isinstance(self._index, NativeIndex):
-            return await asyncio.to_thread(self._messages)
-        return self._messages()
+        assert self._source is not None
+        taken = await self._source.cut()
+        messages = None
+        if taken is not None:
+            messages = await cut_messages(
+                taken.cut, self.spec.pool, history_incomplete=taken.history_incomplete, epoch=taken.epoch
+            )
+        if messages is None:
+            raise NotFound(f"worker {self.rank.worker_id} rank {self.rank.dp_rank} is not known")
+        return messages
 
     def state(self) -> list[bytes] | None:
         """The state at once; None if it is too large for that."""
         stats = self._index.worker_stats(self.rank)
         if stats is None or stats.blocks > KEEP_BLOCKS:
             return None
-        return self._messages()
-
-    def _messages(self) -> list[bytes]:
         assert self._source is not None
         return state_messages(
             self._index,

@@ -144,8 +144,8 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             and (not request.HasField("dp_rank") or request.dp_rank == rank.dp_rank)
         ]
         for spec, rank in wanted:
-            # Each cut is taken in one step; a worker may be gone by the time the ones before it are sent.
-            for message in self._indexer.dump_messages(spec, rank):
+            # One cut after the other; a worker may be gone by the time the ones before it are sent.
+            for message in await self._indexer.dump_messages(spec, rank):
                 yield message
 
     async def PublishEvents(

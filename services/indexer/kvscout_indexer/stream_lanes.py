@@ -39,6 +39,9 @@ class Taker(Protocol):
     def deliver(self, data: bytes) -> None:
         """Takes the next message; what cannot be read costs itself."""
 
+    async def caught_up(self) -> None:
+        """Waits until nothing of what was delivered waits for work on the whole rank."""
+
     def verify(self) -> None:
         """Events may have been missed: asks the publisher."""
 

@@ -215,6 +215,7 @@ class StreamSources:
         ends = time.monotonic() + SLICE_SECONDS
         for data in self.lanes.unpark(lane):
             self._hand_over(lane, taker, data)
+            await taker.caught_up()
             if time.monotonic() > ends:
                 # The turn stays ours: nothing is cut or delivered amid this.
                 await asyncio.sleep(0)

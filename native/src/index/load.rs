@@ -1,0 +1,240 @@
+//! A dump becomes a worker rank's content: built aside in slices, then in place of the old content at once.
+
+use std::ops::Range;
+
+use super::dump::{DumpedBlock, DumpedOrphan, LoadError, WorkerDump, check};
+use super::ledger::{Cursor, Ledger, ROOT};
+use super::store::Target;
+use super::worker::device_copies;
+use super::{Index, SLICE, State, TIERS, WorkerName, WorkerRank};
+
+/// A load under way. Its content is in a slot that no query sees until `commit`.
+#[derive(Debug)]
+pub struct Loading {
+    name: WorkerRank,
+    dump: WorkerDump,
+    slot: u32,
+    /// Which content of the rank it is to replace; a reset or a removal in between ends it.
+    content: u64,
+    blocks: usize,
+    orphans: usize,
+    /// All is loaded, and the dump's lists are gone.
+    filled: bool,
+}
+
+impl Index {
+    /// Begins to load a dump; nothing changes for anybody before `commit`.
+    pub fn begin_load(&self, name: WorkerName<'_>, dump: WorkerDump) -> Result<Loading, LoadError> {
+        check(&dump)?;
+        let tiers = dump.tiers();
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let handle = state.handle(name).ok_or(LoadError::UnknownWorker)?;
+        let slot = self.new_slot(state, 0);
+        let worker = state.ledger.worker_mut(slot);
+        worker.groups.clone_from(&dump.groups);
+        worker.reserve(dump.blocks.len());
+        worker.orphans.reserve(dump.orphans.len());
+        state.ledger.refresh_groups(slot);
+        // Levels of orphans, too: they are bound when their parent comes, on any tier.
+        for tier in tiers {
+            self.open_slot_level(state, slot, 0, tier);
+        }
+        let content = state.ranks[handle].content;
+        Ok(Loading { name: name.into(), dump, slot, content, blocks: 0, orphans: 0, filled: false })
+    }
+
+    /// Loads a slice; whether more is left.
+    pub fn load_slice(&self, loading: &mut Loading) -> Result<bool, LoadError> {
+        let mut guard = self.state.lock();
+        let state = &mut *guard;
+        if loading.filled {
+            return Ok(self.make_room(state, loading.name.name(), loading.slot));
+        }
+        let Loading { dump, slot, blocks, orphans, filled, .. } = loading;
+        let before = *blocks + *orphans;
+        let end = (*blocks + SLICE).min(dump.blocks.len());
+        state.ledger.load_blocks(*slot, &dump.blocks, *blocks..end)?;
+        let left = SLICE - (end - *blocks);
+        *blocks = end;
+        let end = (*orphans + left).min(dump.orphans.len());
+        for orphan in &dump.orphans[*orphans..end] {
+            state.ledger.load_orphan(*slot, orphan);
+        }
+        *orphans = end;
+        let loaded = *blocks + *orphans;
+        self.drain(state, loaded - before + 1);
+        drop(guard);
+        *filled = loaded == dump.blocks.len() + dump.orphans.len();
+        if *filled {
+            // Here, where nobody waits for it.
+            (dump.blocks, dump.orphans) = (Vec::new(), Vec::new());
+        }
+        Ok(true)
+    }
+
+    /// Puts what was loaded in place of what was known; false: the rank was reset or removed meanwhile, or not all
+    /// is loaded.
+    pub fn commit(&self, loading: Loading) -> bool {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let handle = state.handle(loading.name.name()).filter(|_| loading.filled);
+        let Some(handle) = handle.filter(|&handle| state.ranks[handle].content == loading.content) else {
+            self.drop_slot(state, loading.slot);
+            return false;
+        };
+        let old = std::mem::replace(&mut state.ranks[handle].slot, loading.slot);
+        self.directory.write().replace(
+            &state.ledger.worker(old).lanes,
+            &state.ledger.worker(loading.slot).lanes,
+            handle,
+        );
+        self.drop_hidden(state, old);
+        let content = self.next_content();
+        let dump = loading.dump;
+        let rank = &mut state.ranks[handle];
+        rank.content = content;
+        (rank.epoch, rank.last_event_id, rank.incompatible) =
+            (dump.epoch, dump.last_event_id, dump.incompatible);
+        self.enforce_bound(state, loading.blocks + loading.orphans);
+        true
+    }
+
+    /// Gives up a load.
+    pub fn end_load(&self, loading: Loading) {
+        self.drop_slot(&mut self.state.lock(), loading.slot);
+    }
+
+    /// Replaces all that events said of a worker rank, slice by slice.
+    pub fn load(&self, name: WorkerName<'_>, dump: &WorkerDump) -> Result<(), LoadError> {
+        let mut loading = self.begin_load(name, dump.clone())?;
+        loop {
+            match self.load_slice(&mut loading) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => {
+                    self.end_load(loading);
+                    return Err(error);
+                }
+            }
+        }
+        if self.commit(loading) { Ok(()) } else { Err(LoadError::Superseded) }
+    }
+
+    /// Drops a slice of what is above the bound once a slot takes the place of a rank's; whether more is left.
+    fn make_room(&self, state: &mut State, name: WorkerName<'_>, slot: u32) -> bool {
+        let Some(handle) = state.handle(name) else { return false };
+        let old = std::mem::replace(&mut state.ranks[handle].slot, slot);
+        let more = self.evict_slice(state);
+        state.ranks[handle].slot = old;
+        more
+    }
+}
+
+impl WorkerDump {
+    /// The tiers above the device on which anything is.
+    fn tiers(&self) -> Vec<usize> {
+        let blocks = self.blocks.iter().map(|block| &block.counts);
+        let counts = blocks.chain(self.orphans.iter().map(|orphan| &orphan.counts));
+        let tiers = counts.flatten().fold(0_u8, |all, copies| all | 1 << copies.tier);
+        (1..TIERS).filter(|tier| tiers >> tier & 1 == 1).collect()
+    }
+}
+
+impl Ledger {
+    fn load_blocks(
+        &mut self,
+        slot: u32,
+        blocks: &[DumpedBlock],
+        part: Range<usize>,
+    ) -> Result<(), LoadError> {
+        let mut position = part.start;
+        while position < part.end {
+            let (run, target) = self.plain_run(slot, &blocks[position..part.end], position);
+            if let Some(to) = target {
+                let part = &blocks[position..position + run];
+                let engine: Vec<u64> = part.iter().filter_map(|block| block.engine_hash).collect();
+                let local: Vec<u64> = part.iter().map(|block| block.local_hash).collect();
+                let parent = part[0].parent.and_then(|parent| blocks[parent].engine_hash);
+                if part[0].parent.is_none() || parent.is_some() {
+                    let refused = self.store(slot, parent, &engine, &local, to);
+                    if refused.index_full > 0 {
+                        return Err(LoadError::Full);
+                    }
+                    position += run;
+                    continue;
+                }
+            }
+            if !self.load_block(slot, blocks, position) {
+                return Err(LoadError::Full);
+            }
+            position += 1;
+        }
+        self.finish();
+        Ok(())
+    }
+
+    /// Length of the chain of plain blocks that begins a list, and where their copies go.
+    fn plain_run(&self, slot: u32, blocks: &[DumpedBlock], position: usize) -> (usize, Option<Target>) {
+        let counts = &blocks[0].counts;
+        let [only] = counts[..] else { return (1, None) };
+        if only.number != 1 || self.worker(slot).full_groups[..] != [only.group] {
+            return (1, None);
+        }
+        let run = 1
+            + (1..blocks.len())
+                .take_while(|&next| {
+                    blocks[next].counts == *counts && blocks[next].parent == Some(position + next - 1)
+                })
+                .count();
+        (run, Some(Target { group: only.group, tier: only.tier, set: false }))
+    }
+
+    /// Loads one block; false: there is no room for it.
+    fn load_block(&mut self, slot: u32, blocks: &[DumpedBlock], position: usize) -> bool {
+        let block = &blocks[position];
+        let Some(engine_hash) = block.engine_hash else { return true };
+        // Down from the next block above that has an engine hash: holes have no name.
+        let mut path = vec![block.local_hash];
+        let mut above = block.parent;
+        while let Some(hole) = above.map(|above| &blocks[above]).filter(|above| above.engine_hash.is_none()) {
+            path.push(hole.local_hash);
+            above = hole.parent;
+        }
+        path.reverse();
+        let anchor = above
+            .and_then(|above| blocks[above].engine_hash)
+            .and_then(|parent| self.worker(slot).locate(parent));
+        self.cursor = anchor.map_or(ROOT, |(presence, offset)| Cursor {
+            node: self.part(slot, presence).node,
+            next: offset + 1,
+        });
+        if !self.has_room(self.cursor.node, &path) {
+            self.cursor = ROOT;
+            return false;
+        }
+        let mut place = (0, 0);
+        let mut done = 0;
+        while done < path.len() {
+            let (node, offset, blocks) = self.advance(slot, &path[done..]);
+            done += blocks as usize;
+            place = (node, offset + blocks - 1);
+        }
+        self.cursor = ROOT;
+        if !self.make_room_for_twin(slot, place.0, place.1) {
+            self.doubt(place.0);
+            return true;
+        }
+        self.touch(place.0);
+        self.worker_mut(slot).device_copies += device_copies(&block.counts);
+        self.bind(slot, place.0, place.1, engine_hash, block.counts.clone());
+        true
+    }
+
+    fn load_orphan(&mut self, slot: u32, orphan: &DumpedOrphan) {
+        let worker = self.worker_mut(slot);
+        worker.device_copies += device_copies(&orphan.counts);
+        let DumpedOrphan { engine_hash, parent_engine_hash, local_hash, ref counts } = *orphan;
+        worker.orphans.insert(engine_hash, parent_engine_hash, local_hash, counts.clone());
+    }
+}
