@@ -112,6 +112,9 @@ class FollowedFile(Generic[T]):
                 self._apply(await asyncio.to_thread(self._read))
                 self.error = ""
             except ConfigError as error:
+                if isinstance(error.__cause__, OSError):
+                    # Not what the file says is wrong: it may go well the next time.
+                    self._seen = None
                 if str(error) != self.error:
                     log.error("%s not in effect, the last good one stays: %s", self.what, error)
                 self.error = str(error)

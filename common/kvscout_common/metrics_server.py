@@ -7,6 +7,7 @@ a token of `--auth-tokens` is needed that sees all tenants.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import logging
 import socket
@@ -35,6 +36,9 @@ READ_SECONDS = 5.0
 """Longest silence of a client."""
 CONNECTION_SECONDS = 15.0
 """Longest life of a connection: one that sends a byte now and then is not silent."""
+ACCEPT_AGAIN_SECONDS = 1.0
+"""Rest after a connection could not be accepted because the process is out of descriptors, or the machine of memory."""
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 MAX_CONNECTIONS = 32
 """Open at once; further ones are closed."""
 
@@ -136,6 +140,21 @@ class _Server(ThreadingTCPServer):
                 return False
             self._opened[request] = time.monotonic()
         return True
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accepts a connection.
+
+        Raises:
+            OSError: It could not be.
+        """
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:
+                # The connection waits on, and the server would ask for it again at once.
+                log.warning("no connection can be accepted: %s", error.strerror)
+                time.sleep(ACCEPT_AGAIN_SECONDS)
+            raise
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:

@@ -219,3 +219,32 @@ async def test_a_server_answers_while_its_workers_file_becomes_a_fifo_or_huge(tm
 
         await eventually(two)
         await channel.close()
+
+
+async def test_a_file_that_could_not_be_read_for_a_moment_is_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "file", "1")
+    taken: list[bytes] = []
+    fail = [False]
+
+    def read() -> bytes:
+        if fail[0]:
+            raise ConfigError("cannot read", field="f") from OSError(24, "Too many open files")
+        return read_file(path, flag="f", max_bytes=10)
+
+    file = FollowedFile("number", (path,), read, taken.append)
+    file.load()
+    write(path, "2")
+    fail[0] = True
+    polls = 0
+
+    async def poll(_: float) -> None:
+        nonlocal polls
+        polls += 1
+        if polls == 3:
+            fail[0] = False
+        elif polls == 5:
+            raise EOFError
+
+    with pytest.raises(EOFError):
+        await file.watch(poll)
+    assert taken == [b"1", b"2"]

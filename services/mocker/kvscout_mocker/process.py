@@ -37,6 +37,7 @@ async def run(config: MockerConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, _log.info, "SIGHUP: there is nothing to read again")
     context = zmq.asyncio.Context()
     bound = BoundPorts.from_environment()
     faults = Faults(config.faults)
