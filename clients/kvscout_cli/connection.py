@@ -1,7 +1,8 @@
-"""The flags by which commands find a gateway, and what they make of them."""
+"""The flags by which commands find a gateway, or schedulers, and what they make of them."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from google.protobuf.message import Message
 
+from kvscout.v1 import scheduler_pb2_grpc
 from kvscout_client import ClientSecurity, Router
+from kvscout_common.channel import call, open_channel
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.flags import SectionedOption, client_flags, flag
 from kvscout_common.worker import DEFAULT_TENANT
@@ -69,6 +73,70 @@ def connection_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         flag("--tenant", section=CONNECTION, default=DEFAULT_TENANT, help="Tenant."),
         flag("--gateway", section=CONNECTION, default="localhost:7050", help="host:port of the gateway."),
+    ):
+        decorated = declare(decorated)
+    return decorated
+
+
+@dataclass(frozen=True, slots=True)
+class Schedulers:
+    """How to talk to schedulers."""
+
+    addresses: tuple[str, ...]
+    timeout_seconds: float
+    security: ClientSecurity
+
+    async def ask(self, method: str, request: Message) -> dict[str, Any]:
+        """Their answers to a call, by address.
+
+        Raises:
+            KvscoutError: One does not answer, or refuses.
+        """
+        answers = await asyncio.gather(*(self._ask(address, method, request) for address in self.addresses))
+        return dict(zip(self.addresses, answers, strict=True))
+
+    async def _ask(self, address: str, method: str, request: Message) -> Any:
+        channel = open_channel(address, self.security)
+        try:
+            stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+            return await call(getattr(stub, method), request, timeout=self.timeout_seconds)
+        finally:
+            await channel.close()
+
+
+def scheduler_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the flags of a connection to schedulers; it gets a `Schedulers` as its first argument."""
+
+    @functools.wraps(command)
+    def connected(
+        *,
+        scheduler: tuple[str, ...],
+        timeout: float,
+        tls_ca: Path | None,
+        tls_client_cert: Path | None,
+        tls_client_key: Path | None,
+        token_file: Path | None,
+        **values: Any,
+    ) -> Any:
+        security = ClientSecurity.from_flags(tls_ca, tls_client_cert, tls_client_key, token_file)
+        return command(Schedulers(scheduler, timeout, security), **values)
+
+    decorated = client_flags(CONNECTION)(connected)
+    for declare in (
+        flag(
+            "--timeout",
+            section=CONNECTION,
+            default=5.0,
+            type=click.FloatRange(min=0, min_open=True),
+            help="Seconds.",
+        ),
+        flag(
+            "--scheduler",
+            multiple=True,
+            default=("localhost:7052",),
+            section=CONNECTION,
+            help="host:port of a scheduler; repeat to ask several.",
+        ),
     ):
         decorated = declare(decorated)
     return decorated

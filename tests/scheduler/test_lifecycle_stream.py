@@ -183,11 +183,13 @@ async def test_an_operation_that_fails_has_its_status_and_the_stream_goes_on() -
 
 
 async def test_a_refusal_says_when_to_try_again() -> None:
-    async with service("a") as (core, _, _, owner):
+    async with service("a", "b") as (core, _, _, owner):
         stream = owner()
         await stream.hello()
         core.report_failure("default", WorkerRank("a", 0), cooldown_seconds=4)
-        failed, unknown = await stream.ask({"select_and_reserve": wanted("r")}, {"prefill_complete": ref("nobody")})
+        failed, unknown = await stream.ask(
+            {"select_and_reserve": wanted("r", pinned_worker_id="a")}, {"prefill_complete": ref("nobody")}
+        )
         assert (failed.code, failed.retry_after_seconds) == (grpc.StatusCode.UNAVAILABLE.value[0], 4)
         assert not unknown.HasField("retry_after_seconds")
         stream.cancel()

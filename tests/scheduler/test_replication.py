@@ -8,7 +8,7 @@ import pytest
 from replica_world import Node, World, decoding
 from scheduler_builders import BLOCK, key, owner, test_seed
 
-from kvscout.v1 import replication_pb2
+from kvscout.v1 import replication_pb2, types_pb2
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import FreeOutcome
@@ -393,6 +393,35 @@ def test_thresholds_of_the_last_writer_and_the_later_end_of_a_cool_down_hold_eve
     for name in "abc":
         load = world[name].core.potential_loads(key("any").pool)[0]
         assert 27 < load.cooldown_seconds < 30
+
+
+def test_cleared_cool_downs_are_cleared_everywhere_and_later_reports_count_again() -> None:
+    world = World("a", "b")
+    world["a"].core.report_failure("default", WorkerRank("w0", 0), 30)
+    world.settled()
+    assert world["b"].core.clear_cool_downs("default") == [("w0", 0)]
+    world.start("c")
+    world.settled()
+
+    def cooling(name: str) -> float:
+        return world[name].core.potential_loads(key("any").pool)[0].cooldown_seconds
+
+    assert [cooling(name) for name in "abc"] == [0, 0, 0]
+    world["c"].core.report_failure("default", WorkerRank("w0", 0), 20)
+    world.settled()
+    assert all(15 < cooling(name) < 20 for name in "abc")
+
+
+@pytest.mark.parametrize("fields", [{"until": 86_400}, {"until": 10, "cleared_at": 86_400}])
+def test_a_cool_down_or_a_clear_from_far_ahead_is_not_taken(fields: dict[str, int]) -> None:
+    world = World("a")
+    node = world["a"]
+    now = int(node.core._wall_clock())
+    times = {name: (now + seconds) * 1_000_000 for name, seconds in fields.items()}
+    worker = types_pb2.WorkerRank(worker_id="w0")
+    registers = node.replication.ownership.registers
+    registers.merge_cool_down(replication_pb2.CoolDownEvent(tenant="default", worker=worker, **times))
+    assert registers.cool_downs == {}
 
 
 def test_messages_that_are_no_messages_are_counted_and_change_nothing() -> None:

@@ -143,3 +143,16 @@ async def test_its_metrics_are_what_is_booked() -> None:
         samples = await scrape(client.process)
         assert samples["kvscout_active_requests" + labels] == 0
         assert samples["kvscout_active_decode_blocks" + labels] == 0
+
+
+async def test_an_administrator_clears_cool_downs_from_the_command_line() -> None:
+    async with scheduler() as client:
+        failed = scheduler_pb2.ReportFailureRequest(worker=types_pb2.WorkerRank(worker_id="a"))
+        await client.rpc("ReportFailure", failed)
+        for says in ("a, rank 0 takes requests again\n", "nobody cooled down\n"):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "kvscout_cli.main", "workers", "clear-cooldowns",
+                "--scheduler", client.process.address, stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            output, _ = await process.communicate()
+            assert (process.returncode, output.decode()) == (0, says)

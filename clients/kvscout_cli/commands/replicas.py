@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
 from typing import Any
 
 import click
 from google.protobuf.json_format import MessageToDict
 from rich.table import Table
 
-from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
-from kvscout_cli.connection import CONNECTION, json_flag
+from kvscout.v1 import scheduler_pb2
+from kvscout_cli.connection import Schedulers, json_flag, scheduler_flags
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import print_json, stderr, stdout
-from kvscout_common.channel import ClientSecurity, call, open_channel
-from kvscout_common.flags import SectionedCommand, client_flags, flag
+from kvscout_common.flags import SectionedCommand
 
 COLUMNS = ("seen by", "replica", "state")
 NUMBERS = ("requests", "sequence", "heard", "lag", "divergences", "gaps", "snapshots")
@@ -23,48 +20,17 @@ NUMBERS = ("requests", "sequence", "heard", "lag", "divergences", "gaps", "snaps
 
 @click.command(cls=SectionedCommand)
 @json_flag
-@flag(
-    "--scheduler",
-    multiple=True,
-    default=("localhost:7052",),
-    section=CONNECTION,
-    help="host:port of a scheduler; repeat to compare what several know.",
-)
-@flag("--timeout", section=CONNECTION, default=5.0, type=click.FloatRange(min=0, min_open=True), help="Seconds.")
-@client_flags(CONNECTION)
-def command(
-    *,
-    as_json: bool,
-    scheduler: tuple[str, ...],
-    timeout: float,
-    tls_ca: Path | None,
-    tls_client_cert: Path | None,
-    tls_client_key: Path | None,
-    token_file: Path | None,
-) -> None:
+@scheduler_flags
+def command(schedulers: Schedulers, *, as_json: bool) -> None:
     """Show the replicas of the scheduler: who is there, what each owns, and who lags or disagrees.
 
     \b
         kvscout replicas
         kvscout replicas --scheduler 10.0.0.5:7052 --scheduler 10.0.0.6:7052 --json
     """
-    security = ClientSecurity.from_flags(tls_ca, tls_client_cert, tls_client_key, token_file)
-
-    async def ask(address: str) -> scheduler_pb2.GetReplicasResponse:
-        channel = open_channel(address, security)
-        try:
-            stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
-            answer: scheduler_pb2.GetReplicasResponse = await call(
-                stub.GetReplicas, scheduler_pb2.GetReplicasRequest(), timeout=timeout
-            )
-            return answer
-        finally:
-            await channel.close()
-
-    async def ask_all() -> list[scheduler_pb2.GetReplicasResponse]:
-        return await asyncio.gather(*map(ask, scheduler))
-
-    answers = dict(zip(scheduler, run(ask_all()), strict=True))
+    answers: dict[str, scheduler_pb2.GetReplicasResponse] = run(
+        schedulers.ask("GetReplicas", scheduler_pb2.GetReplicasRequest())
+    )
     if as_json:
         print_json({address: _plain(answer) for address, answer in answers.items()})
         return

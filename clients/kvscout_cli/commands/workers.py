@@ -9,13 +9,15 @@ from typing import Any
 import click
 from rich.table import Table
 
-from kvscout_cli.connection import Connection, connection_flags, json_flag, option
+from kvscout.v1 import scheduler_pb2
+from kvscout_cli.connection import Connection, Schedulers, connection_flags, json_flag, option, scheduler_flags
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import print_json, stdout
 from kvscout_client import RegisteredWorker, WorkerRecord
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import SectionedCommand, ValueOf
-from kvscout_common.worker import EngineKind, EventEndpoint, Role, WorkerSpec
+from kvscout_common.worker import DEFAULT_TENANT, EngineKind, EventEndpoint, Role, WorkerSpec
+from kvscout_common.worker_proto import rank_from_proto
 from kvscout_common.workers_file import load_workers
 
 
@@ -152,6 +154,29 @@ def drain(connection: Connection, worker_ids: tuple[str, ...], undo: bool, as_js
         return
     for worker_id, active in answers.items():
         click.echo(f"{worker_id} {'takes requests again' if undo else f'drains, {active} requests active'}")
+
+
+@command.command("clear-cooldowns", cls=SectionedCommand)
+@click.argument("worker_id", default="")
+@option("--model", default="", help="Only of this model.")
+@option("--tenant", default=DEFAULT_TENANT, show_default=True, help="Tenant.")
+@json_flag
+@scheduler_flags
+def clear_cooldowns(schedulers: Schedulers, worker_id: str, model: str, tenant: str, as_json: bool) -> None:
+    """End cool-downs of workers that clients reported as failed; without a worker id, of all of the tenant.
+
+    Replicas of one scheduler tell each other; of schedulers that do not, name each.
+    """
+    request = scheduler_pb2.ClearCooldownsRequest(tenant=tenant, worker_id=worker_id, model=model)
+    answers: dict[str, scheduler_pb2.ClearCooldownsResponse] = run(schedulers.ask("ClearCooldowns", request))
+    cleared = sorted({rank_from_proto(rank) for answer in answers.values() for rank in answer.workers})
+    if as_json:
+        print_json({"cleared": cleared})
+        return
+    for rank in cleared:
+        click.echo(f"{rank.worker_id}, rank {rank.dp_rank} takes requests again")
+    if not cleared:
+        click.echo("nobody cooled down")
 
 
 def _spec(worker_id: str, tenant: str, **values: Any) -> WorkerSpec:

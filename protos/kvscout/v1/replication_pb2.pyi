@@ -392,17 +392,20 @@ Global___ThresholdsEvent: _TypeAlias = ThresholdsEvent  # noqa: Y015
 
 @_typing.final
 class CoolDownEvent(_message.Message):
-    """A worker rank is left out of selections; the later end holds."""
+    """A worker rank is left out of selections. Of two the one with the later clear holds, then the later end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TENANT_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
+    CLEARED_AT_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Tenant of the worker."""
     until: _builtins.int
-    """When it ends, microseconds since the Unix epoch."""
+    """When it ends, microseconds since the Unix epoch; 0 = there is none."""
+    cleared_at: _builtins.int
+    """When an administrator last ended the rank's cool-downs, microseconds since the Unix epoch; 0 = never."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The rank."""
@@ -413,10 +416,11 @@ class CoolDownEvent(_message.Message):
         tenant: _builtins.str = ...,
         worker: _types_pb2.WorkerRank | None = ...,
         until: _builtins.int = ...,
+        cleared_at: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant", "until", b"until", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared_at", b"cleared_at", "tenant", b"tenant", "until", b"until", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

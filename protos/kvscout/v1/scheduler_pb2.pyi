@@ -1316,7 +1316,9 @@ class ReportFailureRequest(_message.Message):
     reason: _builtins.str
     """What happened, for the log."""
     cooldown_seconds: _builtins.float
-    """Length of the cool-down in seconds; 0 or unset = the service's --worker-cooldown-seconds."""
+    """Length of the cool-down in seconds; 0 or unset = the service's --worker-cooldown-seconds. What is above 60 (or that,
+    if it is longer) counts as 60.
+    """
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank; required."""
@@ -1358,6 +1360,60 @@ class ReportFailureResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportFailureResponse: _TypeAlias = ReportFailureResponse  # noqa: Y015
+
+@_typing.final
+class ClearCooldownsRequest(_message.Message):
+    """Whose cool-downs to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant; unset = "default"."""
+    worker_id: _builtins.str
+    """Only this worker; unset = all of the tenant."""
+    model: _builtins.str
+    """Only of this model; unset = all."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearCooldownsRequest: _TypeAlias = ClearCooldownsRequest  # noqa: Y015
+
+@_typing.final
+class ClearCooldownsResponse(_message.Message):
+    """Answer to ClearCooldowns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.WorkerRank]:
+        """Worker ranks that cooled down, and do no more."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[_types_pb2.WorkerRank] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearCooldownsResponse: _TypeAlias = ClearCooldownsResponse  # noqa: Y015
 
 @_typing.final
 class GetReplicasRequest(_message.Message):

@@ -127,6 +127,11 @@ class SchedulerStub:
                 request_serializer=kvscout_dot_v1_dot_scheduler__pb2.ReportFailureRequest.SerializeToString,
                 response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.ReportFailureResponse.FromString,
                 _registered_method=True)
+        self.ClearCooldowns = channel.unary_unary(
+                '/kvscout.v1.Scheduler/ClearCooldowns',
+                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.ClearCooldownsRequest.SerializeToString,
+                response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.ClearCooldownsResponse.FromString,
+                _registered_method=True)
         self.GetBusyThresholds = channel.unary_unary(
                 '/kvscout.v1.Scheduler/GetBusyThresholds',
                 request_serializer=kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsRequest.SerializeToString,
@@ -316,7 +321,16 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportFailure(self, request, context):
-        """Reports that a worker failed a request: it is left out for a cool-down.
+        """Reports that a worker failed a request: it is left out for a cool-down. Of the workers that could take a request at
+        most half are left out, those whose cool-downs end last.
+        INVALID_ARGUMENT: a negative cool-down. NOT_FOUND: unknown worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearCooldowns(self, request, context):
+        """Ends cool-downs before their time, at every replica. For administrators.
         NOT_FOUND: unknown worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -468,6 +482,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.ReportFailure,
                     request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.ReportFailureRequest.FromString,
                     response_serializer=kvscout_dot_v1_dot_scheduler__pb2.ReportFailureResponse.SerializeToString,
+            ),
+            'ClearCooldowns': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearCooldowns,
+                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.ClearCooldownsRequest.FromString,
+                    response_serializer=kvscout_dot_v1_dot_scheduler__pb2.ClearCooldownsResponse.SerializeToString,
             ),
             'GetBusyThresholds': grpc.unary_unary_rpc_method_handler(
                     servicer.GetBusyThresholds,
@@ -992,6 +1011,33 @@ class Scheduler:
             '/kvscout.v1.Scheduler/ReportFailure',
             kvscout_dot_v1_dot_scheduler__pb2.ReportFailureRequest.SerializeToString,
             kvscout_dot_v1_dot_scheduler__pb2.ReportFailureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearCooldowns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvscout.v1.Scheduler/ClearCooldowns',
+            kvscout_dot_v1_dot_scheduler__pb2.ClearCooldownsRequest.SerializeToString,
+            kvscout_dot_v1_dot_scheduler__pb2.ClearCooldownsResponse.FromString,
             options,
             channel_credentials,
             insecure,

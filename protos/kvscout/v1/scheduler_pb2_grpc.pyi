@@ -113,7 +113,12 @@ class SchedulerStub:
     INVALID_ARGUMENT: a fraction outside 0..1. NOT_FOUND: unknown worker.
     """
     ReportFailure: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReportFailureRequest, _scheduler_pb2.ReportFailureResponse]
-    """Reports that a worker failed a request: it is left out for a cool-down.
+    """Reports that a worker failed a request: it is left out for a cool-down. Of the workers that could take a request at
+    most half are left out, those whose cool-downs end last.
+    INVALID_ARGUMENT: a negative cool-down. NOT_FOUND: unknown worker.
+    """
+    ClearCooldowns: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ClearCooldownsRequest, _scheduler_pb2.ClearCooldownsResponse]
+    """Ends cool-downs before their time, at every replica. For administrators.
     NOT_FOUND: unknown worker.
     """
     GetBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetBusyThresholdsRequest, _types_pb2.BusyThresholds]
@@ -222,7 +227,12 @@ class SchedulerAsyncStub(SchedulerStub):
     INVALID_ARGUMENT: a fraction outside 0..1. NOT_FOUND: unknown worker.
     """
     ReportFailure: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReportFailureRequest, _scheduler_pb2.ReportFailureResponse]  # type: ignore[assignment]
-    """Reports that a worker failed a request: it is left out for a cool-down.
+    """Reports that a worker failed a request: it is left out for a cool-down. Of the workers that could take a request at
+    most half are left out, those whose cool-downs end last.
+    INVALID_ARGUMENT: a negative cool-down. NOT_FOUND: unknown worker.
+    """
+    ClearCooldowns: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ClearCooldownsRequest, _scheduler_pb2.ClearCooldownsResponse]  # type: ignore[assignment]
+    """Ends cool-downs before their time, at every replica. For administrators.
     NOT_FOUND: unknown worker.
     """
     GetBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.GetBusyThresholdsRequest, _types_pb2.BusyThresholds]  # type: ignore[assignment]
@@ -436,7 +446,18 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.ReportFailureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.ReportFailureResponse, _abc.Awaitable[_scheduler_pb2.ReportFailureResponse]]:
-        """Reports that a worker failed a request: it is left out for a cool-down.
+        """Reports that a worker failed a request: it is left out for a cool-down. Of the workers that could take a request at
+        most half are left out, those whose cool-downs end last.
+        INVALID_ARGUMENT: a negative cool-down. NOT_FOUND: unknown worker.
+        """
+
+    @_abc_1.abstractmethod
+    def ClearCooldowns(
+        self,
+        request: _scheduler_pb2.ClearCooldownsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ClearCooldownsResponse, _abc.Awaitable[_scheduler_pb2.ClearCooldownsResponse]]:
+        """Ends cool-downs before their time, at every replica. For administrators.
         NOT_FOUND: unknown worker.
         """
 

@@ -138,9 +138,14 @@ def _cooling_down(pool: Pool, request: SelectionRequest, slots: list[int], now: 
     until = pool.cooldown_until
     if not until:
         return None
+    # Who pins a worker is told that it cools down, as others could do; of one worker alone that would leave nobody.
+    among = slots
+    if request.pinned_worker_id:
+        among = [slot for slot in pool.order if slot not in pool.draining]
+    left_out = pool.left_out(among, now)
     return Stage(
         "cooling down",
-        [slot for slot in slots if until.get(slot, now) <= now],
+        [slot for slot in slots if slot not in left_out],
         lambda slots: Unavailable(
             f"all {len(slots)} workers that could take the request are cooling down after a failure",
             retry_after_seconds=min(until[slot] for slot in slots) - now,

@@ -142,11 +142,20 @@ class Pool:
             self._limit(slot)
             self.relieved.add(slot)
 
-    def cool_down(self, slot: int, until: float) -> float:
-        """Leaves a slot out until a time, or later if that was said before; returns until when."""
-        self.cooldown_until[slot] = until = max(until, self.cooldown_until.get(slot, until))
+    def cool_down(self, slot: int, until: float) -> None:
+        """Leaves a slot out until a time."""
+        self.cooldown_until[slot] = until
         self.changed = True
-        return until
+
+    def left_out(self, among: list[int], now: float) -> set[int]:
+        """Slots that cool down, of some: at most half of them, those whose cool-downs end last. The others must do."""
+        until = self.cooldown_until
+        cooling = [slot for slot in among if until.get(slot, now) > now]
+        most = len(among) // 2
+        if len(cooling) > most:
+            cooling.sort(key=lambda slot: (until[slot], self.ranks[slot]))
+            del cooling[: len(cooling) - most]
+        return set(cooling)
 
     def recover(self, now: float) -> None:
         """Ends cool-downs that are over."""

@@ -1,20 +1,22 @@
 """What replicas share beside requests: busy thresholds and cool-downs. Each is a register that merges in any order.
 
 Thresholds: the last writer wins, by (version, replica id); a version is a time, and above all that the writer knew.
-Cool-downs: the later end wins. Both travel as events, and with every snapshot.
+Cool-downs: the later clear wins, then the later end; a report that crosses a clear is cleared with the others. Both
+travel as events, and with every snapshot.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kvscout.v1 import replication_pb2, types_pb2
 from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto
 from kvscout_scheduler.replica_log import ReplicaLog
-from kvscout_scheduler.request import MAX_LEASE_SECONDS, MICROSECONDS
+from kvscout_scheduler.request import MICROSECONDS
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.thresholds import BusyThresholds
 
@@ -22,6 +24,18 @@ log = logging.getLogger("kvscout.replicas")
 
 MAX_COOL_DOWNS = 100_000
 """Ranks known or not that are told of; more are left to the replica that saw them fail."""
+
+
+class CoolDown(NamedTuple):
+    """What is known of one rank, microseconds since the Unix epoch; of two, the greater one holds."""
+
+    cleared_at: int
+    """When its cool-downs were last ended before their time; 0 = never."""
+    until: int
+    """When it ends; 0 = there is none."""
+
+
+NEVER = CoolDown(0, 0)
 
 
 class Registers:
@@ -45,8 +59,8 @@ class Registers:
     ) -> None:
         self.thresholds: dict[tuple[str, str], replication_pb2.ThresholdsEvent] = {}
         """By tenant and model."""
-        self.cool_downs: dict[tuple[str, WorkerRank], int] = {}
-        """By tenant and rank: the end, microseconds since the Unix epoch."""
+        self.cool_downs: dict[tuple[str, WorkerRank], CoolDown] = {}
+        """By tenant and rank."""
         self._scheduler = scheduler
         self._log = replica_log
         self._replica_id = replica_id
@@ -76,13 +90,14 @@ class Registers:
     def merge_cool_down(self, event: replication_pb2.CoolDownEvent) -> None:
         """Takes what another replica knows."""
         name = (event.tenant, rank_from_proto(event.worker))
-        now = self._wall_now()
-        if not now < event.until <= now + 2 * MAX_LEASE_SECONDS * MICROSECONDS:
+        given = CoolDown(event.cleared_at, event.until)
+        latest = self._wall_now() + 2 * self._longest
+        if max(given) > latest or self._is_over(given):
             return
-        if self.cool_downs.get(name, 0) < event.until and (
+        if given > self.cool_downs.get(name, NEVER) and (
             name in self.cool_downs or len(self.cool_downs) < MAX_COOL_DOWNS
         ):
-            self.cool_downs[name] = event.until
+            self.cool_downs[name] = given
             self._apply(*name)
 
     def worker_added(self, spec: WorkerSpec) -> None:
@@ -97,25 +112,33 @@ class Registers:
             self.cool_downs.pop((spec.tenant, rank), None)
 
     def expire(self) -> None:
-        """Forgets cool-downs that are over."""
-        now = self._wall_now()
-        for name in [name for name, until in self.cool_downs.items() if until <= now]:
+        """Forgets cool-downs that are over, and clears that clear nothing any more."""
+        for name in [name for name, held in self.cool_downs.items() if self._is_over(held)]:
             del self.cool_downs[name]
 
     def cool_down_events(self) -> list[replication_pb2.CoolDownEvent]:
         """All cool-downs, for a snapshot."""
-        return [
-            replication_pb2.CoolDownEvent(tenant=tenant, worker=rank_to_proto(rank), until=until)
-            for (tenant, rank), until in self.cool_downs.items()
-        ]
+        return [self._event(*name) for name in self.cool_downs]
 
     def _wall_now(self) -> int:
         return int(self._wall_clock() * MICROSECONDS)
 
+    @property
+    def _longest(self) -> int:
+        return int(self._scheduler.settings.longest_cooldown_seconds * MICROSECONDS)
+
+    def _is_over(self, held: CoolDown) -> bool:
+        return max(held.until, held.cleared_at + self._longest if held.cleared_at else 0) <= self._wall_now()
+
+    def _event(self, tenant: str, rank: WorkerRank) -> replication_pb2.CoolDownEvent:
+        held = self.cool_downs[tenant, rank]
+        worker = rank_to_proto(rank)
+        return replication_pb2.CoolDownEvent(tenant=tenant, worker=worker, until=held.until, cleared_at=held.cleared_at)
+
     def _apply(self, tenant: str, rank: WorkerRank) -> None:
-        remaining = (self.cool_downs[tenant, rank] - self._wall_now()) / MICROSECONDS
+        remaining = (self.cool_downs[tenant, rank].until - self._wall_now()) / MICROSECONDS
         try:
-            self._scheduler.cool_down(tenant, rank, self._clock() + remaining)
+            self._scheduler.set_cool_down(tenant, rank, self._clock() + remaining)
         except NotFound:
             log.debug("worker %s of a cool-down is not known yet", rank.worker_id)
 
@@ -134,11 +157,13 @@ class Registers:
         self.thresholds[tenant, model] = event
         self._log.tell_thresholds(event)
 
-    def _on_cool_down(self, tenant: str, rank: WorkerRank, until: float) -> None:
-        end = self._wall_now() + int((until - self._clock()) * MICROSECONDS)
-        if end > self.cool_downs.get((tenant, rank), 0):
-            self.cool_downs[tenant, rank] = end
-        event = replication_pb2.CoolDownEvent(
-            tenant=tenant, worker=rank_to_proto(rank), until=self.cool_downs[tenant, rank]
-        )
-        self._log.tell_cool_down(event)
+    def _on_cool_down(self, tenant: str, rank: WorkerRank, until: float | None) -> None:
+        name = (tenant, rank)
+        known = self.cool_downs.get(name, NEVER)
+        if until is None:
+            held = CoolDown(max(self._wall_now(), known.cleared_at + 1), 0)
+        else:
+            end = self._wall_now() + int((until - self._clock()) * MICROSECONDS)
+            held = max(known, CoolDown(known.cleared_at, end))
+        self.cool_downs[name] = held
+        self._log.tell_cool_down(self._event(*name))

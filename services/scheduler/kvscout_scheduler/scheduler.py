@@ -109,8 +109,8 @@ class Scheduler:
         self._turns = Turns(self.workers, self.thresholds, self.waiting, self._book_waiter)
         self.draining = False
         self.watchers = Watchers(wall_clock)
-        self.on_cool_down: Callable[[str, WorkerRank, float], None] | None = None
-        """Told tenant, rank and end of each cool-down that was reported here."""
+        self.on_cool_down: Callable[[str, WorkerRank, float | None], None] | None = None
+        """Told tenant, rank and end of each cool-down that was reported here; None = it was ended before its time."""
         self._clock = clock
         self._wall_clock = wall_clock
         self._selector = Selector(settings, self.policies, rng)
@@ -380,40 +380,70 @@ class Scheduler:
             self._turns.give(pool, now)
 
     def report_failure(self, tenant: str, rank: WorkerRank, cooldown_seconds: float = 0.0) -> float:
-        """Leaves a worker rank out of selections for a while; never shortens a cool-down.
+        """Leaves a worker rank out of selections for a while (`Pool.left_out`); never shortens a cool-down.
 
         Args:
             tenant: Of the worker.
             rank: The rank that failed a request.
-            cooldown_seconds: 0 = the default.
+            cooldown_seconds: 0 = the default; above the longest one it is that.
 
         Returns:
             Seconds until its cool-down ends.
 
         Raises:
-            InvalidArgument: The length is out of range.
+            InvalidArgument: The length is negative.
             NotFound: Unknown worker.
         """
-        if not 0 <= cooldown_seconds <= MAX_LEASE_SECONDS:
-            raise InvalidArgument(f"must be between 0 and {MAX_LEASE_SECONDS}", field="cooldown_seconds")
+        if not cooldown_seconds >= 0:
+            raise InvalidArgument(f"must be at least 0, not {cooldown_seconds}", field="cooldown_seconds")
+        pool, slot = self.workers.slot(tenant, rank)
         now = self._clock()
-        until = self.cool_down(tenant, rank, now + (cooldown_seconds or self.settings.cooldown_seconds))
+        seconds = min(cooldown_seconds or self.settings.cooldown_seconds, self.settings.longest_cooldown_seconds)
+        until = max(now + seconds, pool.cooldown_until.get(slot, now))
+        pool.cool_down(slot, until)
         self.stats.failures_reported += 1
         if self.on_cool_down is not None:
             self.on_cool_down(tenant, rank, until)
         return until - now
 
-    def cool_down(self, tenant: str, rank: WorkerRank, until: float) -> float:
-        """Leaves a worker rank out of selections until a time on the clock, or later if that was said before.
+    def clear_cool_downs(self, tenant: str, *, worker_id: str = "", model: str = "") -> list[WorkerRank]:
+        """Ends cool-downs before their time.
+
+        Args:
+            tenant: Of the workers.
+            worker_id: "" = all.
+            model: "" = all.
 
         Returns:
-            Until when.
+            The ranks that cooled down.
+
+        Raises:
+            NotFound: Unknown worker.
+        """
+        if worker_id:
+            self.workers.require_worker(tenant, worker_id)
+        now, cleared = self._clock(), []
+        for pool in self.workers:
+            if pool.id.tenant != tenant or model not in ("", pool.id.model):
+                continue
+            for slot, until in list(pool.cooldown_until.items()):
+                rank = pool.ranks[slot]
+                if until > now and worker_id in ("", rank.worker_id):
+                    cleared.append(rank)
+                    pool.cool_down(slot, now)
+                    if self.on_cool_down is not None:
+                        self.on_cool_down(tenant, rank, None)
+            self._turns.give(pool.id, now)
+        return sorted(cleared)
+
+    def set_cool_down(self, tenant: str, rank: WorkerRank, until: float) -> None:
+        """Makes the cool-down of a worker rank end at a time on the clock: what replicas agree on.
 
         Raises:
             NotFound: Unknown worker.
         """
         pool, slot = self.workers.slot(tenant, rank)
-        return pool.cool_down(slot, until)
+        pool.cool_down(slot, until)
 
     def report_metrics(self, tenant: str, rank: WorkerRank, metrics: EngineMetrics) -> None:
         """Takes what an engine says of itself; replaces what it said before.

@@ -17,7 +17,7 @@ from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import service_info
 from kvscout_common.worker import DEFAULT_TENANT
-from kvscout_common.worker_proto import rank_from_proto, role_to_proto
+from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
 from kvscout_common.worker_rpcs import WorkerRpcs
 from kvscout_scheduler import native_load, translate
 from kvscout_scheduler.decision import Decision
@@ -226,6 +226,14 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             request.tenant or DEFAULT_TENANT, rank_from_proto(request.worker), request.cooldown_seconds
         )
         return scheduler_pb2.ReportFailureResponse(cooldown_remaining_seconds=remaining)
+
+    async def ClearCooldowns(
+        self, request: scheduler_pb2.ClearCooldownsRequest, context: Any
+    ) -> scheduler_pb2.ClearCooldownsResponse:
+        cleared = self._scheduler.clear_cool_downs(
+            request.tenant or DEFAULT_TENANT, worker_id=request.worker_id, model=request.model
+        )
+        return scheduler_pb2.ClearCooldownsResponse(workers=map(rank_to_proto, cleared))
 
     async def GetBusyThresholds(
         self, request: types_pb2.GetBusyThresholdsRequest, context: Any

@@ -11,6 +11,9 @@ from kvscout_scheduler.candidates import DEFAULT_CPU_TO_GPU_RATIO
 from kvscout_scheduler.cost import DEFAULT_TIER_WEIGHTS, TierWeights
 from kvscout_scheduler.thresholds import NO_THRESHOLDS, BusyThresholds
 
+MAX_COOLDOWN_SECONDS = 60.0
+"""Any client may report a failure: a worker that is well is back after this."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
@@ -50,6 +53,11 @@ class SchedulerSettings:
     None = nobody waits."""
     queue_limit: int = 1_024
     """Requests that wait in one pool; more are refused."""
+
+    @property
+    def longest_cooldown_seconds(self) -> float:
+        """How long one report of a failure leaves a worker out at most, whoever reports."""
+        return max(MAX_COOLDOWN_SECONDS, self.cooldown_seconds)
 
     def tracks_blocks(self, role: Role) -> bool:
         """Whether requests on workers of a role occupy blocks; a prefill worker gives them away at once."""

@@ -120,15 +120,24 @@ class Workers:
         if tenant != ALL_TENANTS or all(seen != model for _, seen in self._seen):
             raise NotFound(f"model {model!r} was never seen in tenant {tenant!r}")
 
+    def require_worker(self, tenant: str, worker_id: str) -> WorkerSpec:
+        """The registration of a worker.
+
+        Raises:
+            NotFound: No such worker.
+        """
+        spec = self._specs.get((tenant, worker_id))
+        if spec is None:
+            raise NotFound(f"no worker {worker_id!r} in tenant {tenant!r}")
+        return spec
+
     def slot(self, tenant: str, rank: WorkerRank) -> tuple[Pool, int]:
         """Where a worker rank is.
 
         Raises:
             NotFound: No such worker, or it has no such rank.
         """
-        spec = self._specs.get((tenant, rank.worker_id))
-        if spec is None:
-            raise NotFound(f"no worker {rank.worker_id!r} in tenant {tenant!r}")
+        spec = self.require_worker(tenant, rank.worker_id)
         pool = self._pools[pool_of(spec)]
         slot = pool.slot_of.get(rank)
         if slot is None:
