@@ -95,6 +95,7 @@ class Lanes:
         on_message: Callable[[Message], None],
         on_malformed: Callable[[str], None],
         on_connected: Callable[[], None],
+        on_unconnected: Callable[[int], None],
     ) -> LaneSubscription | None:
         """A subscription whose usual batches are applied to `index`; None: the index is not native.
 
@@ -120,7 +121,12 @@ class Lanes:
             close_sockets(socket, monitor)
             raise
         subscription = LaneSubscription(
-            lane, close, on_message=on_message, on_malformed=on_malformed, on_connected=on_connected
+            lane,
+            close,
+            on_message=on_message,
+            on_malformed=on_malformed,
+            on_connected=on_connected,
+            on_unconnected=on_unconnected,
         )
         self._subscriptions[number] = subscription
         return subscription
@@ -157,12 +163,14 @@ class LaneSubscription:
         on_message: Callable[[Message], None],
         on_malformed: Callable[[str], None],
         on_connected: Callable[[], None],
+        on_unconnected: Callable[[int], None],
     ) -> None:
         self._lane = lane
         self._close = close
         self._on_message = on_message
         self._on_malformed = on_malformed
         self._on_connected = on_connected
+        self._on_unconnected = on_unconnected
         self._on_stopped: Callable[[], None] = lambda: None
         self.undelivered = 0
         """Notices that are here, and not delivered yet."""
@@ -197,5 +205,7 @@ class LaneSubscription:
                 self._on_malformed(str(malformed_frames(detail)))
             case "connected":
                 self._on_connected()
+            case "unconnected":
+                self._on_unconnected(detail)
             case "stopped":
                 self._on_stopped()

@@ -331,6 +331,9 @@ class Source:
                 name = f"replay {self.rank.worker_id}/{self.rank.dp_rank}"
                 self._replay = asyncio.get_running_loop().create_task(self._run_replay(decision), name=name)
         self._set_incomplete(self.sequence.history_incomplete)
+        wrong = self._sequence.misconfigured
+        if wrong:
+            self._warnings.warning((self.rank, "misconfigured"), "worker %s/%d is misconfigured: %s", *self.rank, wrong)
         # Only now: a recovery in the midst of decisions would have the rest of them applied twice.
         if self._over_capacity and not self.sequence.replaying and self._may_recover():
             log.warning("worker %s/%d has more blocks than it can: removals were lost, recovering", *self.rank)

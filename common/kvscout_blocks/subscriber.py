@@ -25,6 +25,7 @@ RECEIVE_LIMIT = 100_000
 """Batches that wait in a socket."""
 REPLIES_LIMIT = 256
 """Replies that wait in a socket: what an engine drops because we are slow is asked for again."""
+MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 BURST = 64
 """Batches read from one socket before the others, and the rpcs, get their turn."""
@@ -37,7 +38,7 @@ REPLAY_PAUSE_SECONDS = 0.5
 def open_sockets(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: EventEndpoint
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A SUB socket on an endpoint, and the monitor that tells of its handshakes.
+    """A SUB socket on an endpoint, and the monitor that tells of its connection.
 
     Raises:
         zmq.ZMQError: The endpoint cannot be used; no socket is left open.
@@ -51,8 +52,12 @@ def open_sockets(
     # A peer that vanished without a word (host gone) is noticed and reconnected to.
     socket.set(zmq.HEARTBEAT_IVL, 5000)
     socket.set(zmq.HEARTBEAT_TIMEOUT, 15000)
+    # One that does not even refuse is no more there than one that does.
+    socket.set(zmq.CONNECT_TIMEOUT, 5000)
+    socket.set(zmq.HANDSHAKE_IVL, 5000)
+    socket.set(zmq.IPV6, int("[" in endpoint.endpoint))
     socket.subscribe(endpoint.topic)
-    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    monitor = socket.get_monitor_socket(MONITORED)
     try:
         if endpoint.bind:
             socket.bind(endpoint.endpoint)
@@ -77,6 +82,7 @@ class Subscription:
     Callbacks run on the event loop and must not block. `on_connected` is called after each handshake with the
     engine: the first one and every reconnect, of which the data itself says nothing. It comes before the first
     batch of that connection, unless a burst of the former one is still being read: then when the socket is empty.
+    `on_unconnected` gets the monitor's event: there is no connection, or none any more.
     """
 
     def __init__(
@@ -87,10 +93,12 @@ class Subscription:
         on_message: Callable[[Message], None],
         on_malformed: Callable[[str], None],
         on_connected: Callable[[], None],
+        on_unconnected: Callable[[int], None],
     ) -> None:
         self._on_message = on_message
         self._on_malformed = on_malformed
         self._on_connected = on_connected
+        self._on_unconnected = on_unconnected
         self._loop = asyncio.get_running_loop()
         self._socket, self._monitor = open_sockets(context, endpoint)
         self._closed = False
@@ -98,6 +106,10 @@ class Subscription:
         """The socket was not read empty yet."""
         self._connected = False
         """A handshake is still to be told."""
+        self._then: int | None = None
+        """What the monitor told after it."""
+        self._unconnected: int | None = None
+        """What was told last of a connection that is not there."""
         self._loop.add_reader(self._socket.FD, self._drain)
         self._loop.add_reader(self._monitor.FD, self._drain_monitor)
         self._loop.call_soon(self._drain)
@@ -141,14 +153,27 @@ class Subscription:
             except zmq.Again:
                 break
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected = True
+                self._connected, self._then = True, None
+            elif self._connected:
+                self._then = event["event"]
+            else:
+                self._tell_unconnected(event["event"])
         if not self._backlog:
             self._tell_connected()
 
     def _tell_connected(self) -> None:
         if self._connected and not self._closed:
-            self._connected = False
+            self._connected, self._unconnected = False, None
+            then, self._then = self._then, None
             self._on_connected()
+            if then is not None:
+                self._tell_unconnected(then)
+
+    def _tell_unconnected(self, event: int) -> None:
+        # Tries that fail one after the other are told of once.
+        if event != self._unconnected and not self._closed:
+            self._unconnected = event
+            self._on_unconnected(event)
 
 
 async def replay(

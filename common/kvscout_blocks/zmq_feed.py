@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import zmq
 
+from kvscout_blocks import subscriber
 from kvscout_blocks.events import DecodedBatch, EventBatch
-from kvscout_blocks.feed import Lane, Progress, SourceInput, SourceState
+from kvscout_blocks.feed import HistoryBroken, Lane, Progress, SourceInput, SourceState
+from kvscout_blocks.host_names import host_name, resolved
 from kvscout_blocks.index import BlockIndex
 from kvscout_blocks.lanes import Lanes, LaneSubscription
 from kvscout_blocks.native_index import decode_for
 from kvscout_blocks.sequence import SequencedBatch, digest
 from kvscout_blocks.subscriber import Subscription, replay
 from kvscout_blocks.wire import MalformedBatch, Message
-from kvscout_common.endings import guarded
+from kvscout_common.endings import INTENDED, guarded
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank
 
@@ -24,6 +28,12 @@ log = logging.getLogger("kvscout.events")
 
 REOPEN_SECONDS = 1.0
 """Between two tries to use an endpoint: an address that is in use, such as our own of a moment ago, gets free."""
+MAX_REOPEN_SECONDS = 30.0
+"""Where each connection ends by a frame that is refused, the wait doubles up to this."""
+GIVEN_UP_SECONDS = 0.5
+"""libzmq says at once that it will connect again; after a frame that it refuses it does not, and says nothing."""
+LOOK_UP_SECONDS = 5.0
+"""How often the name of a host that does not answer is looked up anew: it may have moved."""
 
 
 class ZmqFeed:
@@ -65,12 +75,23 @@ class ZmqFeed:
         self._lanes = lanes
         self._source: SourceInput | None = None
         self._reopen_at: float | None = None
+        self._pause = REOPEN_SECONDS
+        self._refused_at: float | None = None
+        self._lost_at: float | None = None
+        """When the connection ended, until libzmq says that it tries again."""
+        self._named = not endpoint.bind and bool(host_name(endpoint.endpoint))
+        """Whether a host name has to be looked up."""
+        self._looking_up: asyncio.Task[None] | None = None
+        self._look_up_at = 0.0
+        self._connects_to = ""
         self._subscription: Subscription | LaneSubscription | None = None
+        self._left: Progress | None = None
+        """What a lane had done whose subscription was closed meanwhile."""
 
     def open(self, source: SourceInput) -> Lane | None:
         """See `Feed.open`."""
         self._source = source
-        self._subscribe()
+        self._begin()
         # The subscription may be another one later.
         return self
 
@@ -81,31 +102,66 @@ class ZmqFeed:
 
     def take(self) -> Progress | None:
         """See `Lane.take`."""
+        left, self._left = self._left, None
+        if left is not None:
+            return left
         subscription = self._subscription
         return subscription.take() if isinstance(subscription, LaneSubscription) else None
 
     def close(self) -> None:
         """See `Feed.close`."""
-        self._reopen_at = None
-        if self._subscription is not None:
-            self._subscription.close()
+        self._reopen_at = self._lost_at = None
+        if self._looking_up is not None:
+            self._looking_up.cancel()
+        self._unsubscribe()
 
     def tick(self, now: float) -> None:
         """See `Feed.tick`."""
-        if self._reopen_at is not None and self._reopen_at <= now:
-            self._subscribe()
+        if self._lost_at is not None and self._lost_at + GIVEN_UP_SECONDS <= now:
+            self._on_refused_frame(now)
+        moved = self._named and bool(self.outage) and self._look_up_at <= now
+        if self._reopen_at <= now if self._reopen_at is not None else moved:
+            self._begin()
 
     async def history(self, first_id: int) -> AsyncGenerator[SequencedBatch[DecodedBatch] | SourceState, None]:
         """See `Feed.history`."""
-        async with aclosing(replay(self._context, self.address.replay_endpoint, first_id)) as replies:
+        try:
+            endpoint = await resolved(self.address.replay_endpoint)
+        except OSError as error:
+            raise HistoryBroken(f"{self.address.replay_endpoint}: {error}") from error
+        async with aclosing(replay(self._context, endpoint, first_id)) as replies:
             async for message in replies:
                 yield self._sequenced(message)
 
-    def _subscribe(self) -> None:
+    def _begin(self) -> None:
+        """Opens the socket, or begins to look up where."""
+        self._reopen_at = None
+        if not self._named:
+            self._subscribe(self.address.endpoint)
+        elif self._looking_up is None or self._looking_up.done():
+            self._looking_up = asyncio.get_running_loop().create_task(self._look_up())
+
+    async def _look_up(self) -> None:
+        self._look_up_at = self._clock() + LOOK_UP_SECONDS
+        try:
+            endpoint = await resolved(self.address.endpoint)
+            if endpoint != self._connects_to or self._subscription is None:
+                self._subscribe(endpoint)
+        except OSError as error:
+            if self.outage or self._subscription is None:
+                self._tell_outage(f"{self.address.endpoint}: {error}")
+        except INTENDED:
+            raise
+        except BaseException as error:
+            self._failed(error)
+
+    def _subscribe(self, endpoint: str) -> None:
         source = self._source
         assert source is not None
+        self._unsubscribe()
         try:
-            self._subscription = self._subscription_of(source)
+            self._subscription = self._subscription_of(source, replace(self.address, endpoint=endpoint))
+            self._connects_to = endpoint
         except (zmq.ZMQError, OSError) as error:
             reason = f"{self.address.endpoint}: {error}"
             if reason != self.broken:
@@ -116,27 +172,66 @@ class ZmqFeed:
             self.broken = ""
             self._reopen_at = None
 
-    def _subscription_of(self, source: SourceInput) -> Subscription | LaneSubscription:
+    def _unsubscribe(self) -> None:
+        if isinstance(self._subscription, LaneSubscription):
+            self._left = self._subscription.take() or self._left
+        if self._subscription is not None:
+            self._subscription.close()
+        self._subscription = None
+
+    def _on_connected(self) -> None:
+        assert self._source is not None
+        self.outage, self._lost_at = "", None
+        self._source.on_reconnect()
+
+    def _on_unconnected(self, event: int) -> None:
+        endpoint = self.address.endpoint
+        gives_up = event == zmq.EVENT_DISCONNECTED and not self.address.bind
+        self._lost_at = self._clock() if gives_up else None
+        self._tell_outage(
+            f"nothing is connected to {endpoint}" if self.address.bind else f"nothing answers at {endpoint}"
+        )
+
+    def _on_refused_frame(self, now: float) -> None:
+        """The connection ended by what libzmq refuses to read, and it will not connect again."""
+        assert self._source is not None
+        again = self._refused_at is not None and now - self._refused_at < 2 * MAX_REOPEN_SECONDS
+        self._pause = min(2 * self._pause, MAX_REOPEN_SECONDS) if again else REOPEN_SECONDS
+        self._refused_at, self._lost_at = now, None
+        reason = f"a frame above {subscriber.MAX_FRAME_BYTES} bytes, or one that is not ZMQ's, from {self._connects_to}"
+        self._source.on_malformed(reason)
+        self._tell_outage(f"the connection was ended by {reason}; it is made again")
+        self._unsubscribe()
+        self._reopen_at = now + self._pause
+
+    def _tell_outage(self, reason: str) -> None:
+        self.outage = reason
+        self._warnings.warning((self._rank, "connection"), "worker %s/%d: %s", *self._rank, reason)
+
+    def _subscription_of(self, source: SourceInput, endpoint: EventEndpoint) -> Subscription | LaneSubscription:
         on_message = guarded(lambda message: source.on_batch(self._sequenced(message)), self._failed)
         on_malformed = guarded(source.on_malformed, self._failed)
-        on_connected = guarded(source.on_reconnect, self._failed)
+        on_connected = guarded(self._on_connected, self._failed)
+        on_unconnected = guarded(self._on_unconnected, self._failed)
         subscription = None
         if self._lanes is not None:
             subscription = self._lanes.subscribe(
                 self._context,
-                self.address,
+                endpoint,
                 self._rank,
                 self._index,
                 on_message=on_message,
                 on_malformed=on_malformed,
                 on_connected=on_connected,
+                on_unconnected=on_unconnected,
             )
         return subscription or Subscription(
             self._context,
-            self.address,
+            endpoint,
             on_message=on_message,
             on_malformed=on_malformed,
             on_connected=on_connected,
+            on_unconnected=on_unconnected,
         )
 
     def _sequenced(self, message: Message) -> SequencedBatch[DecodedBatch]:

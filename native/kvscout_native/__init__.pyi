@@ -269,7 +269,8 @@ class Reader:
         """The oldest notices, (source, kind, detail):
 
         "message", (event id, payload) · "malformed", lengths of the frames · "connected", None: a connection was made, and
-        what came over the one before was told or applied · "stopped", None: see `Lane.offer` · "failed", reason: the
+        what came over the one before was told or applied · "unconnected", number of a ZMQ event: there is none now ·
+        "stopped", None: see `Lane.offer` · "failed", reason: the
         thread has ended; source means nothing.
         """
 

@@ -50,6 +50,7 @@ class World:
             on_message=self._on_message,
             on_malformed=self.told.append,
             on_connected=lambda: self.told.append("connected"),
+            on_unconnected=lambda _: None,
         )
         assert subscription is not None
         self.publisher.await_subscription()
@@ -233,6 +234,7 @@ async def test_an_endpoint_that_cannot_be_used_leaves_no_socket_behind(world: Wo
             on_message=world._on_message,
             on_malformed=world.told.append,
             on_connected=lambda: None,
+            on_unconnected=lambda _: None,
         )
     world.context.term()  # would wait for an open socket for ever
 
@@ -246,6 +248,7 @@ async def test_another_index_than_the_native_one_has_no_lane(world: World) -> No
         on_message=world._on_message,
         on_malformed=world.told.append,
         on_connected=lambda: None,
+        on_unconnected=lambda _: None,
     )
     assert subscription is None
 

@@ -45,6 +45,7 @@ class Told:
             on_message=self._on_message,
             on_malformed=self.events.append,
             on_connected=lambda: self.events.append("connected"),
+            on_unconnected=lambda _: None,
         )
 
     def _on_message(self, message: Message) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvscout.v1 import indexer_pb2, types_pb2
+from kvscout.v1 import indexer_pb2, types_pb2, workers_pb2
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.blindness import BlindRanks
 from kvscout_gateway.observation import EVENTFUL_KEPT, Observations
@@ -83,6 +83,14 @@ def test_only_sources_that_were_never_heard_are_told_of(fields: dict[str, Any]) 
     world.serve(1.0)
     for now in (10.0, 20.0, 30.0):
         assert world.told(now, source(0.0, now, **fields)) == {}
+
+
+def test_an_engine_that_does_not_even_open_its_socket_was_not_heard_either() -> None:
+    world = World()
+    nobody: dict[str, Any] = {"state": indexer_pb2.SOURCE_STATE_DISCONNECTED, "transport": workers_pb2.EVENT_TRANSPORT_ZMQ}
+    world.serve(12.0)
+    assert world.told(20.0, source(5.0, 20.0, **nobody)) == {}
+    assert world.told(50.0, source(5.0, 50.0, **nobody)) == {("m", "w", 0): 1}
 
 
 def test_a_publisher_that_never_answered_was_not_heard_either() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
@@ -21,6 +23,7 @@ from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.indexer import MAX_RECOVERIES
 
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
+DISCONNECTED = indexer_pb2.SOURCE_STATE_DISCONNECTED
 INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE
 
 
@@ -463,6 +466,117 @@ async def test_an_address_that_is_in_use_is_shown_and_tried_again(
         await connecting.subscribed()
         await connecting.publish(*chain(1))
         assert (await client.until_applied(0)).state == LIVE
+
+
+async def test_an_engine_that_dies_behind_its_socket_is_disconnected_until_it_is_back(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    await connect(client, engine)
+    await engine.publish(*chain(2))
+    assert (await client.until_applied(1)).state == LIVE
+    await engine.stop()
+    status = await client.until(lambda s: s.state == DISCONNECTED)
+    assert status.reason == f"nothing answers at {engine.endpoint}"
+    assert await client.overlap(prompt(2)) == 2
+    await engine.start()
+    await client.until(lambda s: s.state == LIVE)
+
+
+async def test_an_engine_that_was_never_there_is_disconnected_with_its_address(client: IndexerClient) -> None:
+    async with recorded_engine() as engine:
+        pass
+    await client.register(engine)
+    status = await client.until(lambda s: s.state == DISCONNECTED)
+    assert status.reason == f"nothing answers at {engine.endpoint}"
+
+
+async def test_what_accepts_and_hangs_up_is_disconnected(client: IndexerClient) -> None:
+    def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with server, recorded_engine() as engine:
+        engine.endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await client.register(engine)
+        await client.until(lambda s: s.state == DISCONNECTED)
+
+
+async def test_an_engine_that_connected_to_us_and_is_gone_is_disconnected(client: IndexerClient) -> None:
+    async with recorded_engine() as reserved:
+        address = reserved.endpoint
+    async with recorded_engine(connect_to=address) as engine:
+        await client.register(engine, bind=True)
+        await engine.subscribed()
+        await client.until(lambda s: s.reason == f"no event came yet at {address}")
+    status = await client.until(lambda s: s.state == DISCONNECTED)
+    assert status.reason == f"nothing is connected to {address}"
+
+
+async def test_a_frame_above_the_limit_costs_itself_and_the_connection_is_made_again(
+    client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriber, "MAX_FRAME_BYTES", 4096)
+    monkeypatch.setattr("kvscout_blocks.zmq_feed.REOPEN_SECONDS", 0.05)
+    await connect(client, engine)
+    batches = chain(4)
+    await engine.publish(*batches[:2])
+    await client.until_applied(1)
+    await engine.send([b"kv-events", (99).to_bytes(8, "big"), b"x" * 5000])
+    status = await client.until(lambda s: s.state == DISCONNECTED and "above 4096 bytes" in s.reason)
+    assert status.malformed == 1
+    # Lost while there was no connection: the replay has them.
+    engine.lose(*batches[2:])
+    status = await client.until_applied(3)
+    assert (status.state, status.demotions, status.resets) == (LIVE, 0, 0)
+    assert await client.overlap(prompt(4)) == 4
+
+
+async def test_a_batch_above_the_limit_is_lost_history_and_what_follows_is_applied(
+    client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriber, "MAX_FRAME_BYTES", 4096)
+    monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 0.05, "pause_seconds": 0.05})
+    monkeypatch.setattr("kvscout_blocks.zmq_feed.REOPEN_SECONDS", 0.05)
+    monkeypatch.setattr("kvscout_blocks.sequence.FIRST_RETRY_SECONDS", 0.01)
+    await connect(client, engine)
+    await engine.publish(*chain(2))
+    await client.until_applied(1)
+    engine.forget_subscribers()
+    await engine.publish(batch(stored([7], prompt(1, first=70), padding="x" * 5000)))
+    await engine.subscribed()
+    await engine.publish(batch(stored([8], prompt(1, first=80))))
+    status = await client.until(lambda s: s.state == INCOMPLETE)
+    assert (status.reason, status.malformed) == ("events are missing: 2..2", 1)
+    assert await client.overlap(prompt(1, first=80)) == 1
+
+
+async def test_a_name_that_cannot_be_resolved_is_the_sources_trouble_until_it_can(
+    client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvscout_blocks.zmq_feed.LOOK_UP_SECONDS", 0.05)
+    known: dict[str, str] = {}
+
+    async def look_up(loop: object, host: str, *_: object, **__: object) -> list[Any]:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known[host], 0))]
+
+    monkeypatch.setattr(type(asyncio.get_running_loop()), "getaddrinfo", look_up)
+    async with recorded_engine() as there:
+        port = there.endpoint.rpartition(":")[2]
+        replay_port = there.replay_endpoint.rpartition(":")[2]
+        named = SimpleNamespace(
+            endpoint=f"tcp://engine-0.ns:{port}", replay_endpoint=f"tcp://engine-0.ns:{replay_port}"
+        )
+        await client.register(named)
+        status = await client.until(lambda s: s.state == DISCONNECTED)
+        assert "host name 'engine-0.ns' cannot be resolved" in status.reason
+        # A host that refuses: the pod has moved before its name did.
+        known["engine-0.ns"] = "127.0.0.9"
+        await client.until(lambda s: s.reason == f"nothing answers at {named.endpoint}")
+        known["engine-0.ns"] = "127.0.0.1"
+        there.lose(*chain(2))
+        assert (await client.until_applied(1)).state == LIVE
 
 
 async def test_only_the_topic_asked_for_is_read(client: IndexerClient) -> None:

@@ -25,7 +25,7 @@ from kvscout_gateway.main import build
 
 BLIND = indexer_pb2.SOURCE_STATE_BLIND
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
-WAITING = indexer_pb2.SOURCE_STATE_WAITING
+DISCONNECTED = indexer_pb2.SOURCE_STATE_DISCONNECTED
 
 
 class World:
@@ -137,7 +137,7 @@ async def test_a_worker_that_serves_and_is_never_heard_is_blind_and_the_gateway_
         await client.generate(fresh_prompt(160), worker_id="control")
         await here.until_blind("control")
         states = await here.states()
-        assert {states[worker].state for worker in ("silent", "idle")} == {WAITING}
+        assert {states[worker].reason for worker in ("silent", "idle")} == {f"nothing answers at {here.silent}"}
 
         prompt = fresh_prompt(160)
         for worker in ("silent", "heard"):
@@ -148,7 +148,7 @@ async def test_a_worker_that_serves_and_is_never_heard_is_blind_and_the_gateway_
         assert states["silent"].reason == (
             f"1 request was served and no event ever came: are KV events switched on at {here.silent}?"
         )
-        assert (states["heard"].state, states["idle"].state) == (LIVE, WAITING)
+        assert (states["heard"].state, states["idle"].state) == (LIVE, DISCONNECTED)
         assert await is_serving(here.indexer)
 
         async def warned() -> list[str] | None:

@@ -40,6 +40,8 @@ pub enum Notice {
     Malformed(Vec<usize>),
     /// The connection was made, and what came before it is read.
     Connected,
+    /// There is no connection: the event of the socket monitor.
+    Unconnected(u16),
     /// The lane has stopped because of what the index said of the last batch.
     Stopped,
     /// The thread has ended by a defect.
@@ -233,6 +235,19 @@ struct Watched {
     backlog: bool,
     /// A handshake is still to be told.
     connected: bool,
+    /// What the monitor told after it.
+    then: Option<u16>,
+    /// What was told last of a connection that is not there.
+    unconnected: Option<u16>,
+}
+
+impl Watched {
+    /// What is to be told of the connection, once what came before is read.
+    fn told(&mut self) -> impl Iterator<Item = Notice> + use<> {
+        let connected = std::mem::take(&mut self.connected).then_some(Notice::Connected);
+        self.unconnected = if connected.is_some() { self.then } else { self.unconnected };
+        connected.into_iter().chain(self.then.take().map(Notice::Unconnected))
+    }
 }
 
 /// What was read from one socket in one round: places first .. first + messages, and what has none.
@@ -289,7 +304,14 @@ impl Thread {
     fn empty_inbox(&mut self) {
         let inbox = std::mem::take(&mut *self.shared.inbox.lock());
         for (number, source) in inbox.added {
-            let watched = Watched { source, ready: false, backlog: false, connected: false };
+            let watched = Watched {
+                source,
+                ready: false,
+                backlog: false,
+                connected: false,
+                then: None,
+                unconnected: None,
+            };
             self.sources.insert(number, watched);
             self.hear(number);
             self.make_ready(number);
@@ -314,10 +336,23 @@ impl Thread {
     /// Reads a monitor.
     fn hear(&mut self, number: usize) {
         let Some(watched) = self.sources.get_mut(&number) else { return };
-        if let Some(sockets) = &*watched.source.sockets.lock()
-            && self.monitored.handshakes(&sockets.monitor)
+        let heard = match &*watched.source.sockets.lock() {
+            Some(sockets) => self.monitored.hear(&sockets.monitor),
+            None => return,
+        };
+        if watched.connected {
+            watched.then = heard.before.or(watched.then);
+        } else if let Some(event) = heard.before
+            && watched.unconnected != heard.before
         {
-            watched.connected = true;
+            // Tries that fail one after the other are told of once.
+            watched.unconnected = heard.before;
+            watched.source.lane.defer(0);
+            self.shared.mailbox.push(Item { source: number, notice: Notice::Unconnected(event) });
+            self.shared.mailbox.ring();
+        }
+        if heard.handshake {
+            (watched.connected, watched.then) = (true, heard.after);
             self.connected.push(number);
         }
     }
@@ -377,9 +412,8 @@ impl Thread {
                 self.shared.mailbox.push(Item { source: burst.number, notice });
                 left = true;
             };
-            if watched.connected && !watched.backlog {
-                watched.connected = false;
-                leave(Notice::Connected);
+            if !watched.backlog {
+                watched.told().for_each(&mut leave);
             }
             for message in burst.messages {
                 match message {
@@ -393,20 +427,19 @@ impl Thread {
                 }
             }
             watched.backlog = !burst.emptied;
-            if watched.connected && burst.emptied {
-                watched.connected = false;
-                leave(Notice::Connected);
+            if burst.emptied {
+                watched.told().for_each(&mut leave);
             }
         }
         for number in std::mem::take(&mut self.connected) {
             if let Some(watched) = self.sources.get_mut(&number)
-                && watched.connected
                 && !watched.backlog
             {
-                watched.connected = false;
-                watched.source.lane.defer(0);
-                self.shared.mailbox.push(Item { source: number, notice: Notice::Connected });
-                left = true;
+                for notice in watched.told() {
+                    watched.source.lane.defer(0);
+                    self.shared.mailbox.push(Item { source: number, notice });
+                    left = true;
+                }
             }
         }
         if left {

@@ -13,6 +13,7 @@ pub const FRAMES: usize = 3;
 /// Frames of a malformed message whose lengths are told.
 const SHOWN: usize = 8;
 const DONT_WAIT: c_int = 1;
+/// Of `zmq_socket_monitor`: a connection that can be used.
 const HANDSHAKE_SUCCEEDED: u16 = 0x1000;
 
 /// `zmq_msg_t`.
@@ -74,6 +75,16 @@ impl Socket {
     pub unsafe fn at(handle: usize) -> Self {
         Self(handle as *mut c_void)
     }
+}
+
+/// What a socket monitor told since it was last asked.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Heard {
+    /// The last event before any handshake.
+    pub before: Option<u16>,
+    pub handshake: bool,
+    /// The last event after the last handshake.
+    pub after: Option<u16>,
 }
 
 /// What a socket had.
@@ -163,16 +174,19 @@ impl Places {
         }
     }
 
-    /// Reads a socket monitor empty; whether a handshake was among what it told. Uses the first place.
-    pub fn handshakes(&mut self, monitor: &Socket) -> bool {
-        let mut found = false;
+    /// Reads a socket monitor empty. Uses the first place.
+    pub fn hear(&mut self, monitor: &Socket) -> Heard {
+        let mut heard = Heard::default();
         loop {
             // [event, u16; value, u32] [address]
             match self.receive(monitor, 0) {
-                Received::Nothing => return found,
+                Received::Nothing => return heard,
                 Received::Malformed(lengths) if lengths.len() == 2 => {
-                    let event = self.frame(0, 0).first_chunk().map(|event| u16::from_ne_bytes(*event));
-                    found |= event == Some(HANDSHAKE_SUCCEEDED);
+                    match self.frame(0, 0).first_chunk().map(|event| u16::from_ne_bytes(*event)) {
+                        Some(HANDSHAKE_SUCCEEDED) => (heard.handshake, heard.after) = (true, None),
+                        event if heard.handshake => heard.after = event,
+                        event => heard.before = event,
+                    }
                 }
                 _ => {}
             }

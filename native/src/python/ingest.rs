@@ -100,6 +100,7 @@ impl Reader {
                 }
                 Notice::Malformed(lengths) => notices.append((source, "malformed", lengths))?,
                 Notice::Connected => notices.append((source, "connected", py.None()))?,
+                Notice::Unconnected(event) => notices.append((source, "unconnected", event))?,
                 Notice::Stopped => notices.append((source, "stopped", py.None()))?,
                 Notice::Failed(reason) => notices.append((source, "failed", reason))?,
             }

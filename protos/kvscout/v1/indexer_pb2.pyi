@@ -30,7 +30,7 @@ class _SourceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SourceSta
     SOURCE_STATE_UNSPECIFIED: _SourceState.ValueType  # 0
     """Not reported."""
     SOURCE_STATE_WAITING: _SourceState.ValueType  # 1
-    """Registered; nothing received yet."""
+    """Registered; nothing received yet, though the engine answers or was not tried yet."""
     SOURCE_STATE_LIVE: _SourceState.ValueType  # 2
     """Up to date."""
     SOURCE_STATE_REPLAYING: _SourceState.ValueType  # 3
@@ -46,7 +46,9 @@ class _SourceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SourceSta
     SOURCE_STATE_NONE: _SourceState.ValueType  # 8
     """No events are read: the worker publishes none, the indexer runs without events, or another shard indexes it."""
     SOURCE_STATE_DISCONNECTED: _SourceState.ValueType  # 9
-    """Nothing can come now: the connection to NATS is lost, or no publisher pushes. What is known may be out of date."""
+    """Nothing can come now: nothing answers at the engine's address, its host name cannot be resolved, the connection to
+    NATS is lost, or no publisher pushes. What is known may be out of date.
+    """
     SOURCE_STATE_BLIND: _SourceState.ValueType  # 10
     """No event ever came though the worker has served requests: its KV events are off, or published elsewhere."""
 
@@ -56,7 +58,7 @@ class SourceState(_SourceState, metaclass=_SourceStateEnumTypeWrapper):
 SOURCE_STATE_UNSPECIFIED: SourceState.ValueType  # 0
 """Not reported."""
 SOURCE_STATE_WAITING: SourceState.ValueType  # 1
-"""Registered; nothing received yet."""
+"""Registered; nothing received yet, though the engine answers or was not tried yet."""
 SOURCE_STATE_LIVE: SourceState.ValueType  # 2
 """Up to date."""
 SOURCE_STATE_REPLAYING: SourceState.ValueType  # 3
@@ -72,7 +74,9 @@ SOURCE_STATE_QUARANTINED: SourceState.ValueType  # 7
 SOURCE_STATE_NONE: SourceState.ValueType  # 8
 """No events are read: the worker publishes none, the indexer runs without events, or another shard indexes it."""
 SOURCE_STATE_DISCONNECTED: SourceState.ValueType  # 9
-"""Nothing can come now: the connection to NATS is lost, or no publisher pushes. What is known may be out of date."""
+"""Nothing can come now: nothing answers at the engine's address, its host name cannot be resolved, the connection to
+NATS is lost, or no publisher pushes. What is known may be out of date.
+"""
 SOURCE_STATE_BLIND: SourceState.ValueType  # 10
 """No event ever came though the worker has served requests: its KV events are off, or published elsewhere."""
 Global___SourceState: _TypeAlias = SourceState  # noqa: Y015

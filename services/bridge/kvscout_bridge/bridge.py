@@ -264,8 +264,8 @@ class Bridge:
 
 def _problems(rank: BridgedRank) -> list[str]:
     """What is wrong with a rank's events, in words."""
-    sequence = rank.source.sequence
+    sequence, feed = rank.source.sequence, rank.source.feed
     stats = rank.index.worker_stats(rank.rank)
     incomplete = f"events are missing: {sequence.missing}" if sequence.history_incomplete else ""
     incompatible = stats.incompatible if stats is not None else ""
-    return [text for text in (rank.source.feed.broken, sequence.misconfigured, incompatible, incomplete) if text]
+    return [text for text in (feed.broken, sequence.misconfigured, incompatible, feed.outage, incomplete) if text]

@@ -10,13 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvscout.v1 import indexer_pb2
+from kvscout.v1 import indexer_pb2, workers_pb2
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.observation import Observations
 
 _SILENT = (indexer_pb2.SOURCE_STATE_WAITING, indexer_pb2.SOURCE_STATE_INCOMPLETE)
 """States of a source from which nothing ever came, if it has no last event: over NATS, one that leaves requests for
 what was lost unanswered is INCOMPLETE."""
+
+
+def _is_silent(source: indexer_pb2.SourceStatus) -> bool:
+    """Whether nothing ever came from a source, and nothing else than its engine is to blame."""
+    if source.HasField("last_event_id") or not source.HasField("open_seconds"):
+        return False
+    # An engine whose events are off does not even open its socket; over NATS it is NATS that is away.
+    unanswered = source.state == indexer_pb2.SOURCE_STATE_DISCONNECTED
+    return source.state in _SILENT or (unanswered and source.transport == workers_pb2.EVENT_TRANSPORT_ZMQ)
 
 
 class BlindRanks:
@@ -42,7 +51,7 @@ class BlindRanks:
             key = source.tenant, WorkerRank(source.worker.worker_id, source.worker.dp_rank)
             if source.state == indexer_pb2.SOURCE_STATE_BLIND:
                 self.blind[key] = source.reason
-            if source.state not in _SILENT or source.HasField("last_event_id") or not source.HasField("open_seconds"):
+            if not _is_silent(source):
                 continue
             # What was served before the indexer listened (it may have restarted) says nothing.
             opened_at = now - source.open_seconds

@@ -68,6 +68,12 @@ def source_state(
             indexer_pb2.SOURCE_STATE_QUARANTINED,
             lambda: "too many malformed batches in a row",
         ),
+        # An engine that serves requests and has no socket for events was started without them.
+        (
+            bool(source.feed.outage) and spec.transport is Transport.ZMQ and _is_blind(source),
+            indexer_pb2.SOURCE_STATE_BLIND,
+            lambda: _blindness(spec, source),
+        ),
         (bool(source.feed.outage), indexer_pb2.SOURCE_STATE_DISCONNECTED, lambda: source.feed.outage),
         (source.searching, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} batches wait for peers"),
         (sequence.replaying, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} live batches wait"),
@@ -78,7 +84,11 @@ def source_state(
             indexer_pb2.SOURCE_STATE_INCOMPLETE,
             lambda: f"events are missing: {sequence.missing}",
         ),
-        (sequence.last_id is None, indexer_pb2.SOURCE_STATE_WAITING, lambda: "no event came yet"),
+        (
+            sequence.last_id is None,
+            indexer_pb2.SOURCE_STATE_WAITING,
+            lambda: f"no event came yet{_where(spec, source)}",
+        ),
     )
     for applies, state, reason in table:
         if applies:
@@ -94,10 +104,15 @@ def _is_blind(source: Source) -> bool:
 
 
 def _blindness(spec: WorkerSpec, source: Source) -> str:
-    endpoint = spec.event_endpoint(source.rank.dp_rank) if spec.transport is Transport.ZMQ else None
-    where = f"at {endpoint.endpoint}" if endpoint is not None else f"and published over {spec.transport}"
+    where = _where(spec, source) or f" and published over {spec.transport}"
     served = "1 request was" if source.served == 1 else f"{source.served} requests were"
-    return f"{served} served and no event ever came: are KV events switched on {where}?"
+    return f"{served} served and no event ever came: are KV events switched on{where}?"
+
+
+def _where(spec: WorkerSpec, source: Source) -> str:
+    """Where the engine's own events are awaited; "" = they are not."""
+    endpoint = spec.event_endpoint(source.rank.dp_rank) if spec.transport is Transport.ZMQ else None
+    return f" at {endpoint.endpoint}" if endpoint is not None else ""
 
 
 def source_status(
