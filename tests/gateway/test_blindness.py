@@ -87,7 +87,8 @@ def test_only_sources_that_were_never_heard_are_told_of(fields: dict[str, Any]) 
 
 def test_an_engine_that_does_not_even_open_its_socket_was_not_heard_either() -> None:
     world = World()
-    nobody: dict[str, Any] = {"state": indexer_pb2.SOURCE_STATE_DISCONNECTED, "transport": workers_pb2.EVENT_TRANSPORT_ZMQ}
+    zmq = workers_pb2.EVENT_TRANSPORT_ZMQ
+    nobody: dict[str, Any] = {"state": indexer_pb2.SOURCE_STATE_DISCONNECTED, "transport": zmq}
     world.serve(12.0)
     assert world.told(20.0, source(5.0, 20.0, **nobody)) == {}
     assert world.told(50.0, source(5.0, 50.0, **nobody)) == {("m", "w", 0): 1}
