@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from kvscout_common.service_info import TenantWarning, text_of
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.worker_health import BUSY_SECONDS, MAX_BUSY_SECONDS, WorkerHealth
 
@@ -38,6 +39,20 @@ def test_a_worker_is_left_out_at_its_third_failure_in_a_row() -> None:
     assert world.fail("a", 3) == [0, 0, 10]
     assert world.left_out() == {"a"}
     assert world.fail("a") == [0]  # of what was under way
+
+
+def test_who_is_left_out_is_told_to_its_tenant() -> None:
+    world = World(4)
+    world.fail("a", 2)
+    assert not world.health.warnings()
+    world.fail("a")
+    world.now = 4
+    assert world.health.warnings() == [TenantWarning(TENANT, "worker a/0 fails what others run: no requests for 6 s")]
+    world.now = 10
+    [warning] = world.health.warnings()
+    assert text_of(warning).endswith("one request at a time")
+    world.health.ran(key("a"))
+    assert not world.health.warnings()
 
 
 def test_failures_among_many_successes_or_far_apart_are_borne() -> None:

@@ -275,6 +275,20 @@ async def test_predicted_cached_tokens_are_the_engines_own_turn_by_turn() -> Non
         assert samples["kvscout_predictions_checked_total" + total] == 36
 
 
+async def test_an_engine_that_only_pings_costs_three_requests_their_patience_and_none_its_life() -> None:
+    flags = ("--engine-first-output-seconds", "1", "--engine-prefill-tokens-per-second", "1e6")
+    async with running_stack(*flags, mockers=(("--mute-requests", "1"), ())) as stack:
+        moved = 0
+        while moved < 3:
+            got = await stack.client.generate(fresh_prompt(64))
+            assert (len(got.token_ids), got.route.worker_id) == (4, "w1")
+            moved += len(got.routes) - 1
+        for _ in range(5):
+            assert len((await stack.client.generate(fresh_prompt(64))).routes) == 1
+        assert any("worker w0/0 fails" in warning for warning in (await stack.client.status()).service.warnings)
+        await stack.client.until_idle()
+
+
 async def until_all_indexed(stack: Stack) -> None:
     """Waits until the indexer has applied everything that the engines published."""
     published = [len(await mocker.replay(0)) - 1 for mocker in stack.mockers]

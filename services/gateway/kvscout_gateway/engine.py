@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import aiohttp
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_gateway.completion_stream import Chunk, CompletionStream
 from kvscout_gateway.engine_failure import MAX_MESSAGE, EngineFailed, Fault, fault_of_os_error, fault_of_status
-from kvscout_gateway.patience import Patience, Pulse, until
+from kvscout_gateway.patience import Patience, Pulse, Watch, until
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -74,48 +75,58 @@ class VllmEngine:
         Raises:
             EngineFailed: If the engine cannot be reached, refuses, or breaks off.
         """
-        loop = asyncio.get_running_loop()
-        watch = self._patience.with_request(dispatch.uncached_tokens, dispatch.pulse, loop.time())
-        try:
-            asking = self._http().post(
-                f"{dispatch.endpoint}/v1/completions",
-                data=await _body(dispatch),
-                headers=_headers(dispatch),
-                allow_redirects=False,
-            )
-            async with until(watch.deadline):
-                response = await asking
-            async with response:
-                if response.status != 200:
-                    raise await _refusal(response)
-                stream = CompletionStream(dispatch.parameters.get("max_tokens"))
-                while not stream.done and stream.failure is None:
-                    async with until(watch.deadline):
-                        data = await response.content.readany()
-                    if not data:
-                        break
-                    chunk = stream.feed(data)
-                    if chunk is not None and chunk.is_progress:
-                        watch.output(loop.time())
+        now = asyncio.get_running_loop().time
+        with Watch(self._patience, dispatch.uncached_tokens, dispatch.pulse, now()) as watch:
+            try:
+                async with aclosing(self._stream(dispatch, watch, now)) as chunks:
+                    async for chunk in chunks:
                         yield chunk
-                        watch.paused(loop.time())
-                stream.end()
-                if stream.failure is not None:
-                    raise stream.failure
-                if stream.overrun:
-                    self._warnings.warning(
-                        dispatch.endpoint, "%s goes on past the end of what was asked for", dispatch.endpoint
-                    )
-                    response.close()
-                else:
-                    await _finish(response)
-        except aiohttp.ClientError as error:
-            fault = fault_of_os_error(error) if isinstance(error, OSError) else Fault.WORKER
-            raise EngineFailed(f"{dispatch.endpoint}: {str(error) or type(error).__name__}", fault=fault) from error
-        except TimeoutError as error:
-            raise EngineFailed(f"{dispatch.endpoint} hangs: no output for {watch.seconds:.3g} s") from error
-        except OSError as error:
-            raise EngineFailed(f"{dispatch.endpoint}: {error}", fault=fault_of_os_error(error)) from error
+            except aiohttp.ClientError as error:
+                fault = fault_of_os_error(error) if isinstance(error, OSError) else Fault.WORKER
+                raise self._failed(dispatch, str(error) or type(error).__name__, fault) from error
+            except TimeoutError as error:
+                raise self._failed(dispatch, f"hangs: no output for {watch.silence(now()):.3g} s") from error
+            except OSError as error:
+                raise self._failed(dispatch, str(error), fault_of_os_error(error)) from error
+
+    async def _stream(self, dispatch: Dispatch, watch: Watch, now: Callable[[], float]) -> AsyncGenerator[Chunk, None]:
+        asking = self._http().post(
+            f"{dispatch.endpoint}/v1/completions",
+            data=await _body(dispatch),
+            headers=_headers(dispatch),
+            allow_redirects=False,
+        )
+        async with until(watch.deadline):
+            response = await asking
+        async with response:
+            if response.status != 200:
+                raise await _refusal(response)
+            stream = CompletionStream(dispatch.parameters.get("max_tokens"))
+            while not stream.done and stream.failure is None:
+                async with until(watch.deadline):
+                    data = await response.content.readany()
+                if not data:
+                    break
+                chunk = stream.feed(data)
+                if chunk is not None and chunk.is_progress:
+                    watch.output(now())
+                    yield chunk
+                    watch.paused(now())
+            stream.end()
+            if stream.failure is not None:
+                raise stream.failure
+            if stream.overrun:
+                self._warnings.warning(
+                    dispatch.endpoint, "%s goes on past the end of what was asked for", dispatch.endpoint
+                )
+                response.close()
+            else:
+                await _finish(response)
+
+    def _failed(self, dispatch: Dispatch, what: str, fault: Fault = Fault.WORKER) -> EngineFailed:
+        if fault is Fault.GATEWAY:
+            self._warnings.warning("resources", "requests fail for lack of resources here: %s", what)
+        return EngineFailed(f"{dispatch.endpoint}: {what}", fault=fault)
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -182,7 +182,7 @@ class Gateway:
         return service_info(
             self.started,
             draining=self.generate.draining,
-            warnings=[*members, *self.indexer_check.warnings(), *self.backends.warnings()],
+            warnings=[*members, *self.indexer_check.warnings(), *self.health.warnings(), *self.backends.warnings()],
         )
 
     def helper_statuses(self) -> list[gateway_pb2.HelperStatus]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
 WINDOW_SECONDS = 30.0
@@ -102,6 +103,15 @@ class WorkerHealth:
         now, workers = self._clock(), candidates()
         barred = [spec.worker_id for spec in workers if all(self._barred((tenant, r), now) for r in spec.ranks)]
         return tuple(barred[: int(len(workers) * MAX_LEFT_OUT)])
+
+    def warnings(self) -> list[Warned]:
+        """Who is left out because it failed, in sentences."""
+        now = self._clock()
+        return [
+            TenantWarning(tenant, f"worker {rank.worker_id}/{rank.dp_rank} {_sentence(standing, now)}")
+            for (tenant, rank), standing in self._standings.items()
+            if standing.out_until is not None
+        ]
 
     def sent(self, key: Key) -> None:
         """A request goes to it."""
@@ -195,3 +205,9 @@ class WorkerHealth:
     def _out(self, key: Key) -> bool:
         standing = self._standings.get(key)
         return standing is not None and standing.out_until is not None
+
+
+def _sentence(standing: _Standing, now: float) -> str:
+    left = (standing.out_until or now) - now
+    gets = f"no requests for {left:.0f} s" if left > 0 else "one request at a time"
+    return f"fails what others run: {gets}"
