@@ -204,12 +204,12 @@ async def test_what_is_purged_is_in_both_snapshots_that_are_kept(world: World) -
 async def test_snapshots_of_a_former_number_of_shards_are_dropped(world: World) -> None:
     w = world.publisher()
     bucket = NAMES.snapshots_bucket(TENANT, MODEL)
-    halves = [Snapshots(world.js, bucket, Shard(index, 2)) for index in (0, 1)]
+    whole, *halves = [Snapshots(world.js, bucket, shard) for shard in (WHOLE, Shard(0, 2), Shard(1, 2))]
     async with local_indexer(config(world, snapshot_threshold=4)) as (client, _):
         await register(client)
         await w.grow(4)
         await until(world.snapshots, [4])
-        [(incarnation, _)] = (await halves[0].complete())[WHOLE]
+        [(incarnation, _)] = (await whole.complete())[WHOLE]
         for sequence, half in ((2, halves[0]), (4, halves[1]), (20, halves[1])):
             await half.write(Snapshot(SnapshotId(incarnation, sequence), 0.0, ()))
         await w.grow(4)
@@ -219,7 +219,7 @@ async def test_snapshots_of_a_former_number_of_shards_are_dropped(world: World) 
             return [each.sequence for half in (0, 1) for each in (await halves[0].complete())[Shard(half, 2)]]
 
         await until(left, [20])
-        assert (await halves[0].complete())[WHOLE] == [SnapshotId(incarnation, each) for each in (4, 8)]
+        assert (await whole.complete())[WHOLE] == [SnapshotId(incarnation, each) for each in (4, 8)]
 
 
 async def test_a_snapshot_comes_before_events_are_old(world: World) -> None:
