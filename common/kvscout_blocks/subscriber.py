@@ -202,8 +202,8 @@ async def replay(
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.RCVHWM, REPLIES_LIMIT)
         socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        socket.connect(endpoint)
         try:
+            socket.connect(endpoint)
             # A DEALER blocks while it has no peer: an engine that is away must not hold the caller.
             async with asyncio.timeout(idle_seconds):
                 await socket.send_multipart(replay_request(start))

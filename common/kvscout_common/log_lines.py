@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvscout_common.plain_text import printable
+
 MAX_ARGUMENT_CHARACTERS = 256
 """Of a text that is filled into a message: the length of the longest id."""
 MAX_MESSAGE_CHARACTERS = 2_048
@@ -22,17 +24,6 @@ BURST_LINES = 50
 """From one place in the code, after a time without any."""
 LINES_PER_SECOND = 1.0
 """From there on."""
-
-
-def printable(text: str, limit: int) -> str:
-    """A text of at most about so many characters, none of which is a control character, a surrogate or invisible."""
-    if len(text) > limit:
-        text = f"{text[: limit * 3 // 4]} …({len(text):,} characters)… {text[-limit // 4 :]}"
-    return text if text.isprintable() else "".join(map(_escaped, text))
-
-
-def _escaped(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 class BoundedFormatter(logging.Formatter):

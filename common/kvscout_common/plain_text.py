@@ -25,8 +25,12 @@ def text_problem(text: str) -> str:
     return ""
 
 
-def printable(text: str) -> str:
-    """A text as it can be logged and sent, whatever is in it; cut where it is long."""
-    cut = text[:SHOWN_CHARACTERS]
-    escaped = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
-    return escaped if cut == text else f"{escaped}…"
+def printable(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+    """A text of at most about so many characters, none of which is a control character, a surrogate or invisible."""
+    if len(text) > limit:
+        text = f"{text[: limit * 3 // 4]} …({len(text):,} characters)… {text[-limit // 4 :]}"
+    return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()

@@ -133,6 +133,11 @@ async def test_an_endpoint_that_cannot_be_used_leaves_no_socket_behind(
     context.term()  # would wait for an open socket for ever
 
 
+async def test_an_address_that_cannot_be_connected_to_has_no_history(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    with pytest.raises(HistoryBroken, match="no port here"):
+        await read(context, "tcp://no port here", 0)
+
+
 @pytest.fixture
 async def engine() -> AsyncIterator[RecordedEngine]:
     async with recorded_engine() as started:

@@ -1,6 +1,7 @@
 """The engine adapter: connections, limits and errors of HTTP."""
 
 import asyncio
+import gzip
 import json
 import os
 import resource
@@ -257,6 +258,22 @@ async def test_a_body_of_another_protocol_is_a_failure() -> None:
         with pytest.raises(EngineFailed):
             await run(adapter, asked)
     await adapter.close()
+
+
+async def test_a_packed_answer_is_not_unpacked() -> None:
+    unpacked = 64 * 1024 * 1024
+
+    async def packed(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        assert request.headers["Accept-Encoding"] == "identity"
+        return web.Response(body=gzip.compress(bytes(unpacked)), headers={"Content-Encoding": "gzip"})
+
+    adapter = VllmEngine(Patience())
+    async with scripted_engine(packed) as engine:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(EngineFailed):
+            await run(adapter, dispatch(engine))
+        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < unpacked
+        await adapter.close()
 
 
 async def test_others_have_their_turn_while_a_long_prompt_is_written() -> None:

@@ -132,8 +132,13 @@ class VllmEngine:
         if self._session is None:
             # How many requests run at once is limited elsewhere, for all engines together.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+            # A packed answer is none: a few bytes of it may unpack to anything.
             self._session = aiohttp.ClientSession(
-                connector=connector, timeout=self._timeout, cookie_jar=aiohttp.DummyCookieJar()
+                connector=connector,
+                timeout=self._timeout,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                headers={"Accept-Encoding": "identity"},
             )
         return self._session
 
