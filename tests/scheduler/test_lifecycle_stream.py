@@ -223,6 +223,20 @@ async def test_a_second_hello_and_too_many_operations_end_the_stream() -> None:
         assert await stream.status() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_an_owner_that_is_refused_while_the_answer_to_its_hello_is_on_its_way_hears_of_it() -> None:
+    async with service("a") as (_, _, _, owner):
+        for _ in range(20):
+            stream = owner()
+            hello = scheduler_pb2.LifecycleRequest(hello=scheduler_pb2.LifecycleHello(owner_id="gateway-1"))
+            await stream._call.write(hello)
+            await stream._call.write(hello)
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    while await stream._call.read() is not grpc.aio.EOF:
+                        pass
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_s9b_the_bookings_of_an_owner_that_is_gone_end_after_ten_seconds_and_none_earlier() -> None:
     async with service("a", "b") as (core, clock, _, owner):
         stream = owner()
