@@ -17,6 +17,10 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 MAX_DEPTH = 6
+MAX_BYTES = 4 << 20
+MESSAGE_BYTES = 4096
+"""What a nested message counts for: the time to make it is that of some KiB."""
+NUMBER_BYTES = 8
 SURROGATE_STAND_IN = "SURROGATE-STANDS"
 """Becomes lone surrogates, which UTF-8 forbids and Python's strings cannot be serialised with."""
 SURROGATES = b"\xed\xa0\x80x" * (len(SURROGATE_STAND_IN) // 4)
@@ -45,7 +49,7 @@ _NUMBERS: dict[int, list[Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostileMessages:
     """Makes them.
 
@@ -56,6 +60,8 @@ class HostileMessages:
 
     words: Callable[[str], list[str]]
     rng: random.Random
+    _room: int = 0
+    """Bytes, roughly, that the message in the making may still get: who calls must not be the one that stalls."""
 
     def serialised(self, kind: Descriptor) -> bytes:
         """Bytes for a method that takes `kind`: mostly such a message, sometimes a damaged one, or none."""
@@ -78,6 +84,9 @@ class HostileMessages:
 
     def message(self, kind: Descriptor, depth: int = 0) -> Message:
         """A random message."""
+        if not depth:
+            self._room = MAX_BYTES
+        self._room -= MESSAGE_BYTES
         message = message_factory.GetMessageClass(kind)()
         density = self.rng.choice([0.2, 0.5, 0.9])
         for field in kind.fields:
@@ -88,7 +97,7 @@ class HostileMessages:
 
     def _fill(self, message: Message, field: FieldDescriptor, depth: int) -> None:
         target: Any = getattr(message, field.name)
-        if field.message_type is not None and depth >= MAX_DEPTH:
+        if self._room <= 0 or (field.message_type is not None and depth >= MAX_DEPTH):
             return
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             value = field.message_type.fields_by_name["value"]
@@ -99,9 +108,13 @@ class HostileMessages:
         elif field.is_repeated:
             if field.message_type is not None:
                 length = self.rng.choice([*LENGTHS, 40] if depth else [*LENGTHS, *LENGTHS, *LENGTHS, 1_025])
-                target.extend(self.message(field.message_type, depth + 2) for _ in range(length))
+                for _ in range(length):
+                    if self._room > 0:
+                        target.append(self.message(field.message_type, depth + 2))
             elif self.rng.random() < 0.03 and field.cpp_type != FieldDescriptor.CPPTYPE_STRING:
-                target.extend([self._scalar(field)] * self.rng.choice(LONG_LENGTHS))
+                length = self.rng.choice(LONG_LENGTHS)
+                self._room -= NUMBER_BYTES * length
+                target.extend([self._scalar(field)] * length)
             else:
                 target.extend(self._scalar(field) for _ in range(self.rng.choice(LENGTHS)))
         elif field.message_type is not None:
@@ -118,9 +131,10 @@ class HostileMessages:
             return rng.randbytes(rng.choice([0, 1, 32, 1_000]))
         if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
             words = self.words(name or field.name)
-            return (
-                rng.choice(words) if rng.random() < (0.98 if field.name == "tenant" else 0.8) else rng.choice(STRINGS)
-            )
+            likely = rng.random() < (0.98 if field.name == "tenant" else 0.8)
+            text = rng.choice(words if likely else STRINGS)
+            self._room -= len(text)
+            return text
         if field.name == "version" and rng.random() < 0.9:
             return 1
         if field.name == "block_size" and rng.random() < 0.7:
