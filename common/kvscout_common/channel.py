@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any, TypeVar
 import grpc
 
 from kvscout_common.errors import Cancelled, ConfigError, KvscoutError, Unavailable, from_status
+from kvscout_common.followed_file import POLL_SECONDS, FollowedFile, read_file
 from kvscout_common.interceptors import ANSWERED_TRAILER
 from kvscout_common.keepalive import CLIENT_OPTIONS
 
 T = TypeVar("T")
+
+MAX_TOKEN_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ def open_channel(
     ]
     interceptors: list[grpc.aio.ClientInterceptor] = []
     if security.token_file is not None:
-        interceptors = list(bearer_interceptors(security.token_file.read_text().strip()))
+        interceptors = list(bearer_interceptors(TokenFile(security.token_file)))
     if security.ca is None:
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     credentials = grpc.ssl_channel_credentials(
@@ -80,12 +84,47 @@ def open_channel(
     return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
 
 
-def bearer_interceptors(token: str) -> tuple[grpc.aio.ClientInterceptor, ...]:
+class TokenFile:
+    """The token that a file holds now: it is renewed while channels are open.
+
+    Args:
+        path: The file, read at once.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._token = ""
+        self._looked_at = time.monotonic()
+        self._file = FollowedFile("token", (path,), lambda: _read_token(path), self._take)
+        self._file.load()
+
+    def token(self) -> str:
+        """The token; looks at the file once a second at most."""
+        now = time.monotonic()
+        if now - self._looked_at >= POLL_SECONDS:
+            self._looked_at = now
+            self._file.look()
+        return self._token
+
+    def _take(self, token: str) -> None:
+        self._token = token
+
+
+def _read_token(path: Path) -> str:
+    token = read_file(path, flag="token_file", max_bytes=MAX_TOKEN_BYTES, secret=True).strip()
+    if not token.isascii() or not token.decode("ascii").isprintable():
+        raise ConfigError(f"{path} holds no token: one line of ASCII", field="token_file")
+    return token.decode("ascii")
+
+
+def bearer_interceptors(file: TokenFile) -> tuple[grpc.aio.ClientInterceptor, ...]:
     """Client interceptors that add a bearer token to every call, one for each shape of call."""
 
     def with_token(details: Any) -> Any:
         metadata = grpc.aio.Metadata(*(details.metadata or ()))
-        metadata.add("authorization", f"Bearer {token}")
+        metadata.add("authorization", f"Bearer {file.token()}")
         return grpc.aio.ClientCallDetails(
             details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
         )

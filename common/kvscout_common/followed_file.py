@@ -11,6 +11,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -104,20 +105,33 @@ class FollowedFile(Generic[T]):
         """Follows the files for ever. A content that is wrong is logged once and changes nothing."""
         while True:
             await sleep(POLL_SECONDS)
-            seen = await asyncio.to_thread(self._looks)
-            if seen == self._seen:
-                continue
-            self._seen = seen
-            try:
-                self._apply(await asyncio.to_thread(self._read))
-                self.error = ""
-            except ConfigError as error:
-                if isinstance(error.__cause__, OSError):
-                    # Not what the file says is wrong: it may go well the next time.
-                    self._seen = None
-                if str(error) != self.error:
-                    log.error("%s not in effect, the last good one stays: %s", self.what, error)
-                self.error = str(error)
+            for apply in await asyncio.to_thread(self._news):
+                apply()
+
+    def look(self) -> None:
+        """Follows them once, here and now; for those who have no loop that watches."""
+        for apply in self._news():
+            apply()
+
+    def _news(self) -> list[Callable[[], None]]:
+        """What is to be done on the loop."""
+        seen = self._looks()
+        if seen == self._seen:
+            return []
+        self._seen = seen
+        try:
+            value = self._read()
+        except ConfigError as error:
+            if isinstance(error.__cause__, OSError):
+                # Not what the file says is wrong: it may go well the next time.
+                self._seen = None
+            return [partial(self._failed, str(error))]
+        return [partial(self._apply, value), partial(self._failed, "")]
+
+    def _failed(self, error: str) -> None:
+        if error and error != self.error:
+            log.error("%s not in effect, the last good one stays: %s", self.what, error)
+        self.error = error
 
     def _looks(self) -> list[object]:
         """What is different once a file is another, or has another content."""

@@ -12,7 +12,7 @@ import trustme
 from processes import eventually, running
 
 from kvscout.v1 import scheduler_pb2_grpc, types_pb2, workers_pb2
-from kvscout_common.channel import ClientSecurity, call, open_channel
+from kvscout_common.channel import ClientSecurity, TokenFile, call, open_channel
 from kvscout_common.errors import ConfigError, Unauthenticated
 from kvscout_common.followed_file import FollowedFile, read_file, read_yaml
 from kvscout_common.identity import TokenTable
@@ -121,6 +121,25 @@ async def test_a_content_that_is_wrong_is_told_once_and_the_last_good_one_stays(
     await looked.acquire()
     assert (taken, file.error) == ([1, 2], "")
     watching.cancel()
+
+
+def test_the_token_of_a_client_is_the_one_that_its_file_holds_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("kvscout_common.channel.time.monotonic", lambda: now[0])
+    path = write(tmp_path / "token", "old\n")
+    file = TokenFile(path)
+    write(path, "new\n")
+    assert file.token() == "old"
+    now[0] += 1.0
+    assert file.token() == "new"
+    for wrong in ("two\nlines", "ümlaut"):
+        write(path, wrong)
+        now[0] += 1.0
+        assert file.token() == "new"
+        with pytest.raises(ConfigError, match="holds no token"):
+            TokenFile(path)
 
 
 async def status_of(address: str, security: ClientSecurity) -> Any:
