@@ -126,7 +126,7 @@ def test_every_rpc_of_every_service_is_in_some_role() -> None:
         for service in module.DESCRIPTOR.services_by_name.values()
     ]
     # Changing state for everybody is the administrator's.
-    admin_only = {"ResetWorker", "SetBusyThresholds"}
+    admin_only = {"ClearCooldowns", "ResetWorker", "SetBusyThresholds"}
     methods = {method.name for service in services for method in service.methods}
     assert methods - granted == admin_only
     assert granted <= methods
