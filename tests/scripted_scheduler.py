@@ -81,6 +81,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             hello = scheduler_pb2.LifecycleResponse(unknown_in_flight=unknown, draining=self.draining)
             await context.write(hello)
             self._contexts.append(context)
+            if self.draining and not hello.draining:
+                # The owner has heard of us already, and the test after it.
+                await context.write(scheduler_pb2.LifecycleResponse(draining=True))
             async for message in request_iterator:
                 await self.goes_on.wait()
                 self.messages.append(len(message.operations))
