@@ -31,7 +31,7 @@ GONE = ("both", "up")
 async def test_what_a_half_open_gateway_has_booked_is_freed_and_an_idle_one_is_never_cut() -> None:
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        slow = ("--step-base-ms", "200")
+        slow = ("--speedup", "1", "--step-base-ms", "100")
         scheduler, indexer, mocker = await enter(
             together(running("kvscout_scheduler.main"), running("kvscout_indexer.main"), running_mocker(*slow))
         )

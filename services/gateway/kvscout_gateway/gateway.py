@@ -27,7 +27,7 @@ from kvscout_gateway.engine import VllmEngine
 from kvscout_gateway.engine_failure import EngineFailed
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.fanout import Fanout
-from kvscout_gateway.generate import GenerateFlow
+from kvscout_gateway.generate import MAX_TRIES, GenerateFlow
 from kvscout_gateway.indexer_check import IndexerCheck
 from kvscout_gateway.indexers import Indexers
 from kvscout_gateway.metrics import (
@@ -100,6 +100,7 @@ class Gateway:
             scheduler_timeout_seconds=config.scheduler_timeout_seconds,
             queue_wait_seconds=config.queue_wait_seconds,
             resync=self._resync,
+            draw_attempt=_draw_attempt,
         )
         self.engine = VllmEngine(config.patience)
         self.fanout = Fanout(self.indexers, self.schedulers, timeout_seconds=config.scheduler_timeout_seconds)
@@ -116,7 +117,7 @@ class Gateway:
             self.health,
             metrics=self.metrics,
             report_failure=self._report_failure,
-            draw_attempt=lambda: random.SystemRandom().randrange(1, 1 << 55),
+            draw_attempt=_draw_attempt,
             migration_limit=config.migration_limit,
             max_in_flight=config.max_in_flight,
         )
@@ -261,3 +262,7 @@ class Gateway:
             )
         except KvscoutError as error:
             log.warning("failure of %s not reported: %s", request.worker.worker_id, error)
+
+
+def _draw_attempt() -> int:
+    return random.SystemRandom().randrange(1, 1 << 55) * MAX_TRIES

@@ -77,7 +77,7 @@ class GenerateFlow:
             health: Knows which of them to leave alone.
             metrics: Counts.
             report_failure: Told of each failure of a worker, and for how many seconds it is left out for it.
-            draw_attempt: A random number of 55 bits, unique to a call: a request id that is used again is another
+            draw_attempt: A random number, unique to a call, of `MAX_TRIES`s: a request id that is used again is another
                 attempt, and what frees the one cannot free the other.
             migration_limit: Further tries after a failure before the first token.
             max_in_flight: Requests that run at once.
@@ -139,7 +139,7 @@ class GenerateFlow:
 
     async def _try_until_it_runs(self, wish: Wish, parameters: Mapping[str, Any], emit: Emit) -> None:
         started = self._clock()
-        attempt = self._draw_attempt() * MAX_TRIES
+        attempt = self._draw_attempt()
         undriven = self._routing.undriven(wish)
         tried: list[_Run] = []
         for number in range(self._migration_limit + 1):

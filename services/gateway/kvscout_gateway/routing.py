@@ -60,6 +60,7 @@ class RoutingFlow:
         scheduler_timeout_seconds: float,
         queue_wait_seconds: float,
         resync: Callable[[Member[Any]], object],
+        draw_attempt: Callable[[], int],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Places prompts.
@@ -74,6 +75,7 @@ class RoutingFlow:
             scheduler_timeout_seconds: Longest wait for all schedulers together.
             queue_wait_seconds: Longest wait in line at one of them.
             resync: Told of a scheduler that does not know workers which this gateway knows.
+            draw_attempt: An attempt id that no other booking call has.
             clock: Seconds.
         """
         self._catalog = catalog
@@ -85,6 +87,7 @@ class RoutingFlow:
         self._scheduler_timeout = scheduler_timeout_seconds
         self._queue_wait = queue_wait_seconds
         self._resync = resync
+        self._draw_attempt = draw_attempt
         self._clock = clock
         self._turns = Turns()
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
@@ -261,13 +264,25 @@ class RoutingFlow:
             if not self._wants_overlaps(wish):
                 return request
             found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
-            fresh = _select_request(replace(asked, found=found), wish)
+            fresh = _select_request(replace(asked, found=found), replace(wish, attempt_id=request.attempt_id))
             tried.append((fresh, found))
             return fresh
 
+        given_up: list[scheduler_pb2.RequestRef] = []
+        undecided: list[SchedulerMember] = []
+
         def lost(member: SchedulerMember) -> None:
-            if booking is not None:
-                self._bookings.free_lost(Booking(booking.ref, member))
+            if booking is None:
+                return
+            if not wish.owned:
+                undecided.append(member)
+                return
+            # One that only hung goes on with this attempt, and with its Free. Schedulers may share their bookings: what
+            # the next one books is another attempt, which neither of them can mean.
+            self._bookings.free_lost(Booking(booking.ref, member))
+            given_up.append(booking.ref)
+            request.attempt_id = self._draw_attempt()
+            booking.ref = ref_of(request)
 
         def uninformed(member: SchedulerMember, error: KvscoutError) -> bool:
             """It may have restarted, with the workers that this gateway knows still under way to it."""
@@ -284,7 +299,13 @@ class RoutingFlow:
             while True:
                 try:
                     reserved, member = await self._schedulers.call(
-                        lambda stub: partial(stub.place, line=line, books=booking is not None, owned=wish.owned),
+                        lambda stub: partial(
+                            stub.place,
+                            line=line,
+                            books=booking is not None,
+                            owned=wish.owned,
+                            given_up=tuple(given_up),
+                        ),
                         request,
                         timeout_seconds=self._scheduler_timeout,
                         lost=lost,
@@ -294,6 +315,11 @@ class RoutingFlow:
                     log.debug("%s is asked for anew: %s", wish.request_id, error)
                     request = await refresh()
                     continue
+                except BaseException:
+                    # Its caller frees it by the attempt that it named: unless it is booked nowhere, that is left to it.
+                    for member in undecided:
+                        self._bookings.free_lost(Booking(ref_of(request), member))
+                    raise
                 [found] = [found for sent, found in tried if sent is line.sent]
                 return reserved, member, found
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,7 +125,14 @@ class SchedulerLink(_Stub):
         return stream.put(kind, message) if stream is not None else None
 
     async def place(
-        self, request: scheduler_pb2.SelectRequest, *, line: Line, books: bool, owned: bool, timeout: float
+        self,
+        request: scheduler_pb2.SelectRequest,
+        *,
+        line: Line,
+        books: bool,
+        owned: bool,
+        timeout: float,
+        given_up: Sequence[scheduler_pb2.RequestRef] = (),
     ) -> Reserved:
         """Select, or SelectAndReserve.
 
@@ -135,6 +142,7 @@ class SchedulerLink(_Stub):
             books: It is to be booked.
             owned: For this gateway, as long as that is connected; else for a caller, with a lease.
             timeout: Longest wait in seconds for a sign that the scheduler has seen to it.
+            given_up: Attempts of the request at other schedulers, of which this one may have heard: freed first.
 
         Raises:
             WaitedTooLong: There was no room.
@@ -142,12 +150,14 @@ class SchedulerLink(_Stub):
             KvscoutError: As the scheduler answers, or it does not.
         """
         line.sent = request
+        deadline = time.monotonic() + timeout
         try:
             if not books:
                 return Reserved(await self._select(request, timeout), leased=False)
+            await asyncio.gather(*(self.free(ref, timeout=timeout) for ref in given_up))
             if owned:
-                return await self._reserve(request, line, timeout)
-            return Reserved(await self._lease(request, line, timeout), leased=True)
+                return await self._reserve(request, line, _left(deadline))
+            return Reserved(await self._lease(request, line, _left(deadline)), leased=True)
         except grpc.aio.AioRpcError as error:
             failed = to_error(error)
         except KvscoutError as error:

@@ -397,7 +397,8 @@ class Bookings:
         if not booking.mirror:
             return
         booking.mirror = False
-        booking.answers = 0
+        # That of the replica that booked it: what comes of a call here ends nothing that runs.
+        booking.answers = 1
         if booking.owner is not None and self._owners.connected(booking.owner, now):
             self._owners.add(booking, booking.owner, now)
         else:
