@@ -27,10 +27,17 @@ SETTINGS = SchedulerSettings(track_output_blocks=True)
 class Node:
     """One replica."""
 
-    def __init__(self, name: str, clock: ManualClock, workers: list[str], settings: SchedulerSettings) -> None:
+    def __init__(
+        self,
+        name: str,
+        clock: ManualClock,
+        workers: list[str],
+        settings: SchedulerSettings,
+        wall_clock: Callable[[], float],
+    ) -> None:
         self.name = name
-        self.core = Scheduler(settings, clock=clock, rng=Random(1), wall_clock=clock)
-        self.replication = Replication(self.core, name, clock=clock, wall_clock=clock)
+        self.core = Scheduler(settings, clock=clock, rng=Random(1), wall_clock=wall_clock)
+        self.replication = Replication(self.core, name, clock=clock, wall_clock=wall_clock)
         self.away = False
         """Stopped (SIGSTOP): its messages wait for it."""
         self.on_wake: list[Callable[[], None]] = []
@@ -102,9 +109,13 @@ class World:
         for name in names:
             self.start(name)
 
-    def start(self, name: str) -> Node:
+    def start(self, name: str, *, clock_behind_seconds: float = 0.0) -> Node:
         """Starts a replica, as a new incarnation if it was there before."""
-        node = self.nodes[name] = Node(name, self.clock, self.workers, self.settings)
+
+        def wall_clock() -> float:
+            return self.clock.now - clock_behind_seconds
+
+        node = self.nodes[name] = Node(name, self.clock, self.workers, self.settings, wall_clock)
         return node
 
     def kill(self, name: str) -> None:

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import click
 import nats.aio.client
 import nats.errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from kvscout_common.errors import ConfigError, Unavailable
 from kvscout_common.flags import BEHAVIOUR, flag
@@ -30,6 +32,7 @@ log = logging.getLogger("kvscout.nats")
 
 F = TypeVar("F", bound=Callable[..., Any])
 Hook = Callable[[], Awaitable[None]]
+Callback = Callable[[Msg], Awaitable[None]]
 
 DEFAULT_SERVER = "nats://localhost:4222"
 DEFAULT_NAMESPACE = "default"
@@ -42,6 +45,8 @@ PING_SECONDS = 5
 PENDING_BYTES = 8 * 1024 * 1024
 """Outbound bytes that the client holds, while it reconnects too; more are refused with `OutboundBufferLimitError`."""
 HOOK_RETRY_SECONDS = 1.0
+_TROUBLE = (nats.errors.Error, TimeoutError, OSError)
+"""What may happen to a connection."""
 
 
 def end_if_cancelled() -> None:
@@ -135,6 +140,36 @@ def nats_flags(*, default: tuple[str, ...] = ()) -> Callable[[F], F]:
     return decorate
 
 
+class _Client(nats.aio.client.Client):
+    """A client that tells what is wrong with whoever takes its messages; nats-py itself takes that for trouble of the
+    connection, and a subscription whose callback ended otherwise is silent from then on.
+
+    Args:
+        on_defect: Told of what a callback raised that is no trouble of the connection.
+    """
+
+    def __init__(self, on_defect: Callable[[BaseException], None]) -> None:
+        super().__init__()
+        self._on_defect = on_defect
+
+    async def subscribe(
+        self, subject: str, queue: str = "", cb: Callback | None = None, *args: Any, **options: Any
+    ) -> Subscription:
+        """As that of nats-py."""
+        return await super().subscribe(subject, queue, cb and self._guarded(cb), *args, **options)
+
+    def _guarded(self, callback: Callback) -> Callback:
+        async def guarded(message: Msg) -> None:
+            try:
+                await callback(message)
+            except (*_TROUBLE, asyncio.CancelledError):
+                raise
+            except BaseException as error:
+                self._on_defect(error)
+
+        return guarded
+
+
 class NatsLink:
     """One connection to NATS for a whole process.
 
@@ -147,7 +182,7 @@ class NatsLink:
 
         self.config = config
         self.names = config.names
-        self.client = nats.aio.client.Client()
+        self.client: nats.aio.client.Client = _Client(self._on_defect)
         self.problem = "not connected to NATS yet"
         """Why it is not usable now; "" = it is."""
         self._name = name
@@ -158,6 +193,8 @@ class NatsLink:
         """There was a connection."""
         self._started_at: float | None = None
         self._warnings = RateLimitedLog(log)
+        self._defect: BaseException | None = None
+        """What a callback raised that it should not."""
         self._closed = False
         self._connecting = False
         """The client was told to connect; it cannot be closed before."""
@@ -200,6 +237,7 @@ class NatsLink:
         Raises:
             Unavailable: The client gave the connection up, as it does where the server refuses what it sent; what was
                 subscribed to is lost with it.
+            Exception: A callback that takes messages failed otherwise than with the connection: it has a defect.
         """
         tls = ssl.create_default_context(cafile=str(self.config.ca)) if self.config.ca else None
         self._connecting = True
@@ -223,6 +261,8 @@ class NatsLink:
         while True:
             await self._connections.wait()
             self._connections.clear()
+            if self._defect is not None:
+                raise self._defect
             if self.client.is_closed:
                 raise Unavailable(f"NATS closed the connection for good: {self.client.last_error!r}")
             await self._run_hooks()
@@ -254,7 +294,7 @@ class NatsLink:
                 try:
                     await hook()
                     break
-                except (nats.errors.Error, TimeoutError, OSError) as error:
+                except _TROUBLE as error:
                     self.problem = f"setting up NATS failed: {error!r}"
                     self._warnings.warning(hook, "%s; trying again", self.problem)
                     end_if_cancelled()
@@ -267,6 +307,10 @@ class NatsLink:
     async def _on_connected(self) -> None:
         log.info("connected to NATS at %s", self.client.connected_url and self.client.connected_url.netloc)
         self._first.set()
+        self._connections.set()
+
+    def _on_defect(self, error: BaseException) -> None:
+        self._defect = error
         self._connections.set()
 
     async def _on_disconnected(self) -> None:

@@ -162,3 +162,41 @@ async def test_what_was_published_is_sent_before_the_link_closes(tmp_path: Path)
                 assert await heard.get() == b"last words"
     finally:
         await server.kill()
+
+
+class Panic(BaseException):
+    """As the native extension's, which is no Exception."""
+
+
+@pytest.mark.parametrize("defect", [KeyError("no such claim"), Panic("index out of range")], ids=["error", "panic"])
+async def test_a_callback_with_a_defect_ends_the_link_with_it(defect: BaseException) -> None:
+    async def fail(message: Msg) -> None:
+        raise defect
+
+    async with nats_server() as server:
+        link = NatsLink(NatsConfig((server.url,)), "test")
+        running = asyncio.create_task(link.run())
+        await until_usable(link)
+        await link.client.subscribe("defect", cb=fail)
+        await link.client.publish("defect", b"")
+        async with asyncio.timeout(10):
+            done, _ = await asyncio.wait([running])
+        assert next(iter(done)).exception() is defect
+        await link.close()
+
+
+async def test_a_callback_that_meets_trouble_of_the_connection_goes_on() -> None:
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def answer(message: Msg) -> None:
+        heard.put_nowait(message.data)
+        if message.data == b"first":
+            raise nats.errors.ConnectionClosedError
+
+    async with nats_server() as server, running_link(NatsLink(NatsConfig((server.url,)), "test")) as link:
+        await until_usable(link)
+        await link.client.subscribe("trouble", cb=answer)
+        for payload in (b"first", b"second"):
+            await link.client.publish("trouble", payload)
+        async with asyncio.timeout(10):
+            assert [await heard.get(), await heard.get()] == [b"first", b"second"]

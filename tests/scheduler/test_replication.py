@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from random import Random
 
 import pytest
+from google.protobuf.message import DecodeError
+from hostile_messages import HostileMessages
 from replica_world import Node, World, decoding
-from scheduler_builders import BLOCK, key, owner, test_seed
+from scheduler_builders import BLOCK, MODEL, key, owner, test_seed
 
 from kvscout.v1 import replication_pb2, types_pb2
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import FreeOutcome
+from kvscout_scheduler.forwarding import Forwarding
 from kvscout_scheduler.replica_view import SILENT_SECONDS
 from kvscout_scheduler.replication import FORGET_SECONDS, VERSION
 from kvscout_scheduler.settings import SchedulerSettings
@@ -345,6 +349,103 @@ def test_a_replica_that_is_started_again_gets_its_former_requests_from_the_other
     assert world.free("a", "r") is FreeOutcome.FREED
     world.settled()
     assert set(world["b"].loads().values()) == {IDLE}
+
+
+def test_a_replica_that_starts_again_with_its_clock_set_back_is_seen_within_seconds() -> None:
+    world = World("a", "b", "c")
+    world.book("a", "before")
+    world.run(1)
+    world.kill("a")
+    world.run(0.1)
+    world.start("a", clock_behind_seconds=500)
+    world.run(SILENT_SECONDS + 3)
+    world.book("a", "after")
+    world.book("b", "elsewhere")
+    world.run(1)
+    assert world["b"].replication.live("a")
+    for name in "abc":
+        assert set(world[name].state()) == {"before", "after", "elsewhere"}, name
+    assert world["a"].replication.conflict == ""
+    # What it had before it was started again is its own when it is called for.
+    assert world.free("a", "before") is FreeOutcome.FREED
+    world.free("b", "after")
+    world.free("a", "elsewhere")
+    world.run(1)
+    for name in "abc":
+        assert world[name].state() == {}
+    world.settled()
+
+
+def test_two_that_have_one_name_are_told_for_as_long_as_both_are_heard() -> None:
+    world = World("a", "b")
+    earlier = world["a"].replication
+    later = replication_pb2.ReplicaMessage(version=VERSION, replica_id="a", epoch=earlier.me.epoch + 1)
+    later.heartbeat.SetInParent()
+    for _ in range(3):
+        for node in ("a", "b"):
+            world[node].replication.receive(later.SerializeToString())
+        world.run(2)
+        assert "'a'" in earlier.conflict
+        assert [status.of.epoch for status in world["b"].replication.status() if status.live and not status.self] == [
+            earlier.me.epoch + 1
+        ]
+    world.run(SILENT_SECONDS + 3)
+    assert earlier.conflict == ""
+    assert [status.of for status in world["b"].replication.status() if status.live and not status.self] == [earlier.me]
+
+
+def test_a_lease_above_what_callers_may_ask_for_is_read_all_the_same() -> None:
+    world = World("a", "b")
+    world.book("a", "r")
+    booking = world["a"].core.bookings.find(key("r"))
+    assert booking is not None
+    # As the settings of another release may have it.
+    world["a"].replication.ownership.log.hold(booking.key, None, 200_000.0)
+    world.start("c")
+    world.run(1)
+    for name in "bc":
+        assert world[name].state()["r"][-1] == 200_000.0
+        assert world[name].replication.refused == 0
+
+
+@pytest.mark.parametrize("run", range(3))
+def test_no_message_of_another_replica_raises(run: int) -> None:
+    seed = test_seed() + run
+    rng = Random(seed)
+    world = World("a", "b", seed=seed)
+    world.book("a", "r0")
+    world.book("b", "r1", owner=owner("g"))
+    world.run(0.5)
+    names = {
+        "replica_id": ["a", "b", "c"],
+        "of_replica_id": ["a", "b"],
+        "request_id": ["r0", "r1", "r2"],
+        "model": [MODEL],
+        "tenant": ["", "default"],
+        "worker_id": world.workers,
+        "owner_id": ["g", ""],
+    }
+    hostile = HostileMessages(lambda field: names.get(field, []), rng)
+    node = world["a"]
+    forwarding = Forwarding(node.core, node.replication, never)
+    for _ in range(1_000):
+        raw = hostile.serialised(replication_pb2.ReplicaMessage.DESCRIPTOR)
+        try:
+            message = replication_pb2.ReplicaMessage.FromString(raw)
+        except DecodeError:
+            node.replication.receive(raw)
+            continue
+        if message.replica_id:
+            message.version, message.epoch = VERSION, rng.choice([message.epoch, world["b"].replication.me.epoch])
+        node.replication.receive(message.SerializeToString())
+        forwarding.answer(message.forward)
+        if rng.random() < 0.1:
+            world.run(0.02)
+    node.core.check_invariants()
+
+
+async def never(to: str, operation: replication_pb2.ForwardedOperation, seconds: float) -> bytes:
+    raise AssertionError("nobody is asked")
 
 
 def test_a_worker_that_comes_later_here_gets_the_load_it_has_elsewhere() -> None:

@@ -19,6 +19,7 @@ from kvscout_common.metrics_server import registry_of
 from kvscout_common.nats_link import NatsConfig, NatsLink, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_scheduler.config import SchedulerConfig
+from kvscout_scheduler.request import MAX_LEASE_SECONDS
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.thresholds import BusyThresholds
 
@@ -61,7 +62,12 @@ SCRAPES_THAT_COUNT = 3
     default=30.0,
     help="How long a worker whose registration ended keeps its bookings, as it may come back; removed ones lose them.",
 )
-@flag("--lease-seconds", default=300.0, help="Lease of bookings whose call names none.")
+@flag(
+    "--lease-seconds",
+    default=300.0,
+    type=click.FloatRange(min=0, max=MAX_LEASE_SECONDS, min_open=True),
+    help="Lease of bookings whose call names none.",
+)
 @flag(
     "--router-replica-sync",
     is_flag=True,

@@ -16,7 +16,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity import ALL_TENANTS
 from kvscout_common.worker import WorkerRank
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
-from kvscout_scheduler.request import HASH_BYTES, MAX_LEASE_SECONDS, OwnerName, RequestKey
+from kvscout_scheduler.request import HASH_BYTES, OwnerName, RequestKey
 from kvscout_scheduler.translate import key_from_proto
 
 
@@ -207,8 +207,9 @@ def claim_from_proto(message: replication_pb2.Claim) -> Claim:
     if len(message.block_hashes) % HASH_BYTES:
         raise InvalidArgument("packed hashes must be whole u64s", field="claim.block_hashes")
     lease = message.lease_seconds
-    if not (math.isfinite(lease) and 0 <= lease <= MAX_LEASE_SECONDS):
-        raise InvalidArgument(f"must be between 0 and {MAX_LEASE_SECONDS}", field="claim.lease_seconds")
+    if not (math.isfinite(lease) and lease >= 0):
+        # No bound: that of callers is not that of a replica's own settings, which may be another release's.
+        raise InvalidArgument("must be a finite number of at least 0", field="claim.lease_seconds")
     choice = message.choice
     return Claim(
         key=key_from_proto(message.request),

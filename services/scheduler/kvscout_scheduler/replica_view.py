@@ -76,7 +76,7 @@ class View:
         self.leaving = False
         """It said that it stops."""
         self.replaced = False
-        """A later incarnation was heard of."""
+        """Another incarnation of the replica is heard, which counts."""
         self.diverged = False
         self.gaps = 0
         self.divergences = 0

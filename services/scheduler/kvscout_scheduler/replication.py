@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from kvscout_common.telemetry import RateLimitedLog
 from kvscout_scheduler.ownership import Ownership
 from kvscout_scheduler.replica_claim import Claim, Incarnation, claim_to_proto
 from kvscout_scheduler.replica_log import MAX_BATCH_BYTES, MAX_BATCH_EVENTS
-from kvscout_scheduler.replica_view import View
+from kvscout_scheduler.replica_view import SILENT_SECONDS, View
 from kvscout_scheduler.request import MICROSECONDS, RequestKey
 from kvscout_scheduler.scheduler import Scheduler
 
@@ -92,8 +93,6 @@ class Replication:
         self.ownership = Ownership(scheduler, self.me, clock, wall_clock)
         self.refused = 0
         """Messages that could not be read."""
-        self.conflict = ""
-        """Why our replica id is not ours alone; "" = it is."""
         self.transit_seconds = 0.0
         """From sending to applying, of the last batch that came, as far as clocks agree."""
         self.ended_divergences = 0
@@ -105,6 +104,8 @@ class Replication:
         self._outbox: list[Outgoing] = []
         self._replies: dict[tuple[str, Incarnation], Iterator[bytes]] = {}
         """Snapshots under way, by who asked and of whom."""
+        self._conflict_at = -math.inf
+        """When another process of our replica id was heard last."""
         self._leaving = False
         self._forgotten: dict[Incarnation, None] = {}
         self._lease_seconds = scheduler.settings.lease_seconds
@@ -121,6 +122,13 @@ class Replication:
     def views(self) -> dict[Incarnation, View]:
         """What is known of the others."""
         return self.ownership.views
+
+    @property
+    def conflict(self) -> str:
+        """Why our replica id is not ours alone; "" = it is, as far as is heard."""
+        if self._clock() - self._conflict_at >= SILENT_SECONDS:
+            return ""
+        return f"a later process has the replica id {self.me.replica_id!r} too, or this clock was set back"
 
     def receive(self, payload: bytes) -> None:
         """Takes a message. One that cannot be read is counted, reported and left."""
@@ -216,12 +224,18 @@ class Replication:
         of, now = Incarnation(message.replica_id, message.epoch), self._clock()
         if of.replica_id == self.me.replica_id:
             if of.epoch > self.me.epoch:
-                self._conflict(of)
+                # The others listen to that one, for as long as it is heard.
+                self._conflict_at = now
+                self._warnings.warning("conflict", "%s", self.conflict)
             return
         view = self._view(of, now)
-        if view is None or view.replaced:
+        if view is None:
             return
         view.heard_at = now
+        if view.replaced:
+            self._choose_incarnation(of.replica_id, now)
+            if view.replaced:
+                return
         match message.WhichOneof("body"):
             case "events":
                 if view.take_batch(message.events, now):
@@ -239,11 +253,6 @@ class Replication:
             case other:
                 self._refuse(f"replica {of.replica_id!r} sent {other or 'nothing'}, which is not known here")
 
-    def _conflict(self, of: Incarnation) -> None:
-        """Someone of our name started after us: the others listen to that one."""
-        self.conflict = f"a later process has the replica id {of.replica_id!r} too, or this clock was set back"
-        self._warnings.warning("conflict", "%s", self.conflict)
-
     def _take_heartbeat(
         self, of: Incarnation, view: View, heartbeat: replication_pb2.ReplicaHeartbeat, now: float
     ) -> None:
@@ -251,9 +260,6 @@ class Replication:
         for position in heartbeat.positions:
             third = Incarnation(position.replica_id, position.epoch)
             if third == self.me or third in self._forgotten:
-                continue
-            if third.replica_id == self.me.replica_id and third.epoch > self.me.epoch:
-                self._conflict(third)
                 continue
             followed = self._view(third, now)
             if followed is not None:
@@ -274,12 +280,18 @@ class Replication:
                 return None
             self._forget(oldest.of)
         view = self.views[of] = View(of, self.ownership, now)
-        same = [each for each in self.views.values() if each.of.replica_id == of.replica_id]
-        newest = max(each.of for each in same)
-        for each in same:
-            each.replaced = each.of != newest or of.replica_id == self.me.replica_id
+        self._choose_incarnation(of.replica_id, now)
         self._event_at, self._heartbeats = now, 0
         return view
+
+    def _choose_incarnation(self, replica_id: str, now: float) -> None:
+        """Decides which incarnation of a replica is the one that is: the latest of those that are heard. One that was
+        started with its clock set back is earlier than the one before it, which is heard no more."""
+        same = [each for each in self.views.values() if each.of.replica_id == replica_id]
+        heard = [each for each in same if now - each.heard_at < SILENT_SECONDS]
+        chosen = max(heard or same, key=lambda each: each.of)
+        for each in same:
+            each.replaced = each is not chosen or replica_id == self.me.replica_id
 
     def _ask(self, view: View, now: float) -> None:
         """Asks for a snapshot, if one is wanted."""

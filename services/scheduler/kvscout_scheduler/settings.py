@@ -9,6 +9,7 @@ from kvscout_common.errors import ConfigError
 from kvscout_common.worker import Role
 from kvscout_scheduler.candidates import DEFAULT_CPU_TO_GPU_RATIO
 from kvscout_scheduler.cost import DEFAULT_TIER_WEIGHTS, TierWeights
+from kvscout_scheduler.request import MAX_LEASE_SECONDS
 from kvscout_scheduler.thresholds import NO_THRESHOLDS, BusyThresholds
 
 MAX_COOLDOWN_SECONDS = 60.0
@@ -90,6 +91,8 @@ class SchedulerSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"must be a finite number above 0, not {value}", field=name)
+        if self.lease_seconds > MAX_LEASE_SECONDS:
+            raise ConfigError(f"must be at most {MAX_LEASE_SECONDS}, not {self.lease_seconds}", field="lease_seconds")
         if self.queue_threshold is not None and not (math.isfinite(self.queue_threshold) and self.queue_threshold >= 0):
             raise ConfigError(
                 f"must be a finite number of at least 0, not {self.queue_threshold}", field="queue_threshold"
