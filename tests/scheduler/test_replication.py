@@ -401,6 +401,7 @@ def test_a_lease_above_what_callers_may_ask_for_is_read_all_the_same() -> None:
     assert booking is not None
     # As the settings of another release may have it.
     world["a"].replication.ownership.log.hold(booking.key, None, 200_000.0)
+    world.run(1)
     world.start("c")
     world.run(1)
     for name in "bc":
