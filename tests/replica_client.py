@@ -6,9 +6,10 @@ import asyncio
 import itertools
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import grpc
 from chaos.members import Member, free_ports
@@ -23,8 +24,15 @@ MODEL = "m"
 BLOCK = 16
 DEADLINE_SECONDS = 10.0
 
+NO_ATTEMPTS: Mapping[str, int] = {}
+
 State = tuple[dict[str, tuple[Any, ...]], dict[str, tuple[int, int, int]]]
 """Requests by id, loads by worker."""
+
+
+def ref(request_id: str, attempt_id: int) -> scheduler_pb2.RequestRef:
+    """A request in one of its attempts."""
+    return scheduler_pb2.RequestRef(model=MODEL, request_id=request_id, attempt_id=attempt_id)
 
 
 class ReplicaClient:
@@ -34,15 +42,17 @@ class ReplicaClient:
         name: Its replica id.
         nats_url: Where it connects to.
         flags: Further flags.
+        path: Where it finds further packages.
     """
 
-    def __init__(self, name: str, nats_url: str, *flags: str) -> None:
+    def __init__(self, name: str, nats_url: str, *flags: str, path: Path | None = None) -> None:
         self.name = name
         port = free_ports(1)[0]
         self.address = f"127.0.0.1:{port}"
         self.member = Member(
             name, "kvscout_scheduler.main", "--port", str(port), "--metrics-port", "0", "--router-replica-sync",
             "--replica-id", name, "--nats-server", nats_url, "--router-track-output-blocks", "--seed", "1", *flags,
+            path=path,
         )  # fmt: skip
         self._channels: list[grpc.aio.Channel] = []
         """One for each start."""
@@ -150,24 +160,43 @@ class ReplicaClient:
         return await scrape(self.member)  # type: ignore[arg-type]  # both have a ready line
 
 
-class GatewayStream:
-    """The Lifecycle stream of a gateway."""
+HEARTBEAT_MS = 1_000
 
-    def __init__(self, call: Any) -> None:
+
+class Reachable(Protocol):
+    """Where a scheduler is called."""
+
+    @property
+    def stub(self) -> Any:
+        """Its rpcs."""
+
+
+class GatewayStream:
+    """The Lifecycle stream of a gateway.
+
+    Args:
+        call: Of the rpc.
+        attempts: Attempts of requests, 1 where they are not here.
+    """
+
+    def __init__(self, call: Any, attempts: Mapping[str, int]) -> None:
         self._call = call
+        self._attempts = attempts
         self._ids = itertools.count(1)
         self._results: dict[int, Any] = {}
         self.unknown: list[str] = []
 
-    @staticmethod
-    def ref(request_id: str) -> scheduler_pb2.RequestRef:
-        """A request of ours; each has one attempt."""
-        return scheduler_pb2.RequestRef(model=MODEL, request_id=request_id, attempt_id=1)
+    def ref(self, request_id: str) -> scheduler_pb2.RequestRef:
+        """A request of ours, in its attempt."""
+        return ref(request_id, self._attempts.get(request_id, 1))
 
     async def hello(self, owner_id: str, in_flight: Iterable[str], seconds: float) -> None:
         """Says who it is; returns when the scheduler knows."""
         hello = scheduler_pb2.LifecycleHello(
-            owner_id=owner_id, in_flight=map(self.ref, in_flight), opened_at=time.time_ns() // 1000
+            owner_id=owner_id,
+            in_flight=map(self.ref, in_flight),
+            opened_at=time.time_ns() // 1000,
+            heartbeat_ms=HEARTBEAT_MS if self._attempts is not NO_ATTEMPTS else 0,
         )
         async with asyncio.timeout(seconds):
             await self._call.write(scheduler_pb2.LifecycleRequest(hello=hello))
@@ -184,7 +213,15 @@ class GatewayStream:
                 await self._read()
         return [self._results.pop(each.id) for each in made]
 
-    async def book(self, *request_ids: str, seconds: float = DEADLINE_SECONDS, hashes: int = 2) -> list[Any]:
+    async def beat(self, seconds: float) -> None:
+        """Is heard, and hears."""
+        async with asyncio.timeout(seconds):
+            await self._call.write(scheduler_pb2.LifecycleRequest())
+            await self._read()
+
+    async def book(
+        self, *request_ids: str, seconds: float = DEADLINE_SECONDS, hashes: int = 2, **fields: Any
+    ) -> list[Any]:
         """Books prompts that share nothing."""
         return await self.ask(
             *(
@@ -193,8 +230,9 @@ class GatewayStream:
                         model=MODEL,
                         isl_tokens=hashes * BLOCK + 1,
                         request_id=request_id,
-                        attempt_id=1,
+                        attempt_id=self._attempts.get(request_id, 1),
                         block_hashes=[hash((request_id, n)) % 2**64 for n in range(hashes)],
+                        **fields,
                     )
                 }
                 for request_id in request_ids
@@ -212,11 +250,15 @@ class GatewayStream:
 
 @asynccontextmanager
 async def gateway(
-    replica: ReplicaClient, owner_id: str, in_flight: Iterable[str] = (), seconds: float = DEADLINE_SECONDS
+    replica: Reachable,
+    owner_id: str,
+    in_flight: Iterable[str] = (),
+    seconds: float = DEADLINE_SECONDS,
+    attempts: Mapping[str, int] = NO_ATTEMPTS,
 ) -> AsyncIterator[GatewayStream]:
-    """A gateway's stream for the length of a block."""
+    """A gateway's stream for the length of a block; one that tells of attempts promises heartbeats, too."""
     call = replica.stub.Lifecycle()
-    stream = GatewayStream(call)
+    stream = GatewayStream(call, attempts)
     try:
         await stream.hello(owner_id, in_flight, seconds)
         yield stream

@@ -36,10 +36,12 @@ class Member:
         name: For the log.
         module: Such as "kvscout_indexer.main".
         flags: Its command line, ports included: a restart must find its place again.
+        path: Where it finds further packages; None = there are none.
     """
 
-    def __init__(self, name: str, module: str, *flags: str) -> None:
+    def __init__(self, name: str, module: str, *flags: str, path: Path | None = None) -> None:
         self.name = name
+        self._path = path
         self._command = (sys.executable, "-m", module, *flags)
         self._process: asyncio.subprocess.Process | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -53,7 +55,7 @@ class Member:
         """Starts it and waits for its ready line."""
         environment = {key: value for key, value in os.environ.items() if not key.startswith("kvscout_mocker")}
         # Some are modules of the tests.
-        paths = (str(TESTS), environment.get("PYTHONPATH"))
+        paths = (self._path and str(self._path), str(TESTS), environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         with self._log.open("w") as log:
             self._process = await asyncio.create_subprocess_exec(

@@ -1,10 +1,12 @@
 """`make chaos-replicas`: three schedulers under message loss, stops and kills; afterwards all agree exactly.
 
 Gateways with Lifecycle streams and ordered lists of schedulers, in two zones, book, mark and free, and fail over when
-theirs is gone; now and then one frees a request through another scheduler. A relay in front of NATS loses 10 % of what
-each replica publishes, repeats 5 % and reorders 5 %. After CHAOS_SECONDS the faults end; one quiet second later every
-replica must have exactly what the gateways have in flight, and exactly nothing when they have freed it. CHAOS_SEED
-repeats the choice of faults.
+theirs is gone; now and then one frees a request through another scheduler. What a scheduler that hangs did not answer
+is booked at the next one, while the first still has the booking and its Free to carry out. Some ask for a policy that
+raises. A relay in front of NATS loses 10 % of what each replica publishes, repeats 5 % and reorders 5 %; others swallow
+what a gateway and a scheduler say to each other, in one direction or both, without a word to either. After
+CHAOS_SECONDS the faults end; one quiet second later every replica must have exactly what the gateways have in flight,
+and exactly nothing when they have freed it. CHAOS_SEED repeats the choice of faults.
 """
 
 from __future__ import annotations
@@ -17,21 +19,31 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from random import Random, SystemRandom
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import grpc
 from nats_relay import NatsRelay
 from nats_server import NatsServer, nats_server
 from processes import eventually
-from replica_client import BLOCK, MODEL, GatewayStream, ReplicaClient, gateway
+from replica_client import BLOCK, MODEL, GatewayStream, ReplicaClient, gateway, ref
+from scheduler_policy_plugin import install
+from tcp_relay import TcpRelay
 
-from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from kvscout_common.channel import open_channel
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
 SEED = int(os.environ.get("CHAOS_SEED", SystemRandom().randrange(2**32)))
 REPLICAS = 3
 GATEWAYS = 4
 WORKERS = ("w0", "w1", "w2")
+LEASE_SECONDS = 300
+"""As callers write it: a whole number."""
+STALE_SECONDS = 3.0
+"""For how long a gateway tries to free what a scheduler has not answered."""
 CALL_SECONDS = 1.0
 """A scheduler that takes longer is left for the next one."""
 QUIET_SECONDS = 1.0
@@ -45,51 +57,103 @@ NOT_YET = (grpc.StatusCode.NOT_FOUND.value[0], grpc.StatusCode.UNAVAILABLE.value
 """What a scheduler says that does not know its workers yet; its health says so too."""
 
 
+class Route:
+    """How a gateway reaches a replica."""
+
+    def __init__(self, replica: ReplicaClient) -> None:
+        self.name = replica.name
+        self.relay = TcpRelay(replica.address)
+
+    async def start(self) -> None:
+        """Listens."""
+        await self.relay.start()
+        self._channel = open_channel(self.relay.address)
+
+    async def close(self) -> None:
+        """Ends everything."""
+        await self._channel.close()
+        await self.relay.close()
+
+    @property
+    def stub(self) -> Any:
+        """The rpcs of the replica."""
+        return scheduler_pb2_grpc.SchedulerStub(self._channel)
+
+
 class Gateway:
     """A gateway: its requests, and which scheduler it uses."""
 
     def __init__(self, name: str, replicas: list[ReplicaClient], seed: int, place: int) -> None:
         self.name = name
+        self.paths = [Route(replica) for replica in replicas]
+        self.attempts: dict[str, int] = {}
+        """Of its requests."""
         self.in_flight: dict[str, tuple[str, bool]] = {}
         """Requests it was told are booked: on which worker, and whether their prefill is over."""
-        self.booked = self.freed = self.moves = self.rebooked = self.refused = 0
+        self.booked = self.freed = self.moves = self.rebooked = self.refused = self.tried_again = 0
         self.history: dict[str, list[str]] = {}
         """Of what is in flight: what happened to it, where."""
         self.failure = ""
         """Why it left a scheduler last."""
         self.stop, self.quiet, self.release = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._owed: set[str] = set()
-        """Requests that are to be freed: it wants them no more, or does not know whether they are booked."""
+        self._owed: set[tuple[str, int]] = set()
+        """What is to be freed, and in which attempt: it is not wanted any more, or not known to be booked."""
+        self._asked: list[str] = []
+        """Requests that are being booked."""
+        self._stale: set[asyncio.Task[None]] = set()
         self._replicas = replicas
         self._rng = Random(seed)
         self._numbers = itertools.count()
-        self._place = place
+        self.place = place
 
     async def run(self) -> None:
         """Works until told to stop, keeps what is in flight until told to release it, and frees it."""
         while True:
             try:
                 async with gateway(
-                    self._replicas[self._place], self.name, list(self.in_flight), CALL_SECONDS
+                    self.paths[self.place], self.name, list(self.in_flight), CALL_SECONDS, self.attempts
                 ) as stream:
                     self._note("listed", set(self.in_flight) - set(stream.unknown))
                     await self._settle(stream)
                     while not self.stop.is_set():
                         await self._work(stream)
+                    await asyncio.gather(*self._stale)
                     self.quiet.set()
-                    await self.release.wait()
-                    self._owed.update(self.in_flight)
+                    while not self.release.is_set():
+                        await stream.beat(CALL_SECONDS)
+                        try:
+                            await asyncio.wait_for(self.release.wait(), 0.2)
+                        except TimeoutError:
+                            pass
+                    self._owed.update((name, self.attempts[name]) for name in self.in_flight)
                     self.in_flight.clear()
                     await self._settle(stream)
                     return
             except FAILURES as error:
                 self.moves += 1
-                self.failure = f"{self._replicas[self._place].name}: {error!r}"
-                self._place = (self._place + 1) % len(self._replicas)
+                for name in self._asked:
+                    self._give_up(name)
+                self.failure = f"{self.paths[self.place].name}: {error!r}"
+                self.place = (self.place + 1) % len(self.paths)
                 await asyncio.sleep(0.02)
 
+    def _give_up(self, name: str) -> None:
+        """Goes on with another attempt, at the next scheduler; this one hears of that when it hears again."""
+        stub, given_up = self.paths[self.place].stub, ref(name, self.attempts[name])
+        self.attempts[name] += 1
+
+        async def free() -> None:
+            try:
+                await asyncio.wait_for(stub.Free(given_up), STALE_SECONDS)
+            except FAILURES:
+                pass
+
+        task = asyncio.create_task(free())
+        self._stale.add(task)
+        task.add_done_callback(self._stale.discard)
+
     def _note(self, what: str, names: Iterable[str]) -> None:
-        at = f"{time.monotonic() % 1000:.3f} {what} at {self._replicas[self._place].name}"
+        at = f"{time.monotonic() % 1000:.3f} {what} at {self.paths[self.place].name}"
         for name in names:
             self.history.setdefault(name, []).append(at)
 
@@ -100,7 +164,7 @@ class Gateway:
         again = [
             {
                 "reserve": scheduler_pb2.ReserveRequest(
-                    model=MODEL, request_id=name, attempt_id=1, isl_tokens=BLOCK,
+                    model=MODEL, request_id=name, attempt_id=self.attempts[name], isl_tokens=BLOCK,
                     worker=types_pb2.WorkerRank(worker_id=self.in_flight[name][0]),
                 )
             }
@@ -116,18 +180,28 @@ class Gateway:
         over = [name for name, (_, marked) in self.in_flight.items() if marked]
         await stream.ask(*({"prefill_complete": stream.ref(name)} for name in over), seconds=CALL_SECONDS)
         owed = list(self._owed)
-        await stream.ask(*({"free": stream.ref(name)} for name in owed), seconds=CALL_SECONDS)
+        await stream.ask(*({"free": ref(*each)} for each in owed), seconds=CALL_SECONDS)
         self._owed.difference_update(owed)
+        self.tried_again += len(self._asked)
+        await self._book(stream, self._asked)
 
-    async def _work(self, stream: GatewayStream) -> None:
-        names = [f"{self.name}-{next(self._numbers)}" for _ in range(self._rng.randint(1, 5))]
-        self._owed.update(names)
-        for name, answer in zip(names, await stream.book(*names, seconds=CALL_SECONDS), strict=True):
+    async def _book(self, stream: GatewayStream, names: list[str], **fields: Any) -> None:
+        self._asked = names
+        asked = [(name, self.attempts.setdefault(name, 1)) for name in names]
+        self._owed.update(asked)
+        answers = await stream.book(*names, seconds=CALL_SECONDS, lease_seconds=LEASE_SECONDS, **fields)
+        for name, answer in zip(names, answers, strict=True):
             if not answer.code:
                 self.in_flight[name] = (answer.select.worker.worker_id, False)
                 self.booked += 1
                 self._note("booked", [name])
-        self._owed.difference_update(names)
+        self._owed.difference_update(asked)
+        self._asked = []
+
+    async def _work(self, stream: GatewayStream) -> None:
+        names = [f"{self.name}-{next(self._numbers)}" for _ in range(self._rng.randint(1, 5))]
+        raising = types_pb2.RouterConfigOverride(policy="raising") if self._rng.random() < 0.1 else None
+        await self._book(stream, names, router_config_override=raising)
         ripe = [name for name, (_, over) in self.in_flight.items() if not over and self._rng.random() < 0.5]
         marked = await stream.ask(*({"prefill_complete": stream.ref(name)} for name in ripe), seconds=CALL_SECONDS)
         for name, answer in zip(ripe, marked, strict=True):
@@ -139,12 +213,15 @@ class Gateway:
         done = [name for name, (_, over) in self.in_flight.items() if over and self._rng.random() < 0.3]
         for name in done:
             del self.in_flight[name], self.history[name]
-        self._owed.update(done)
+        owed = [(name, self.attempts[name]) for name in done]
+        self._owed.update(owed)
         if done and self._rng.random() < 0.2:
             other = self._rng.choice(self._replicas)
             await asyncio.wait_for(other.stub.Free(stream.ref(done[0])), CALL_SECONDS)
         await stream.ask(*({"free": stream.ref(name)} for name in done), seconds=CALL_SECONDS)
-        self._owed.difference_update(done)
+        self._owed.difference_update(owed)
+        for name in done:
+            del self.attempts[name]
         self.freed += len(done)
         await asyncio.sleep(self._rng.uniform(0, 0.02))
 
@@ -152,8 +229,10 @@ class Gateway:
 class World:
     """The processes, and what stands between them and NATS."""
 
-    def __init__(self, nats: NatsServer, seed: int) -> None:
+    def __init__(self, nats: NatsServer, seed: int, folder: Path) -> None:
         self.nats = nats
+        install(folder)
+        self._folder = folder
         # What replicas tell each other; the registry is another matter, and has its own chaos.
         self.relays = [
             NatsRelay(nats.port, seed + number, lambda subject: ".scheduler." in subject) for number in range(REPLICAS)
@@ -164,7 +243,7 @@ class World:
         """Starts everything."""
         for number, relay in enumerate(self.relays):
             await relay.start()
-            self.replicas.append(ReplicaClient(f"s{number}", relay.url))
+            self.replicas.append(ReplicaClient(f"s{number}", relay.url, path=self._folder))
         await asyncio.gather(*(replica.start() for replica in self.replicas))
         await self.replicas[0].register(*WORKERS)
         for replica in self.replicas:
@@ -182,9 +261,19 @@ class World:
         for relay in self.relays:
             relay.loss, relay.repeats, relay.reorder = loss, repeats, reorder
 
-    async def strike(self, rng: Random) -> str:
+    async def strike(self, rng: Random, gateways: list[Gateway]) -> str:
         """One fault; returns what it was, when it is over."""
-        kind, away = rng.choice(["stop", "stop", "kill", "kill", "nats kill", "nats stop"]), rng.uniform(0.1, 2.0)
+        kinds = ["stop", "stop", "kill", "kill", "nats kill", "nats stop", "half-open", "half-open"]
+        kind, away = rng.choice(kinds), rng.uniform(0.1, 2.0)
+        if kind == "half-open":
+            struck = rng.choice(gateways)
+            directions = rng.choice([("up",), ("down",), ("up", "down")])
+            for path in rng.choice([struck.paths, [struck.paths[struck.place]]]):
+                path.relay.swallow(*directions)
+            await asyncio.sleep(away)
+            for path in struck.paths:
+                path.relay.heal()
+            return f"{kind} {struck.name} {'and '.join(directions)}, {away:.1f} s"
         if kind == "nats kill":
             await self.nats.kill()
             await asyncio.sleep(away)
@@ -213,12 +302,16 @@ class World:
             gateways: What they have in flight.
             but_extra: Whether replicas may have more, if all have the same.
         """
-        truth = {name: (worker_id, over) for each in gateways for name, (worker_id, over) in each.in_flight.items()}
+        truth = {
+            name: (each.attempts[name], worker_id, over)
+            for each in gateways
+            for name, (worker_id, over) in each.in_flight.items()
+        }
         found, states = [], [await replica.state() for replica in self.replicas]
         for replica, (requests, loads) in zip(self.replicas, states, strict=True):
             seen = {
-                name: (worker_id, phase == scheduler_pb2.REQUEST_PHASE_DECODE)
-                for name, (_, worker_id, phase, *_) in requests.items()
+                name: (attempt_id, worker_id, phase == scheduler_pb2.REQUEST_PHASE_DECODE)
+                for name, (attempt_id, worker_id, phase, *_) in requests.items()
             }
             missing, extra = truth.items() - seen.items(), seen.items() - truth.items()
             if missing or (extra and not but_extra):
@@ -262,17 +355,21 @@ async def run(seconds: float, seed: int, *, quiet: bool = False) -> list[str]:
             print(f"  {text}", flush=True)
 
     async with nats_server() as nats, AsyncExitStack() as stack:
-        world = World(nats, seed)
+        world = World(nats, seed, Path(stack.enter_context(TemporaryDirectory())))
         stack.push_async_callback(world.close)
         await world.start()
         world.faults(loss=0.1, repeats=0.05, reorder=0.05)
         gateways = [Gateway(f"g{number}", world.replicas, seed + number, number % 2) for number in range(GATEWAYS)]
+        for each in gateways:
+            for path in each.paths:
+                await path.start()
+                stack.push_async_callback(path.close)
         async with asyncio.TaskGroup() as tasks:
             for each in gateways:
                 tasks.create_task(each.run())
             end, killed = time.monotonic() + seconds, False
             while time.monotonic() < end:
-                strike = await world.strike(rng)
+                strike = await world.strike(rng, gateways)
                 killed |= strike.startswith("kill")
                 say(f"{seconds - (end - time.monotonic()):5.1f} s  {strike}")
                 await asyncio.sleep(rng.uniform(0.0, 1.0))
@@ -312,12 +409,16 @@ async def run(seconds: float, seed: int, *, quiet: bool = False) -> list[str]:
         for line in after:
             say(f"WRONG after all was freed: {line}")
         figures = [await replica.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest()) for replica in world.replicas]
-        booked, freed, moves, rebooked, refused = (
+        for replica, figure in zip(world.replicas, figures, strict=True):
+            # Every lost event shows as a gap: what agrees on the sequence must agree on the rest.
+            wrong += [f"{replica.name} diverged from {each.replica_id}" for each in figure.replicas if each.divergences]
+        booked, freed, moves, rebooked, refused, again = (
             sum(getattr(each, name) for each in gateways)
-            for name in ("booked", "freed", "moves", "rebooked", "refused")
+            for name in ("booked", "freed", "moves", "rebooked", "refused", "tried_again")
         )
         say(f"{booked} booked, {freed} freed, {held} compared in flight; gateways moved {moves} times, "
-            f"booked {rebooked} again that died with their replica; {refused} marks refused")  # fmt: skip
+            f"booked {rebooked} again that died with their replica, and {again} that were not answered for; "
+            f"{refused} marks refused")  # fmt: skip
         lost, repeated, reordered = (
             sum(getattr(relay, name) for relay in world.relays) for name in ("lost", "repeated", "reordered")
         )
