@@ -23,6 +23,7 @@ import nats.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from kvscout_common.endings import INTENDED
 from kvscout_common.errors import ConfigError, Unavailable
 from kvscout_common.flags import BEHAVIOUR, flag
 from kvscout_common.nats_names import NatsNames
@@ -162,7 +163,7 @@ class _Client(nats.aio.client.Client):
         async def guarded(message: Msg) -> None:
             try:
                 await callback(message)
-            except (*_TROUBLE, asyncio.CancelledError):
+            except (*_TROUBLE, *INTENDED):
                 raise
             except BaseException as error:
                 self._on_defect(error)
