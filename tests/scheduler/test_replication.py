@@ -426,7 +426,7 @@ def test_no_message_of_another_replica_raises(run: int) -> None:
         "worker_id": world.workers,
         "owner_id": ["g", ""],
     }
-    hostile = HostileMessages(lambda field: names.get(field, []), rng)
+    hostile = HostileMessages(lambda field: names.get(field, ["x", ""]), rng)
     node = world["a"]
     forwarding = Forwarding(node.core, node.replication, never)
     for _ in range(1_000):
