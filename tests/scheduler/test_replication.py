@@ -97,6 +97,17 @@ def test_a_repeated_booking_call_at_another_replica_gets_the_first_answer_and_bo
     assert world["a"].replication.ownership.elsewhere(key("r")) == world["b"].replication.me
 
 
+def test_a_repeated_booking_call_whose_answer_is_lost_ends_nothing_that_runs() -> None:
+    world = World("a", "b")
+    world.book("a", "r")
+    world.run(1)
+    # As of a scheduler that hung: what its caller asked it before it went to the other one.
+    world.book("b", "r")
+    assert not world["b"].core.undelivered(key("r"), 1)
+    world.settled()
+    assert set(world["a"].state()) == {"r"}
+
+
 def test_a_free_at_another_replica_before_the_booking_arrives_there_cancels_it() -> None:
     world = World("a", "b", "c")
     world.book("a", "r")
@@ -409,7 +420,7 @@ def test_a_lease_above_what_callers_may_ask_for_is_read_all_the_same() -> None:
         assert world[name].replication.refused == 0
 
 
-@pytest.mark.parametrize("run", range(3))
+@pytest.mark.parametrize("run", range(2))
 def test_no_message_of_another_replica_raises(run: int) -> None:
     seed = test_seed() + run
     rng = Random(seed)
@@ -429,7 +440,7 @@ def test_no_message_of_another_replica_raises(run: int) -> None:
     hostile = HostileMessages(lambda field: names.get(field, ["x", ""]), rng)
     node = world["a"]
     forwarding = Forwarding(node.core, node.replication, never)
-    for _ in range(1_000):
+    for _ in range(500):
         raw = hostile.serialised(replication_pb2.ReplicaMessage.DESCRIPTOR)
         try:
             message = replication_pb2.ReplicaMessage.FromString(raw)
