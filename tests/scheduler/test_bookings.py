@@ -359,3 +359,24 @@ def test_remembered_attempts_are_bounded() -> None:
     assert book(made, "r0", attempt_id=1) == "w0"
     with pytest.raises(Cancelled):
         book(made, "r4", attempt_id=1)
+
+
+def test_no_tenant_takes_all_that_can_be_active_while_another_has_workers() -> None:
+    made = scheduler("a", worker("x", tenant="other"), max_active_requests=8)
+    for number in range(4):
+        book(made, f"r{number}")
+    with pytest.raises(ResourceExhausted, match="4 requests of tenant 'default' are active") as refused:
+        book(made, "r4")
+    assert refused.value.retry_after_seconds
+    for number in range(4):
+        made.select_and_reserve(request(isl=16, request_id=f"r{number}", tenant="other"))
+    with pytest.raises(ResourceExhausted, match="8 requests are active"):
+        made.select_and_reserve(request(isl=16, request_id="r4", tenant="other"))
+    made.free(key("r0"))
+    book(made, "r4")
+    made.check_invariants()
+    # Alone, it has all of it.
+    made.workers.worker_removed(worker("x", tenant="other"), "removed")
+    for number in range(5, 9):
+        book(made, f"r{number}")
+    made.check_invariants()

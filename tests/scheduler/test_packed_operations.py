@@ -165,7 +165,8 @@ def test_a_watcher_that_wants_explanations_gets_them_of_packed_requests() -> Non
     wanted = scheduler_pb2.SelectRequest(model=MODEL, isl_tokens=40, request_id="r", overlaps=overlaps)
     assert side.packed(message({"select_and_reserve": wanted})) is not None
     (record,) = watcher.take()[1]
-    explanation = record.outcome.explanation  # type: ignore[union-attr]
+    assert record.decision is not None
+    explanation = record.decision.explanation
     assert explanation is not None
     rows = {row.rank.worker_id: (row.device_blocks, row.host_blocks) for row in explanation.candidates}
     assert rows["b"] == (1, 2)

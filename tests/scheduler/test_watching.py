@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
@@ -20,7 +22,7 @@ from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.servicer import SchedulerServicer
-from kvscout_scheduler.watching import KEPT, MAX_WATCHERS, Watcher
+from kvscout_scheduler.watching import KEPT, KEPT_BYTES, MAX_WATCHERS, Watcher
 
 DEADLINE_SECONDS = 10.0
 
@@ -113,7 +115,7 @@ def test_a_slow_watcher_loses_the_oldest_and_is_told_how_many() -> None:
     for number in range(KEPT + 5):
         made.select(request(isl=number + 1))
     lost, records = watcher.take()
-    assert (lost, [record.request.isl_tokens for record in records][:2]) == (5, [6, 7])
+    assert (lost, [record.isl_tokens for record in records][:2]) == (5, [6, 7])
     assert len(woken) == KEPT + 5
     assert watcher.take() == (0, [])
 
@@ -148,3 +150,44 @@ def test_a_request_that_is_wrong_is_nobodys_decision() -> None:
     with pytest.raises(InvalidArgument):
         made.select(request(isl=0))
     assert watcher.take() == (0, [])
+
+
+def watched(workers: int, isl: int, decisions: int, *, explain: bool) -> tuple[int, int, Watcher]:
+    """Decisions on a long prompt that nobody reads: bytes that stay allocated for each side of the limit."""
+    made = scheduler(*(f"w{number}" for number in range(workers)))
+    watcher = Watcher("*", "", explain, lambda: None)
+    made.watchers.add(watcher)
+    hashes = list(range(isl // 16))
+    made.select(request(hashes))
+    tracemalloc.start()
+    try:
+        for number in range(decisions):
+            made.select(request([number, *hashes[1:]], request_id=f"r{number}"))
+            with pytest.raises(NotFound):
+                made.select(request([number, *hashes[1:]], pinned_worker_id="nobody"))
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return kept, 2 * decisions + 1, watcher
+
+
+@pytest.mark.parametrize(("workers", "explain"), [(2, False), (100, True)])
+def test_a_watcher_that_does_not_read_keeps_no_prompts_and_little_else(workers: int, explain: bool) -> None:
+    kept, made, watcher = watched(workers, 16_384, 100, explain=explain)
+    # As prompts these were 100 · 2 · 8 KiB, and 100 explanations of 100 candidates each.
+    assert kept < (KEPT_BYTES if explain else 512 * 1024)
+    lost, records = watcher.take()
+    assert lost + len(list(records)) == made
+    assert bool(lost) is explain
+
+
+def test_a_decision_larger_than_the_limit_is_kept_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvscout_scheduler.watching.KEPT_BYTES", 10)
+    made = scheduler("a")
+    watcher = Watcher("*", "", True, lambda: None)
+    made.watchers.add(watcher)
+    for _ in range(2):
+        made.select(request([1]))
+    lost, records = watcher.take()
+    assert (lost, len(list(records))) == (1, 1)

@@ -13,6 +13,7 @@ Every method is atomic: it awaits nothing. Not thread-safe.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
@@ -39,6 +40,7 @@ class Bookings:
         self._settings = settings
         self._stats = stats
         self._active: dict[RequestKey, Booking] = {}
+        self._by_tenant: Counter[str] = Counter()
         self._members: dict[tuple[Pool, int], dict[Booking, None]] = {}
         self._leases = Leases()
         self._owners = Owners(settings.owner_grace_seconds)
@@ -46,6 +48,8 @@ class Bookings:
         self._forgotten: dict[Booking, None] = {}
         """What its owner did not list when it came back, and that has not ended yet."""
         self._end_log = EndLog()
+        self.tenants = 0
+        """Tenants that have workers."""
         self.journal: Journal | None = None
         """Told of every change; None = there are no replicas."""
 
@@ -71,7 +75,7 @@ class Bookings:
         Raises:
             AlreadyExists: Another attempt of the request is active.
             Cancelled: This attempt was freed already.
-            ResourceExhausted: There are too many active requests.
+            ResourceExhausted: There are too many active requests, or too many of the tenant while others have workers.
         """
         active = self._active.get(key)
         if active is not None:
@@ -88,6 +92,12 @@ class Bookings:
             raise Cancelled(f"attempt {attempt_id} of request {key.request_id!r} was freed before it was booked")
         if len(self._active) >= self._settings.max_active_requests:
             raise ResourceExhausted(f"{len(self._active)} requests are active (limit)", retry_after_seconds=1.0)
+        share = max(1, int(self._settings.max_active_requests * self._settings.tenant_share))
+        if self.tenants > 1 and self._by_tenant[key.tenant] >= share:
+            raise ResourceExhausted(
+                f"{share} requests of tenant {key.tenant!r} are active (its share of the limit)",
+                retry_after_seconds=1.0,
+            )
         return None
 
     def add(self, booking: Booking, *, owner: OwnerName | None = None, lease_seconds: float = 0.0) -> None:
@@ -98,8 +108,7 @@ class Bookings:
             owner: Its owner; None = it has a lease instead.
             lease_seconds: 0 = the default.
         """
-        self._active[booking.key] = booking
-        self._members.setdefault((booking.pool, booking.allocation.slot), {})[booking] = None
+        self._put_in(booking)
         self._attempts.forget(booking.key, booking.attempt_id)
         booking.lease_seconds = float(lease_seconds or self._settings.lease_seconds)
         if owner is not None:
@@ -323,8 +332,7 @@ class Bookings:
     def add_mirror(self, booking: Booking) -> None:
         """Adds a booking that another replica owns; its load is in its pool already."""
         booking.mirror = True
-        self._active[booking.key] = booking
-        self._members.setdefault((booking.pool, booking.allocation.slot), {})[booking] = None
+        self._put_in(booking)
 
     def remove_mirror(self, booking: Booking) -> None:
         """Takes a mirror out, with its load."""
@@ -382,6 +390,7 @@ class Bookings:
         leased = [booking for booking in self._active.values() if booking.lease_bucket is not None]
         assert len(self._leases) == len(leased), "no lease without a booking"
         assert sum(map(len, self._members.values())) == len(self._active), "no member without a booking"
+        assert self._by_tenant == Counter(key.tenant for key in self._active), "tenants add up"
 
     def _require(self, key: RequestKey, attempt_id: int) -> Booking:
         booking = self._active.get(key)
@@ -430,8 +439,16 @@ class Bookings:
         if self.journal is not None:
             self.journal.ended(booking, by_caller=how is Ended.BY_CALLER)
 
+    def _put_in(self, booking: Booking) -> None:
+        self._active[booking.key] = booking
+        self._by_tenant[booking.key.tenant] += 1
+        self._members.setdefault((booking.pool, booking.allocation.slot), {})[booking] = None
+
     def _take_out(self, booking: Booking) -> None:
         del self._active[booking.key]
+        self._by_tenant[booking.key.tenant] -= 1
+        if not self._by_tenant[booking.key.tenant]:
+            del self._by_tenant[booking.key.tenant]
         place = (booking.pool, booking.allocation.slot)
         members = self._members[place]
         del members[booking]

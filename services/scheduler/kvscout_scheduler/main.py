@@ -86,6 +86,12 @@ SCRAPES_THAT_COUNT = 3
     section=PERFORMANCE,
     help="Bookings held at once; more are refused.",
 )
+@flag(
+    "--tenant-share",
+    default=0.5,
+    section=PERFORMANCE,
+    help="Share of --max-active-requests that one tenant may hold while others have workers; 1 = all of it.",
+)
 @nats_flags()
 @flag(
     "--scrape-engine-metrics",
@@ -135,6 +141,7 @@ def main(**values: Any) -> None:
                     values["engine_metrics_seconds"], SCRAPES_THAT_COUNT * values["scrape_engine_metrics"]
                 ),
                 max_active_requests=values["max_active_requests"],
+                tenant_share=values["tenant_share"],
                 queue_threshold=values["router_queue_threshold"],
                 queue_limit=values["router_queue_limit"],
             ).validate(),

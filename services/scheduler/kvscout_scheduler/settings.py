@@ -49,6 +49,8 @@ class SchedulerSettings:
     cooldown_seconds: float = 10.0
     """How long a worker that failed a request is left out."""
     max_active_requests: int = 1_000_000
+    tenant_share: float = 0.5
+    """Of `max_active_requests`, what one tenant may hold while others have workers."""
     queue_threshold: float | None = None
     """Requests wait while all workers have more active prefill tokens than this times max_num_batched_tokens;
     None = nobody waits."""
@@ -97,6 +99,8 @@ class SchedulerSettings:
             raise ConfigError(
                 f"must be a finite number of at least 0, not {self.queue_threshold}", field="queue_threshold"
             )
+        if not 0 < self.tenant_share <= 1:
+            raise ConfigError(f"must be above 0 and at most 1, not {self.tenant_share}", field="tenant_share")
         if self.queue_limit < 1:
             raise ConfigError("must be at least 1", field="queue_limit")
         for name in ("host", "disk"):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvscout.v1 import scheduler_pb2
-from kvscout_common.errors import InvalidArgument, KvscoutError, status_code
+from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity import current_identity
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import DEFAULT_TENANT
@@ -72,23 +72,21 @@ class WatchRpcs:
                 news.clear()
                 lost, records = watcher.take()
                 for record in records:
-                    yield _to_proto(record, lost=lost, explain=request.explain)
+                    yield _to_proto(record, lost=lost)
                     lost = 0
         finally:
             self._watched.watchers.remove(watcher)
 
 
-def _to_proto(record: DecisionRecord, *, lost: int, explain: bool) -> scheduler_pb2.WatchDecisionsResponse:
-    asked, outcome = record.request, record.outcome
+def _to_proto(record: DecisionRecord, *, lost: int) -> scheduler_pb2.WatchDecisionsResponse:
     message = scheduler_pb2.WatchDecisionsResponse(
         timestamp=record.timestamp,
-        request=translate.key_to_proto(asked.key, asked.attempt_id),
-        isl_tokens=asked.isl_tokens,
+        request=translate.key_to_proto(record.key, record.attempt_id),
+        isl_tokens=record.isl_tokens,
+        code=record.code,
+        message=record.message,
         lost=lost,
     )
-    if isinstance(outcome, KvscoutError):
-        message.code, message.message = status_code(outcome).value[0], str(outcome)
-    else:
-        shown = outcome if explain or outcome.explanation is None else replace(outcome, explanation=None)
-        message.decision.CopyFrom(translate.decision_to_proto(shown))
+    if record.decision is not None:
+        message.decision.CopyFrom(translate.decision_to_proto(record.decision))
     return message

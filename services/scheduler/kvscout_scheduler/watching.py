@@ -1,29 +1,59 @@
-"""Decisions as they are made, for whoever watches; a slow watcher loses the oldest and is told how many."""
+"""Decisions as they are made, for whoever watches; a slow watcher loses the oldest and is told how many.
+
+What is kept of a decision is what watchers are told: no prompt, and of an error its text.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvscout_common.errors import KvscoutError, ResourceExhausted
+from kvscout_common.errors import KvscoutError, ResourceExhausted, status_code
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.request import SelectionRequest
+from kvscout_scheduler.request import RequestKey, SelectionRequest
 
 MAX_WATCHERS = 100
 KEPT = 1_024
 """Decisions that wait for one watcher."""
+KEPT_BYTES = 4 * 1024 * 1024
+"""What they may take; above, the oldest go, all but one."""
+MAX_MESSAGE_CHARACTERS = 1_024
+
+_RECORD_BYTES = 1_024
+_CANDIDATE_BYTES = 512
+"""About; measured with 64-bit CPython, ids of 256 bytes are counted beside them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
     """One selection and what came of it."""
 
-    request: SelectionRequest
-    outcome: Decision | KvscoutError
+    key: RequestKey
+    attempt_id: int
+    isl_tokens: int
     timestamp: float
     """Seconds since the Unix epoch."""
+    decision: Decision | None = None
+    """None = it failed."""
+    code: int = 0
+    """gRPC status code of the failure."""
+    message: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """What keeping it takes, about."""
+        names = len(self.key.request_id) + len(self.message)
+        explanation = self.decision.explanation if self.decision is not None else None
+        candidates = len(explanation.candidates) if explanation is not None else 0
+        return _RECORD_BYTES + 4 * names + candidates * _CANDIDATE_BYTES
+
+    def without_explanation(self) -> DecisionRecord:
+        """The same, for those who did not ask for more."""
+        if self.decision is None or self.decision.explanation is None:
+            return self
+        return replace(self, decision=replace(self.decision, explanation=None))
 
 
 class Watcher:
@@ -41,7 +71,8 @@ class Watcher:
         self.model = model
         self.explain = explain
         self._wake = wake
-        self._records: deque[DecisionRecord] = deque(maxlen=KEPT)
+        self._records: deque[DecisionRecord] = deque()
+        self._bytes = 0
         self._lost = 0
 
     def wants(self, request: SelectionRequest) -> bool:
@@ -49,9 +80,12 @@ class Watcher:
         return self.tenant in (ALL_TENANTS, request.tenant) and self.model in ("", request.model)
 
     def put(self, record: DecisionRecord) -> None:
-        """Adds a decision; the oldest makes room."""
-        self._lost += len(self._records) == KEPT
+        """Adds a decision; the oldest make room."""
         self._records.append(record)
+        self._bytes += record.bytes
+        while len(self._records) > KEPT or (self._bytes > KEPT_BYTES and len(self._records) > 1):
+            self._bytes -= self._records.popleft().bytes
+            self._lost += 1
         self._wake()
 
     def take(self) -> tuple[int, Iterable[DecisionRecord]]:
@@ -59,6 +93,7 @@ class Watcher:
         lost, self._lost = self._lost, 0
         records = list(self._records)
         self._records.clear()
+        self._bytes = 0
         return lost, records
 
 
@@ -93,7 +128,15 @@ class Watchers:
     def tell(self, request: SelectionRequest, outcome: Decision | KvscoutError) -> None:
         """Tells everyone who watches the request's model."""
         interested = [watcher for watcher in self._watchers if watcher.wants(request)]
-        if interested:
-            record = DecisionRecord(request, outcome, self._wall_clock())
-            for watcher in interested:
-                watcher.put(record)
+        if not interested:
+            return
+        record = DecisionRecord(request.key, request.attempt_id, request.isl_tokens, self._wall_clock())
+        if isinstance(outcome, Decision):
+            record = replace(record, decision=outcome)
+        else:
+            # Not the error itself: its traceback holds on to all that the call had.
+            code, message = status_code(outcome).value[0], str(outcome)[:MAX_MESSAGE_CHARACTERS]
+            record = replace(record, code=code, message=message)
+        short = record.without_explanation()
+        for watcher in interested:
+            watcher.put(record if watcher.explain else short)

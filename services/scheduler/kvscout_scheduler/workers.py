@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvscout_common.errors import NotFound, Unavailable
@@ -34,6 +35,8 @@ class Workers:
         self._clock = clock
         self._pools: dict[PoolId, Pool] = {}
         self._specs: dict[tuple[str, str], WorkerSpec] = {}
+        self._tenants: Counter[str] = Counter()
+        """Workers of each."""
         self._seen: set[tuple[str, str]] = set()
 
     def __iter__(self) -> Iterator[Pool]:
@@ -51,6 +54,8 @@ class Workers:
             )
         pool.add(spec)
         self._specs[spec.tenant, spec.worker_id] = spec
+        self._tenants[spec.tenant] += 1
+        self._bookings.tenants = len(self._tenants)
         self._seen.add((spec.tenant, spec.model))
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
@@ -95,6 +100,10 @@ class Workers:
     def _remove(self, spec: WorkerSpec, leaving: Leaving) -> None:
         self._pools[pool_of(spec)].remove(spec, leaving)
         del self._specs[spec.tenant, spec.worker_id]
+        self._tenants[spec.tenant] -= 1
+        if not self._tenants[spec.tenant]:
+            del self._tenants[spec.tenant]
+        self._bookings.tenants = len(self._tenants)
 
     def pool(self, pool_id: PoolId) -> Pool:
         """A pool that has workers.
