@@ -101,5 +101,4 @@ async def test_bookings_with_long_ids_write_a_bounded_log(tmp_path: Path) -> Non
         await process.communicate()
     assert process.returncode == 0
     lines = log.read_text().splitlines()
-    assert any("(60,0" in line for line in lines)
     assert sum(map(len, lines)) < 100_000
