@@ -22,7 +22,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import grpc
 
@@ -34,13 +34,10 @@ from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
 from kvscout_gateway.listed_specs import ListedSpecs
+from kvscout_gateway.peer import LEARNED, Peer, source_of
 
 log = logging.getLogger("kvscout.gateway")
 
-LEARNED = (Source.PEER, Source.NATS)
-"""Sources whose workers members are not told of: they have them, or follow the registry in NATS themselves."""
-KEPT = (*DECLARED, Source.NATS)
-"""Sources of a member that bring its workers to others, or to nobody else, without this gateway."""
 SYNC_SECONDS = 2.0
 """How often a member is asked who is registered with it."""
 SUSPECT_SECONDS = 0.2
@@ -56,9 +53,6 @@ WORKERS_A_TURN = 32
 """Looked at in a row: about a millisecond where all are new, after which requests have their turn."""
 CALLS_AT_ONCE = 32
 """Registrations under way to one member: a fleet of 1,000 is told in well under a second."""
-
-
-_SOURCES = {source.value: source for source in Source}
 
 
 class HelperStatus(Protocol):
@@ -82,26 +76,6 @@ class WorkerStub(Protocol):
     @property
     def GetStatus(self) -> Callable[..., Awaitable[HelperStatus]]:
         """State of the service."""
-
-
-class Peer(NamedTuple):
-    """A registration as a member lists it."""
-
-    spec: WorkerSpec
-    lease_seconds: int
-    source: Source
-    listed_at: float
-    """When the member was asked, on the gateway's clock."""
-
-    @property
-    def registered_there(self) -> bool:
-        """Whether it is by a call to the member that it knows the worker, and nobody else need know it."""
-        return self.source not in KEPT and self.source is not Source.PEER
-
-    @property
-    def declared(self) -> bool:
-        """Whether it is of the member's own file or DNS names: nobody else can change it there."""
-        return self.source in DECLARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +295,7 @@ class MemberSync:
                 self._warnings.warning("listed", "%s lists a worker that cannot be read: %s", self.name, error)
                 continue
             listed[WorkerName(spec.tenant, spec.worker_id)] = Peer(
-                spec, entry.lease_seconds, _source(entry.source), asked_at
+                spec, entry.lease_seconds, source_of(entry.source), asked_at
             )
         lost = (self.peers.keys() | self._told.keys()) - listed.keys()
         if lost and self._listed_at is not None and await self._restarted_since(self._listed_at):
@@ -415,11 +389,6 @@ class MemberSync:
         if await self._tell(name, peer.spec, PASSED_ON_LEASE_SECONDS, passed_on=True) is None:
             why = self.refused.pop(name)
             self._warnings.warning(name, "%s refuses worker %s, which others know: %s", self.name, name.worker_id, why)
-
-
-def _source(listed: str) -> Source:
-    """A source as a member lists it; one that only its release knows counts as any other peer's."""
-    return _SOURCES.get(listed, Source.RPC)
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:

@@ -21,7 +21,8 @@ from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Un
 from kvscout_common.registry import DECLARED, Registry, Source, WorkerName
 from kvscout_common.service_info import TenantWarning, Warned, about, shown, text_of
 from kvscout_common.worker import WorkerSpec
-from kvscout_gateway.member_sync import CALL_SECONDS, WORKERS_A_TURN, MemberSync, Peer, WorkerStub
+from kvscout_gateway.member_sync import CALL_SECONDS, WORKERS_A_TURN, MemberSync, WorkerStub
+from kvscout_gateway.peer import Peer
 
 log = logging.getLogger("kvscout.gateway")
 
