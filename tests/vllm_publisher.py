@@ -89,6 +89,11 @@ class VllmPublisher:
         self.replay_endpoint: str = ready["replay_endpoint"]
         self._process = process
 
+    async def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        await self._process.wait()
+
     async def publish(self, batches: int) -> None:
         """Publishes batches of one block each; returns when they are sent."""
         assert self._process.stdin is not None

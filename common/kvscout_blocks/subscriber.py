@@ -2,7 +2,8 @@
 
 Sockets are watched through their file descriptors by the event loop's epoll and drained in bursts, so that hundreds
 of silent engines cost nothing and a busy one does not starve the rest. What the process is too slow to read waits in
-the socket, up to `RECEIVE_LIMIT` batches; then ZMQ drops, the sequence shows a gap, and the gap is replayed.
+the socket, up to `RECEIVE_LIMIT` batches; then in the connection, and at the engine up to its own mark. What that drops
+shows as a gap in the sequence, or as a hole in a replay, and is asked for again.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from kvscout_common.worker import EventEndpoint
 
 log = logging.getLogger("kvscout.events")
 
-RECEIVE_LIMIT = 100_000
-"""Batches that wait in a socket."""
-REPLIES_LIMIT = 256
-"""Replies that wait in a socket: what an engine drops because we are slow is asked for again."""
 MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+"""Three million tokens in one batch: engines that announce a tenth of it are not known."""
+RECEIVE_LIMIT = 16
+"""Batches that wait in a socket, so that even the largest ones take 256 MiB: ZMQ counts messages, not bytes. It is read
+empty a thousand times a second, which is more than engines need."""
 BURST = 64
 """Batches read from one socket before the others, and the rpcs, get their turn."""
 REPLAY_IDLE_SECONDS = 2.0
@@ -200,7 +201,7 @@ async def replay(
     socket = zmq.asyncio.Context.shadow(context).socket(zmq.DEALER)
     try:
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVHWM, REPLIES_LIMIT)
+        socket.set(zmq.RCVHWM, RECEIVE_LIMIT)
         socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         try:
             socket.connect(endpoint)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 
+import psutil
 import pytest
 import zmq
 import zmq.asyncio
 from recorded_engine import RecordedEngine, recorded_engine
+from vllm_publisher import VllmPublisher, vllm_publisher
 from zmq_publisher import DEADLINE_MS, Publisher
 
+from kvscout_blocks import subscriber
 from kvscout_blocks.feed import HistoryBroken
-from kvscout_blocks.subscriber import BURST, Subscription, replay
+from kvscout_blocks.subscriber import BURST, RECEIVE_LIMIT, Subscription, close_sockets, open_sockets, replay
 from kvscout_blocks.wire import Message
 from kvscout_common.worker import EventEndpoint
 
@@ -73,8 +76,10 @@ async def test_a_connection_is_told_of_before_its_first_batch(
 
 
 async def test_a_reconnect_in_the_midst_of_a_burst_is_told_of_when_the_socket_is_read_empty(
-    context: zmq.Context[zmq.Socket[bytes]], publisher: Publisher
+    context: zmq.Context[zmq.Socket[bytes]], publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The former connection ends before all that came over it is read.
+    monkeypatch.setattr(subscriber, "RECEIVE_LIMIT", 1000)
     told = Told()
     subscription = told.subscribe(context, EventEndpoint(0, publisher.endpoint))
     publisher.await_subscription()
@@ -145,7 +150,7 @@ async def engine() -> AsyncIterator[RecordedEngine]:
 
 
 async def read(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int) -> list[Message]:
-    return [message async for message in replay(context, endpoint, start, idle_seconds=0.2)]
+    return [message async for message in replay(context, endpoint, start, idle_seconds=0.2, pause_seconds=0.2)]
 
 
 @pytest.mark.parametrize("start", [0, 2, 3, 2**64 - 1])
@@ -204,3 +209,45 @@ async def test_a_replay_that_is_left_early_closes_its_socket(
     assert await anext(replies) == Message(0, b"zero")
     await replies.aclose()
     context.term()  # would wait for an open socket for ever
+
+
+async def kept_while_unread(engine: VllmPublisher) -> None:
+    """Waits until nothing more comes, then ends the engine: what is read afterwards is what had been received."""
+    before, now = -1, psutil.Process().memory_info().rss
+    while before < now:
+        await asyncio.sleep(0.2)
+        before, now = now, psutil.Process().memory_info().rss
+    await engine.kill()
+
+
+async def test_what_is_not_read_waits_at_the_engine_not_here() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    async with vllm_publisher(payload_bytes=2**20) as engine:
+        socket, monitor = open_sockets(context, EventEndpoint(0, engine.endpoint))
+        assert await asyncio.to_thread(monitor.poll, DEADLINE_MS)
+        await engine.publish(1)
+        assert await asyncio.to_thread(socket.poll, DEADLINE_MS)
+        await engine.publish(150)
+        await kept_while_unread(engine)
+        count = 0
+        while socket.poll(200):
+            socket.recv_multipart()
+            count += 1
+        close_sockets(socket, monitor)
+    context.term()
+    # A few more are in the connection's own buffers.
+    assert RECEIVE_LIMIT <= count < 3 * RECEIVE_LIMIT
+
+
+async def test_replies_that_are_not_read_wait_at_the_engine_not_here(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    async with vllm_publisher(payload_bytes=2**20) as engine:
+        await engine.publish(150)
+        replies = replay(context, engine.replay_endpoint, 0, pause_seconds=0.2)
+        count = len([await anext(replies)])
+        await kept_while_unread(engine)
+        with pytest.raises(HistoryBroken):
+            async for _ in replies:
+                count += 1
+    assert RECEIVE_LIMIT <= count < 3 * RECEIVE_LIMIT
