@@ -3,6 +3,7 @@
 import pytest
 
 from kvscout_common.worker import WorkerRank
+from kvscout_gateway.metrics import ObservationCollector
 from kvscout_gateway.observation import Observations, Reports, computes_a_block, predicted_cached_tokens
 
 RANK = WorkerRank("a", 0)
@@ -61,6 +62,15 @@ def test_what_an_engine_never_says_is_unknown() -> None:
     report(observations, 50, None, WorkerRank("other", 0))
     assert observations.total.hit_rate == 0.5
     assert observations.of("default", RANK).reports == Reports()
+
+
+def test_a_hit_rate_that_is_unknown_is_not_exported() -> None:
+    observations = Observations(lambda tenant, worker_id: True)
+    report(observations, None)
+    report(observations, 0, worker=WorkerRank("misses", 0))
+    families = ObservationCollector(observations, lambda: 0).collect()
+    [rates] = [family.samples for family in families if family.name == "kvscout_kv_hit_rate"]
+    assert {sample.labels["worker"]: sample.value for sample in rates} == {"misses": 0.0, "": 0.0}
 
 
 def test_an_engine_that_reports_a_zero_reports() -> None:

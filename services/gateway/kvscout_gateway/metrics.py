@@ -73,7 +73,7 @@ class ObservationCollector(Collector):
         """Samples of now."""
         labels = ["tenant", "worker", "dp_rank"]
         hit_rate = GaugeMetricFamily(
-            "kvscout_kv_hit_rate", "Cached / prompt tokens as the engines report them, since start", labels=labels
+            "kvscout_kv_hit_rate", "Cached / prompt tokens of the engines that report them, since start", labels=labels
         )
         checked = CounterMetricFamily(
             "kvscout_predictions_checked", "Requests whose predicted cached tokens were compared", labels=labels
@@ -91,7 +91,8 @@ class ObservationCollector(Collector):
             *((values, seen.reports) for values, seen in rows),
             (["", "", ""], self._observations.total),
         ):
-            hit_rate.add_metric(values, reports.hit_rate)
+            if reports.hit_rate is not None:
+                hit_rate.add_metric(values, reports.hit_rate)
             checked.add_metric(values, reports.checked)
             wrong.add_metric(values, reports.mispredicted)
             error.add_metric(values, reports.prediction_error_tokens)

@@ -26,9 +26,9 @@ class Reports:
     prediction_error_tokens: int = 0
 
     @property
-    def hit_rate(self) -> float:
-        """Cached / prompt tokens, 0..1."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+    def hit_rate(self) -> float | None:
+        """Cached / prompt tokens, 0..1; None = nothing was reported."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     def add(self, *, isl_tokens: int, cached: int, predicted: int | None) -> None:
         """One request more; without a prediction nothing is compared."""
