@@ -377,12 +377,7 @@ async def test_who_waits_in_line_is_answered_late_with_overlaps_of_then() -> Non
         routing = asyncio.create_task(client.route(fresh_prompt(16), request_id="by a caller"))
         await eventually(lambda: waiting_in_line(client, 2))
         await publish(client, prompt)
-        indexer_calls = await calls_of_indexer(client)
-
-        async def asked_again() -> bool:
-            return await calls_of_indexer(client) > indexer_calls
-
-        await eventually(asked_again, what="overlaps to be refreshed")
+        await until_refreshed(client)
         assert not waiting.done()
         assert not routing.done()
         script.goes_on.set()
@@ -412,12 +407,7 @@ async def test_what_is_checked_are_the_overlaps_on_which_the_worker_was_chosen()
         await eventually(lambda: waiting_in_line(client, 1))
         await mocker.complete(prompt.tolist(), max_tokens=1)
         await client.until_indexed(prompt, 10)
-        indexer_calls = await calls_of_indexer(client)
-
-        async def asked_again() -> bool:
-            return await calls_of_indexer(client) > indexer_calls
-
-        await eventually(asked_again, what="overlaps to be refreshed")
+        await until_refreshed(client)
         await call(client.stub.Free, scheduler_pb2.RequestRef(model=MODEL, request_id="fills it"), timeout=20)
         got = await waiting
         assert got.usage is not None
@@ -501,6 +491,16 @@ async def _now(value: bool) -> bool:
 
 async def calls_of_indexer(client: GatewayClient) -> int:
     return sum(helper.calls for helper in (await client.status()).helpers if helper.kind == "indexer")
+
+
+async def until_refreshed(client: GatewayClient) -> None:
+    """Waits until those that wait were sent again with overlaps of now: who asks a second time has sent the first."""
+    before = await calls_of_indexer(client)
+
+    async def asked_twice() -> bool:
+        return await calls_of_indexer(client) >= before + 2
+
+    await eventually(asked_twice, what="overlaps to be refreshed")
 
 
 async def publish(client: GatewayClient, prompt: Any, worker_id: str = "a") -> None:
