@@ -273,7 +273,7 @@ class World:
             await asyncio.sleep(away)
             for path in struck.paths:
                 path.relay.heal()
-            return f"{kind} {struck.name} {'and '.join(directions)}, {away:.1f} s"
+            return f"{kind} {struck.name} {' and '.join(directions)}, {away:.1f} s"
         if kind == "nats kill":
             await self.nats.kill()
             await asyncio.sleep(away)
