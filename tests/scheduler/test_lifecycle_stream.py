@@ -200,7 +200,10 @@ async def test_a_refusal_says_when_to_try_again() -> None:
     [
         scheduler_pb2.LifecycleRequest(),
         scheduler_pb2.LifecycleRequest(hello=scheduler_pb2.LifecycleHello()),
+        scheduler_pb2.LifecycleRequest(hello=scheduler_pb2.LifecycleHello(owner_id="x" * 257)),
+        scheduler_pb2.LifecycleRequest(hello=scheduler_pb2.LifecycleHello(owner_id="two\nlines")),
     ],
+    ids=["no hello", "no owner", "long", "unprintable"],
 )
 async def test_a_stream_that_names_no_owner_is_refused(first: scheduler_pb2.LifecycleRequest) -> None:
     async with service("a") as (_, _, _, owner):

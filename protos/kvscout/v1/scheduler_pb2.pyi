@@ -783,8 +783,8 @@ class LifecycleHello(_message.Message):
     OPENED_AT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
-    """Owner id, unique among gateways; kept over reconnects. Required. Owners whose tokens are bound to different tenants
-    are different owners, whatever their ids.
+    """Owner id, unique among gateways; kept over reconnects; printable, at most 256 bytes. Required. Owners whose tokens
+    are bound to different tenants are different owners, whatever their ids.
     """
     opened_at: _builtins.int
     """When the owner opened this stream: microseconds since the Unix epoch by its own clock, more from stream to stream. Of

@@ -19,6 +19,7 @@ from typing import Any
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import DeadlineExceeded, Draining, InvalidArgument, KvscoutError
 from kvscout_common.identity import current_identity
+from kvscout_common.plain_text import name_problem
 from kvscout_common.raw_messages import parse_message
 from kvscout_scheduler import translate
 from kvscout_scheduler.operations import MAX_OPERATIONS, Elsewhere, Operations
@@ -68,8 +69,10 @@ class LifecycleRpc:
         if message is None:
             return
         first = read(message)
-        if not first.HasField("hello") or not first.hello.owner_id:
-            raise InvalidArgument("the first message of a stream names its owner", field="hello.owner_id")
+        if not first.HasField("hello"):
+            raise InvalidArgument("the first message of a stream names its owner", field="hello")
+        if problem := name_problem(first.hello.owner_id):
+            raise InvalidArgument(problem, field="hello.owner_id")
         scheduler, owner = self._lifecycles, OwnerName(current_identity().tenant, first.hello.owner_id)
         patience = _patience_seconds(first.hello)
         in_flight = [(translate.key_from_proto(ref, first.tenant), ref.attempt_id) for ref in first.hello.in_flight]
