@@ -70,10 +70,11 @@ def test_no_service_of_kubernetes_has_a_variable_that_a_program_reads(
 
 
 def test_a_program_starts_beside_services_that_are_named_after_its_flags() -> None:
-    flags = [word.lstrip("-") for program in PROGRAMS.values() for option in program.params for word in option.opts]
-    names = ["kvscout", *(f"kvscout-{flag}" for flag in flags), *(f"kvscout-{name}" for name in SERVICES)]
-    names += [name.removesuffix("-port") for name in names]
-    names += [f"kvscout-{service}-{name.removeprefix('kvscout-')}" for service in SERVICES for name in names]
+    # "kvscout-gateway-metrics" makes KVSCOUT_GATEWAY_METRICS_PORT, and so on.
+    stems = {"", *(f"-{name}" for name in SERVICES)}
+    ports = {word.strip("-").removesuffix("port").strip("-") for word in words() if word.endswith("port")}
+    names = {f"kvscout{stem}{'-' if port else ''}{port}" for stem in stems for port in ports}
+    assert {"kvscout", "kvscout-gateway", "kvscout-scheduler-metrics", "kvscout-mocker-events"} <= names
     environment: dict[str, str] = {}
     for name in names:
         environment |= of_service(name, "10.96.0.7", [("grpc", 7050, "tcp"), ("metrics", 9091, "tcp")])
@@ -85,6 +86,13 @@ def test_a_program_starts_beside_services_that_are_named_after_its_flags() -> No
             == CliRunner().invoke(click.Command("probe", params=program.params, callback=echo_port)).output
         ), service
         assert warnings(program, environment) == []
+
+
+def words() -> Iterator[str]:
+    """The flags of all programs."""
+    for program in PROGRAMS.values():
+        for option in program.params:
+            yield from option.opts
 
 
 def echo_port(port: int, host: str, **_: object) -> None:
