@@ -14,7 +14,6 @@ help: ## List the targets.
 setup: ## Create .venv and install kvscout with everything to develop it (the extension too, where cargo is).
 	@sh deploy/make-venv.sh .venv
 	@test -n "$(CARGO)" || echo "No Rust toolchain found: kvscout will run in plain Python, with the same answers, slower."
-	@rm -f native/kvscout_native/_core*.so
 	$(PY) -m pip install --quiet --editable '.[dev,embedded]'
 	@$(PY) -c "from kvscout_common.hashing import backend_name; print('kvscout is ready, hashing backend:', backend_name())"
 
@@ -64,8 +63,6 @@ protos-check: ## Fail if the generated code is not what the .proto files say.
 
 native: ## Build the Rust extension in place; fails without cargo.
 	$(PY) -m pip install --quiet 'setuptools>=77' 'setuptools-rust>=1.10'
-	@# One that was built under another name would be found first.
-	rm -f native/kvscout_native/_core*.so
 	kvscout_require_native=1 $(PY) -c 'from setuptools import setup; setup()' build_rust --inplace --release
 	kvscout_require_native=1 $(PY) -c "from kvscout_common.hashing import backend_name; print('backend:', backend_name())"
 
