@@ -224,9 +224,12 @@ async def hostile_world() -> AsyncIterator[HostileWorld]:
         entries = (
             f"{{token: {token_of(name)}, role: {role}, tenant: '{tenant}'}}" for name, (role, tenant) in TOKENS.items()
         )
-        (folder / "tokens.yaml").write_text(f"tokens: [{', '.join(entries)}]")
-        for name in TOKENS:
-            (folder / name).write_text(token_of(name))
+        for name, text in {
+            "tokens.yaml": f"tokens: [{', '.join(entries)}]",
+            **{n: token_of(n) for n in TOKENS},
+        }.items():
+            (folder / name).touch(mode=0o600)
+            (folder / name).write_text(text)
         services: dict[str, Service] = {}
 
         async def serve(name: str, *flags: str) -> str:
