@@ -39,6 +39,7 @@ async def resolved(endpoint: str) -> str:
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise OSError(f"host name {host!r} cannot be resolved: {error}") from error
-    family, _, _, _, address = found[0]
+    # Engines that bind to all addresses do so over IPv4, whichever one a name like localhost is said to have first.
+    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     ip = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
     return f"{_TCP}{ip}:{port}"
