@@ -7,7 +7,7 @@ import signal
 import time
 from contextlib import AsyncExitStack
 
-from gateway_stack import connected, fresh_prompt, mocker_worker, together
+from gateway_stack import MODEL, connected, fresh_prompt, mocker_worker, together
 from mocker_process import running_mocker
 from nats_server import nats_server
 from processes import Running, eventually, running
@@ -18,6 +18,7 @@ from kvscout_common.errors import Unavailable
 
 SLOWLY = ("--speedup", "1", "--step-base-ms", "100")
 REQUESTS = 6
+ROUTED = 3
 HANG_SECONDS = 1.5
 WATCHED_SECONDS = 2.0
 """After it goes on: what the gateway sent it when it hung has long been read."""
@@ -52,9 +53,12 @@ async def test_what_a_gateway_booked_elsewhere_while_its_scheduler_hung_stays_bo
         a.signal(signal.SIGSTOP)
         # All of them are sent to the one that hangs first.
         calls = [client.start(fresh_prompt(40), max_tokens=1000) for _ in range(REQUESTS)]
+        # Callers of Route name their attempts, and free by them.
+        routed = [f"routed {number}" for number in range(ROUTED)]
+        await asyncio.gather(*(client.route(fresh_prompt(40), request_id=name, attempt_id=7) for name in routed))
 
         async def all_run() -> bool:
-            return len(await client.active()) == REQUESTS
+            return len(await client.active()) == REQUESTS + ROUTED
 
         stopped = time.monotonic()
         await eventually(all_run, what="the bookings at the other replica")
@@ -65,16 +69,19 @@ async def test_what_a_gateway_booked_elsewhere_while_its_scheduler_hung_stays_bo
         while time.monotonic() < resumed + WATCHED_SECONDS:
             seen.append(len(await client.active()))
             await asyncio.sleep(0.05)
-        assert seen[-1] == REQUESTS, f"bookings: {seen}"
+        assert seen[-1] == REQUESTS + ROUTED, f"bookings: {seen}"
 
         async def alike() -> bool:
             states = [
                 await each.rpc("ListActiveRequests", scheduler_pb2.ListActiveRequestsRequest()) for each in (a, b)
             ]
             names = [{(r.request.request_id, r.request.attempt_id) for r in state.requests} for state in states]
-            return names[0] == names[1] and len(names[0]) == REQUESTS
+            return names[0] == names[1] and len(names[0]) == REQUESTS + ROUTED
 
         await eventually(alike, what="the same at both replicas")
         for call in calls:
             call.cancel()
+        for name in routed:
+            freed = await client.stub.Free(scheduler_pb2.RequestRef(model=MODEL, request_id=name, attempt_id=7))
+            assert freed.outcome == scheduler_pb2.FREE_OUTCOME_FREED
         await client.until_idle()
