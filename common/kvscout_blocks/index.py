@@ -69,6 +69,9 @@ TWIN_LIMIT = 16
 """Engine hashes by which a worker knows one block. For a further one the one known longest that has no copies goes;
 where all have copies it is dropped and counted."""
 
+BATCH_LIMIT = 1 << 20
+"""Blocks of one batch: it is applied as one step, which all that writes waits for, half a second at most."""
+
 SLICE = 512
 """Blocks that are stored, or as much other work, in one slice of work on a whole rank."""
 
@@ -114,6 +117,8 @@ class Ignored(StrEnum):
     INDEX_FULL = "index_full"
     """A Stored for whose blocks the index may have no numbers left, of 67 million for prompts that begin alike; in
     blocks. The reference has no such limit."""
+    BATCH_LIMIT = "batch_limit"
+    """An event with which a batch would have more than `BATCH_LIMIT` blocks, stored and removed; in blocks."""
     UNKNOWN_REMOVED = "unknown_removed"
     """Removal of a copy that is not known; in blocks."""
 

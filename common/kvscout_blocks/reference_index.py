@@ -24,6 +24,7 @@ from kvscout_blocks.acceptance import judge_content, local_hashes_of
 from kvscout_blocks.events import Cleared, EventBatch, Removed, Stored
 from kvscout_blocks.holdings import Holdings
 from kvscout_blocks.index import (
+    BATCH_LIMIT,
     DEFAULT_MAX_PREDICTED_BLOCKS,
     DEFAULT_PRUNE_RATIO,
     GROUP_LIMIT,
@@ -324,10 +325,16 @@ class ReferenceIndex:
             self._unknown_worker += 1
             return Applied(len(batch.events), len(batch.faults), False, "")
         self._complete(known.holdings)
+        filled = 0
         for event in batch.events:
             if isinstance(event, Cleared):
                 self._renew(worker, known)
                 continue
+            blocks = len(event.engine_hashes)
+            if filled + blocks > BATCH_LIMIT:
+                known.ignored[Ignored.BATCH_LIMIT] += blocks
+                continue
+            filled += blocks
             if known.incompatible:
                 known.ignored[Ignored.INCOMPATIBLE] += 1
             elif isinstance(event, Stored):
@@ -335,9 +342,9 @@ class ReferenceIndex:
             else:
                 self._removed(known, event)
             # Event by event, since each Cleared takes a slot.
-            self._drain(len(event.engine_hashes) + 1)
+            self._drain(blocks + 1)
         self._move_cursor(worker, epoch, event_id)
-        self._enforce_bound(sum(len(event.engine_hashes) for event in batch.events if not isinstance(event, Cleared)))
+        self._enforce_bound(filled)
         self._drain(_DRAINED_BY_APPLY)
         return Applied(len(batch.events), len(batch.faults), known.over_capacity, known.incompatible)
 

@@ -23,3 +23,18 @@ def keep_mmap_threshold() -> bool:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES))
+
+
+def trim() -> bool:
+    """Gives memory that is free back to the system, wherever in the heap it is; blocks, without the interpreter's lock.
+
+    By itself glibc gives back what is free at the heap's end, and what was freed of an index is between what is not.
+
+    Returns:
+        False where the C library cannot; nothing changed.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is None:
+        return False
+    malloc_trim(0)
+    return True

@@ -12,6 +12,7 @@ from index_scenarios import IndexFactory, settle
 
 from kvscout_blocks.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
 from kvscout_blocks.index import (
+    BATCH_LIMIT,
     FORGOTTEN_AT_ONCE,
     GHOST_LIMIT,
     GROUP_LIMIT,
@@ -591,3 +592,16 @@ def test_one_content_under_many_engine_hashes_costs_in_proportion(index_factory:
     few = min(seconds_of_twins(index_factory, 2_000) for _ in range(3))
     many = min(seconds_of_twins(index_factory, 20_000) for _ in range(2))
     assert many < 30 * few
+
+
+def test_a_batch_has_so_many_blocks_at_most_and_further_events_are_counted(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    apply(index, run(1, 2))
+    # Unknown hashes cost next to nothing, and are blocks all the same.
+    removed = Removed((99,) * (BATCH_LIMIT // 4))
+    apply(index, removed, removed, removed, removed, Removed((2,)), run(3), Cleared(), run(4))
+    assert ignored(index, Ignored.BATCH_LIMIT) == 3
+    assert ignored(index, Ignored.UNKNOWN_REMOVED) == BATCH_LIMIT
+    assert device(index, 1) == {}
+    apply(index, run(5))
+    assert device(index, 5) == {W0: 1}

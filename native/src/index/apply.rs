@@ -8,6 +8,9 @@ use crate::events::{Batch, Event, Removed, Stored};
 /// Cache groups known for each worker rank.
 const GROUP_LIMIT: usize = 64;
 
+/// Blocks of one batch.
+const BATCH_LIMIT: usize = 1 << 20;
+
 /// Blocks of dropped content that each batch frees, beside as many as its events have: drains faster than events
 /// can fill.
 const DRAINED_BY_APPLY: usize = 512;
@@ -26,11 +29,12 @@ pub enum Ignored {
     OrphanLimit,
     TwinLimit,
     IndexFull,
+    BatchLimit,
     UnknownRemoved,
 }
 
 /// Number of reasons.
-pub const IGNORED: usize = 12;
+pub const IGNORED: usize = 13;
 
 /// What became of one batch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -62,6 +66,10 @@ impl Index {
             };
             match event {
                 Event::Cleared => self.renew(state, worker),
+                _ if filled + blocks > BATCH_LIMIT => {
+                    count(state, worker, Ignored::BatchLimit, blocks as u64);
+                    continue;
+                }
                 _ if !state.ranks[worker].incompatible.is_empty() => {
                     count(state, worker, Ignored::Incompatible, 1)
                 }

@@ -146,6 +146,25 @@ pub struct Index {
     contents: AtomicU64,
 }
 
+/// Nodes whose memory is freed within less than a millisecond.
+const FREED_AT_ONCE: usize = 1024;
+
+impl Drop for Index {
+    fn drop(&mut self) {
+        let empty = || Arc::new(Trie::new(0));
+        let state = self.state.get_mut();
+        if state.ledger.nodes.len() <= FREED_AT_ONCE && state.garbage.is_empty() {
+            return;
+        }
+        let ledger = std::mem::replace(&mut state.ledger, Ledger::new(empty()));
+        let all = (ledger, std::mem::replace(&mut self.trie, empty()), std::mem::take(&mut state.garbage));
+        // Whoever lets go of an index last does not wait until millions of blocks are freed; without another thread
+        // he has to.
+        let thread = std::thread::Builder::new().name("kvscout-free".into());
+        let _ = thread.spawn(move || drop(all));
+    }
+}
+
 impl Index {
     pub fn new(block_size: usize, eagle: bool, bounds: Bounds) -> Self {
         let secret = RandomState::new().hash_one(block_size);

@@ -133,6 +133,11 @@ impl Nodes {
         node
     }
 
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.shards.iter().map(Slab::len).sum()
+    }
+
     pub fn remove(&mut self, node: NodeId) -> NodeEntry {
         self.unlink(node);
         self.shards[shard_of(node)].remove(index_of(node))

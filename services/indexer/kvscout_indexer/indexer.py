@@ -15,6 +15,7 @@ from kvscout_blocks.published import with_last_digest
 from kvscout_blocks.source import Elsewhere, Source
 from kvscout_common.endings import Closing, FirstDefect
 from kvscout_common.errors import NotFound
+from kvscout_common.heap import trim
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
@@ -41,6 +42,10 @@ TICK_SECONDS = 0.1
 """How often due retries are looked for: half the shortest pause between two."""
 MAINTAIN_BUDGET = 1024
 """Dropped blocks freed in one turn of the event loop: well below a millisecond."""
+TRIM_BLOCKS = 65_536
+"""After so many blocks were freed, their memory is given back to the system."""
+TRIM_SECONDS = 1.0
+"""From then on, so that what goes together goes at once."""
 WARM_SECONDS = 10.0
 """Longest time at start that health waits for the peers' states of the workers known then."""
 
@@ -70,6 +75,8 @@ class Indexer:
         self._recoveries = asyncio.Semaphore(MAX_RECOVERIES)
         self._warnings = RateLimitedLog(log)
         self._defect = FirstDefect()
+        self._trim_at: float | None = None
+        """When memory that is free is given back to the system, on the clock; None = nothing was dropped."""
         self.push = GrpcPush(self.registry, failed=self._defect.report)
         self._transports: dict[Transport, EventTransport] = {
             Transport.ZMQ: ZmqDirect(warnings=self._warnings, failed=self._defect.report),
@@ -257,6 +264,7 @@ class Indexer:
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
         """Forgets a worker."""
+        self._trim_at = time.monotonic() + TRIM_SECONDS
         for rank in spec.ranks:
             self._close(spec, rank)
         self.pools.remove(spec)
@@ -307,15 +315,27 @@ class Indexer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            for source in list(self._sources.values()):
-                source.tick()
+            self._tick_all()
+
+    def _tick_all(self) -> None:
+        # Not in the loop of the task, which would keep the last one until there is another.
+        for source in list(self._sources.values()):
+            source.tick()
 
     async def _maintain(self) -> None:
         """Frees what was dropped, a slice a turn, so that no query waits for it."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            for _, index in self.pools.by_key():
-                more = True
-                while more:
-                    more = index.maintain(now=time.monotonic(), budget=MAINTAIN_BUDGET)
-                    await asyncio.sleep(0)
+            await self._maintain_all()
+            if self._trim_at is not None and time.monotonic() >= self._trim_at:
+                self._trim_at = None
+                await asyncio.to_thread(trim)
+
+    async def _maintain_all(self) -> None:
+        for _, index in self.pools.by_key():
+            slices = 1
+            while index.maintain(now=time.monotonic(), budget=MAINTAIN_BUDGET):
+                slices += 1
+                await asyncio.sleep(0)
+            if slices * MAINTAIN_BUDGET > TRIM_BLOCKS:
+                self._trim_at = time.monotonic() + TRIM_SECONDS

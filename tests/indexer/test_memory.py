@@ -1,0 +1,72 @@
+"""Memory of a model whose last worker is removed comes back, to the process and to the system."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import weakref
+from pathlib import Path
+
+import pytest
+from indexer_client import local_indexer
+
+from kvscout_blocks.events import EventBatch, Stored
+from kvscout_blocks.native_index import NativeIndex
+from kvscout_common.heap import trim
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_indexer.indexer import Indexer
+
+BLOCKS = 400_000
+PROMPT = 16
+RANK = WorkerRank("w", 0)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def add(indexer: Indexer, model: str, prompts: int) -> weakref.ref[object]:
+    """Registers a worker that holds many short prompts; a reference to the model's index that does not keep it."""
+    spec = WorkerSpec("w", model, 16)
+    indexer.registry.register(spec)
+    index = indexer.pools.of(spec)
+    rng = random.Random(model)
+    for _ in range(prompts):
+        hashes = tuple(rng.getrandbits(64) for _ in range(PROMPT))
+        index.apply(RANK, EventBatch((Stored(hashes, local_hashes=hashes),)))
+    return weakref.ref(index)
+
+
+async def test_nobody_keeps_the_index_of_a_model_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    maintained = asyncio.Event()
+    maintain_all = Indexer._maintain_all
+
+    async def watched(indexer: Indexer) -> None:
+        await maintain_all(indexer)
+        if indexer.pools.by_key():
+            maintained.set()
+
+    monkeypatch.setattr(Indexer, "_maintain_all", watched)
+    async with local_indexer() as (_, indexer):
+        index = add(indexer, "m", 10)
+        await maintained.wait()
+        indexer.registry.remove("default", "w")
+        async with asyncio.timeout(5):
+            while index() is not None:
+                await asyncio.sleep(0.01)
+
+
+async def test_memory_of_a_removed_model_goes_back_to_the_system() -> None:
+    if not trim():
+        return  # the C library cannot
+    async with local_indexer() as (_, indexer):
+        before = resident_bytes()
+        index = add(indexer, "m", BLOCKS // PROMPT)
+        if not isinstance(index(), NativeIndex):
+            return  # what the reference has is Python's to give back
+        grown = resident_bytes() - before
+        assert grown > 10_000_000
+        indexer.registry.remove("default", "w")
+        async with asyncio.timeout(20):
+            while resident_bytes() - before > grown // 2:
+                await asyncio.sleep(0.05)
