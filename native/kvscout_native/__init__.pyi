@@ -404,3 +404,201 @@ def select_result(id: int, decision: _Decision) -> bytes:
 
 def prefill_result(id: int, changed: bool) -> bytes: ...
 def free_result(id: int, outcome: int) -> bytes: ...
+
+RPC_EVENTS: dict[str, int]
+"""Kinds of what `Rpc.turn` returns, by name; each event is a tuple that begins with its kind.
+
+* (OPEN, call, listener, method, metadata, timeout in µs or None, message or None): a call came. `method` is its place in
+  the listener's list; the message is there where a method has one request.
+* (MESSAGE, call, bytes), of either side; say `consumed` when it was handled.
+* (HALF_CLOSED, call): the caller sends no more.
+* (RESET, call): the caller has gone; nothing more can be sent.
+* (WRITABLE, call): there is room again after `send` said False.
+* (HEADERS, call, metadata), (END, call, code, details, metadata): of a call that was made here; END comes once, last.
+* (CONNECTED, connection), (CLOSED, connection, reason): of `connect`; CLOSED comes last, after END of its calls.
+* (ACCEPT_FAILED, errno, text): connections wait; they are accepted with the next `tick` that can.
+"""
+
+class ServerTls:
+    """Certificates of a server."""
+
+    def __init__(self, certificate: bytes, key: bytes, client_ca: bytes | None = None) -> None:
+        """Takes PEM.
+
+        Args:
+            certificate: Chain, own certificate first.
+            key: Its private key.
+            client_ca: Clients must have a certificate of this CA; None = they need none.
+
+        Raises:
+            ValueError: One of them is wrong.
+        """
+
+class ClientTls:
+    """Certificates of a client."""
+
+    def __init__(self, ca: bytes, certificate: bytes | None = None, key: bytes | None = None) -> None:
+        """Takes PEM.
+
+        Args:
+            ca: Servers must have a certificate of this CA.
+            certificate: Own chain, with `key`; None = none is shown.
+            key: Its private key.
+
+        Raises:
+            ValueError: One of them is wrong.
+        """
+
+class Rpc:
+    """gRPC over HTTP/2, driven by one event loop, from one thread::
+
+        epoll of the loop ──▶ turn ──▶ events ──▶ handlers and callers
+                              flush ◀── send, answer, finish, call ◀──┘
+
+    Nothing blocks, nothing runs beside it. Calls and connections are known by numbers that are never used twice: one that
+    is over is ignored by every method. Metadata are (name, value) pairs; names that end in "-bin" have bytes, others text.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_message_bytes: int = ...,
+        max_streams: int = ...,
+        max_connections: int = ...,
+        keepalive_seconds: float = ...,
+        keepalive_timeout_seconds: float = ...,
+        handshake_seconds: float = ...,
+        queue_bytes: int = ...,
+    ) -> None:
+        """Opens its epoll.
+
+        Args:
+            max_message_bytes: Longest message that is taken.
+            max_streams: Calls that come and are open at once, a connection.
+            max_connections: Accepted and open at once; further ones are closed, and counted.
+            keepalive_seconds: Silence after which a peer is pinged.
+            keepalive_timeout_seconds: Then it has so long to say anything.
+            handshake_seconds: From the connection to the end of the HTTP/2 preface.
+            queue_bytes: Of messages that came and are not handled; with more, new calls are refused.
+
+        Raises:
+            OSError: There is no descriptor for it.
+        """
+
+    def fileno(self) -> int:
+        """Readable when `turn` has something to do."""
+
+    def turn(self) -> list[tuple[Any, ...]]:
+        """Reads and drives what is ready; returns what happened, see `RPC_EVENTS`.
+
+        Raises:
+            OSError: The kernel refuses to poll.
+        """
+
+    def flush(self) -> bool:
+        """Sends what was said since the last time, in one write a connection; True: call `turn` again now."""
+
+    def tick(self) -> None:
+        """Pings, gives up and accepts what is due; to be called once a second."""
+
+    def stats(self) -> dict[str, int]:
+        """connections, calls and queued_bytes now; connections_refused and calls_refused until now."""
+
+    def listen(
+        self, host: str, port: int, methods: list[tuple[str, bool, bool]], tls: ServerTls | None = None
+    ) -> tuple[int, int]:
+        """Binds; returns the listener's number and its port.
+
+        Args:
+            host: IP address.
+            port: 0 = any free one.
+            methods: "/package.Service/Method", whether its requests and whether its answers are a stream.
+            tls: None = plaintext.
+
+        Raises:
+            ValueError: `host` is no address.
+            OSError: It cannot be bound.
+        """
+
+    def set_tls(self, listener: int, tls: ServerTls | None = None) -> None:
+        """New connections get other certificates."""
+
+    def stop_listening(self, listener: int) -> None:
+        """Accepts no more."""
+
+    def leave(self, listener: int) -> None:
+        """Sends GOAWAY on each of its connections: what runs goes on, new calls go elsewhere."""
+
+    def close_connections(self, listener: int) -> None:
+        """Closes them now."""
+
+    def open_calls(self, listener: int) -> int:
+        """Calls that came and are not over."""
+
+    def connect(self, host: str, port: int, authority: str, tls: ClientTls | None = None, server_name: str = "") -> int:
+        """Begins to connect; returns the connection's number. CONNECTED or CLOSED follows.
+
+        Args:
+            host: IP address.
+            port: Its port.
+            authority: Said to the server with each call.
+            tls: None = plaintext.
+            server_name: What the server's certificate must be for.
+
+        Raises:
+            ValueError: `host` is no address.
+            OSError: There is no way to it, or no descriptor.
+        """
+
+    def connect_unix(self, path: str, authority: str) -> int:
+        """The same over a Unix socket."""
+
+    def close(self, connection: int) -> None:
+        """Ends its calls, and closes it."""
+
+    def call(
+        self,
+        connection: int,
+        method: str,
+        metadata_pairs: list[tuple[str, str | bytes]],
+        timeout_us: int | None = None,
+        message: bytes | None = None,
+        end: bool = False,
+    ) -> int | None:
+        """Makes a call; returns its number, None if the connection is over.
+
+        Args:
+            connection: That is open, or will be.
+            method: "/package.Service/Method".
+            metadata_pairs: Sent with it.
+            timeout_us: Said to the server; the caller ends it by `reset`.
+            message: The first one; None = none yet.
+            end: No more messages follow.
+
+        Raises:
+            ValueError: Metadata that cannot be sent, by name.
+        """
+
+    def answer(self, call: int, message: bytes, metadata_pairs: list[tuple[str, str | bytes]] | None = None) -> None:
+        """Sends the one message of an answer, and OK."""
+
+    def headers(self, call: int, metadata_pairs: list[tuple[str, str | bytes]]) -> None:
+        """Sends headers, unless they went out with a message."""
+
+    def send(self, call: int, message: bytes) -> bool:
+        """Queues a message; False: wait for WRITABLE before the next."""
+
+    def half_close(self, call: int) -> None:
+        """Ends the messages of a call that was made here."""
+
+    def finish(self, call: int, code: int, details: str, metadata_pairs: list[tuple[str, str | bytes]]) -> None:
+        """Ends a call that came, behind what is queued."""
+
+    def reset(self, call: int) -> None:
+        """Breaks a call off; nothing more is told of it."""
+
+    def consumed(self, call: int, message_bytes: int) -> None:
+        """A message was handled: its sender may send more."""
+
+    def peer(self, call: int) -> str | None:
+        """Address of the other side; None: the call is over."""

@@ -13,6 +13,7 @@ pub mod protobuf;
 #[cfg(feature = "python")]
 mod python;
 pub mod query;
+pub mod rpc;
 pub mod slab;
 pub mod table;
 pub mod wire;

@@ -8,6 +8,7 @@ mod index;
 mod ingest;
 mod load;
 mod queries;
+mod rpc;
 mod slices;
 
 use pyo3::prelude::*;
@@ -41,5 +42,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     ingest::register(module)?;
     load::register(module)?;
     queries::register(module)?;
+    rpc::register(module)?;
     slices::register(module)
 }

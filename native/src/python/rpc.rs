@@ -1,0 +1,332 @@
+//! Python binding of `rpc`.
+
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use pyo3::exceptions::{PyOSError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
+
+use crate::rpc::{
+    self, Address, Event, Kind, Limits, Metadata, News, Rpc, Status, TlsAcceptor, TlsConnector,
+};
+
+/// Kinds of events, the first item of each; the stub has the others.
+const KINDS: [(&str, u8); 10] = [
+    ("OPEN", OPEN),
+    ("MESSAGE", MESSAGE),
+    ("HALF_CLOSED", HALF_CLOSED),
+    ("RESET", RESET),
+    ("WRITABLE", WRITABLE),
+    ("HEADERS", HEADERS),
+    ("END", END),
+    ("CONNECTED", CONNECTED),
+    ("CLOSED", CLOSED),
+    ("ACCEPT_FAILED", ACCEPT_FAILED),
+];
+const OPEN: u8 = 0;
+const MESSAGE: u8 = 1;
+const HALF_CLOSED: u8 = 2;
+const RESET: u8 = 3;
+const WRITABLE: u8 = 4;
+const HEADERS: u8 = 5;
+const END: u8 = 6;
+const CONNECTED: u8 = 7;
+const CLOSED: u8 = 8;
+const ACCEPT_FAILED: u8 = 9;
+
+/// Certificates of a server; see the stub.
+#[pyclass(frozen, module = "kvscout_native")]
+struct ServerTls {
+    acceptor: TlsAcceptor,
+}
+
+#[pymethods]
+impl ServerTls {
+    #[new]
+    #[pyo3(signature = (certificate, key, client_ca=None))]
+    fn new(certificate: &[u8], key: &[u8], client_ca: Option<&[u8]>) -> PyResult<Self> {
+        let acceptor = rpc::acceptor(certificate, key, client_ca).map_err(PyValueError::new_err)?;
+        Ok(Self { acceptor })
+    }
+}
+
+/// Certificates of a client; see the stub.
+#[pyclass(frozen, module = "kvscout_native")]
+struct ClientTls {
+    connector: TlsConnector,
+}
+
+#[pymethods]
+impl ClientTls {
+    #[new]
+    #[pyo3(signature = (ca, certificate=None, key=None))]
+    fn new(ca: &[u8], certificate: Option<&[u8]>, key: Option<&[u8]>) -> PyResult<Self> {
+        let connector = rpc::connector(ca, certificate.zip(key)).map_err(PyValueError::new_err)?;
+        Ok(Self { connector })
+    }
+}
+
+/// gRPC driven by an event loop; see the stub.
+#[pyclass(unsendable, module = "kvscout_native", name = "Rpc")]
+struct RpcLoop {
+    rpc: Rpc,
+}
+
+type PyMetadata = Vec<(String, MetadataValue)>;
+
+#[derive(FromPyObject)]
+enum MetadataValue {
+    Text(String),
+    Bytes(Vec<u8>),
+}
+
+fn metadata(given: PyMetadata) -> Metadata {
+    given
+        .into_iter()
+        .map(|(name, value)| match value {
+            MetadataValue::Text(text) => (name, text.into_bytes()),
+            MetadataValue::Bytes(bytes) => (name, bytes),
+        })
+        .collect()
+}
+
+fn to_python<'py>(py: Python<'py>, metadata: &Metadata) -> PyResult<Bound<'py, PyTuple>> {
+    let pairs = metadata.iter().map(|(name, value)| {
+        let value = if name.ends_with("-bin") {
+            PyBytes::new(py, value).into_any()
+        } else {
+            PyString::new(py, &String::from_utf8_lossy(value)).into_any()
+        };
+        (name.as_str(), value)
+    });
+    PyTuple::new(py, pairs.collect::<Vec<_>>())
+}
+
+/// The header, name by name, that cannot be sent.
+fn no_metadata(name: String) -> PyErr {
+    PyValueError::new_err(format!("metadata {name:?} cannot be sent"))
+}
+
+#[pymethods]
+impl RpcLoop {
+    #[new]
+    #[pyo3(signature = (
+        *, max_message_bytes=64 << 20, max_streams=1_000, max_connections=10_000, keepalive_seconds=5.0,
+        keepalive_timeout_seconds=4.0, handshake_seconds=10.0, queue_bytes=256 << 20
+    ))]
+    fn new(
+        max_message_bytes: usize,
+        max_streams: u32,
+        max_connections: usize,
+        keepalive_seconds: f64,
+        keepalive_timeout_seconds: f64,
+        handshake_seconds: f64,
+        queue_bytes: usize,
+    ) -> PyResult<Self> {
+        let limits = Limits {
+            max_message: max_message_bytes,
+            max_streams,
+            max_connections,
+            queue: queue_bytes,
+            handshake: Duration::from_secs_f64(handshake_seconds),
+            keepalive: Duration::from_secs_f64(keepalive_seconds),
+            keepalive_timeout: Duration::from_secs_f64(keepalive_timeout_seconds),
+            ..Limits::default()
+        };
+        Ok(Self { rpc: Rpc::new(limits)? })
+    }
+
+    fn fileno(&self) -> i32 {
+        self.rpc.fd()
+    }
+
+    fn turn<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let events = self.rpc.turn()?;
+        let list = PyList::empty(py);
+        for event in events {
+            list.append(event_tuple(py, event)?)?;
+        }
+        Ok(list)
+    }
+
+    fn flush(&mut self) -> bool {
+        self.rpc.flush()
+    }
+
+    fn tick(&mut self) {
+        self.rpc.tick();
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.rpc.stats();
+        let found = PyDict::new(py);
+        found.set_item("connections", stats.connections)?;
+        found.set_item("calls", stats.calls)?;
+        found.set_item("queued_bytes", stats.queued_bytes)?;
+        found.set_item("connections_refused", stats.connections_refused)?;
+        found.set_item("calls_refused", stats.calls_refused)?;
+        Ok(found)
+    }
+
+    #[pyo3(signature = (host, port, methods, tls=None))]
+    fn listen(
+        &mut self,
+        host: &str,
+        port: u16,
+        methods: Vec<(String, bool, bool)>,
+        tls: Option<&ServerTls>,
+    ) -> PyResult<(u64, u16)> {
+        let address = address(host, port)?;
+        let kind = |(name, request_streaming, response_streaming)| {
+            (name, Kind { request_streaming, response_streaming })
+        };
+        let methods = methods.into_iter().map(kind).collect();
+        Ok(self.rpc.listen(address, methods, tls.map(|tls| tls.acceptor.clone()))?)
+    }
+
+    #[pyo3(signature = (listener, tls=None))]
+    fn set_tls(&mut self, listener: u64, tls: Option<&ServerTls>) {
+        self.rpc.set_tls(listener, tls.map(|tls| tls.acceptor.clone()));
+    }
+
+    fn stop_listening(&mut self, listener: u64) {
+        self.rpc.stop_listening(listener);
+    }
+
+    fn leave(&mut self, listener: u64) {
+        self.rpc.leave(listener);
+    }
+
+    fn close_connections(&mut self, listener: u64) {
+        self.rpc.close_connections(listener);
+    }
+
+    fn open_calls(&self, listener: u64) -> usize {
+        self.rpc.open_calls(listener)
+    }
+
+    #[pyo3(signature = (host, port, authority, tls=None, server_name=""))]
+    fn connect(
+        &mut self,
+        host: &str,
+        port: u16,
+        authority: String,
+        tls: Option<&ClientTls>,
+        server_name: &str,
+    ) -> PyResult<u64> {
+        let address = Address::Tcp(address(host, port)?);
+        let tls = tls.map(|tls| (tls.connector.clone(), server_name));
+        self.rpc.connect(&address, authority, tls).map_err(PyOSError::new_err)
+    }
+
+    fn connect_unix(&mut self, path: String, authority: String) -> PyResult<u64> {
+        self.rpc.connect(&Address::Unix(path), authority, None).map_err(PyOSError::new_err)
+    }
+
+    fn close(&mut self, connection: u64) {
+        self.rpc.close(connection);
+    }
+
+    #[pyo3(signature = (connection, method, metadata_pairs, timeout_us=None, message=None, end=false))]
+    fn call(
+        &mut self,
+        connection: u64,
+        method: &str,
+        metadata_pairs: PyMetadata,
+        timeout_us: Option<u64>,
+        message: Option<&[u8]>,
+        end: bool,
+    ) -> PyResult<Option<u64>> {
+        let call =
+            self.rpc.call(connection, method, &metadata(metadata_pairs), timeout_us).map_err(no_metadata)?;
+        if let Some(call) = call {
+            if let Some(message) = message {
+                self.rpc.send(call, message);
+            }
+            if end {
+                self.rpc.half_close(call);
+            }
+        }
+        Ok(call)
+    }
+
+    #[pyo3(signature = (call, message, metadata_pairs=None))]
+    fn answer(&mut self, call: u64, message: &[u8], metadata_pairs: Option<PyMetadata>) -> PyResult<()> {
+        self.rpc.send(call, message);
+        let trailers = metadata_pairs.map(metadata).unwrap_or_default();
+        self.rpc.finish(call, &Status::new(0, ""), &trailers).map_err(no_metadata)
+    }
+
+    fn headers(&mut self, call: u64, metadata_pairs: PyMetadata) -> PyResult<()> {
+        self.rpc.headers(call, &metadata(metadata_pairs)).map_err(no_metadata)
+    }
+
+    fn send(&mut self, call: u64, message: &[u8]) -> bool {
+        self.rpc.send(call, message)
+    }
+
+    fn half_close(&mut self, call: u64) {
+        self.rpc.half_close(call);
+    }
+
+    fn finish(&mut self, call: u64, code: u8, details: String, metadata_pairs: PyMetadata) -> PyResult<()> {
+        let status = Status { code, message: details };
+        self.rpc.finish(call, &status, &metadata(metadata_pairs)).map_err(no_metadata)
+    }
+
+    fn reset(&mut self, call: u64) {
+        self.rpc.reset(call);
+    }
+
+    fn consumed(&mut self, call: u64, message_bytes: usize) {
+        self.rpc.consumed(call, message_bytes);
+    }
+
+    fn peer(&self, call: u64) -> Option<&str> {
+        self.rpc.peer(call)
+    }
+}
+
+fn address(host: &str, port: u16) -> PyResult<SocketAddr> {
+    let ip = host.parse().map_err(|_| PyValueError::new_err(format!("{host:?} is no IP address")))?;
+    Ok(SocketAddr::new(ip, port))
+}
+
+fn event_tuple<'py>(py: Python<'py>, event: Event) -> PyResult<Bound<'py, PyTuple>> {
+    match event {
+        Event::Open { call, listener, method, metadata, timeout_us, message } => {
+            let message = message.map(|message| PyBytes::new(py, &message));
+            (OPEN, call, listener, method, to_python(py, &metadata)?, timeout_us, message).into_pyobject(py)
+        }
+        Event::Call(call, news) => match news {
+            News::Message(message) => (MESSAGE, call, PyBytes::new(py, &message)).into_pyobject(py),
+            News::HalfClosed => (HALF_CLOSED, call).into_pyobject(py),
+            News::Headers(metadata) => (HEADERS, call, to_python(py, &metadata)?).into_pyobject(py),
+            News::Ended(status, metadata) => {
+                (END, call, status.code, status.message, to_python(py, &metadata)?).into_pyobject(py)
+            }
+            News::Reset => (RESET, call).into_pyobject(py),
+            News::Writable => (WRITABLE, call).into_pyobject(py),
+            News::Begins(_) => unreachable!("told as Open"),
+        },
+        Event::Connected(connection) => (CONNECTED, connection).into_pyobject(py),
+        Event::Closed(connection, reason) => (CLOSED, connection, reason).into_pyobject(py),
+        Event::AcceptFailed(number) => {
+            let text = io::Error::from_raw_os_error(number).to_string();
+            (ACCEPT_FAILED, number, text).into_pyobject(py)
+        }
+    }
+}
+
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let kinds = PyDict::new(module.py());
+    for (name, kind) in KINDS {
+        kinds.set_item(name, kind)?;
+    }
+    module.add("RPC_EVENTS", kinds)?;
+    module.add_class::<ServerTls>()?;
+    module.add_class::<ClientTls>()?;
+    module.add_class::<RpcLoop>()
+}

@@ -1,0 +1,330 @@
+//! One HTTP/2 connection, from its socket to its end, on either side of it.
+//!
+//! ```text
+//! connecting ──▶ TLS ──▶ HTTP/2 preface ──▶ open ──▶ over, with the reason
+//!  (client)     (if any)
+//! ```
+
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use h2::client::SendRequest;
+use h2::server::SendResponse;
+use h2::{Ping, PingPong, Reason, RecvStream};
+use hashbrown::HashSet;
+use http::Request;
+use tokio_rustls::rustls::pki_types::ServerName;
+use tokio_rustls::{Accept, Connect, TlsAcceptor, TlsConnector};
+
+use super::limits::Limits;
+use super::socket::{Io, Readiness, Socket, Stream};
+use super::wake::Bell;
+
+/// A request as it comes in, with what answers it.
+pub type Incoming = (Request<RecvStream>, SendResponse<Bytes>);
+type ClientHandshake = Pin<Box<dyn Future<Output = Result<ClientParts, h2::Error>>>>;
+type ClientParts = (SendRequest<Bytes>, h2::client::Connection<Io, Bytes>);
+
+enum Stage {
+    Connecting(Stream, Option<(TlsConnector, ServerName<'static>)>),
+    AcceptingTls(Box<Accept<Socket>>),
+    ConnectingTls(Box<Connect<Socket>>),
+    Greeting(Box<h2::server::Handshake<Io, Bytes>>),
+    GreetingServer(ClientHandshake),
+    Server(Box<h2::server::Connection<Io, Bytes>>),
+    Client(Box<h2::client::Connection<Io, Bytes>>),
+    Over,
+}
+
+/// What driving a connection has brought.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// Nothing more for now.
+    Waits,
+    /// The client's connection can be used.
+    Opened,
+    /// It is over, why, and whether because the peer did harm.
+    Over(String, bool),
+}
+
+/// Why a connection is over.
+struct End {
+    text: String,
+    harmful: bool,
+}
+
+impl End {
+    fn of(reason: impl ToString) -> Self {
+        Self { text: reason.to_string(), harmful: false }
+    }
+}
+
+impl From<h2::Error> for End {
+    fn from(error: h2::Error) -> Self {
+        // Ours, not the peer's word: it opened and reset streams, or sent tiny frames, without end.
+        let harmful = error.is_library() && error.reason() == Some(Reason::ENHANCE_YOUR_CALM);
+        Self { text: error.to_string(), harmful }
+    }
+}
+
+/// Of one side: who accepted it, or what opens streams.
+pub enum Side {
+    /// Key of the listener.
+    Server(u64),
+    /// What opens streams, once it is open, and streams that wait for it.
+    Client { sender: Option<SendRequest<Bytes>>, authority: String, waiting: Vec<u64> },
+}
+
+pub struct Connection {
+    stage: Stage,
+    pub side: Side,
+    pub bell: Bell,
+    /// What the kernel says of its socket; None while it is not connected.
+    pub ready: Option<Rc<Readiness>>,
+    pub streams: HashSet<u64>,
+    pub peer: String,
+    opened_at: Instant,
+    heard_at: Instant,
+    heard_bytes: u64,
+    pings: Option<PingPong>,
+    pinged_at: Option<Instant>,
+    /// Streams that the peer has reset in the second that began then.
+    resets: (Instant, u32),
+    /// It takes no new streams any more.
+    pub leaving: bool,
+    limits: Rc<Limits>,
+}
+
+impl Connection {
+    pub fn accepted(
+        stream: Stream,
+        listener: u64,
+        tls: Option<&TlsAcceptor>,
+        peer: String,
+        bell: Bell,
+        limits: Rc<Limits>,
+        now: Instant,
+    ) -> Self {
+        let socket = Socket::new(stream);
+        let ready = Some(socket.readiness());
+        let stage = match tls {
+            Some(acceptor) => Stage::AcceptingTls(Box::new(acceptor.accept(socket))),
+            None => Stage::Greeting(Box::new(limits.server().handshake(Io::Plain(socket)))),
+        };
+        Self::new(stage, Side::Server(listener), ready, peer, bell, limits, now)
+    }
+
+    pub fn connecting(
+        stream: Stream,
+        tls: Option<(TlsConnector, ServerName<'static>)>,
+        authority: String,
+        peer: String,
+        bell: Bell,
+        limits: Rc<Limits>,
+        now: Instant,
+    ) -> Self {
+        let side = Side::Client { sender: None, authority, waiting: Vec::new() };
+        Self::new(Stage::Connecting(stream, tls), side, None, peer, bell, limits, now)
+    }
+
+    fn new(
+        stage: Stage,
+        side: Side,
+        ready: Option<Rc<Readiness>>,
+        peer: String,
+        bell: Bell,
+        limits: Rc<Limits>,
+        now: Instant,
+    ) -> Self {
+        Self {
+            stage,
+            side,
+            bell,
+            ready,
+            streams: HashSet::new(),
+            peer,
+            opened_at: now,
+            heard_at: now,
+            heard_bytes: 0,
+            pings: None,
+            pinged_at: None,
+            resets: (now, 0),
+            leaving: false,
+            limits,
+        }
+    }
+
+    /// Whether calls can be made on it, or answered.
+    pub fn is_open(&self) -> bool {
+        matches!(self.stage, Stage::Server(_) | Stage::Client(_))
+    }
+
+    /// Notes what the kernel says.
+    pub fn kernel_says(&mut self, readable: bool, writable: bool, ended: bool) {
+        if let Some(ready) = &self.ready {
+            ready.ended.set(ready.ended.get() || ended);
+            ready.readable.set(ready.readable.get() || readable || ended);
+            ready.writable.set(ready.writable.get() || writable);
+        }
+    }
+
+    /// Reads, writes and gets on as far as is possible now; requests that came are handed on.
+    pub fn drive(&mut self, mut incoming: impl FnMut(Incoming)) -> Progress {
+        self.bell.taken();
+        let waker = self.bell.waker().clone();
+        let mut context = Context::from_waker(&waker);
+        let mut opened = false;
+        let reason = loop {
+            match self.step(&mut context, &mut incoming) {
+                Poll::Pending if opened => return Progress::Opened,
+                Poll::Pending => return Progress::Waits,
+                Poll::Ready(Err(reason)) => break reason,
+                Poll::Ready(Ok(())) => opened = opened || matches!(self.stage, Stage::Client(_)),
+            }
+        };
+        self.stage = Stage::Over;
+        Progress::Over(reason.text, reason.harmful)
+    }
+
+    /// One stage, or one request of the last.
+    fn step(
+        &mut self,
+        context: &mut Context<'_>,
+        incoming: &mut impl FnMut(Incoming),
+    ) -> Poll<Result<(), End>> {
+        self.stage = match &mut self.stage {
+            Stage::Connecting(stream, _) => match stream.connected() {
+                None => return Poll::Pending,
+                Some(Err(error)) => return Poll::Ready(Err(End::of(error))),
+                Some(Ok(())) => self.connected(),
+            },
+            Stage::AcceptingTls(accept) => match Pin::new(accept).poll(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(End::of(format!("TLS: {error}")))),
+                Poll::Ready(Ok(stream)) => {
+                    Stage::Greeting(Box::new(self.limits.server().handshake(Io::Server(Box::new(stream)))))
+                }
+            },
+            Stage::ConnectingTls(connect) => match Pin::new(connect).poll(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(End::of(format!("TLS: {error}")))),
+                Poll::Ready(Ok(stream)) => greeting_server(&self.limits, Io::Client(Box::new(stream))),
+            },
+            Stage::Greeting(handshake) => match Pin::new(handshake).poll(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(End::from(error))),
+                Poll::Ready(Ok(mut connection)) => {
+                    self.pings = connection.ping_pong();
+                    if self.leaving {
+                        connection.graceful_shutdown();
+                    }
+                    Stage::Server(Box::new(connection))
+                }
+            },
+            Stage::GreetingServer(handshake) => match handshake.as_mut().poll(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(End::from(error))),
+                Poll::Ready(Ok((opens, mut connection))) => {
+                    self.pings = connection.ping_pong();
+                    if let Side::Client { sender, .. } = &mut self.side {
+                        *sender = Some(opens);
+                    }
+                    Stage::Client(Box::new(connection))
+                }
+            },
+            Stage::Server(connection) => {
+                match connection.poll_accept(context) {
+                    Poll::Pending => return Poll::Pending,
+                    Poll::Ready(None) => return Poll::Ready(Err(End::of("closed"))),
+                    Poll::Ready(Some(Err(error))) => return Poll::Ready(Err(End::from(error))),
+                    Poll::Ready(Some(Ok(request))) => incoming(request),
+                }
+                return Poll::Ready(Ok(()));
+            }
+            Stage::Client(connection) => match Pin::new(connection).poll(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(End::from(error))),
+                Poll::Ready(Ok(())) => return Poll::Ready(Err(End::of("closed by the peer"))),
+            },
+            Stage::Over => return Poll::Ready(Err(End::of("closed"))),
+        };
+        Poll::Ready(Ok(()))
+    }
+
+    fn connected(&mut self) -> Stage {
+        let Stage::Connecting(stream, tls) = std::mem::replace(&mut self.stage, Stage::Over) else {
+            unreachable!("called while connecting")
+        };
+        let socket = Socket::new(stream);
+        self.ready = Some(socket.readiness());
+        match tls {
+            Some((connector, name)) => Stage::ConnectingTls(Box::new(connector.connect(name, socket))),
+            None => greeting_server(&self.limits, Io::Plain(socket)),
+        }
+    }
+
+    /// Tells the peer to open no more streams; those that are open go on.
+    pub fn leave(&mut self) {
+        self.leaving = true;
+        if let Stage::Server(connection) = &mut self.stage {
+            connection.graceful_shutdown();
+            self.bell.ring();
+        }
+    }
+
+    /// Notes that the peer reset a stream; a peer that does so by the hundred is sent away, and true returned.
+    pub fn stream_reset(&mut self, now: Instant) -> bool {
+        if now.duration_since(self.resets.0) >= Duration::from_secs(1) {
+            self.resets = (now, 0);
+        }
+        self.resets.1 += 1;
+        if self.resets.1 < self.limits.resets_per_second {
+            return false;
+        }
+        if let Stage::Server(connection) = &mut self.stage {
+            connection.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM);
+            self.bell.ring();
+        }
+        true
+    }
+
+    /// What has to be done because time went by; the reason if it must end.
+    pub fn tick(&mut self, now: Instant) -> Option<String> {
+        let received = self.ready.as_ref().map_or(0, |ready| ready.received.get());
+        if received != self.heard_bytes {
+            (self.heard_bytes, self.heard_at) = (received, now);
+        }
+        if !self.is_open() {
+            let slow = now.duration_since(self.opened_at) > self.limits.handshake;
+            return slow.then(|| "the handshake takes too long".to_owned());
+        }
+        let pings = self.pings.as_mut()?;
+        if let Some(pinged_at) = self.pinged_at {
+            let mut context = Context::from_waker(self.bell.waker());
+            match pings.poll_pong(&mut context) {
+                Poll::Ready(_) => self.pinged_at = None,
+                // Whatever comes is a sign of life.
+                Poll::Pending if self.heard_at > pinged_at => {}
+                Poll::Pending if now.duration_since(pinged_at) > self.limits.keepalive_timeout => {
+                    return Some("the peer does not answer".to_owned());
+                }
+                Poll::Pending => {}
+            }
+        } else if now.duration_since(self.heard_at) >= self.limits.keepalive
+            && pings.send_ping(Ping::opaque()).is_ok()
+        {
+            self.pinged_at = Some(now);
+            self.bell.ring();
+        }
+        None
+    }
+}
+
+fn greeting_server(limits: &Limits, io: Io) -> Stage {
+    let client = limits.client();
+    Stage::GreetingServer(Box::pin(async move { client.handshake(io).await }))
+}

@@ -1,0 +1,199 @@
+//! gRPC's framing of messages: one byte that tells whether it is compressed, four of length, the message.
+
+use std::io::Read;
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use flate2::read::GzDecoder;
+
+use super::status::{INTERNAL, RESOURCE_EXHAUSTED, Status, UNIMPLEMENTED};
+
+/// Bytes before each message.
+pub const PREFIX: usize = 5;
+
+/// How the peer compresses, if it does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Encoding {
+    Identity,
+    Gzip,
+    Unknown,
+}
+
+impl Encoding {
+    pub fn named(name: Option<&[u8]>) -> Self {
+        match name {
+            None | Some(b"identity") => Self::Identity,
+            Some(b"gzip") => Self::Gzip,
+            Some(_) => Self::Unknown,
+        }
+    }
+}
+
+/// A message with its prefix.
+pub fn framed(message: &[u8]) -> Bytes {
+    let mut frame = BytesMut::with_capacity(PREFIX + message.len());
+    frame.put_u8(0);
+    frame.put_u32(u32::try_from(message.len()).expect("a message shorter than 4 GiB"));
+    frame.put_slice(message);
+    frame.freeze()
+}
+
+/// Makes messages of the bytes of one direction of a stream.
+#[derive(Debug)]
+pub struct Deframer {
+    rest: BytesMut,
+    max_message: usize,
+    encoding: Encoding,
+}
+
+impl Deframer {
+    pub fn new(max_message: usize, encoding: Encoding) -> Self {
+        Self { rest: BytesMut::new(), max_message, encoding }
+    }
+
+    pub fn set_encoding(&mut self, encoding: Encoding) {
+        self.encoding = encoding;
+    }
+
+    /// Bytes of a message that is not complete.
+    pub fn waiting(&self) -> usize {
+        self.rest.len()
+    }
+
+    /// Takes bytes; hands each complete message on.
+    ///
+    /// # Errors
+    /// The bytes are no gRPC frames, or a message is too long or cannot be inflated. Nothing can follow.
+    pub fn take(&mut self, mut bytes: Bytes, mut complete: impl FnMut(Bytes)) -> Result<(), Status> {
+        if self.rest.is_empty() {
+            // The usual case: whole frames, which are passed on without a copy.
+            while let Some(length) = self.length(&bytes)? {
+                if bytes.len() < PREFIX + length {
+                    break;
+                }
+                let compressed = bytes[0] != 0;
+                bytes.advance(PREFIX);
+                complete(self.message(compressed, bytes.split_to(length))?);
+            }
+            self.rest.extend_from_slice(&bytes);
+            return Ok(());
+        }
+        self.rest.extend_from_slice(&bytes);
+        while let Some(length) = self.length(&self.rest)? {
+            if self.rest.len() < PREFIX + length {
+                break;
+            }
+            let compressed = self.rest[0] != 0;
+            self.rest.advance(PREFIX);
+            let message = self.rest.split_to(length).freeze();
+            complete(self.message(compressed, message)?);
+        }
+        Ok(())
+    }
+
+    fn length(&self, bytes: &[u8]) -> Result<Option<usize>, Status> {
+        let Some((&[flag, a, b, c, d], _)) = bytes.split_first_chunk::<PREFIX>() else { return Ok(None) };
+        if flag > 1 {
+            return Err(Status::new(
+                INTERNAL,
+                format!("a message begins with {flag}, which is no gRPC frame"),
+            ));
+        }
+        let length = u32::from_be_bytes([a, b, c, d]) as usize;
+        if length > self.max_message { Err(self.too_long(length)) } else { Ok(Some(length)) }
+    }
+
+    fn too_long(&self, length: usize) -> Status {
+        Status::new(
+            RESOURCE_EXHAUSTED,
+            format!("a message has {length} bytes, the limit is {}", self.max_message),
+        )
+    }
+
+    fn message(&self, compressed: bool, message: Bytes) -> Result<Bytes, Status> {
+        match (compressed, self.encoding) {
+            (false, _) => Ok(message),
+            (true, Encoding::Gzip) => self.inflated(&message),
+            (true, Encoding::Identity) => {
+                Err(Status::new(INTERNAL, "a message is compressed, its stream says nothing"))
+            }
+            (true, Encoding::Unknown) => Err(Status::new(UNIMPLEMENTED, "gzip is the only compression here")),
+        }
+    }
+
+    fn inflated(&self, message: &[u8]) -> Result<Bytes, Status> {
+        let mut inflated = Vec::new();
+        let limit = self.max_message as u64 + 1;
+        match GzDecoder::new(message).take(limit).read_to_end(&mut inflated) {
+            Ok(length) if length > self.max_message => Err(self.too_long(length)),
+            Ok(_) => Ok(inflated.into()),
+            Err(error) => Err(Status::new(INTERNAL, format!("a message cannot be inflated: {error}"))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use flate2::Compression;
+    use flate2::write::GzEncoder;
+
+    use super::*;
+
+    fn all(deframer: &mut Deframer, bytes: &[u8]) -> Result<Vec<Bytes>, Status> {
+        let mut messages = Vec::new();
+        deframer.take(Bytes::copy_from_slice(bytes), |message| messages.push(message))?;
+        Ok(messages)
+    }
+
+    #[test]
+    fn messages_come_out_however_their_bytes_are_cut() {
+        let frames = [framed(b"one"), framed(b""), framed(&[7; 300])].concat();
+        for cut in 1..frames.len() {
+            let mut deframer = Deframer::new(1000, Encoding::Identity);
+            let mut messages = Vec::new();
+            for piece in frames.chunks(cut) {
+                messages.extend(all(&mut deframer, piece).unwrap());
+            }
+            assert_eq!(
+                messages,
+                [Bytes::from("one"), Bytes::new(), Bytes::from(vec![7; 300])],
+                "cut at {cut}"
+            );
+            assert_eq!(deframer.waiting(), 0);
+        }
+    }
+
+    #[test]
+    fn a_message_over_the_limit_is_refused_by_its_length_alone() {
+        let mut deframer = Deframer::new(4, Encoding::Identity);
+        let refused = all(&mut deframer, &[0, 0, 0, 0, 5]).unwrap_err();
+        assert_eq!(refused.code, RESOURCE_EXHAUSTED);
+    }
+
+    #[test]
+    fn what_is_no_frame_is_refused() {
+        let mut deframer = Deframer::new(4, Encoding::Identity);
+        assert_eq!(all(&mut deframer, b"GET / HTTP/1.1").unwrap_err().code, INTERNAL);
+    }
+
+    #[test]
+    fn gzip_is_inflated_up_to_the_limit() {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+        encoder.write_all(&[5; 1000]).unwrap();
+        let mut frame = framed(&encoder.finish().unwrap()).to_vec();
+        frame[0] = 1;
+        assert_eq!(
+            all(&mut Deframer::new(1000, Encoding::Gzip), &frame).unwrap(),
+            [Bytes::from(vec![5; 1000])]
+        );
+        assert_eq!(
+            all(&mut Deframer::new(999, Encoding::Gzip), &frame).unwrap_err().code,
+            RESOURCE_EXHAUSTED
+        );
+        assert_eq!(all(&mut Deframer::new(1000, Encoding::Unknown), &frame).unwrap_err().code, UNIMPLEMENTED);
+        assert_eq!(all(&mut Deframer::new(1000, Encoding::Identity), &frame).unwrap_err().code, INTERNAL);
+        frame[9] ^= 0xff;
+        assert_eq!(all(&mut Deframer::new(1000, Encoding::Gzip), &frame).unwrap_err().code, INTERNAL);
+    }
+}

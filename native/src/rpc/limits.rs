@@ -1,0 +1,77 @@
+//! What a peer may cost.
+
+use std::time::Duration;
+
+use h2::{client, server};
+
+#[derive(Debug, Clone)]
+pub struct Limits {
+    /// Longest message in either direction, bytes.
+    pub max_message: usize,
+    /// Streams open at once on a connection that was accepted.
+    pub max_streams: u32,
+    /// Connections accepted and open at once; further ones are closed.
+    pub max_connections: usize,
+    /// Bytes that a peer may send ahead of what was handled: of a stream, of a connection.
+    pub stream_window: u32,
+    pub connection_window: u32,
+    /// Bytes of messages that came and are not handled, in all; above, new calls are refused.
+    pub queue: usize,
+    /// Of one stream, to be sent; with more, whoever sends has to wait.
+    pub send_queue: usize,
+    pub max_headers: u32,
+    pub resets_per_second: u32,
+    /// From the connection to the end of the HTTP/2 preface.
+    pub handshake: Duration,
+    /// Silence after which a peer is pinged, and how long it has to answer.
+    pub keepalive: Duration,
+    pub keepalive_timeout: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_message: 64 << 20,
+            max_streams: 1_000,
+            max_connections: 10_000,
+            stream_window: 1 << 20,
+            connection_window: 4 << 20,
+            queue: 256 << 20,
+            send_queue: 64 << 10,
+            max_headers: 16 << 10,
+            resets_per_second: 500,
+            handshake: Duration::from_secs(10),
+            keepalive: Duration::from_secs(5),
+            keepalive_timeout: Duration::from_secs(4),
+        }
+    }
+}
+
+impl Limits {
+    /// Of a call: bytes of one message after which its window opens early, bytes to be sent after which senders wait.
+    pub fn windows(&self) -> (usize, usize) {
+        (self.stream_window as usize / 2, self.send_queue)
+    }
+
+    pub fn server(&self) -> server::Builder {
+        let mut builder = server::Builder::new();
+        builder
+            .max_concurrent_streams(self.max_streams)
+            .initial_window_size(self.stream_window)
+            .initial_connection_window_size(self.connection_window)
+            .max_header_list_size(self.max_headers)
+            .max_send_buffer_size(self.send_queue.max(1 << 20));
+        builder
+    }
+
+    pub fn client(&self) -> client::Builder {
+        let mut builder = client::Builder::new();
+        builder
+            .enable_push(false)
+            .initial_window_size(self.stream_window)
+            .initial_connection_window_size(self.connection_window)
+            .max_header_list_size(self.max_headers)
+            .max_send_buffer_size(self.send_queue.max(1 << 20));
+        builder
+    }
+}

@@ -1,0 +1,78 @@
+//! What has to be driven: a waker puts its key into a queue, once until it is taken out.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Wake, Waker};
+
+use parking_lot::Mutex;
+
+/// Whose turn it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Due {
+    Connection(u64),
+    Stream(u64),
+}
+
+/// What was woken and not driven yet, oldest first.
+#[derive(Debug, Default)]
+pub struct WakeQueue {
+    due: Mutex<Vec<Due>>,
+}
+
+impl WakeQueue {
+    /// Exchanges what is due with an empty list.
+    pub fn swap(&self, due: &mut Vec<Due>) {
+        std::mem::swap(&mut *self.due.lock(), due);
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.due.lock().is_empty()
+    }
+}
+
+#[derive(Debug)]
+struct Alarm {
+    queue: Arc<WakeQueue>,
+    due: Due,
+    rung: AtomicBool,
+}
+
+impl Wake for Alarm {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if !self.rung.swap(true, Ordering::AcqRel) {
+            self.queue.due.lock().push(self.due);
+        }
+    }
+}
+
+/// The waker of one connection or stream.
+#[derive(Debug)]
+pub struct Bell {
+    alarm: Arc<Alarm>,
+    waker: Waker,
+}
+
+impl Bell {
+    pub fn new(queue: &Arc<WakeQueue>, due: Due) -> Self {
+        let alarm = Arc::new(Alarm { queue: Arc::clone(queue), due, rung: AtomicBool::new(false) });
+        Self { waker: Waker::from(Arc::clone(&alarm)), alarm }
+    }
+
+    /// To be called before it is driven: whoever wakes it from here on puts it into the queue again.
+    pub fn taken(&self) {
+        self.alarm.rung.store(false, Ordering::Release);
+    }
+
+    /// Puts it into the queue.
+    pub fn ring(&self) {
+        self.alarm.wake_by_ref();
+    }
+
+    pub fn waker(&self) -> &Waker {
+        &self.waker
+    }
+}
