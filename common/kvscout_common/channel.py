@@ -14,6 +14,7 @@ from kvscout_common.errors import Cancelled, ConfigError, KvscoutError, Unavaila
 from kvscout_common.followed_file import POLL_SECONDS, FollowedFile, read_file
 from kvscout_common.interceptors import ANSWERED_TRAILER
 from kvscout_common.keepalive import CLIENT_OPTIONS
+from kvscout_common.transport import Transport, chosen
 
 T = TypeVar("T")
 
@@ -63,6 +64,10 @@ def open_channel(
         security: TLS files and token.
         max_message_bytes: Largest message sent or received.
     """
+    if chosen() is Transport.NATIVE:
+        native: Any = _native_channel(address, security, max_message_bytes)
+        channel: grpc.aio.Channel = native
+        return channel
     options: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -82,6 +87,21 @@ def open_channel(
         security.certificate.read_bytes() if security.certificate else None,
     )
     return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+
+
+def _native_channel(address: str, security: ClientSecurity, max_message_bytes: int) -> Any:
+    # Imported here: the extension may not be there.
+    from kvscout_common.transport.native_channel import NativeChannel, client_tls
+
+    token = None if security.token_file is None else TokenFile(security.token_file).token
+    tls = None
+    if security.ca is not None:
+        tls = client_tls(
+            security.ca.read_bytes(),
+            security.certificate.read_bytes() if security.certificate else None,
+            security.key.read_bytes() if security.key else None,
+        )
+    return NativeChannel(address, max_message_bytes=max_message_bytes, tls=tls, token=token)
 
 
 class TokenFile:

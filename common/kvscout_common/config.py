@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvscout_common.errors import ConfigError
+from kvscout_common.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class ServerConfig:
     """Calls that one connection may have open; a client holds further ones back."""
     grace_seconds: float = 120.0
     """Time that running calls have to end by themselves once the server is told to stop."""
+    transport: Transport = Transport.GRPCIO
     log_level: str = "info"
     log_format: str = "text"
 
@@ -79,6 +81,7 @@ class ServerConfig:
             max_message_bytes=values["max_message_bytes"],
             max_concurrent_streams=values["max_concurrent_streams"],
             grace_seconds=values["grace_seconds"],
+            transport=Transport(values["rpc_transport"]),
             log_level=values["log_level"],
             log_format=values["log_format"],
         )

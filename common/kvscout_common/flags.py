@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from kvscout_common.endpoints import Allowed
+from kvscout_common.transport import Transport
 from kvscout_common.variables import PREFIX
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,7 +94,7 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
     path = click.Path(exists=True, dir_okay=False, path_type=Path)
 
     def server_flag(name: str, **kwargs: Any) -> Callable[[F], F]:
-        return flag(name, section=SERVER, program=program, **kwargs)
+        return flag(name, program=program, **{"section": SERVER, **kwargs})
 
     declared = [
         server_flag("--host", default="127.0.0.1", help="Address to bind."),
@@ -141,6 +142,13 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
             default=120.0,
             type=click.FloatRange(min=0),
             help="Time that running calls have after SIGTERM to end by themselves; a second SIGTERM ends it.",
+        ),
+        server_flag(
+            "--rpc-transport",
+            default=Transport.GRPCIO.value,
+            type=click.Choice([transport.value for transport in Transport]),
+            section=PERFORMANCE,
+            help="What carries calls: the extension, or grpcio.",
         ),
         server_flag(
             "--log-level",

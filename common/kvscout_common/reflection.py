@@ -7,7 +7,8 @@ from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import _async as aio
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 
 class _Pool:
@@ -37,4 +38,5 @@ def enable_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> 
         service_names: Full names of its other services.
         server: Not started yet.
     """
-    reflection.enable_server_reflection((*service_names, reflection.SERVICE_NAME), server, pool=_Pool())
+    servicer = aio.ReflectionServicer((*service_names, reflection.SERVICE_NAME), pool=_Pool())
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)

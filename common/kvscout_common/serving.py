@@ -39,6 +39,7 @@ from kvscout_common.running_calls import RunningCalls
 from kvscout_common.stopping import Signals, stop_serving
 from kvscout_common.telemetry import configure_logging
 from kvscout_common.tls import ServerCertificates
+from kvscout_common.transport import Transport, choose
 from kvscout_common.variables import warn_of_variables
 
 log = logging.getLogger("kvscout.serving")
@@ -84,6 +85,7 @@ def run(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> None:
     raise_descriptor_limit()
     log_backend()
     try:
+        choose(config.transport)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config, build))
     except ConfigError as error:
@@ -168,8 +170,28 @@ async def _start(
     certificates: ServerCertificates | None,
     interceptors: Sequence[grpc.aio.ServerInterceptor],
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
-    server = grpc.aio.server(
-        interceptors=(ErrorInterceptor(), *interceptors),
+    interceptors = (ErrorInterceptor(), *interceptors)
+    server: Any = (
+        _native_server(config, interceptors)
+        if config.transport is Transport.NATIVE
+        else _grpcio_server(config, interceptors)
+    )
+    probe = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(probe, server)
+    names = [name for name, _ in app.services]
+    for _, add in app.services:
+        add(server)
+    enable_reflection((*names, health.SERVICE_NAME), server)
+    await wait_for_port(config.host, config.port)
+    port = _bind(server, config, certificates)
+    await server.start()
+    await _set_health(app, probe, warm=app.warm is None)
+    return server, probe, port
+
+
+def _grpcio_server(config: ServerConfig, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
+    return grpc.aio.server(
+        interceptors=interceptors,
         options=[
             ("grpc.max_receive_message_length", config.max_message_bytes),
             ("grpc.max_send_message_length", config.max_message_bytes),
@@ -182,24 +204,33 @@ async def _start(
             *SERVER_OPTIONS,
         ],
     )
-    probe = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(probe, server)
-    names = [name for name, _ in app.services]
-    for _, add in app.services:
-        add(server)
-    enable_reflection((*names, health.SERVICE_NAME), server)
-    await wait_for_port(config.host, config.port)
+
+
+def _native_server(config: ServerConfig, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> Any:
+    # Imported here: the extension may not be there.
+    from kvscout_common.transport.native_server import NativeServer
+
+    return NativeServer(
+        interceptors=interceptors,
+        max_message_bytes=config.max_message_bytes,
+        max_streams=config.max_concurrent_streams,
+    )
+
+
+def _bind(server: Any, config: ServerConfig, certificates: ServerCertificates | None) -> int:
     address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
     try:
-        if certificates is None:
+        if config.transport is Transport.NATIVE:
+            port = server.listen(config.host, config.port, certificates and certificates.current)
+            if certificates is not None:
+                certificates.renewed = server.renew
+        elif certificates is None:
             port = server.add_insecure_port(address)
         else:
             port = server.add_secure_port(address, certificates.credentials())
-    except RuntimeError as error:
-        raise OSError(f"cannot bind {address}") from error
-    await server.start()
-    await _set_health(app, probe, warm=app.warm is None)
-    return server, probe, port
+    except (RuntimeError, OSError) as error:
+        raise OSError(f"cannot bind {address}: {error}") from error
+    return int(port)
 
 
 async def _set_health(app: App, probe: health.aio.HealthServicer, *, warm: bool) -> None:
@@ -215,8 +246,9 @@ async def _warm(app: App, probe: health.aio.HealthServicer) -> None:
 
 
 def _announce(app: App, config: ServerConfig, port: int, metrics_port: int | None) -> None:
-    line = {"ready": True, "service": app.name, "host": config.host, "port": port, **app.ready}
+    transport = config.transport.value
+    line = {"ready": True, "service": app.name, "host": config.host, "port": port, "transport": transport, **app.ready}
     if metrics_port is not None:
         line["metrics_port"] = metrics_port
     print(json.dumps(line), flush=True)
-    log.info("%s serves on %s:%d", app.name, config.host, port)
+    log.info("%s serves on %s:%d over %s", app.name, config.host, port, transport)

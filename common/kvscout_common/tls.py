@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ssl
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -12,6 +13,14 @@ from kvscout_common.errors import ConfigError
 from kvscout_common.followed_file import FollowedFile, read_file
 
 MAX_BYTES = 1024 * 1024
+
+
+class Pem(NamedTuple):
+    """What a server proves itself with, and checks its clients by."""
+
+    certificate: bytes
+    key: bytes
+    client_ca: bytes | None
 
 
 class ServerCertificates:
@@ -26,32 +35,38 @@ class ServerCertificates:
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
-        self._current: Any = None
-        self._served: Any = None
+        self.current: Pem
+        """What new connections should be answered with."""
+        self.renewed: Callable[[Pem], None] | None = None
+        """Told of each renewal."""
+        self._served: Pem
+        """What grpc was told last."""
         paths = [files.certificate, files.key, *([files.client_ca] if files.client_ca else [])]
         self.file = FollowedFile("certificate", paths, self._read, self._apply)
         self.file.load()
 
     def credentials(self) -> grpc.ServerCredentials:
         """For `add_secure_port`."""
-        self._served = self._current
+        self._served = self.current
         return grpc.dynamic_ssl_server_credentials(
-            self._served,
+            _configuration(self._served),
             self._newest,
             require_client_authentication=self._files.client_ca is not None,
         )
 
     def _newest(self) -> Any:
         # Asked by grpc before each handshake, in a thread of its own; None = as before.
-        if self._served is self._current:
+        if self._served is self.current:
             return None
-        self._served = self._current
-        return self._served
+        self._served = self.current
+        return _configuration(self._served)
 
-    def _apply(self, configuration: grpc.ServerCertificateConfiguration) -> None:
-        self._current = configuration
+    def _apply(self, pem: Pem) -> None:
+        self.current = pem
+        if self.renewed is not None:
+            self.renewed(pem)
 
-    def _read(self) -> grpc.ServerCertificateConfiguration:
+    def _read(self) -> Pem:
         files = self._files
         certificate = read_file(files.certificate, flag="tls_cert", max_bytes=MAX_BYTES)
         key = read_file(files.key, flag="tls_key", max_bytes=MAX_BYTES, secret=True)
@@ -67,4 +82,8 @@ class ServerCertificates:
                 context.load_verify_locations(cadata=client_ca.decode("ascii"))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{files.client_ca} holds no certificate: {error}", field="tls_client_ca") from error
-        return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=client_ca)
+        return Pem(certificate, key, client_ca)
+
+
+def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.certificate)], root_certificates=pem.client_ca)

@@ -1,0 +1,334 @@
+"""Calls on a native channel: what `grpc.aio` calls are, as far as kvscout uses them.
+
+They fail with `grpc.aio.AioRpcError`, as those do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from kvscout_common.transport.native_core import END, HEADERS, MESSAGE, WRITABLE
+
+if TYPE_CHECKING:
+    from kvscout_common.transport.native_channel import NativeChannel
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+Metadata = Sequence[tuple[str, str | bytes]]
+_HERE = "Locally cancelled by application!"
+"""The text of a status that no server sent, as grpc has it."""
+
+
+class NativeCall:
+    """A call; begins as soon as there is a connection.
+
+    Args:
+        channel: Whose connection it uses.
+        method: Full name.
+        serialize: Makes bytes of a request; None = it is bytes.
+        deserialize: Makes an answer of bytes; None = bytes are wanted.
+        timeout: Seconds; None = no deadline.
+        metadata: Sent with it, beside the channel's.
+        request: Its one request.
+        requests: Its requests, one after the other; None = `write` and `done_writing` say.
+    """
+
+    def __init__(
+        self,
+        channel: NativeChannel,
+        method: str,
+        *,
+        serialize: Callable[[Any], bytes] | None,
+        deserialize: Callable[[bytes], Any] | None,
+        timeout: float | None,
+        metadata: Metadata | None,
+        request: Any = None,
+        requests: Any = None,
+    ) -> None:
+        self._channel = channel
+        self._core = channel.core
+        self._loop = asyncio.get_running_loop()
+        self._method = method
+        self._serialize = serialize
+        self._deserialize = deserialize
+        self._metadata = [*channel.metadata(), *(metadata or ())]
+        self._number: int | None = None
+        self._messages: deque[bytes] = deque()
+        self._news: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None
+        self._status: tuple[grpc.StatusCode, str, Any] | None = None
+        self._headers: Any = ()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._unsent: list[bytes] = []
+        """Written before there was a connection."""
+        self._writes_all = False
+        self._ends_at = None if timeout is None else self._loop.time() + timeout
+        self._timer = None if self._ends_at is None else self._loop.call_at(self._ends_at, self._expire)
+        self._tasks: list[asyncio.Task[None]] = []
+        if request is not None:
+            self._unsent.append(self._bytes(request))
+            self._writes_all = True
+        elif requests is not None:
+            self._tasks.append(self._loop.create_task(self._write_all(requests), name=f"requests of {method}"))
+        connection = channel.ready()
+        if connection is None or not self._begin(connection):
+            self._tasks.append(self._loop.create_task(self._connect(), name=f"begin {method}"))
+
+    async def read(self) -> Any:
+        """The next answer; `grpc.aio.EOF` = there are no more.
+
+        Raises:
+            grpc.aio.AioRpcError: The call failed.
+        """
+        while not self._messages:
+            if self._status is not None:
+                self._raise_for_status()
+                return grpc.aio.EOF
+            self._news = self._loop.create_future()
+            try:
+                await self._news
+            finally:
+                self._news = None
+        message = self._messages.popleft()
+        if self._number is not None:
+            self._core.rpc.consumed(self._number, len(message) + 5)
+            self._core.flush()
+        return message if self._deserialize is None else self._deserialize(message)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._answers()
+
+    async def _answers(self) -> AsyncIterator[Any]:
+        while (answer := await self.read()) is not grpc.aio.EOF:
+            yield answer
+
+    async def write(self, request: Any) -> None:
+        """Sends a request; waits while the server does not read.
+
+        Raises:
+            asyncio.InvalidStateError: The call is over.
+            grpc.aio.AioRpcError: It has failed.
+        """
+        if self._status is not None:
+            self._raise_for_status()
+            raise asyncio.InvalidStateError("the call is over")
+        if self._number is None:
+            self._unsent.append(self._bytes(request))
+            await self._wait_for_room()
+            return
+        room = self._core.rpc.send(self._number, self._bytes(request))
+        self._core.flush()
+        if not room:
+            await self._wait_for_room()
+
+    async def done_writing(self) -> None:
+        """Says that no more requests come."""
+        self._writes_all = True
+        if self._number is not None:
+            self._core.rpc.half_close(self._number)
+            self._core.flush()
+
+    def cancel(self) -> bool:
+        """Ends it, and what came is not read any more; False if it has ended."""
+        ended = self._end(grpc.StatusCode.CANCELLED, _HERE, ())
+        if ended:
+            self._messages.clear()
+        return ended
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._status is not None
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self._status is not None and self._status[0] is grpc.StatusCode.CANCELLED
+
+    def time_remaining(self) -> float | None:
+        """Seconds until its deadline; None = it has none."""
+        return None if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Has a function called with this call once it has ended."""
+        self._ended.add_done_callback(lambda _: callback(self))
+
+    async def initial_metadata(self) -> Any:
+        """What came before the first answer, once one came or it ended."""
+        while not self._headers and self._status is None and not self._messages:
+            self._news = self._loop.create_future()
+            await self._news
+        return self._headers
+
+    async def trailing_metadata(self) -> Any:
+        """What came with the status, once it ended."""
+        return (await self._outcome())[2]
+
+    async def code(self) -> grpc.StatusCode:
+        """How it ended, once it did."""
+        return (await self._outcome())[0]
+
+    async def details(self) -> str:
+        """The text of its status, once it ended."""
+        return (await self._outcome())[1]
+
+    async def wait_for_connection(self) -> None:
+        """Returns once it has begun.
+
+        Raises:
+            grpc.aio.AioRpcError: It could not.
+        """
+        while self._number is None and self._status is None:
+            self._news = self._loop.create_future()
+            await self._news
+        self._raise_for_status()
+
+    def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
+        """See `native_core.Sink`."""
+        if kind == MESSAGE:
+            self._messages.append(event[2])
+            self._wake()
+        elif kind == END:
+            self._number = None
+            self._end(_CODES[event[2]], event[3], event[4])
+        elif kind == HEADERS:
+            self._headers = event[2]
+            self._wake()
+        elif kind == WRITABLE:
+            self._make_room()
+
+    async def _outcome(self) -> tuple[grpc.StatusCode, str, Any]:
+        await asyncio.shield(self._ended)
+        assert self._status is not None
+        return self._status
+
+    def _bytes(self, request: Any) -> bytes:
+        if self._serialize is not None:
+            return self._serialize(request)
+        message: bytes = request
+        return message
+
+    async def _connect(self) -> None:
+        try:
+            while not self.done():
+                connection = await self._channel.connected()
+                if self.done() or self._begin(connection):
+                    return
+        except ConnectionError as error:
+            self._end(grpc.StatusCode.UNAVAILABLE, str(error), ())
+
+    def _begin(self, connection: int) -> bool:
+        """False if the connection has gone meanwhile."""
+        remaining = self.time_remaining()
+        timeout_us = None if remaining is None else max(1, int(remaining * 1e6))
+        first = self._unsent[0] if self._unsent else None
+        ends = self._writes_all and len(self._unsent) < 2
+        try:
+            number = self._core.rpc.call(connection, self._method, self._metadata, timeout_us, first, ends)
+        except ValueError as error:
+            self._end(grpc.StatusCode.INTERNAL, str(error), ())
+            return True
+        if number is None:
+            return False
+        self._number = number
+        self._core.calls[number] = self
+        for message in self._unsent[1:]:
+            self._core.rpc.send(number, message)
+        if self._writes_all and len(self._unsent) > 1:
+            self._core.rpc.half_close(number)
+        self._unsent.clear()
+        self._core.flush()
+        self._make_room()
+        self._wake()
+        return True
+
+    async def _write_all(self, requests: Any) -> None:
+        try:
+            if hasattr(requests, "__aiter__"):
+                async for request in requests:
+                    await self.write(request)
+            else:
+                for request in requests:
+                    await self.write(request)
+            await self.done_writing()
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            pass  # the call has ended, which its reader hears
+        except Exception:
+            self._end(grpc.StatusCode.UNKNOWN, "the iterator of requests raised", ())
+            raise
+
+    async def _wait_for_room(self) -> None:
+        self._room = self._loop.create_future()
+        try:
+            await self._room
+        finally:
+            self._room = None
+
+    def _make_room(self) -> None:
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def _expire(self) -> None:
+        self._end(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
+
+    def _end(self, code: grpc.StatusCode, details: str, metadata: Any) -> bool:
+        if self._status is not None:
+            return False
+        self._status = (code, details, metadata)
+        if self._number is not None:
+            self._core.calls.pop(self._number, None)
+            self._core.rpc.reset(self._number)
+            self._core.flush()
+            self._number = None
+        if self._timer is not None:
+            self._timer.cancel()
+        current = asyncio.current_task(self._loop) if self._tasks else None
+        for task in self._tasks:
+            if task is not current:
+                task.cancel()
+        self._ended.set_result(None)
+        self._make_room()
+        self._wake()
+        return True
+
+    def _raise_for_status(self) -> None:
+        if self._status is None or self._status[0] is grpc.StatusCode.OK:
+            return
+        code, details, trailers = self._status
+        if code is grpc.StatusCode.CANCELLED and details is _HERE:
+            raise asyncio.CancelledError
+        raise grpc.aio.AioRpcError(
+            code, grpc.aio.Metadata(*self._headers), grpc.aio.Metadata(*trailers), details=details
+        )
+
+    def __del__(self) -> None:
+        # A stream that nobody reads to its end any more, as grpc.aio has it.
+        if self._status is None and not self._loop.is_closed():
+            self.cancel()
+
+
+class UnaryCall(NativeCall):
+    """A call of one request and one answer; awaited, it is its answer."""
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        try:
+            await asyncio.shield(self._ended)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        self._raise_for_status()
+        if not self._messages:
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), details="no answer came"
+            )
+        message = self._messages[0]
+        return message if self._deserialize is None else self._deserialize(message)

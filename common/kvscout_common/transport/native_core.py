@@ -1,0 +1,117 @@
+"""The extension's half of a server or a channel, on the running event loop.
+
+::
+
+    epoll ──▶ turn ──▶ events ──▶ whoever registered for the call or connection
+                 flush ◀── once a turn of the loop, after everybody has said what is to be sent
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from kvscout_common.keepalive import TIME_MS, TIMEOUT_MS
+from kvscout_native import RPC_EVENTS, ClientTls, Rpc, ServerTls
+
+__all__ = ["ClientTls", "NativeCore", "ServerTls"]
+
+OPEN: Final = RPC_EVENTS["OPEN"]
+MESSAGE: Final = RPC_EVENTS["MESSAGE"]
+HALF_CLOSED: Final = RPC_EVENTS["HALF_CLOSED"]
+RESET: Final = RPC_EVENTS["RESET"]
+WRITABLE: Final = RPC_EVENTS["WRITABLE"]
+HEADERS: Final = RPC_EVENTS["HEADERS"]
+END: Final = RPC_EVENTS["END"]
+CONNECTED: Final = RPC_EVENTS["CONNECTED"]
+CLOSED: Final = RPC_EVENTS["CLOSED"]
+ACCEPT_FAILED: Final = RPC_EVENTS["ACCEPT_FAILED"]
+
+_OF_CONNECTIONS = frozenset({CONNECTED, CLOSED})
+
+TICK_SECONDS = 1.0
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+class Sink(Protocol):
+    """Hears of one call or connection."""
+
+    def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
+        """Something happened; `event` is as the extension's stub says."""
+
+
+class NativeCore:
+    """One epoll of its own, read by the running loop.
+
+    Args:
+        opened: Called for each call that comes.
+        failed: Told why connections cannot be accepted.
+        max_message_bytes: Longest message in either direction.
+        max_streams: Calls open at once on a connection.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_message_bytes: int,
+        max_streams: int = 1000,
+        opened: Callable[[tuple[Any, ...]], None] | None = None,
+        failed: Callable[[str], None] | None = None,
+    ) -> None:
+        self.rpc = Rpc(
+            max_message_bytes=max_message_bytes,
+            max_streams=max_streams,
+            keepalive_seconds=TIME_MS / 1000,
+            keepalive_timeout_seconds=TIMEOUT_MS / 1000,
+        )
+        self.loop = asyncio.get_running_loop()
+        self.calls: dict[int, Sink] = {}
+        self.connections: dict[int, Sink] = {}
+        """Of a channel."""
+        self._opened = opened
+        self._failed = failed
+        self._flushing = False
+        self._fd = self.rpc.fileno()
+        self.loop.add_reader(self._fd, self._turn)
+        self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
+        self._closed = False
+
+    def flush(self) -> None:
+        """Sends what was said, once everybody had their turn."""
+        if not self._flushing:
+            self._flushing = True
+            self.loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        """Ends it; its sockets are closed when nobody refers to it any more."""
+        if not self._closed:
+            self._closed = True
+            self.loop.remove_reader(self._fd)
+            self._tick_timer.cancel()
+
+    def _turn(self) -> None:
+        for event in self.rpc.turn():
+            kind = event[0]
+            if kind == OPEN:
+                assert self._opened is not None
+                self._opened(event)
+            elif kind == ACCEPT_FAILED:
+                assert self._failed is not None
+                self._failed(event[2])
+            else:
+                sinks = self.connections if kind in _OF_CONNECTIONS else self.calls
+                sink = sinks.get(event[1])
+                if sink is not None:
+                    sink.on_event(kind, event)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if not self._closed and self.rpc.flush():
+            self._turn()
+
+    def _tick(self) -> None:
+        self.rpc.tick()
+        self._turn()
+        self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
