@@ -50,8 +50,9 @@ def test_one_file_a_package_imports_the_extension() -> None:
     importing: dict[str, list[str]] = {}
     for path in SOURCES:
         if "kvscout_native" in imports_of(path):
-            importing.setdefault(package_of(path), []).append(path.name)
+            importing.setdefault(path.parent.name, []).append(path.name)
     assert importing["kvscout_common"] == ["hashing.py"]
+    assert importing["transport"] == ["native_core.py"]
     assert all(len(files) == 1 for files in importing.values()), importing
 
 
