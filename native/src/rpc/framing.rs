@@ -193,7 +193,7 @@ mod tests {
         );
         assert_eq!(all(&mut Deframer::new(1000, Encoding::Unknown), &frame).unwrap_err().code, UNIMPLEMENTED);
         assert_eq!(all(&mut Deframer::new(1000, Encoding::Identity), &frame).unwrap_err().code, INTERNAL);
-        frame[9] ^= 0xff;
+        *frame.last_mut().expect("not empty") ^= 0xff;
         assert_eq!(all(&mut Deframer::new(1000, Encoding::Gzip), &frame).unwrap_err().code, INTERNAL);
     }
 }
