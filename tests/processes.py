@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -30,8 +31,14 @@ class Running:
         """SIGTERM, unless it has ended; returns the exit code."""
         if self.process.returncode is None:
             self.process.terminate()
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            await self.process.communicate()
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                await self.process.communicate()
+        except TimeoutError:
+            # Where each of its threads is goes to its log.
+            self.process.send_signal(signal.SIGABRT)
+            await self.process.wait()
+            raise AssertionError(f"process {self.process.pid} did not stop at SIGTERM") from None
         assert self.process.returncode is not None
         return self.process.returncode
 
@@ -48,7 +55,7 @@ async def start(
         stderr: Where its log goes; None = where ours does.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, "--port", "0", "--metrics-port", "0", *flags,
+        sys.executable, "-X", "faulthandler", "-m", module, "--port", "0", "--metrics-port", "0", *flags,
         stdout=asyncio.subprocess.PIPE, stderr=stderr, env=environment,
     )  # fmt: skip
     assert process.stdout is not None
