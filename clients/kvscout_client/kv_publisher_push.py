@@ -24,8 +24,9 @@ from kvscout_blocks.publishing import BURST_BYTES
 from kvscout_blocks.sequence import SequencedBatch
 from kvscout_client.kv_publisher_rank import PublishedRank
 from kvscout_client.kv_publisher_registration import RpcRegistration
-from kvscout_common.channel import PLAINTEXT, ClientSecurity, open_channel, to_error
+from kvscout_common.channel import PLAINTEXT, ClientSecurity, open_channel
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable
+from kvscout_common.first_status import FirstStatus
 from kvscout_common.telemetry import RateLimitedLog
 
 log = logging.getLogger("kvscout.publisher")
@@ -239,7 +240,8 @@ class PushTarget:
         """
         self.position.begin()
         call = self._publish()
-        answers = asyncio.get_running_loop().create_task(self._read(call), name=f"acks of {self.address}")
+        reading = self._read(call, FirstStatus(call))
+        answers = asyncio.get_running_loop().create_task(reading, name=f"acks of {self.address}")
         try:
             await self._write(call, answers, [self._rank.greeting()])
             while not answers.done():
@@ -257,7 +259,7 @@ class PushTarget:
             call.cancel()
             await asyncio.gather(answers, return_exceptions=True)
 
-    async def _read(self, call: Any) -> None:
+    async def _read(self, call: Any, status: FirstStatus) -> None:
         """Takes the answers until there are no more."""
         try:
             async for answer in call:
@@ -266,7 +268,7 @@ class PushTarget:
                 self._work.set()
                 self.moved()
         except grpc.aio.AioRpcError as error:
-            raise to_error(error) from error
+            raise status.of(error) from error
         finally:
             self._work.set()
 

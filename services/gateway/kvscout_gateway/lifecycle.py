@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 import grpc
 
 from kvscout.v1 import scheduler_pb2, types_pb2
-from kvscout_common.channel import to_error
 from kvscout_common.errors import DeadlineExceeded, KvscoutError, Unavailable
+from kvscout_common.first_status import FirstStatus
 from kvscout_common.worker import DEFAULT_TENANT
 
 MESSAGE_OPERATIONS = 1024
@@ -190,14 +190,15 @@ class LifecycleStream:
 
     async def _run(self, open_stream: Callable[[], Any], hello: scheduler_pb2.LifecycleRequest) -> None:
         stream = open_stream()
-        reading = self._loop.create_task(self._read(stream), name="lifecycle answers")
+        status = FirstStatus(stream)
+        reading = self._loop.create_task(self._read(stream, status), name="lifecycle answers")
         try:
             await stream.write(hello)
             await self._write(stream, reading)
         except asyncio.CancelledError:
             pass  # `break_off` has said why
         except grpc.aio.AioRpcError as error:
-            self.error = to_error(error)
+            self.error = status.of(error)
         except (grpc.aio.UsageError, asyncio.InvalidStateError):
             await asyncio.wait([reading], timeout=CLOSE_SECONDS)  # it ended: the reader is told why
         finally:
@@ -259,13 +260,13 @@ class LifecycleStream:
         if self._unsent:
             self._wake.set()
 
-    async def _read(self, stream: Any) -> None:
+    async def _read(self, stream: Any, status: FirstStatus) -> None:
         try:
             async for response in stream:
                 self._take(response)
             self.error = Unavailable("the scheduler ended the stream")
         except grpc.aio.AioRpcError as error:
-            self.error = to_error(error)
+            self.error = status.of(error)
         finally:
             self._under_way = 0
             self._wake.set()
