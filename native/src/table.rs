@@ -10,13 +10,16 @@
 //! that is not full: mostly the first one, and one cache miss. Homes are ordered by fragment, so growing the
 //! table is one pass over both arrays in order, whatever the factor, and the factor can be small.
 //!
-//! Complexity: O(1) expected for every operation. Bytes an entry: 10 to 15.
+//! Complexity: O(1) expected for every operation. Bytes an entry: 10 to 15, more where many were removed.
 
 /// Entries of a bucket.
 const WIDTH: usize = 8;
 
 /// A bucket holds this many entries on average at most: full ones become frequent quickly above it.
 const MAX_LOAD: usize = 6;
+
+/// A table shrinks when it is full to less than the reciprocal: little is left to move, for those who wait meanwhile.
+const SHRUNK_BELOW: usize = 64;
 
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(align(64))]
@@ -197,7 +200,7 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
             }
         }
         self.len -= 1;
-        if self.len * 4 < self.buckets.len() * MAX_LOAD && self.buckets.len() > WIDTH {
+        if self.len * SHRUNK_BELOW < self.buckets.len() * MAX_LOAD && self.buckets.len() > WIDTH {
             self.rebuild(self.len * 2 / MAX_LOAD);
         }
     }
@@ -213,7 +216,9 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
 
     fn rebuild(&mut self, buckets: usize) {
         let old = std::mem::replace(&mut self.buckets, vec![Bucket::default(); buckets.max(2)]);
-        for entry in old.iter().flat_map(|bucket| bucket.0).filter(|&entry| entry != 0) {
+        // Of a table that shrinks most buckets are empty.
+        let filled = old.iter().filter(|bucket| bucket.0.iter().fold(0, |any, entry| any | entry) != 0);
+        for entry in filled.flat_map(|bucket| bucket.0).filter(|&entry| entry != 0) {
             let mut at = self.home(entry >> PAYLOAD);
             loop {
                 if let Some(free) = self.buckets[at].free() {

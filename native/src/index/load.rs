@@ -18,8 +18,24 @@ pub struct Loading {
     content: u64,
     blocks: usize,
     orphans: usize,
-    /// All is loaded, and the dump's lists are gone.
+    /// All is loaded; the dump's lists go.
     filled: bool,
+}
+
+/// Blocks of a dump that are freed in the time in which one is stored.
+const FREED_FOR_ONE: usize = 16;
+
+impl Loading {
+    /// Frees some of what was loaded, where nobody waits for it; whether more is left.
+    fn free_some(&mut self) -> bool {
+        let WorkerDump { blocks, orphans, .. } = &mut self.dump;
+        orphans.truncate(orphans.len().saturating_sub(FREED_FOR_ONE * SLICE));
+        blocks.truncate(blocks.len().saturating_sub(FREED_FOR_ONE * SLICE));
+        // Now, or all of it would go to the system at once.
+        orphans.shrink_to_fit();
+        blocks.shrink_to_fit();
+        !blocks.is_empty() || !orphans.is_empty()
+    }
 }
 
 impl Index {
@@ -49,7 +65,9 @@ impl Index {
         let mut guard = self.state.lock();
         let state = &mut *guard;
         if loading.filled {
-            return Ok(self.make_room(state, loading.name.name(), loading.slot));
+            let more = self.make_room(state, loading.name.name(), loading.slot);
+            drop(guard);
+            return Ok(loading.free_some() || more);
         }
         let Loading { dump, slot, blocks, orphans, filled, .. } = loading;
         let before = *blocks + *orphans;
@@ -64,12 +82,7 @@ impl Index {
         *orphans = end;
         let loaded = *blocks + *orphans;
         self.drain(state, loaded - before + 1);
-        drop(guard);
         *filled = loaded == dump.blocks.len() + dump.orphans.len();
-        if *filled {
-            // Here, where nobody waits for it.
-            (dump.blocks, dump.orphans) = (Vec::new(), Vec::new());
-        }
         Ok(true)
     }
 

@@ -1,8 +1,7 @@
 //! Blocks that a worker probably holds, until they expire: routed prompts, and history after a loss.
 //!
 //! Refreshing a prediction leaves its entry in the heap; when that surfaces it is pushed again with the new
-//! time. Entries of predictions that were cancelled are stale. When they prevail, a new heap is begun, and what is
-//! live of the old one goes over to it little by little.
+//! time. Entries of predictions that were cancelled are stale, and go when they prevail.
 //!
 //! Whatever concerns many predictions at once (their end, the maximum, a demotion) is done in slices: by the calls
 //! that add some, by queries if nobody else writes, and by `maintain`.
@@ -16,6 +15,12 @@ use super::worker::{Counts, Demotion, PREDICTED, PresenceId, TIERS, device_copie
 use super::{Index, SLICE, State, WorkerName};
 
 const STALE_SLACK: usize = 1024;
+
+/// Entries of one heap: one that grows is copied.
+const HEAP_ENTRIES: usize = 16_384;
+
+/// Entries that are looked at in the time in which one prediction ends.
+const LOOKED_AT_FOR_ONE: usize = 64;
 
 /// Predictions that a query ends at most.
 const ENDED_BY_QUERY: usize = 64;
@@ -56,36 +61,64 @@ impl PartialEq for Entry {
 
 impl Eq for Entry {}
 
-/// When predictions end.
+/// When predictions end: heaps of which none grows for long, of entries that may be stale.
 #[derive(Debug, Default)]
 pub struct Expiries {
-    heap: BinaryHeap<Entry>,
-    /// The heap before it, as far as it did not go over yet.
-    old: BinaryHeap<Entry>,
+    heaps: Vec<BinaryHeap<Entry>>,
+    len: usize,
+    /// The next heap to be looked at for stale entries.
+    next_tidied: usize,
     serial: u64,
 }
 
 impl Expiries {
+    fn push(&mut self, entry: Entry) {
+        self.len += 1;
+        // The last one most often is it.
+        match self.heaps.iter().rposition(|heap| heap.len() < HEAP_ENTRIES) {
+            Some(place) => self.heaps[place].push(entry),
+            None => self.heaps.push(BinaryHeap::from(vec![entry])),
+        }
+    }
+
     fn peek(&self) -> Option<&Entry> {
-        self.heap.peek().max(self.old.peek())
+        self.heaps.iter().filter_map(BinaryHeap::peek).max()
     }
 
-    fn pop(&mut self) -> Option<Entry> {
-        if self.old.peek() > self.heap.peek() { self.old.pop() } else { self.heap.pop() }
+    /// Takes the first entry out if its time has come.
+    fn pop_due(&mut self, now: f64) -> Option<Entry> {
+        let place = (0..self.heaps.len()).max_by(|&a, &b| self.heaps[a].peek().cmp(&self.heaps[b].peek()))?;
+        if self.heaps[place].peek()?.expiry > now {
+            return None;
+        }
+        let entry = self.heaps[place].pop();
+        self.len -= 1;
+        if self.heaps[place].is_empty() {
+            self.heaps.swap_remove(place);
+        }
+        entry
     }
 
-    /// Begins a new heap if stale entries prevail, and takes over a slice of the old one; how many it looked at.
+    fn are_stale(&self, ledger: &Ledger) -> bool {
+        self.len > 2 * ledger.predictions.len() + STALE_SLACK
+    }
+
+    /// Drops stale entries, heap by heap, while they prevail; how much of a budget that takes.
     fn tidy(&mut self, ledger: &Ledger, budget: usize) -> usize {
-        if self.old.is_empty() && self.heap.len() > 2 * ledger.predictions.len() + STALE_SLACK {
-            self.old = std::mem::take(&mut self.heap);
-        }
-        let looked_at = budget.min(self.old.len());
-        for entry in (0..looked_at).filter_map(|_| self.old.pop()).collect::<Vec<_>>() {
-            if ledger.predictions.get(entry.id).is_some_and(|prediction| prediction.serial == entry.serial) {
-                self.heap.push(entry);
+        let mut looked_at = 0;
+        while looked_at < budget && self.are_stale(ledger) {
+            let place = self.next_tidied % self.heaps.len();
+            let heap = &mut self.heaps[place];
+            let before = heap.len();
+            looked_at += before.div_ceil(LOOKED_AT_FOR_ONE);
+            heap.retain(|entry| ledger.predictions.get(entry.id).is_some_and(|p| p.serial == entry.serial));
+            self.len -= before - heap.len();
+            if heap.is_empty() {
+                self.heaps.swap_remove(place);
             }
+            self.next_tidied = place + 1;
         }
-        looked_at
+        looked_at.min(budget)
     }
 }
 
@@ -206,10 +239,8 @@ impl Index {
 
     /// Ends predictions whose time has come, for a budget that it reduces; whether more are left.
     pub(super) fn expire_slice(&self, state: &mut State, now: f64, budget: &mut usize) -> bool {
-        let is_due = |state: &State| state.expiries.peek().is_some_and(|entry| entry.expiry <= now);
         while *budget > 0
-            && is_due(state)
-            && let Some(entry) = state.expiries.pop()
+            && let Some(entry) = state.expiries.pop_due(now)
         {
             end(state, entry, now);
             *budget -= 1;
@@ -218,7 +249,9 @@ impl Index {
         let State { ledger, expiries, .. } = state;
         *budget -= expiries.tidy(ledger, *budget);
         self.prune_predictions(state, *budget);
-        is_due(state) || state.pruning || !state.expiries.old.is_empty()
+        let State { ledger, expiries, .. } = state;
+        let is_due = expiries.peek().is_some_and(|entry| entry.expiry <= now);
+        is_due || state.pruning || expiries.are_stale(ledger)
     }
 
     pub(super) fn publish_next_expiry(&self, state: &State) {
@@ -237,7 +270,7 @@ impl Index {
         }
         while live(state) > keep
             && budget > 0
-            && let Some(entry) = state.expiries.pop()
+            && let Some(entry) = state.expiries.pop_due(f64::INFINITY)
         {
             end(state, entry, f64::INFINITY);
             budget -= 1;
@@ -316,7 +349,7 @@ fn predict_block(state: &mut State, slot: u32, block: Cursor, expiry: f64) -> bo
     ledger.mark(slot, presence);
     ledger.worker_mut(slot).predictions += 1;
     ledger.live_predictions += 1;
-    state.expiries.heap.push(Entry { expiry, depth, serial, id });
+    state.expiries.push(Entry { expiry, depth, serial, id });
     true
 }
 
@@ -329,7 +362,7 @@ fn end(state: &mut State, entry: Entry, now: f64) {
     if prediction.expiry > entry.expiry {
         let refreshed = Entry { expiry: prediction.expiry, ..entry };
         if prediction.expiry > now || now == f64::INFINITY {
-            state.expiries.heap.push(refreshed);
+            state.expiries.push(refreshed);
             return;
         }
     }

@@ -451,14 +451,14 @@ impl Ghosts {
     }
 }
 
-/// Hashes that `demote` left; in parts, so that none grows for long.
+/// Hashes that `demote` left; in parts, so that none grows for long, and not all of them at the same time.
 #[derive(Debug, Default)]
 pub struct Demoted {
     parts: Vec<HashSet<u64>>,
     len: usize,
 }
 
-const DEMOTED_PARTS: usize = 64;
+const DEMOTED_PARTS: usize = 1024;
 
 impl Demoted {
     pub fn len(&self) -> usize {
@@ -500,11 +500,15 @@ impl Demoted {
             }
         }
         self.len -= taken.len();
+        if self.len == 0 {
+            self.parts = Vec::new();
+        }
         taken
     }
 
     fn bytes(&self) -> usize {
-        self.parts.iter().map(HashSet::allocation_size).sum()
+        self.parts.capacity() * size_of::<HashSet<u64>>()
+            + self.parts.iter().map(HashSet::allocation_size).sum::<usize>()
     }
 }
 
