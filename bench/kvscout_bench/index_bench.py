@@ -79,7 +79,7 @@ class IndexBench:
                 for case, ours, peer in self._measure(commands, name, chosen, cores):
                     if layer is Layer.NATIVE:
                         native_us[case.name] = ours.value
-                    else:
+                    elif case.goal is None:
                         native = native_us.get(f"{Layer.NATIVE}/{name}/{case.workload}")
                         case = replace(case, goal=None if native is None else Goal(native + PYTHON_SURCHARGE_US))
                     yield compare(case, ours, peer, judge=not self.quick, machine=machine)

@@ -37,6 +37,7 @@ FIXTURES = {
     "large-unequal": Fixture(2_170, 8, "unequal"),
     "large-one": Fixture(9_766, 1),
     "large-one-4": Fixture(19_512, 1, "random", event_blocks=4),
+    "rank": Fixture(1_024, 1),
 }
 
 
@@ -66,6 +67,14 @@ def _p99_us(sample: Sample) -> float:
 
 def _max_ms(sample: Sample) -> float:
     return float(sample["max_ns"]) / 1e6
+
+
+def _call_cpu_ms(sample: Sample) -> float:
+    return float(sample["call_cpu_ns"]) / 1e6
+
+
+def _wait_ms(sample: Sample) -> float:
+    return float(max(sample["max_ns"], sample["wait_ns"])) / 1e6
 
 
 def _rate_percent(sample: Sample) -> float:
@@ -150,7 +159,21 @@ def _python_cases() -> Iterator[IndexCase]:
         ("large", "find_hashes", f"{HASHES}, 8 equal holders, 10 M"),
     ):
         yield _timed(_Named(Layer.PYTHON, fixture, workload, f"{title}, from Python"), None)
+    for workload, done in (
+        ("rank_load", "loaded"),
+        ("rank_demote", "demoted"),
+        ("rank_expire", "expired"),
+        ("rank_dump", "dumped"),
+    ):
+        named = _Named(Layer.PYTHON, "rank", workload, f"while a rank of 1,048,576 blocks is {done}")
+        for suffix, what, goal, unit, value in (
+            ("", "find p99", 1000.0, "µs", _p99_us),
+            ("/call", "longest call, CPU time", 2.0, "ms", _call_cpu_ms),
+            ("/wait", "longest find, or wait for the lock", 2.0, "ms", _wait_ms),
+        ):
+            titled = named._replace(title=f"{named.title}: {what}")
+            yield _case(titled, Goal(goal), unit, value, suffix=suffix, two_cores=True)
 
 
 CASES = (*_native_cases(), *_python_cases())
-"""All rows; a Python one's goal follows from the native one in the same run."""
+"""All rows; the goal of a Python one that has none follows from the native one in the same run."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvscout.v1 import indexer_pb2
-from kvscout_bench.index_bench_serve import main
+from kvscout_bench.index_bench_ranks import BenchedRank, RankWorkload
+from kvscout_bench.index_bench_serve import CallTimes, main
 from kvscout_blocks.events import EventBatch, Stored
 from kvscout_blocks.index import WorkerOptions
-from kvscout_blocks.native_index import make_index, make_queries
+from kvscout_blocks.native_index import NativeIndex, make_queries
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import PoolKey, WorkerRank
 
@@ -30,9 +31,10 @@ class Kvscout:
         if queries is None:
             raise SystemExit("the rows from Python need the extension kvscout_native")
         self._queries = queries
-        self._index = make_index(BLOCK_SIZE)
+        self._index = NativeIndex(BLOCK_SIZE)
         self._queries.set_pool(POOL, self._index)
-        self._ranks = [WorkerRank(f"worker-{number}", 0) for number in range(workers)]
+        self._ranks = [WorkerRank(f"worker-{number}", 0) for number in range(workers + 1)]
+        self._worked_on: BenchedRank | None = None
         for rank in self._ranks:
             self._index.add_worker(rank, WorkerOptions())
 
@@ -59,7 +61,7 @@ class Kvscout:
 
     def find(self, request: bytes) -> bytes | None:
         """See `BenchedIndex`; a serialised FindMatchesResponse."""
-        return self._queries.answer(request, now=0.0, caller_tenant="*")
+        return self._queries.answer(request, now=self._now, caller_tenant="*")
 
     find_tokens = find
 
@@ -70,6 +72,22 @@ class Kvscout:
         overlaps = indexer_pb2.FindMatchesResponse.FromString(answer).overlaps
         numbers = (int(worker_id.rpartition("-")[2]) for worker_id in overlaps.worker_ids)
         return zip(numbers, overlaps.device_blocks, strict=True)
+
+    def rank_work(self, workload: str, worker: int) -> Callable[[], CallTimes] | None:
+        """See `BenchedIndex`."""
+        if workload not in list(RankWorkload):
+            return None
+        if self._worked_on is None:
+            self._worked_on = BenchedRank(self._index, POOL, self._ranks[worker])
+        return self._worked_on.prepare(RankWorkload(workload))
+
+    def wait_for_writers(self, worker: int) -> None:
+        """See `BenchedIndex`."""
+        self._index.cursor(self._ranks[worker])
+
+    @property
+    def _now(self) -> float:
+        return self._worked_on.now if self._worked_on is not None else 0.0
 
 
 def _request(field: str, packed: bytes) -> bytes:

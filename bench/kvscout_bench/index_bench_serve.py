@@ -8,12 +8,14 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -24,8 +26,18 @@ GROUP = 64
 REMEMBERED_PROMPTS = 128
 """Their tokens are kept: making them takes a hundred times as long as a find."""
 CHECKED_QUERIES = 256
+SLOW_NS = 100_000
+"""A call that took longer may have been interrupted by another process, which is looked into."""
 
 TOKENS, ENGINE_HASHES, HOLDERS, LENGTHS, QUERIES = range(5)
+
+
+class CallTimes(NamedTuple):
+    """Calls of work on a whole rank, by the CPU time of the thread that made them."""
+
+    number: int
+    longest_ns: int
+    total_ns: int
 
 
 class BenchedIndex(Protocol):
@@ -64,6 +76,14 @@ class BenchedIndex(Protocol):
 
     def overlaps(self, answer: Any) -> Iterable[tuple[int, int]]:
         """(worker, blocks) of an answer."""
+        ...
+
+    def rank_work(self, workload: str, worker: int) -> Callable[[], CallTimes] | None:
+        """Prepares work on all that a worker holds; what does it, on another thread. None: not had."""
+        ...
+
+    def wait_for_writers(self, worker: int) -> None:
+        """A call that waits for whoever changes the index."""
         ...
 
 
@@ -124,6 +144,10 @@ class Bench:
         self._index, self._fixture = index, fixture
         self._local: dict[int, array[int]] = {}
         self._next_query = 0
+        self._rank_is_stored = False
+        self._second = ThreadPoolExecutor(1)
+        # Here: who pins threads does so when all is loaded.
+        self._second.submit(int).result()
         empty = sorted(self._time(lambda _: None, None) for _ in range(1001))
         self._empty_ns = empty[len(empty) // 2]
 
@@ -187,7 +211,7 @@ class Bench:
         """Times a workload."""
         operation = self._operation(workload)
         if operation is None:
-            return {"unsupported": workload}
+            return self._run_beside(workload)
         make, find = operation
         times: list[int] = []
         started = time.perf_counter()
@@ -198,15 +222,39 @@ class Bench:
             elapsed = self._time(find, request)
             if time.perf_counter() >= warm:
                 times.append(max(0, elapsed - self._empty_ns))
-        times.sort()
-        last = len(times) - 1
+        return _report(workload, times)
+
+    def _run_beside(self, workload: str) -> dict[str, Any]:
+        """Times finds while another thread works on a whole rank, and how long its work keeps others waiting."""
+        index, fixture = self._index, self._fixture
+        if not workload.startswith("rank_"):
+            return {"unsupported": workload}
+        if not self._rank_is_stored:
+            self._rank_is_stored = True
+            for prompt in range(fixture.prompts):
+                index.store(fixture.workers, index.event(None, self._local_of(prompt), fixture.engine_hashes(prompt)))
+        work = index.rank_work(workload, fixture.workers)
+        if work is None:
+            return {"unsupported": workload}
+        finds: list[int] = []
+        waits: list[int] = []
+        interrupted = _interruptions()
+        done = self._second.submit(work)
+        while not finds or not done.done():
+            request = index.request(self._local_of(fixture.queried(self._next_query)))
+            self._next_query += 1
+            found, waited = self._time(index.find, request), self._time(index.wait_for_writers, fixture.workers)
+            if max(found, waited) >= SLOW_NS and interrupted != (interrupted := _interruptions()):
+                continue
+            finds.append(max(0, found - self._empty_ns))
+            waits.append(max(0, waited - self._empty_ns))
+        calls = done.result()
         return {
-            "workload": workload,
-            "operations": len(times),
-            "median_ns": times[round(last * 0.5)],
-            "p99_ns": times[round(last * 0.99)],
-            "max_ns": times[last],
-            "rate": len(times) * 1e9 / max(1, sum(times)),
+            **_report(workload, finds),
+            "calls": calls.number,
+            "call_cpu_ns": calls.longest_ns,
+            "work_cpu_ns": calls.total_ns,
+            "wait_ns": max(waits, default=0),
         }
 
     @staticmethod
@@ -214,6 +262,24 @@ class Bench:
         started = time.perf_counter_ns()
         call(request)
         return time.perf_counter_ns() - started
+
+
+def _report(workload: str, times: list[int]) -> dict[str, Any]:
+    times.sort()
+    last = len(times) - 1
+    return {
+        "workload": workload,
+        "operations": len(times),
+        "median_ns": times[round(last * 0.5)],
+        "p99_ns": times[round(last * 0.99)],
+        "max_ns": times[last],
+        "rate": len(times) * 1e9 / max(1, sum(times)),
+    }
+
+
+def _interruptions() -> int:
+    """How often threads of this process lost their cores to others, not counting waits of their own."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def serve(make: Callable[[int], BenchedIndex], lines: Iterable[str], out: TextIO) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
 import xxhash
 
-from kvscout_bench.index_bench_serve import main
+from kvscout_bench.index_bench_serve import CallTimes, main
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 4
@@ -65,6 +65,13 @@ class DynamoWheel:
     def overlaps(self, answer: Any) -> Iterable[tuple[int, int]]:
         """See `BenchedIndex`."""
         return ((worker, blocks) for (worker, _rank), blocks in answer.items())
+
+    def rank_work(self, _workload: str, _worker: int) -> Callable[[], CallTimes] | None:
+        """See `BenchedIndex`; it has none of it."""
+        return None
+
+    def wait_for_writers(self, _worker: int) -> None:
+        """See `BenchedIndex`; nobody else writes."""
 
 
 if __name__ == "__main__":

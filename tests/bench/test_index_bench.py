@@ -8,6 +8,8 @@ import pytest
 
 from kvscout_bench.index_bench import IndexBench
 from kvscout_bench.index_bench_cases import CASES, FIXTURES
+from kvscout_bench.index_bench_ranks import RankWorkload
+from kvscout_bench.machine import usable_cores
 from kvscout_common.errors import InvalidArgument
 
 
@@ -19,6 +21,13 @@ def test_a_quick_run_gives_a_row_without_a_verdict() -> None:
     assert (rows[0].met, rows[0].peer, rows[0].rounds) == (None, None, 1)
     assert json.loads(json.dumps(rows[0].as_json()))["unit"] == "µs"
     assert "python/hot" in said
+
+
+def test_work_on_a_whole_rank_has_its_rows() -> None:
+    rows = list(IndexBench(only=("python/rank/",), quick=True).run(lambda _: None))
+    names = [f"python/rank/{workload}{suffix}" for workload in RankWorkload for suffix in ("", "/call", "/wait")]
+    assert [row.workload for row in rows] == (names if len(usable_cores()) > 1 else [])
+    assert all(row.value > 0 and row.goal for row in rows)
 
 
 def test_names_of_cases_are_unique_and_their_fixtures_exist() -> None:

@@ -80,6 +80,18 @@ def test_a_run_counts_its_operations_in_order() -> None:
     assert 0 <= run["median_ns"] <= run["p99_ns"] <= run["max_ns"]
 
 
+def test_while_a_whole_rank_is_worked_on_finds_are_timed_and_again_from_the_same_state() -> None:
+    workloads = ("rank_load", "rank_demote", "rank_expire", "rank_dump")
+    lines = [f"run workload={workload} seconds=1" for workload in workloads * 2]
+    _, *runs, check = answers(LOAD.format("equal", 32), *lines, "check workload=find_miss")
+    assert [run["workload"] for run in runs] == [*workloads, *workloads]
+    for run in runs:
+        assert run["operations"] >= 1
+        assert 0 < run["call_cpu_ns"] <= run["work_cpu_ns"]
+        assert run["calls"] >= 2 or run["workload"] == "rank_expire"
+    assert check["answers"] == 0
+
+
 def test_what_cannot_be_done_is_answered_and_the_driver_goes_on() -> None:
     before, _, unsupported, again, nonsense, hello, bye = answers(
         "run workload=find_hashes seconds=1",

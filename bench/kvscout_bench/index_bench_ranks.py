@@ -1,0 +1,107 @@
+"""Work on a whole rank of our index, call by call, as the services do it while queries go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import TypeVar
+
+import kvscout_native
+from kvscout_bench.index_bench_serve import CallTimes
+from kvscout_blocks.native_index import NativeIndex
+from kvscout_common.worker import PoolKey, WorkerRank
+
+MAINTAIN_BUDGET = 256
+"""As the indexer's."""
+TTL_SECONDS = 60.0
+
+R = TypeVar("R")
+
+
+class RankWorkload(StrEnum):
+    """What is done with all blocks of the rank."""
+
+    LOAD = "rank_load"
+    DEMOTE = "rank_demote"
+    EXPIRE = "rank_expire"
+    DUMP = "rank_dump"
+
+
+class BenchedRank:
+    """A rank that is prepared and worked on, run after run.
+
+    Args:
+        index: Whose.
+        pool: The index's key.
+        rank: Holds what is to be worked on.
+    """
+
+    def __init__(self, index: NativeIndex, pool: PoolKey, rank: WorkerRank) -> None:
+        self.now = 0.0
+        """The index's clock."""
+        self._index, self._pool, self._rank = index, pool, rank
+        messages = index.dump_messages(rank, pool, history_incomplete=False)
+        assert messages is not None
+        self._messages = messages
+
+    def prepare(self, workload: RankWorkload) -> Callable[[], CallTimes]:
+        """Brings the rank to where the workload begins; what it returns does the work."""
+        index, rank = self._index, self._rank
+        if workload is RankWorkload.LOAD:
+            index.reset(rank)
+        else:
+            index.load_messages(self._messages)
+        if workload is RankWorkload.EXPIRE:
+            index.demote(rank, ttl_seconds=TTL_SECONDS, now=self.now)
+        while index.maintain(now=self.now):
+            pass
+        calls = {
+            RankWorkload.LOAD: self._load,
+            RankWorkload.DEMOTE: self._demote,
+            RankWorkload.EXPIRE: self._expire,
+            RankWorkload.DUMP: self._dump,
+        }[workload]
+        return lambda: _timed(calls())
+
+    def _load(self) -> Iterator[Callable[[], object]]:
+        # Reading the messages needs nothing of the index but room for what they have.
+        loading = kvscout_native.Loading.of_messages(self._index.core, self._messages)
+        yield from _until_done(loading.step)
+        yield loading.commit
+
+    def _demote(self) -> Iterator[Callable[[], object]]:
+        index, rank = self._index, self._rank
+        begun = []
+        yield lambda: begun.append(index.demotion(rank, ttl_seconds=TTL_SECONDS, now=self.now))
+        yield from _until_done(begun[0].step)
+
+    def _expire(self) -> Iterator[Callable[[], object]]:
+        self.now += TTL_SECONDS
+        yield from _until_done(lambda: self._index.maintain(now=self.now, budget=MAINTAIN_BUDGET))
+
+    def _dump(self) -> Iterator[Callable[[], object]]:
+        begun = []
+        yield lambda: begun.append(self._index.cut(self._rank))
+        (cut,) = begun
+        assert cut is not None
+        yield from _until_done(cut.step)
+        # Beside the index: it has nothing left to say.
+        cut.messages(self._pool, history_incomplete=False)
+
+
+def _until_done(step: Callable[[], bool]) -> Iterator[Callable[[], object]]:
+    more = [True]
+    while more.pop():
+        yield lambda: more.append(step())
+
+
+def _timed(calls: Iterator[Callable[[], object]]) -> CallTimes:
+    """Makes calls one after the other, and times each by its thread's CPU time."""
+    number = longest_ns = total_ns = 0
+    for call in calls:
+        started = time.thread_time_ns()
+        call()
+        elapsed = time.thread_time_ns() - started
+        number, longest_ns, total_ns = number + 1, max(longest_ns, elapsed), total_ns + elapsed
+    return CallTimes(number, longest_ns, total_ns)
