@@ -34,6 +34,18 @@ async def test_a_signal_ends_it_with_0_in_the_midst_of_a_replay(number: signal.S
             assert await running.process.wait() == 0
 
 
+async def test_a_signal_ends_it_with_0_while_one_content_comes_under_20_000_engine_hashes() -> None:
+    hostile = batch(*(stored([number], prompt(1)) for number in range(1, 20_001)))
+    async with recorded_engine() as engine, indexer_process() as (client, running):
+        await client.register(engine)
+        await engine.subscribed()
+        await engine.publish(*[hostile] * 20)
+        await client.until(lambda s: s.applied > 0)
+        running.process.terminate()
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            assert await running.process.wait() == 0
+
+
 async def test_a_defect_while_ingesting_ends_it_with_1() -> None:
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
     running = await start("faulty_indexer", environment=environment)
