@@ -100,9 +100,9 @@ class ScriptedPublisher:
         self.next_id = 0
         self.local.restart(self.epoch)
 
-    def again(self, first_id: int) -> list[bytes]:
+    async def again(self, first_id: int) -> Sequence[bytes]:
         """What can be sent again from an event on: batches, or the state."""
-        return self.local.recover(first_id, None).messages
+        return (await self.local.recover(first_id, None)).messages
 
     def truth(self) -> WorkerDump:
         """What a reader must know, incarnation aside."""
@@ -284,7 +284,7 @@ class Pushing:
                 self._came.set()
                 if self._publisher is not None and answer.HasField("resend_from"):
                     async with self._sending:
-                        await self._write(*self._publisher.again(answer.resend_from), greeting(self._publisher))
+                        await self._write(*await self._publisher.again(answer.resend_from), greeting(self._publisher))
         except grpc.aio.AioRpcError as error:
             self.error = to_error(error)
         self._came.set()

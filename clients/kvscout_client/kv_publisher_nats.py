@@ -128,8 +128,8 @@ class NatsOutlet:
             subject = self._link.names.recover(self._rank.spec.tenant, self._rank.rank)
             self._service = await serve_recovery(self._link.client, subject, self._answer)
 
-    def _answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
+    async def _answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
         if self._rank.is_known:
-            return self._rank.local.answer(request)
+            return await self._rank.local.answer(request)
         # Who is told that there is nothing goes on at once; who is told nothing asks again and again.
         return iter((bridge_pb2.RecoverResponse(outcome=bridge_pb2.RECOVER_OUTCOME_TOO_NEW, last=True),))

@@ -81,7 +81,7 @@ class PushPosition:
         self.outdated = answer.epoch > self._rank.epoch
         self.malformed = answer.malformed
 
-    def take(self) -> Sequence[bytes]:
+    async def take(self) -> Sequence[bytes]:
         """The messages to send next; none: it has been sent everything, or has not answered yet."""
         if self._acked is None:
             return ()
@@ -89,12 +89,12 @@ class PushPosition:
             self._epoch, self._next, self._resend = self._rank.epoch, None, None
         if self._resend is not None:
             (first_id, resend_id), self._resend = self._resend, None
-            return self._again(first_id, resend_id)
+            return await self._again(first_id, resend_id)
         if self._next is None:
             if self._rank.is_known:
-                return self._state()
+                return await self._state()
             self._next = 0
-        return self._batches(self._next)
+        return await self._batches(self._next)
 
     @property
     def problem(self) -> str:
@@ -115,18 +115,18 @@ class PushPosition:
             return 0
         return self._acked[1] + 1
 
-    def _again(self, first_id: int, resend_id: int) -> Sequence[bytes]:
+    async def _again(self, first_id: int, resend_id: int) -> Sequence[bytes]:
         last, oldest = self._local.last_event_id, self._local.oldest_event_id
         if last is not None and first_id > last:
             return (self._rank.greeting(resend_id),)
         # From the beginning on: the state is shorter than all that led to it, and makes what is incomplete whole.
         if self._rank.is_known and (first_id == 0 or oldest is None or first_id < oldest):
-            return self._state()
+            return await self._state()
         if oldest is None or first_id < oldest:
             return (self._rank.greeting(resend_id),)
-        return self._batches(first_id)
+        return await self._batches(first_id)
 
-    def _batches(self, first_id: int) -> Sequence[bytes]:
+    async def _batches(self, first_id: int) -> Sequence[bytes]:
         last, oldest = self._local.last_event_id, self._local.oldest_event_id
         if last is None or first_id > last:
             return ()
@@ -134,7 +134,7 @@ class PushPosition:
         if first_id < available:
             self.dropped += available - first_id
             if self._rank.has_state:
-                return self._state()
+                return await self._state()
             self._next = first_id = available
             if first_id > last:
                 return ()
@@ -142,12 +142,11 @@ class PushPosition:
         self._next = first_id + len(messages)
         return messages
 
-    def _state(self) -> Sequence[bytes]:
+    async def _state(self) -> Sequence[bytes]:
         self.states += 1
-        messages = self._local.state()
-        last = self._local.last_event_id
-        self._next = 0 if last is None else last + 1
-        return messages
+        state = await self._local.state()
+        self._next = 0 if state.last_event_id is None else state.last_event_id + 1
+        return state.messages
 
 
 class PushTarget:
@@ -247,7 +246,7 @@ class PushTarget:
             while not answers.done():
                 if self.position.outdated:
                     raise FailedPrecondition(self.position.problem)
-                while messages := self.position.take():
+                while messages := await self.position.take():
                     await self._write(call, answers, messages)
                 await self._work.wait()
                 self._work.clear()

@@ -13,15 +13,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
 from kvscout.v1 import bridge_pb2
 from kvscout_blocks.codec import parse_batch
+from kvscout_blocks.feed import SourceState
 from kvscout_blocks.index import BlockIndex
-from kvscout_blocks.native_index import state_messages
-from kvscout_common.errors import Unavailable
+from kvscout_blocks.native_index import cut_messages
+from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.worker import PoolKey, WorkerRank
 
 RING_BATCHES: Final = 1024
@@ -35,7 +36,7 @@ class Recovered(NamedTuple):
     """What answers a request."""
 
     outcome: bridge_pb2.RecoverOutcome.ValueType
-    messages: list[bytes]
+    messages: Sequence[bytes]
     """Serialised `KvEventBatch`es."""
     last_event_id: int | None
 
@@ -119,19 +120,25 @@ class LocalIndex:
         number = max(0, self.last_event_id - first_id + 1) if self.last_event_id is not None else 0
         return sum(map(len, islice(reversed(self._ring), number)))
 
-    def state(self) -> list[bytes]:
-        """One consistent cut as serialised messages, in order.
+    async def state(self) -> SourceState:
+        """One consistent cut, as of the call; batches may be added meanwhile.
 
         Raises:
-            Unavailable: The epoch is not known yet.
+            Unavailable: The epoch is not known yet, or another one began meanwhile.
+            NotFound: The index does not know the rank.
         """
-        if self.epoch is None:
+        epoch, last_event_id, incomplete = self.epoch, self.last_event_id, self._history_incomplete()
+        if epoch is None:
             raise Unavailable("the engine's incarnation is not known yet: NATS was not reached")
-        return state_messages(
-            self._index, self._rank, self._pool, history_incomplete=self._history_incomplete(), epoch=self.epoch
-        )
+        cut = self._index.cut(self._rank)
+        if cut is None:
+            raise NotFound(f"worker {self._rank.worker_id} rank {self._rank.dp_rank} is not known")
+        messages = await cut_messages(cut, self._pool, history_incomplete=incomplete, epoch=epoch)
+        if messages is None:
+            raise Unavailable("the rank began anew while its state was taken")
+        return SourceState(epoch, last_event_id, messages, history_incomplete=incomplete)
 
-    def recover(self, first_id: int | None, last_id: int | None) -> Recovered:
+    async def recover(self, first_id: int | None, last_id: int | None) -> Recovered:
         """Answers a request for the events `first_id`..`last_id`, both inclusive; see the module.
 
         Args:
@@ -139,7 +146,7 @@ class LocalIndex:
             last_id: None = up to now.
 
         Raises:
-            Unavailable: The epoch is not known yet.
+            Unavailable, NotFound: As `state`.
         """
         last = self.last_event_id
         if first_id is not None and last_id is not None and last_id < first_id:
@@ -147,20 +154,21 @@ class LocalIndex:
         if first_id is not None and (last is None or first_id > last):
             return Recovered(Outcome.RECOVER_OUTCOME_TOO_NEW, [], last)
         if first_id is None or last is None or first_id <= last - len(self._ring):
-            return Recovered(Outcome.RECOVER_OUTCOME_DUMP, self.state(), last)
+            state = await self.state()
+            return Recovered(Outcome.RECOVER_OUTCOME_DUMP, state.messages, state.last_event_id)
         oldest = last - len(self._ring) + 1
         end = last if last_id is None else min(last_id, last)
         # Not by index: a deque is a list of blocks, and the slice is most often at its end.
         wanted = [message for number, message in enumerate(self._ring, oldest) if first_id <= number <= end]
         return Recovered(Outcome.RECOVER_OUTCOME_EVENTS, wanted, last)
 
-    def answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
+    async def answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
         """The parts of the answer to a request.
 
         Raises:
-            Unavailable: The epoch is not known yet.
+            Unavailable, NotFound: As `state`.
         """
-        recovered = self.recover(
+        recovered = await self.recover(
             request.from_event_id if request.HasField("from_event_id") else None,
             request.to_event_id if request.HasField("to_event_id") else None,
         )

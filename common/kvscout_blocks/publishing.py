@@ -24,6 +24,7 @@ from kvscout_blocks.events import DecodedBatch
 from kvscout_blocks.local_index import LocalIndex
 from kvscout_blocks.native_index import encode_batch
 from kvscout_blocks.sequence import SequencedBatch
+from kvscout_common.errors import Unavailable
 from kvscout_common.worker import PoolKey, WorkerRank
 
 MAX_BUFFERED_BYTES: Final = 64 * 1024 * 1024
@@ -87,7 +88,7 @@ class Outbox:
     @property
     def empty(self) -> bool:
         """Whether all was sent and confirmed."""
-        return not any(p.waiting or p.in_flight or p.due for p in self._publications)
+        return not any(p.waiting or p.under_way or p.due for p in self._publications)
 
     def number(self) -> int:
         """Numbers what waits, by age."""
@@ -163,13 +164,20 @@ class Publication:
         self._has_state = has_state
         self._queue: deque[_Waiting] = deque()
         self._state_due = False
+        self._state_begun = False
+        """A state is being taken."""
         self._last_digest: int | None = None
         outbox.add(self)
 
     @property
     def due(self) -> bool:
         """Whether there is something to send, which may be sent, and nothing under way."""
-        return not self.held_back and not self.in_flight and (self._state_due or bool(self._queue))
+        return not self.held_back and not self.under_way and (self._state_due or bool(self._queue))
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something is being sent, or made ready for it."""
+        return self._state_begun or bool(self.in_flight)
 
     @property
     def waiting(self) -> int:
@@ -250,30 +258,39 @@ class Publication:
         self._state_due = False
         self._drop_queue()
 
-    def take(self, max_bytes: int = BURST_BYTES) -> list[Outgoing]:
-        """What is to be sent next, in order; it is under way until `confirm` or `fail`."""
-        assert not self.in_flight
+    async def take(self, max_bytes: int = BURST_BYTES) -> list[Outgoing]:
+        """What is to be sent next, in order; it is under way until `confirm` or `fail`.
+
+        A state is as of the call; the batches that come while it is taken are to be sent after it.
+        """
+        assert not self.under_way
         if self._state_due:
-            self._state_due = False
-            self.states += 1
-            local = self.local
-            assert local.epoch is not None
-            chunks = local.state()
-            self.in_flight = [
-                _Waiting(
-                    0,
-                    Outgoing(
-                        local.epoch, local.last_event_id, message, self._last_digest, number, number == len(chunks) - 1
-                    ),
-                )
-                for number, message in enumerate(chunks)
-            ]
+            self.in_flight = [_Waiting(0, outgoing) for outgoing in await self._take_state()]
         else:
             taken = 0
             while self._queue and (not self.in_flight or taken + self._queue[0].size_bytes <= max_bytes):
                 taken += self._queue[0].size_bytes
                 self.in_flight.append(self._queue.popleft())
         return [waiting.outgoing for waiting in self.in_flight]
+
+    async def _take_state(self) -> list[Outgoing]:
+        self._state_due = False
+        self._state_begun = True
+        self.states += 1
+        digest = self._last_digest
+        try:
+            state = await self.local.state()
+        except Unavailable:
+            # The rank began anew; what it is now will do.
+            self._state_due = True
+            return []
+        finally:
+            self._state_begun = False
+        last = len(state.messages) - 1
+        return [
+            Outgoing(state.epoch, state.last_event_id, message, digest, number, number == last)
+            for number, message in enumerate(state.messages)
+        ]
 
     def confirm(self) -> None:
         """All that was taken has arrived."""

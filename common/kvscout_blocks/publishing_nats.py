@@ -205,7 +205,11 @@ class Sender:
 
     async def _send(self, publications: list[Publication]) -> bool:
         """Sends what some ranks have due; whether all of it arrived."""
-        messages = [(publication, outgoing) for publication in publications for outgoing in publication.take()]
+        messages: list[Message] = []
+        for publication in publications:
+            # While the state of one before it was taken, it may have ended, or begun anew.
+            if publication.due:
+                messages += [(publication, outgoing) for outgoing in await publication.take()]
         arrived: list[bool] = []
         try:
             for window in _windows(messages):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Final
 
 import nats.aio.client
@@ -40,7 +40,7 @@ MAX_ANSWERS: Final = 8
 IDLE_SECONDS: Final = 5.0
 """Either end gives up when the other was silent this long."""
 
-Answer = Callable[[bridge_pb2.RecoverRequest], Iterable[bridge_pb2.RecoverResponse]]
+Answer = Callable[[bridge_pb2.RecoverRequest], Awaitable[Iterable[bridge_pb2.RecoverResponse]]]
 """Answers a request, part by part; `part` and `last` are set. Raises KvscoutError before the first part."""
 
 
@@ -152,7 +152,7 @@ class RecoveryService:
     async def _respond(self, message: nats.aio.msg.Msg) -> None:
         try:
             try:
-                parts = self._answer(_request(message.data))
+                parts = await self._answer(_request(message.data))
             except KvscoutError as error:
                 await self._refuse(message.reply, str(error))
                 return

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 
 from kvscout.v1 import bridge_pb2
@@ -13,6 +16,7 @@ from kvscout_blocks.native_index import encode_batch, make_index
 from kvscout_blocks.recovery import recover_request
 from kvscout_blocks.reference_index import ReferenceIndex
 from kvscout_common.errors import Unavailable
+from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank
 
 RANK = WorkerRank("w", 0)
@@ -44,7 +48,7 @@ class Local:
         request = recover_request("default", RANK, first)
         if last is not None:
             request.to_event_id = last
-        parts = list(self.local.answer(request))
+        parts = list(asyncio.run(self.local.answer(request)))
         assert [part.part for part in parts] == list(range(len(parts)))
         assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
         outcomes = {part.outcome for part in parts}
@@ -78,12 +82,12 @@ def test_from_after_the_last_is_too_new_and_backwards_is_invalid(local: Local) -
     assert local.ask(10) == (TOO_NEW, [])
     assert local.ask(9, 8) == (INVALID, [])
     assert local.ask(11, 10) == (INVALID, [])
-    answer = next(local.local.answer(recover_request("default", RANK, 10)))
+    answer = next(asyncio.run(local.local.answer(recover_request("default", RANK, 10))))
     assert answer.last_event_id == 9
 
 
 def test_after_a_state_the_cursor_is_its_last_event_and_nothing_more_is_to_be_had(local: Local) -> None:
-    (part,) = local.local.answer(recover_request("default", RANK, None))
+    (part,) = asyncio.run(local.local.answer(recover_request("default", RANK, None)))
     assert (part.batch.epoch, part.batch.event_id, part.last_event_id) == (7, 9, 9)
     assert local.ask(part.batch.event_id) == (EVENTS, [9])
     assert local.ask(part.batch.event_id + 1) == (TOO_NEW, [])
@@ -91,7 +95,7 @@ def test_after_a_state_the_cursor_is_its_last_event_and_nothing_more_is_to_be_ha
 
 def test_a_state_says_that_it_may_lack_something(local: Local) -> None:
     local.incomplete = True
-    (message,) = local.local.recover(None, None).messages
+    (message,) = asyncio.run(local.local.recover(None, None)).messages
     assert parse_batch(message).events[0].state.history_incomplete
 
 
@@ -109,17 +113,17 @@ def test_a_batch_that_is_no_message_and_one_out_of_order_are_in_the_state_only(l
 
 def test_the_ring_is_bounded_in_bytes_too(local: Local) -> None:
     local.local.add(10, b"x" * 99_000)
-    assert local.local.recover(10, None).outcome == EVENTS
+    assert asyncio.run(local.local.recover(10, None)).outcome == EVENTS
     local.local.add(11, b"x" * 99_000)
-    assert local.local.recover(10, None).outcome == DUMP
+    assert asyncio.run(local.local.recover(10, None)).outcome == DUMP
 
 
 def test_nothing_is_told_before_the_epoch_is_known_and_nothing_of_a_former_one() -> None:
     made = Local()
     with pytest.raises(Unavailable):
-        made.local.answer(recover_request("default", RANK, None))
+        asyncio.run(made.local.answer(recover_request("default", RANK, None)))
     made.local.restart(7)
-    (empty,) = made.local.answer(recover_request("default", RANK, None))
+    (empty,) = asyncio.run(made.local.answer(recover_request("default", RANK, None)))
     assert (empty.outcome, empty.HasField("last_event_id"), empty.batch.epoch) == (DUMP, False, 7)
     assert made.ask(0) == (TOO_NEW, [])
     made.publish(0)
@@ -135,12 +139,51 @@ def test_the_native_index_answers_the_same(local: Local) -> None:
     native.load(dump)
     twin = LocalIndex(RANK, POOL, native, history_incomplete=lambda: False)
     twin.restart(7, 9)
-    assert twin.recover(None, None) == local.local.recover(None, None)
+    assert asyncio.run(twin.recover(None, None)) == asyncio.run(local.local.recover(None, None))
 
 
 def test_answers_are_messages_of_the_protocol(local: Local) -> None:
     parts = [
         bridge_pb2.RecoverResponse.FromString(p.SerializeToString())
-        for p in local.local.answer(recover_request("default", RANK, 8))
+        for p in asyncio.run(local.local.answer(recover_request("default", RANK, 8)))
     ]
     assert [part.batch.event_id for part in parts] == [8, 9]
+
+
+async def test_a_state_is_of_when_it_was_asked_for_whatever_is_applied_meanwhile(local: Local) -> None:
+    asked = asyncio.create_task(local.local.state())
+    await asyncio.sleep(0)
+    local.publish(10)
+    state = await asked
+    (message,) = state.messages
+    (run,) = parse_batch(message).events[0].state.runs
+    assert (state.epoch, state.last_event_id, parse_batch(message).event_id) == (7, 9, 9)
+    assert len(run.local_hashes) == 10
+
+
+async def test_a_rank_that_begins_anew_has_no_state_of_before(local: Local) -> None:
+    large = tuple(range(100, 40_100))
+    local.index.apply(RANK, EventBatch((Stored(large, None, block_size=4, local_hashes=large),)))
+    asked = asyncio.create_task(local.local.state())
+    await asyncio.sleep(0)
+    local.index.reset(RANK)
+    with pytest.raises(Unavailable):
+        await asked
+    local.local.restart(8)
+    assert (await local.local.state()).epoch == 8
+
+
+@pytest.mark.skipif(not native_available(), reason="the reference gives turns, not threads")
+async def test_the_state_of_a_large_rank_is_taken_and_encoded_beside_the_event_loop() -> None:
+    index = make_index(4)
+    index.add_worker(RANK, WorkerOptions())
+    for prompt in range(64):
+        hashes = tuple(range(prompt * 2048 + 1, prompt * 2048 + 2049))
+        index.apply(RANK, EventBatch((Stored(hashes, None, block_size=4, local_hashes=hashes),)))
+    local = LocalIndex(RANK, POOL, index, history_incomplete=lambda: False)
+    local.restart(7)
+    of_loop, of_all = time.thread_time(), time.process_time()
+    state = await local.state()
+    of_loop, of_all = time.thread_time() - of_loop, time.process_time() - of_all
+    assert sum(map(len, state.messages)) > 1 << 20
+    assert of_loop < of_all / 2, f"{of_loop * 1000:.1f} of {of_all * 1000:.1f} ms"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 
@@ -51,7 +52,7 @@ class Rank:
 
     def take(self) -> list[Outgoing]:
         """What is under way."""
-        return self.publication.take() if self.publication.due else []
+        return asyncio.run(self.publication.take()) if self.publication.due else []
 
     def begin(self, epoch: int = 7) -> None:
         """An epoch begins, and its state has arrived."""
@@ -194,7 +195,7 @@ def test_an_incarnation_that_goes_on_sends_only_what_was_not_published(outbox: O
     for _ in range(5):
         rank.apply()
     assert ids(rank.take()) == [3, 4]
-    assert [parse_batch(m).event_id for m in rank.local.recover(1, None).messages] == [1, 2, 3, 4]
+    assert [parse_batch(m).event_id for m in asyncio.run(rank.local.recover(1, None)).messages] == [1, 2, 3, 4]
 
 
 def test_what_is_held_back_is_not_due(rank: Rank) -> None:
@@ -310,3 +311,31 @@ def test_what_follows_a_batch_in_the_ring_is_found_in_bursts() -> None:
     assert rank.local.bytes_from(4) == sum(sizes[4:])
     taken = rank.local.batches(2, max_bytes=sum(sizes[2:4]))
     assert [parse_batch(message).event_id for message in taken] == [2, 3]
+
+
+async def test_what_comes_while_a_state_is_taken_goes_after_it(rank: Rank, outbox: Outbox) -> None:
+    rank.publication.begin(7, None)
+    rank.apply()
+    taking = asyncio.create_task(rank.publication.take())
+    await asyncio.sleep(0)
+    rank.apply()
+    assert not rank.publication.due
+    assert not outbox.empty
+    (state,) = await taking
+    assert (state.chunk, state.event_id) == (0, 0)
+    rank.publication.confirm()
+    assert ids(await rank.publication.take()) == [1]
+
+
+async def test_a_state_that_a_new_beginning_overtakes_is_taken_anew(rank: Rank) -> None:
+    rank.publication.begin(7, None)
+    large = tuple(range(100, 40_100))
+    rank.apply(Stored(large, None, block_size=4, local_hashes=large))
+    taking = asyncio.create_task(rank.publication.take())
+    await asyncio.sleep(0)
+    rank.index.reset(rank.rank)
+    rank.publication.begin(8, None)
+    assert await taking == []
+    rank.publication.confirm()
+    (state,) = await rank.publication.take()
+    assert (state.chunk, state.epoch, state.event_id) == (0, 8, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import nats
 import nats.aio.client
@@ -12,7 +12,7 @@ from nats_server import nats_server
 
 from kvscout.v1 import bridge_pb2
 from kvscout_blocks.feed import HistoryBroken
-from kvscout_blocks.recovery import MAX_ANSWERS, WINDOW, recover, recover_request, serve_recovery
+from kvscout_blocks.recovery import MAX_ANSWERS, WINDOW, Answer, recover, recover_request, serve_recovery
 from kvscout_common.errors import NotFound
 from kvscout_common.nats_barrier import NatsBarrier
 from kvscout_common.worker import WorkerRank
@@ -37,16 +37,26 @@ async def settled(client: nats.aio.client.Client) -> None:
     await barrier.wait(barrier.generation, seconds=10)
 
 
-def numbered(count: int, sent: list[int]) -> Iterator[bridge_pb2.RecoverResponse]:
-    for number in range(count):
-        sent.append(number)
-        yield bridge_pb2.RecoverResponse(part=number, last=number == count - 1)
+def numbered(count: int, sent: list[int]) -> Answer:
+    def parts() -> Iterator[bridge_pb2.RecoverResponse]:
+        for number in range(count):
+            sent.append(number)
+            yield bridge_pb2.RecoverResponse(part=number, last=number == count - 1)
+
+    return answering(parts)
+
+
+def answering(parts: Callable[[], Iterable[bridge_pb2.RecoverResponse]]) -> Answer:
+    async def answer(_: bridge_pb2.RecoverRequest) -> Iterable[bridge_pb2.RecoverResponse]:
+        return parts()
+
+    return answer
 
 
 async def test_parts_come_in_order_and_no_more_than_a_window_ahead_of_the_reader(clients: Clients) -> None:
     publisher, reader = clients
     sent: list[int] = []
-    service = await serve_recovery(publisher, SUBJECT, lambda request: numbered(100, sent))
+    service = await serve_recovery(publisher, SUBJECT, numbered(100, sent))
     await settled(publisher)
     read = 0
     async for part in recover(reader, SUBJECT, REQUEST):
@@ -62,7 +72,7 @@ async def test_an_answer_of_one_part_is_the_last_part(clients: Clients) -> None:
     publisher, reader = clients
     asked: list[bridge_pb2.RecoverRequest] = []
 
-    def answer(request: bridge_pb2.RecoverRequest) -> list[bridge_pb2.RecoverResponse]:
+    async def answer(request: bridge_pb2.RecoverRequest) -> list[bridge_pb2.RecoverResponse]:
         asked.append(request)
         return [bridge_pb2.RecoverResponse(outcome=bridge_pb2.RECOVER_OUTCOME_TOO_NEW, last_event_id=4, last=True)]
 
@@ -78,7 +88,7 @@ async def test_nobody_there_a_refusal_and_a_lost_part_are_told_apart(clients: Cl
     with pytest.raises(HistoryBroken, match="no publisher answers"):
         await anext(recover(reader, SUBJECT, REQUEST))
 
-    def refuse(request: bridge_pb2.RecoverRequest) -> list[bridge_pb2.RecoverResponse]:
+    async def refuse(request: bridge_pb2.RecoverRequest) -> list[bridge_pb2.RecoverResponse]:
         raise NotFound("no such rank")
 
     service = await serve_recovery(publisher, SUBJECT, refuse)
@@ -87,7 +97,7 @@ async def test_nobody_there_a_refusal_and_a_lost_part_are_told_apart(clients: Cl
         await anext(recover(reader, SUBJECT, REQUEST))
     await service.close()
 
-    await serve_recovery(publisher, SUBJECT, lambda request: [bridge_pb2.RecoverResponse(part=n) for n in (0, 2)])
+    await serve_recovery(publisher, SUBJECT, answering(lambda: [bridge_pb2.RecoverResponse(part=n) for n in (0, 2)]))
     await settled(publisher)
     with pytest.raises(HistoryBroken, match="part 2 came where 1"):
         [part async for part in recover(reader, SUBJECT, REQUEST)]
@@ -95,7 +105,7 @@ async def test_nobody_there_a_refusal_and_a_lost_part_are_told_apart(clients: Cl
 
 async def test_a_publisher_that_falls_silent_ends_the_recovery(clients: Clients) -> None:
     publisher, reader = clients
-    await serve_recovery(publisher, SUBJECT, lambda request: [bridge_pb2.RecoverResponse()])
+    await serve_recovery(publisher, SUBJECT, answering(lambda: [bridge_pb2.RecoverResponse()]))
     await settled(publisher)
     with pytest.raises(HistoryBroken, match="silent"):
         [part async for part in recover(reader, SUBJECT, REQUEST, idle_seconds=0.1)]
@@ -104,7 +114,7 @@ async def test_a_publisher_that_falls_silent_ends_the_recovery(clients: Clients)
 async def test_readers_that_went_away_do_not_occupy_the_publisher(clients: Clients) -> None:
     publisher, reader = clients
     sent: list[int] = []
-    service = await serve_recovery(publisher, SUBJECT, lambda request: numbered(100, sent), idle_seconds=0.2)
+    service = await serve_recovery(publisher, SUBJECT, numbered(100, sent), idle_seconds=0.2)
     await settled(publisher)
     held = [recover(reader, SUBJECT, REQUEST) for _ in range(MAX_ANSWERS)]
     for answer in held:

@@ -46,7 +46,7 @@ class Publisher:
 
     def sends(self) -> list[str]:
         sent = []
-        while messages := self.position.take():
+        while messages := asyncio.run(self.position.take()):
             sent += [self.short(parse_batch(message)) for message in messages]
         return sent
 
@@ -167,11 +167,11 @@ def test_a_gap_in_the_engines_numbers_makes_history_incomplete_until_the_cache_i
     publisher.publish(1, event_id=0)
     publisher.publish(1, event_id=2)
     assert publisher.rank.history_incomplete
-    chunk = parse_batch(publisher.rank.local.state()[0]).events[0].state
+    chunk = parse_batch(asyncio.run(publisher.rank.local.state()).messages[0]).events[0].state
     assert chunk.history_incomplete
     assert sum(len(run.local_hashes) for run in chunk.runs) == 1
     publisher.rank.publish(publisher.outlet, [Cleared()], 9)
-    assert not parse_batch(publisher.rank.local.state()[0]).events[0].state.history_incomplete
+    assert not parse_batch(asyncio.run(publisher.rank.local.state()).messages[0]).events[0].state.history_incomplete
     with pytest.raises(ValueError, match="event_id 9 must be at least 10"):
         publisher.publish(1, event_id=9)
 

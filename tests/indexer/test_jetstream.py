@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -462,11 +462,11 @@ async def test_what_the_stream_lost_is_asked_of_the_publisher(world: World) -> N
     w, silent = world.publisher(), world.publisher("silent")
 
     async def answers(publisher: Publisher) -> RecoveryService:
-        def answer(_: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
+        async def answer(_: bridge_pb2.RecoverRequest) -> list[bridge_pb2.RecoverResponse]:
             state = publisher.message(*state_events(range(1, publisher.blocks + 1)), event_id=publisher.next_id - 1)
-            yield bridge_pb2.RecoverResponse(
-                outcome=bridge_pb2.RECOVER_OUTCOME_DUMP, batch=state, last=True, last_event_id=publisher.next_id - 1
-            )
+            dump = bridge_pb2.RECOVER_OUTCOME_DUMP
+            last_id = publisher.next_id - 1
+            return [bridge_pb2.RecoverResponse(outcome=dump, batch=state, last=True, last_event_id=last_id)]
 
         return await serve_recovery(world.client, NAMES.recover(TENANT, publisher.rank), answer)
 

@@ -158,7 +158,7 @@ async def test_a_state_that_comes_live_replaces_what_was_known(core: CorePublish
     await core.publish(*chain(3))
     await stack.client.until_applied(2)
     core.lose(batch(removed([3])), batch(stored([50], prompt(1, first=500))))
-    for chunk in core.publisher.local.state():
+    for chunk in (await core.publisher.local.state()).messages:
         await core.client.publish(core.subject, chunk)
     await stack.same_as(core.publisher)
     await core.publish(batch(removed([50])))
@@ -232,7 +232,7 @@ class BridgeRpc(bridge_pb2_grpc.BridgeServicer):
         self.asked.append(request)
         if not self.keeps:
             raise FailedPrecondition("runs without a local index")
-        for part in self.publisher.local.answer(request):
+        for part in await self.publisher.local.answer(request):
             yield part
 
 

@@ -171,7 +171,7 @@ async def test_first_contact_in_mid_stream_is_answered_from_the_state(
     stream = stack.push()
     await stream.send(messages[4])
     assert (await stream.answer(lambda a: a.HasField("resend_from"))).resend_from == 0
-    await stream.send(*publisher.local.state())
+    await stream.send(*(await publisher.local.state()).messages)
     await stack.same_as(publisher)
     status = await stack.client.status()
     assert (status.states, status.state) == (1, LIVE)
@@ -221,7 +221,7 @@ async def test_a_source_that_is_incomplete_asks_a_publisher_that_comes_back_for_
     await second.send(greeting(publisher))
     answer = await second.answer(lambda a: a.HasField("resend_from"))
     assert (answer.last_event_id, answer.resend_from) == (5, 0)
-    await second.send(*publisher.local.state())
+    await second.send(*(await publisher.local.state()).messages)
     await stack.client.until(lambda s: s.state == LIVE)
     await stack.same_as(publisher)
 
@@ -499,10 +499,10 @@ async def push_until_all_is_there(stack: Stack, publisher: ScriptedPublisher, rn
         answer = await stream.answer(lambda a: True)
         known = answer.epoch == publisher.epoch and answer.HasField("last_event_id")
         seen = 0
-        await stream.send(*publisher.again(answer.last_event_id + 1 if known else 0))
+        await stream.send(*await publisher.again(answer.last_event_id + 1 if known else 0))
         for _ in range(rng.randint(20, 80)):
             for asked in [a.resend_from for a in stream.answers[seen:] if a.HasField("resend_from")]:
-                await stream.send(*(publisher.again(asked) or [greeting(publisher).SerializeToString()]))
+                await stream.send(*(await publisher.again(asked) or [greeting(publisher).SerializeToString()]))
             seen = len(stream.answers)
             if made >= batches:
                 break
@@ -518,7 +518,7 @@ async def push_until_all_is_there(stack: Stack, publisher: ScriptedPublisher, rn
             async def caught_up(stream: Pushing = stream, start: int = seen) -> bool:
                 nonlocal seen
                 for asked in [a.resend_from for a in stream.answers[seen:] if a.HasField("resend_from")]:
-                    await stream.send(*(publisher.again(asked) or [greeting(publisher).SerializeToString()]))
+                    await stream.send(*(await publisher.again(asked) or [greeting(publisher).SerializeToString()]))
                 seen = len(stream.answers)
                 return stream.answers[-1].last_event_id == publisher.last_id
 

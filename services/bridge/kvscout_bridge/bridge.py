@@ -136,7 +136,7 @@ class Bridge:
             if tenant in (ALL_TENANTS, owner):
                 yield rank
 
-    def recover(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
+    async def recover(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
         """Answers a request for lost events.
 
         Raises:
@@ -151,7 +151,7 @@ class Bridge:
         rank = self._ranks.get((request.tenant or DEFAULT_TENANT, wanted))
         if rank is None:
             raise NotFound(f"rank {wanted.dp_rank} of worker {wanted.worker_id!r} is not bridged here")
-        return rank.answer(request)
+        return await rank.answer(request)
 
     def worker_added(self, spec: WorkerSpec) -> None:
         """Bridges a worker's ranks, as far as they publish events."""

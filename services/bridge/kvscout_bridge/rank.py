@@ -224,7 +224,7 @@ class BridgedRank:
         if record.epoch == self.publication.local.epoch:
             self._release()
 
-    def answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
+    async def answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
         """The parts of the answer to a request for lost events.
 
         Raises:
@@ -235,7 +235,7 @@ class BridgedRank:
             raise FailedPrecondition("the bridge runs without a local index")
         if not self.decided or self.awaits_record:
             raise Unavailable("the engine's incarnation is not on record yet", retry_after_seconds=0.5)
-        return self.publication.local.answer(request)
+        return await self.publication.local.answer(request)
 
     def _begin(self, epoch: int, last: Confirmed | None) -> None:
         self.publication.held_back = True

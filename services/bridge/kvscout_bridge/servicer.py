@@ -24,7 +24,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServicer):
     async def Recover(
         self, request: bridge_pb2.RecoverRequest, context: Any
     ) -> AsyncGenerator[bridge_pb2.RecoverResponse, None]:
-        for part in self._bridge.recover(request):
+        for part in await self._bridge.recover(request):
             yield part
 
     async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> bridge_pb2.BridgeStatus:
