@@ -233,19 +233,13 @@ impl Index {
             return;
         }
         let Some(mut state) = self.state.try_lock() else { return };
-        self.expire_slice(&mut state, now, &mut ENDED_BY_QUERY.clone());
+        end_due(&mut state, now, &mut ENDED_BY_QUERY.clone());
         self.publish_next_expiry(&state);
     }
 
     /// Ends predictions whose time has come, for a budget that it reduces; whether more are left.
     pub(super) fn expire_slice(&self, state: &mut State, now: f64, budget: &mut usize) -> bool {
-        while *budget > 0
-            && let Some(entry) = state.expiries.pop_due(now)
-        {
-            end(state, entry, now);
-            *budget -= 1;
-        }
-        state.ledger.finish();
+        end_due(state, now, budget);
         let State { ledger, expiries, .. } = state;
         *budget -= expiries.tidy(ledger, *budget);
         self.prune_predictions(state, *budget);
@@ -351,6 +345,17 @@ fn predict_block(state: &mut State, slot: u32, block: Cursor, expiry: f64) -> bo
     ledger.live_predictions += 1;
     state.expiries.push(Entry { expiry, depth, serial, id });
     true
+}
+
+/// Ends predictions whose time has come, for a budget that it reduces.
+fn end_due(state: &mut State, now: f64, budget: &mut usize) {
+    while *budget > 0
+        && let Some(entry) = state.expiries.pop_due(now)
+    {
+        end(state, entry, now);
+        *budget -= 1;
+    }
+    state.ledger.finish();
 }
 
 /// Handles an entry that was popped: ends its prediction, or pushes it again if it was refreshed.
