@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+from free_ports import free_ports
 
 DEADLINE_SECONDS = 20.0
 
@@ -28,9 +29,7 @@ class NatsServer:
     """A nats-server process; the port and the store outlive a `kill`, so that `start` is a restart."""
 
     def __init__(self, store: Path, *, extra_flags: tuple[str, ...] = (), jetstream: bool = True) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.store = store
         self._flags = (*(("-js", "-sd", str(store)) if jetstream else ()), *extra_flags)
         self._process: asyncio.subprocess.Process | None = None

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
-from chaos.members import Member, free_ports
+from chaos.members import Member
+from free_ports import free_ports
 from process_metrics import scrape
 from processes import eventually
 

@@ -7,8 +7,9 @@ from random import Random
 from typing import Any
 
 import aiohttp
+from free_ports import free_ports
 
-from chaos.members import Member, free_ports
+from chaos.members import Member
 
 BLOCK_SIZE = 16
 MODEL = "mock"

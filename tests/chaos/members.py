@@ -6,27 +6,16 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 DEADLINE_SECONDS = 30.0
 LOG_LINES = 60
 TESTS = Path(__file__).parents[1]
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that nobody has now; all different."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 class Member:

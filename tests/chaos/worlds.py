@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import yaml
+from free_ports import free_ports
 from nats_server import NatsServer
 
 from chaos.engines import BLOCK_SIZE, MODEL, Engine
 from chaos.indexers import Indexer
-from chaos.members import Member, free_ports
+from chaos.members import Member
 
 ENGINES = 3
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from chaos.members import free_ports
+from free_ports import free_ports
 from indexer_client import BLOCK_SIZE, MODEL, IndexerClient, local_indexer
 from nats_server import NatsServer, nats_server
 from processes import eventually

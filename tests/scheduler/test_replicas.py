@@ -11,8 +11,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from chaos.members import Member, free_ports
+from chaos.members import Member
 from chaos.replicas import run as chaos_run
+from free_ports import free_ports
 from nats_server import NatsServer, nats_server
 from processes import eventually
 from replica_client import MODEL, ReplicaClient, gateway
