@@ -280,8 +280,9 @@ class NatsLink:
         if self._connecting:
             try:
                 await self.client.close()
-            except OSError as error:
-                # The client meets a connection that broke a moment ago; it is closed all the same.
+            except (OSError, RuntimeError) as error:
+                # The client meets a connection that broke a moment ago, of which asyncio raises the one and uvloop the
+                # other; it is closed all the same.
                 log.info("the connection to NATS broke while it was closed: %r", error)
 
     def _first_until(self) -> float:

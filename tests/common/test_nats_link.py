@@ -144,6 +144,24 @@ async def test_a_connection_that_the_server_ends_for_good_is_an_error_of_the_pro
                 await task
 
 
+async def test_a_link_closes_although_its_connection_breaks_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with nats_server() as server:
+        link = NatsLink(NatsConfig((server.url,)), "closing")
+        async with running_link(link):
+            await until_usable(link)
+            client = await link.require()
+            close = client.close
+
+            async def breaks() -> None:
+                await close()
+                # What uvloop says where the server has gone between the client's last look and its last words.
+                raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+            monkeypatch.setattr(client, "close", breaks)
+            await link.close()
+            assert client.is_closed
+
+
 async def test_what_was_published_is_sent_before_the_link_closes(tmp_path: Path) -> None:
     server = NatsServer(tmp_path)
     await server.start()
