@@ -95,7 +95,7 @@ class NativeCall:
                 self._news = None
         message = self._messages.popleft()
         if self._number is not None:
-            self._core.rpc.consumed(self._number, len(message) + 5)
+            self._core.rpc.consumed(self._number, len(message))
             self._core.flush()
         return message if self._deserialize is None else self._deserialize(message)
 

@@ -12,9 +12,6 @@ import grpc
 from kvscout_common.handlers import Handler
 from kvscout_common.transport.native_core import HALF_CLOSED, MESSAGE, RESET, WRITABLE, Metadata, NativeCore
 
-_OK = grpc.StatusCode.OK.value[0]
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
-
 
 class NativeContext:
     """One call, from its first event to its last.
@@ -153,7 +150,7 @@ class NativeContext:
             finally:
                 self._news = None
         message = self._messages.popleft()
-        self._core.rpc.consumed(self._number, len(message) + 5)
+        self._core.rpc.consumed(self._number, len(message))
         self._core.flush()
         return message
 
