@@ -19,8 +19,8 @@ from kvscout.v1 import indexer_pb2, types_pb2, workers_pb2
 from kvscout_common.channel import call, open_channel
 from kvscout_common.identity import IdentityInterceptor
 from kvscout_common.interceptors import ErrorInterceptor
-from kvscout_gateway import indexer_check
 from kvscout_gateway.config import GatewayConfig
+from kvscout_gateway.indexer_client import check
 from kvscout_gateway.main import build
 
 BLIND = indexer_pb2.SOURCE_STATE_BLIND
@@ -63,7 +63,7 @@ class World:
 @asynccontextmanager
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     """Workers "silent", "idle" and "control", registered where nobody publishes, and "heard", whose events come."""
-    monkeypatch.setattr(indexer_check, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(check, "CHECK_SECONDS", 0.1)
     processes = (
         running("kvscout_indexer.main"),
         running("kvscout_scheduler.main"),

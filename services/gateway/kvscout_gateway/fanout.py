@@ -11,7 +11,7 @@ from kvscout.v1 import events_pb2, indexer_pb2, scheduler_pb2, scheduler_pb2_grp
 from kvscout_common.channel import stream
 from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_gateway.failover import HelperDown, is_member_fault
-from kvscout_gateway.indexers import Indexers, Replicas
+from kvscout_gateway.indexer_client.indexers import Indexers, Replicas
 from kvscout_gateway.placement import Schedulers
 
 Answer = TypeVar("Answer")

@@ -20,7 +20,6 @@ from kvscout_common.service_info import about, service_info, shown
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
-from kvscout_gateway.attachment import Attachment
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engine import VllmEngine
@@ -28,8 +27,10 @@ from kvscout_gateway.engine_failure import EngineFailed
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.fanout import Fanout
 from kvscout_gateway.generate import MAX_TRIES, GenerateFlow
-from kvscout_gateway.indexer_check import IndexerCheck
-from kvscout_gateway.indexers import Indexers
+from kvscout_gateway.indexer_client.check import IndexerCheck
+from kvscout_gateway.indexer_client.indexers import Indexers
+from kvscout_gateway.indexer_client.overlaps import OverlapQuery
+from kvscout_gateway.indexer_client.reporter import Reporter
 from kvscout_gateway.metrics import (
     BlindCollector,
     GatewayMetrics,
@@ -38,13 +39,12 @@ from kvscout_gateway.metrics import (
     StreamCollector,
 )
 from kvscout_gateway.observation import Observations
-from kvscout_gateway.overlaps import OverlapQuery
 from kvscout_gateway.placement import Placement, Schedulers
 from kvscout_gateway.registration import Registration, problem
-from kvscout_gateway.releases import Bookings
-from kvscout_gateway.reporter import Reporter
 from kvscout_gateway.routing import RoutingFlow
-from kvscout_gateway.scheduler_link import SchedulerLink
+from kvscout_gateway.scheduler_client.attachment import Attachment
+from kvscout_gateway.scheduler_client.bookings import Bookings
+from kvscout_gateway.scheduler_client.link import SchedulerLink
 from kvscout_gateway.worker_health import WorkerHealth
 
 log = logging.getLogger("kvscout.gateway")

@@ -30,8 +30,8 @@ from kvscout_gateway.engine_failure import EngineFailed, Fault
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.observation import Observations, computes_a_block, predicted_cached_tokens
 from kvscout_gateway.placement import Placement, Wish
-from kvscout_gateway.releases import Bookings
 from kvscout_gateway.routing import RoutingFlow
+from kvscout_gateway.scheduler_client.bookings import Bookings
 from kvscout_gateway.worker_health import Key, WorkerHealth
 
 MAX_TRIES = 256

@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvscout_gateway.indexer_check import IndexerCheck
+from kvscout_gateway.indexer_client.check import IndexerCheck
+from kvscout_gateway.indexer_client.reporter import Reporter
 from kvscout_gateway.observation import Observations
-from kvscout_gateway.reporter import Reporter
 
 if TYPE_CHECKING:
     from kvscout_gateway.placement import Schedulers

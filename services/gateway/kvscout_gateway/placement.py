@@ -11,9 +11,9 @@ from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.failover import Failover, Member
+from kvscout_gateway.indexer_client.reporter import Decision
 from kvscout_gateway.prompt import Prompt
-from kvscout_gateway.reporter import Decision
-from kvscout_gateway.scheduler_link import SchedulerLink
+from kvscout_gateway.scheduler_client.link import SchedulerLink
 
 Schedulers: TypeAlias = "Failover[SchedulerLink]"
 SchedulerMember: TypeAlias = "Member[SchedulerLink]"

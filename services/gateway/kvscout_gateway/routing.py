@@ -22,14 +22,14 @@ from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import role_to_proto
 from kvscout_gateway.catalog import Catalog, Serving, Target, TenantView
 from kvscout_gateway.failover import HelperDown, Member
+from kvscout_gateway.indexer_client.overlaps import NOTHING_FOUND, Found, OverlapQuery
+from kvscout_gateway.indexer_client.reporter import Decision, Reporter
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.overlaps import NOTHING_FOUND, Found, OverlapQuery
 from kvscout_gateway.placement import UNBOOKED_ATTEMPT, Booking, Placement, SchedulerMember, Schedulers, Wish
 from kvscout_gateway.prompt import Geometry, hash_prompt
-from kvscout_gateway.releases import Bookings
-from kvscout_gateway.reporter import Decision, Reporter
-from kvscout_gateway.scheduler_link import LeftInLine, Line, Reserved, ref_of
-from kvscout_gateway.turns import Turns, eligible
+from kvscout_gateway.scheduler_client.bookings import Bookings
+from kvscout_gateway.scheduler_client.link import LeftInLine, Line, Reserved, ref_of
+from kvscout_gateway.scheduler_client.turns import Turns, eligible
 
 log = logging.getLogger("kvscout.gateway")
 

@@ -23,7 +23,7 @@ from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.worker import WorkerRank
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.failover import Member, is_member_fault
-from kvscout_gateway.indexers import IndexerMember, Indexers
+from kvscout_gateway.indexer_client.indexers import IndexerMember, Indexers
 from kvscout_gateway.prompt import Geometry
 
 log = logging.getLogger("kvscout.gateway")

@@ -13,8 +13,8 @@ from scripted_scheduler import FULL, ScriptedScheduler, scripted_scheduler
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common import errors
-from kvscout_gateway import lifecycle
-from kvscout_gateway.lifecycle import LifecycleStream, Operation, name_of
+from kvscout_gateway.scheduler_client import lifecycle
+from kvscout_gateway.scheduler_client.lifecycle import LifecycleStream, Operation, name_of
 
 
 @asynccontextmanager

@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common import errors
 from kvscout_common.channel import PLAINTEXT
-from kvscout_gateway import releases
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.placement import Booking
-from kvscout_gateway.releases import Bookings
-from kvscout_gateway.scheduler_link import SchedulerLink
+from kvscout_gateway.scheduler_client import bookings as keeping
+from kvscout_gateway.scheduler_client.bookings import Bookings
+from kvscout_gateway.scheduler_client.link import SchedulerLink
 
 
 class Recording(scheduler_pb2_grpc.SchedulerServicer):
@@ -97,7 +97,7 @@ async def test_freed_waits_for_the_free_and_for_nothing_else() -> None:
 
 
 async def test_a_free_is_repeated_until_it_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "RETRY_SECONDS", (0.01,))
+    monkeypatch.setattr(keeping, "RETRY_SECONDS", (0.01,))
     async with kept() as (bookings, recording, member):
         recording.failures = [RuntimeError("a defect"), errors.Draining("bye")]
         held = booking(member)
@@ -120,7 +120,7 @@ async def test_a_free_that_is_refused_or_outlived_by_its_lease_is_given_up(monke
         bookings.free(held)
         await bookings.freed(held)
         assert recording.heard == ["free r"]
-    monkeypatch.setattr(releases, "RETRY_SECONDS", (2.0,))
+    monkeypatch.setattr(keeping, "RETRY_SECONDS", (2.0,))
     async with kept(lease_seconds=1) as (bookings, recording, member):
         recording.failures = [errors.Draining("bye")]
         held = booking(member)
@@ -143,7 +143,7 @@ async def test_whoever_stops_tries_once_more_and_does_not_wait() -> None:
 
 
 async def test_what_may_have_been_booked_is_freed_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "RETRY_SECONDS", (0.01, 0.01, 100.0))
+    monkeypatch.setattr(keeping, "RETRY_SECONDS", (0.01, 0.01, 100.0))
     async with kept() as (bookings, recording, member):
         recording.failures = [errors.Draining("bye") for _ in range(100)]
         lost = booking(member)

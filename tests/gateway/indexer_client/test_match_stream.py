@@ -12,8 +12,8 @@ from processes import eventually
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_common import errors
 from kvscout_common.channel import call
-from kvscout_gateway import match_stream
-from kvscout_gateway.match_stream import MatchStream
+from kvscout_gateway.indexer_client import match_stream
+from kvscout_gateway.indexer_client.match_stream import MatchStream
 
 
 class Answering(indexer_pb2_grpc.IndexerServicer):

@@ -14,8 +14,8 @@ from kvscout_common import errors
 from kvscout_common.channel import PLAINTEXT
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import Member
-from kvscout_gateway.indexers import Indexers
-from kvscout_gateway.overlaps import Found, OverlapQuery, unite
+from kvscout_gateway.indexer_client.indexers import Indexers
+from kvscout_gateway.indexer_client.overlaps import Found, OverlapQuery, unite
 from kvscout_gateway.prompt import Geometry
 
 POOL = Geometry(16, eagle=False)

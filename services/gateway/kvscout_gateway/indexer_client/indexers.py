@@ -12,7 +12,7 @@ from kvscout.v1 import indexer_pb2_grpc
 from kvscout_common.channel import ClientSecurity
 from kvscout_common.shards import Shard, shard_of
 from kvscout_gateway.failover import Failover, Member
-from kvscout_gateway.match_stream import MatchStream
+from kvscout_gateway.indexer_client.match_stream import MatchStream
 
 Replicas: TypeAlias = "Failover[indexer_pb2_grpc.IndexerAsyncStub]"
 IndexerMember: TypeAlias = "Member[indexer_pb2_grpc.IndexerAsyncStub]"

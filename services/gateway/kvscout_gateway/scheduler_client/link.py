@@ -28,7 +28,7 @@ from kvscout_common.errors import (
     from_status,
 )
 from kvscout_gateway.failover import is_member_fault
-from kvscout_gateway.lifecycle import LifecycleStream, Operation
+from kvscout_gateway.scheduler_client.lifecycle import LifecycleStream, Operation
 
 REFRESH_SECONDS = 1.0
 """Wait after which overlaps are refreshed; doubles each time, up to the next."""

@@ -7,7 +7,7 @@ import pytest
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import Draining, KvscoutError, NotFound, ResourceExhausted, Unavailable
-from kvscout_gateway.scheduler_link import RETRY_SECONDS, error_of
+from kvscout_gateway.scheduler_client.link import RETRY_SECONDS, error_of
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from kvscout_common.errors import KvscoutError
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.shards import WHOLE, Shard
-from kvscout_gateway.blindness import BlindRanks
-from kvscout_gateway.indexers import IndexerMember, Indexers
+from kvscout_gateway.indexer_client.blindness import BlindRanks
+from kvscout_gateway.indexer_client.indexers import IndexerMember, Indexers
 from kvscout_gateway.observation import Observations
 
 log = logging.getLogger("kvscout.gateway")

@@ -18,13 +18,13 @@ from kvscout.v1 import scheduler_pb2
 from kvscout_common import errors
 from kvscout_common.channel import PLAINTEXT
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway import attachment
-from kvscout_gateway.attachment import Attachment
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.placement import Booking, SchedulerMember, Schedulers
-from kvscout_gateway.releases import Bookings
-from kvscout_gateway.scheduler_link import LeftInLine, Line, Reserved, SchedulerLink, WaitedTooLong
+from kvscout_gateway.scheduler_client import attachment
+from kvscout_gateway.scheduler_client.attachment import Attachment
+from kvscout_gateway.scheduler_client.bookings import Bookings
+from kvscout_gateway.scheduler_client.link import LeftInLine, Line, Reserved, SchedulerLink, WaitedTooLong
 
 
 @dataclass

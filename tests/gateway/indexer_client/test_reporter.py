@@ -16,11 +16,11 @@ from kvscout_common.channel import PLAINTEXT
 from kvscout_common.service_info import TenantWarning, shown
 from kvscout_common.shards import shard_of
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway import reporter
 from kvscout_gateway.failover import Member
-from kvscout_gateway.indexers import Indexers
+from kvscout_gateway.indexer_client import reporter
+from kvscout_gateway.indexer_client.indexers import Indexers
+from kvscout_gateway.indexer_client.reporter import BATCH_DECISIONS, MAX_AGE_SECONDS, Decision, DecisionQueue, Reporter
 from kvscout_gateway.prompt import Geometry
-from kvscout_gateway.reporter import BATCH_DECISIONS, MAX_AGE_SECONDS, Decision, DecisionQueue, Reporter
 
 POOL = Geometry(16, eagle=False)
 

@@ -17,7 +17,7 @@ from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.shards import shard_of
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import HelperDown, Member
-from kvscout_gateway.indexers import Indexers, Replicas
+from kvscout_gateway.indexer_client.indexers import Indexers, Replicas
 from kvscout_gateway.prompt import Geometry
 
 Answers: TypeAlias = "tuple[indexer_pb2.FindMatchesResponse | None, ...]"

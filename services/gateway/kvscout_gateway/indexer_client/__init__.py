@@ -1,0 +1,1 @@
+"""The indexers as the gateway calls them: asked for overlaps, told where prompts went, checked against engines."""
