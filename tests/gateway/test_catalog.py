@@ -8,7 +8,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry import Registry
 from kvscout_common.worker import Adapter, EngineKind, WorkerSpec
 from kvscout_gateway.catalog import NOBODY, Catalog, Target
-from kvscout_gateway.prompt import Geometry
+from kvscout_gateway.request.prompt import Geometry
 
 A = WorkerSpec("a", "base", 16, http_endpoint="http://a", adapters=(Adapter("poet"),))
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry import Registry
 from kvscout_common.worker import EngineKind, WorkerSpec
-from kvscout_gateway.prompt import Geometry, geometries
+from kvscout_gateway.request.prompt import Geometry, geometries
 
 DRIVEN_ENGINES = frozenset({EngineKind.VLLM, EngineKind.MOCK})
 """Engines whose HTTP API the gateway speaks; the others are for Route."""

@@ -10,7 +10,7 @@ from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.nats_link import NatsConfig
 from kvscout_common.shards import Shard
-from kvscout_gateway.patience import Patience
+from kvscout_gateway.engines.patience import Patience
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,11 @@ from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.config import GatewayConfig
-from kvscout_gateway.engine import VllmEngine
-from kvscout_gateway.engine_failure import EngineFailed
+from kvscout_gateway.engines.failure import EngineFailed
+from kvscout_gateway.engines.health import WorkerHealth
+from kvscout_gateway.engines.vllm import VllmEngine
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.fanout import Fanout
-from kvscout_gateway.generate import MAX_TRIES, GenerateFlow
 from kvscout_gateway.indexer_client.check import IndexerCheck
 from kvscout_gateway.indexer_client.indexers import Indexers
 from kvscout_gateway.indexer_client.overlaps import OverlapQuery
@@ -38,14 +38,14 @@ from kvscout_gateway.metrics import (
     ReportCollector,
     StreamCollector,
 )
-from kvscout_gateway.observation import Observations
-from kvscout_gateway.placement import Placement, Schedulers
 from kvscout_gateway.registration import Registration, problem
-from kvscout_gateway.routing import RoutingFlow
+from kvscout_gateway.request.exchange import MAX_TRIES, GenerateFlow
+from kvscout_gateway.request.observation import Observations
+from kvscout_gateway.request.placement import Placement, Schedulers
+from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.scheduler_client.attachment import Attachment
 from kvscout_gateway.scheduler_client.bookings import Bookings
 from kvscout_gateway.scheduler_client.link import SchedulerLink
-from kvscout_gateway.worker_health import WorkerHealth
 
 log = logging.getLogger("kvscout.gateway")
 

@@ -13,7 +13,7 @@ from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, clien
 from kvscout_common.nats_link import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards
-from kvscout_gateway.patience import Patience
+from kvscout_gateway.engines.patience import Patience
 
 
 @click.command(cls=SectionedCommand)
@@ -160,8 +160,8 @@ async def build(config: GatewayConfig) -> App:
     from prometheus_client import CollectorRegistry
 
     from kvscout.v1 import gateway_pb2, gateway_pb2_grpc
+    from kvscout_gateway.front.grpc.servicer import GatewayServicer
     from kvscout_gateway.gateway import Gateway
-    from kvscout_gateway.servicer import GatewayServicer
 
     metrics = CollectorRegistry()
     gateway = Gateway(config, metrics)

@@ -16,7 +16,7 @@ from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import Member
 from kvscout_gateway.indexer_client.indexers import Indexers
 from kvscout_gateway.indexer_client.overlaps import Found, OverlapQuery, unite
-from kvscout_gateway.prompt import Geometry
+from kvscout_gateway.request.prompt import Geometry
 
 POOL = Geometry(16, eagle=False)
 

@@ -20,7 +20,7 @@ from kvscout_gateway.failover import Member
 from kvscout_gateway.indexer_client import reporter
 from kvscout_gateway.indexer_client.indexers import Indexers
 from kvscout_gateway.indexer_client.reporter import BATCH_DECISIONS, MAX_AGE_SECONDS, Decision, DecisionQueue, Reporter
-from kvscout_gateway.prompt import Geometry
+from kvscout_gateway.request.prompt import Geometry
 
 POOL = Geometry(16, eagle=False)
 

@@ -20,7 +20,7 @@ from kvscout_common.channel import PLAINTEXT
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.placement import Booking, SchedulerMember, Schedulers
+from kvscout_gateway.request.placement import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.scheduler_client import attachment
 from kvscout_gateway.scheduler_client.attachment import Attachment
 from kvscout_gateway.scheduler_client.bookings import Bookings

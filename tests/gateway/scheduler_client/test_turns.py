@@ -8,8 +8,8 @@ import pytest
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvscout_common.worker import Adapter, Role, WorkerSpec
 from kvscout_gateway.catalog import NOBODY, Serving, Target
-from kvscout_gateway.placement import Wish
-from kvscout_gateway.prompt import Prompt
+from kvscout_gateway.request.placement import Wish
+from kvscout_gateway.request.prompt import Prompt
 from kvscout_gateway.scheduler_client.turns import Turns
 
 A = WorkerSpec("a", "m", 16, dp_size=2, labels={"zone": "a"})

@@ -20,7 +20,7 @@ from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_gateway.indexer_client.blindness import BlindRanks
 from kvscout_gateway.indexer_client.indexers import IndexerMember, Indexers
-from kvscout_gateway.observation import Observations
+from kvscout_gateway.request.observation import Observations
 
 log = logging.getLogger("kvscout.gateway")
 

@@ -18,7 +18,7 @@ from kvscout_common.shards import shard_of
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import HelperDown, Member
 from kvscout_gateway.indexer_client.indexers import Indexers, Replicas
-from kvscout_gateway.prompt import Geometry
+from kvscout_gateway.request.prompt import Geometry
 
 Answers: TypeAlias = "tuple[indexer_pb2.FindMatchesResponse | None, ...]"
 """By shard; None = it did not answer."""

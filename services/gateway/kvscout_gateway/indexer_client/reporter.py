@@ -24,7 +24,7 @@ from kvscout_common.worker import WorkerRank
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.failover import Member, is_member_fault
 from kvscout_gateway.indexer_client.indexers import IndexerMember, Indexers
-from kvscout_gateway.prompt import Geometry
+from kvscout_gateway.request.prompt import Geometry
 
 log = logging.getLogger("kvscout.gateway")
 

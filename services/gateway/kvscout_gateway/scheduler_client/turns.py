@@ -13,7 +13,7 @@ from kvscout_common.errors import (
 )
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_gateway.catalog import Serving, Target
-from kvscout_gateway.placement import Wish
+from kvscout_gateway.request.placement import Wish
 
 Seat = tuple[WorkerSpec, WorkerRank]
 

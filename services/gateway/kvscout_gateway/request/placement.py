@@ -12,7 +12,7 @@ from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.indexer_client.reporter import Decision
-from kvscout_gateway.prompt import Prompt
+from kvscout_gateway.request.prompt import Prompt
 from kvscout_gateway.scheduler_client.link import SchedulerLink
 
 Schedulers: TypeAlias = "Failover[SchedulerLink]"

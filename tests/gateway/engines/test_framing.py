@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvscout_gateway.completion_stream import MAX_EVENT_BYTES, Chunk, CompletionStream
-from kvscout_gateway.engine_failure import Fault
+from kvscout_gateway.engines.failure import Fault
+from kvscout_gateway.engines.framing import MAX_EVENT_BYTES, Chunk, CompletionStream
 
 
 def event(document: Any) -> bytes:

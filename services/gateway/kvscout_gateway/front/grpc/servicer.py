@@ -14,9 +14,9 @@ from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_to_proto, spec_from_proto
 from kvscout_common.worker_rpcs import WorkerRpcs, required_id
-from kvscout_gateway import translate
+from kvscout_gateway.front.grpc import translate
 from kvscout_gateway.gateway import Gateway
-from kvscout_gateway.generate import Piece
+from kvscout_gateway.request.exchange import Piece
 
 if TYPE_CHECKING:
     from kvscout.v1 import scheduler_pb2_grpc

@@ -13,10 +13,10 @@ from kvscout_common.errors import InvalidArgument, Unimplemented
 from kvscout_common.hashing import MmItem
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_to_proto, role_from_proto
-from kvscout_gateway.completion_stream import Chunk
-from kvscout_gateway.generate import Piece
-from kvscout_gateway.placement import Placement, Wish
-from kvscout_gateway.prompt import Prompt
+from kvscout_gateway.engines.framing import Chunk
+from kvscout_gateway.request.exchange import Piece
+from kvscout_gateway.request.placement import Placement, Wish
+from kvscout_gateway.request.prompt import Prompt
 
 _FINISH = {
     "stop": gateway_pb2.FINISH_REASON_STOP,

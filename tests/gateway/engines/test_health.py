@@ -6,7 +6,7 @@ import pytest
 
 from kvscout_common.service_info import TenantWarning, text_of
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_gateway.worker_health import BUSY_SECONDS, MAX_BUSY_SECONDS, WorkerHealth
+from kvscout_gateway.engines.health import BUSY_SECONDS, MAX_BUSY_SECONDS, WorkerHealth
 
 TENANT = "default"
 

@@ -14,9 +14,9 @@ from aiohttp import web
 from processes import eventually
 from scripted_engine import Script, ScriptedEngine, answer, begin, hang, refuse, scripted_engine, send_tokens
 
-from kvscout_gateway.engine import TOKENS_A_TURN, Dispatch, VllmEngine, _body
-from kvscout_gateway.engine_failure import EngineFailed, Fault
-from kvscout_gateway.patience import Patience, Pulse
+from kvscout_gateway.engines.failure import EngineFailed, Fault
+from kvscout_gateway.engines.patience import Patience, Pulse
+from kvscout_gateway.engines.vllm import TOKENS_A_TURN, Dispatch, VllmEngine, _body
 
 
 def dispatch(engine: ScriptedEngine, **fields: Any) -> Dispatch:

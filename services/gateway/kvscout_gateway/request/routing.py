@@ -25,8 +25,8 @@ from kvscout_gateway.failover import HelperDown, Member
 from kvscout_gateway.indexer_client.overlaps import NOTHING_FOUND, Found, OverlapQuery
 from kvscout_gateway.indexer_client.reporter import Decision, Reporter
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.placement import UNBOOKED_ATTEMPT, Booking, Placement, SchedulerMember, Schedulers, Wish
-from kvscout_gateway.prompt import Geometry, hash_prompt
+from kvscout_gateway.request.placement import UNBOOKED_ATTEMPT, Booking, Placement, SchedulerMember, Schedulers, Wish
+from kvscout_gateway.request.prompt import Geometry, hash_prompt
 from kvscout_gateway.scheduler_client.bookings import Bookings
 from kvscout_gateway.scheduler_client.link import LeftInLine, Line, Reserved, ref_of
 from kvscout_gateway.scheduler_client.turns import Turns, eligible

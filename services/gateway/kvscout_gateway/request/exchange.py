@@ -24,15 +24,15 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_gateway.completion_stream import Chunk
-from kvscout_gateway.engine import Dispatch, VllmEngine
-from kvscout_gateway.engine_failure import EngineFailed, Fault
+from kvscout_gateway.engines.failure import EngineFailed, Fault
+from kvscout_gateway.engines.framing import Chunk
+from kvscout_gateway.engines.health import Key, WorkerHealth
+from kvscout_gateway.engines.vllm import Dispatch, VllmEngine
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.observation import Observations, computes_a_block, predicted_cached_tokens
-from kvscout_gateway.placement import Placement, Wish
-from kvscout_gateway.routing import RoutingFlow
+from kvscout_gateway.request.observation import Observations, computes_a_block, predicted_cached_tokens
+from kvscout_gateway.request.placement import Placement, Wish
+from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.scheduler_client.bookings import Bookings
-from kvscout_gateway.worker_health import Key, WorkerHealth
 
 MAX_TRIES = 256
 """Attempt ids leave eight bits for the number of the try, the highest of which is `UNBOOKED_ATTEMPT`."""

@@ -14,9 +14,9 @@ from typing import Any
 import aiohttp
 
 from kvscout_common.telemetry import RateLimitedLog
-from kvscout_gateway.completion_stream import Chunk, CompletionStream
-from kvscout_gateway.engine_failure import MAX_MESSAGE, EngineFailed, Fault, fault_of_os_error, fault_of_status
-from kvscout_gateway.patience import Patience, Pulse, Watch, until
+from kvscout_gateway.engines.failure import MAX_MESSAGE, EngineFailed, Fault, fault_of_os_error, fault_of_status
+from kvscout_gateway.engines.framing import Chunk, CompletionStream
+from kvscout_gateway.engines.patience import Patience, Pulse, Watch, until
 
 log = logging.getLogger("kvscout.gateway")
 

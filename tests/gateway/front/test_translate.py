@@ -13,9 +13,15 @@ import pytest
 from kvscout.v1 import gateway_pb2
 from kvscout_client import FinishReason, decode
 from kvscout_common.errors import InvalidArgument
-from kvscout_gateway.completion_stream import Chunk
-from kvscout_gateway.generate import Piece
-from kvscout_gateway.translate import engine_parameters, generate_response, generate_wish, pack_tokens, route_wish
+from kvscout_gateway.engines.framing import Chunk
+from kvscout_gateway.front.grpc.translate import (
+    engine_parameters,
+    generate_response,
+    generate_wish,
+    pack_tokens,
+    route_wish,
+)
+from kvscout_gateway.request.exchange import Piece
 
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 

@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from kvscout_gateway.engine_failure import EngineFailed, reported
+from kvscout_gateway.engines.failure import EngineFailed, reported
 
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 """A longer event is no completion chunk: the first one repeats the prompt's token ids, 7 bytes each."""

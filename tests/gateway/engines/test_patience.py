@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvscout_gateway.patience import Patience, Pulse, Watch, until
+from kvscout_gateway.engines.patience import Patience, Pulse, Watch, until
 
 PATIENCE = Patience(first_output_seconds=10, prefill_tokens_per_second=100, idle_seconds=20, queue_seconds=200)
 

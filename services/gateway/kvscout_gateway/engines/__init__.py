@@ -1,0 +1,1 @@
+"""The engines that run requests: how each is asked, read, judged and waited for."""

@@ -1,0 +1,1 @@
+"""A request from its begin to its end, whichever front it came through."""
