@@ -200,6 +200,10 @@ def loaded(index: BlockIndex, load: Callable[[], object]) -> WorkerDump | None:
     return index.dump(WORKER)
 
 
+UNKNOWN_GROUP = bytes.fromhex("73 81652a0764656661756c 74")
+"""Field 14, with one field in it."""
+
+
 def check_state(message: bytes) -> None:
     """Both readers refuse the same messages and load the others to the same state."""
     dumped = read_dump(message)
@@ -303,7 +307,10 @@ def decoders() -> dict[str, Decoder]:
     found = {
         "payload": Decoder([*payloads, msgpack.packb([0.0, []])], check_payload),
         "frames": Decoder(frames, check_frames),
-        "state": Decoder([message for messages in dumps() for message in messages], check_state),
+        # With an unknown group, too, as only proto2 has them.
+        "state": Decoder(
+            [m for messages in dumps() for message in messages for m in (message, UNKNOWN_GROUP + message)], check_state
+        ),
         "hashing": Decoder(numbers, check_hashing),
         "workers file": Decoder(WORKERS_FILES, check_file(load_workers)),
         "trace": Decoder([TRACE], check_file(lambda path: list(read_trace(path)))),

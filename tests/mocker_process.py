@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import zmq
 import zmq.asyncio
+from processes import START_SECONDS
 
 DEADLINE_SECONDS = 20.0
 
@@ -84,7 +85,7 @@ async def running_mocker(*flags: str, environment: dict[str, str] | None = None)
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(DEADLINE_SECONDS):
+        async with asyncio.timeout(START_SECONDS):
             ready = json.loads(await process.stdout.readline())
         assert ready["ready"] is True
         async with aiohttp.ClientSession() as http:

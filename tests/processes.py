@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 DEADLINE_SECONDS = 20.0
+START_SECONDS = 90.0
+"""Longest wait for a process to be ready: cold files on a busy machine take most of it."""
 
 
 @dataclass(slots=True)
@@ -59,8 +61,14 @@ async def start(
         stdout=asyncio.subprocess.PIPE, stderr=stderr, env=environment,
     )  # fmt: skip
     assert process.stdout is not None
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        line = await process.stdout.readline()
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            line = await process.stdout.readline()
+    except BaseException:
+        # Nobody else knows of it.
+        process.kill()
+        await process.wait()
+        raise
     if not line:
         raise AssertionError(f"{module} ended with {await process.wait()} before it was ready")
     return Running(process, json.loads(line))

@@ -9,6 +9,11 @@ pub enum Field<'a> {
     Fixed32(u32),
 }
 
+const START_GROUP: u32 = 3;
+const END_GROUP: u32 = 4;
+/// Groups within one another; other readers refuse about as many.
+const MAX_GROUPS: usize = 100;
+
 /// Reads the fields of a message in order.
 #[derive(Debug)]
 pub struct Reader<'a> {
@@ -23,21 +28,52 @@ impl<'a> Reader<'a> {
     /// The next field and its number; Some(None) at the end, None if the bytes are no message.
     #[allow(clippy::should_implement_trait, clippy::type_complexity)] // a message can end badly; an iterator cannot say so
     pub fn next(&mut self) -> Option<Option<(u32, Field<'a>)>> {
-        if self.rest.is_empty() {
-            return Some(None);
-        }
-        let tag = self.short_varint()?;
-        let field = match tag & 7 {
-            0 => Field::Varint(self.varint()?),
-            1 => Field::Fixed64(u64::from_le_bytes(self.take(8)?.try_into().ok()?)),
-            2 => {
-                let length = self.short_varint()?;
-                Field::Bytes(self.take(length as usize)?)
+        while !self.rest.is_empty() {
+            let tag = self.short_varint()?;
+            let number = tag >> 3;
+            if number == 0 {
+                return None;
             }
-            5 => Field::Fixed32(u32::from_le_bytes(self.take(4)?.try_into().ok()?)),
-            _ => return None,
-        };
-        (tag >> 3 > 0).then_some(Some((tag >> 3, field)))
+            let field = match tag & 7 {
+                0 => Field::Varint(self.varint()?),
+                1 => Field::Fixed64(u64::from_le_bytes(self.take(8)?.try_into().ok()?)),
+                2 => {
+                    let length = self.short_varint()?;
+                    Field::Bytes(self.take(length as usize)?)
+                }
+                START_GROUP => {
+                    self.skip_group(number)?;
+                    continue;
+                }
+                5 => Field::Fixed32(u32::from_le_bytes(self.take(4)?.try_into().ok()?)),
+                _ => return None,
+            };
+            return Some(Some((number, field)));
+        }
+        Some(None)
+    }
+
+    /// A group is how proto2 nested messages: no message of ours has any, but one may come as an unknown field.
+    fn skip_group(&mut self, number: u32) -> Option<()> {
+        let mut open = vec![number];
+        while let Some(&innermost) = open.last() {
+            let tag = self.short_varint()?;
+            let number = tag >> 3;
+            match tag & 7 {
+                _ if number == 0 => return None,
+                0 => drop(self.varint()?),
+                1 => drop(self.take(8)?),
+                2 => {
+                    let length = self.short_varint()?;
+                    self.take(length as usize)?;
+                }
+                START_GROUP if open.len() < MAX_GROUPS => open.push(number),
+                END_GROUP if number == innermost => drop(open.pop()),
+                5 => drop(self.take(4)?),
+                _ => return None,
+            }
+        }
+        Some(())
     }
 
     pub fn is_empty(&self) -> bool {
@@ -210,11 +246,23 @@ mod tests {
     }
 
     #[test]
+    fn groups_are_passed_over() {
+        let group = [0x0b, 0x08, 1, 0x13, 0x1a, 1, 9, 0x14, 0x15, 1, 2, 3, 4, 0x0c];
+        let message = [&[0x08, 1][..], &group, &[0x10, 2], &group].concat();
+        assert_eq!(read(&message), Some(vec![(1, Field::Varint(1)), (2, Field::Varint(2))]));
+        let nested = |depth| [vec![0x0b; depth], vec![0x0c; depth]].concat();
+        assert_eq!(read(&nested(MAX_GROUPS)), Some(vec![]));
+        assert_eq!(read(&nested(MAX_GROUPS + 1)), None);
+    }
+
+    #[test]
     fn what_is_no_message_is_refused() {
         for bytes in [
             &[0x08][..],                                             // no value
             &[0x0a, 5, 1],                                           // shorter than it says
-            &[0x0b],                                                 // a group
+            &[0x0b],                                                 // a group without end
+            &[0x0b, 0x14],                                           // with another's end
+            &[0x0c],                                                 // an end without group
             &[0x00, 1],                                              // field 0
             &[0x08, 255, 255, 255, 255, 255, 255, 255, 255, 255, 2], // 65 bits
             &[0x80],
