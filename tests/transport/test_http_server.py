@@ -1,0 +1,232 @@
+"""The HTTP server: what clients may send, and what becomes of those that dawdle, flood or vanish."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+import trustme
+from processes import eventually
+from transport.http_peers import echo, exchange, get, served
+
+from kvscout_common.errors import ConfigError
+from kvscout_common.tls import Pem
+from kvscout_common.transport.http import (
+    HttpCall,
+    HttpLimits,
+    HttpRefused,
+    HttpRequest,
+    SinkStalled,
+    connect,
+)
+
+
+def post(body: bytes, *headers: str) -> bytes:
+    lines = ("POST /x?y=%20z HTTP/1.1", "Host: a", "Connection: close", *headers, "", "")
+    return "\r\n".join(lines).encode() + body
+
+
+def chunked(*pieces: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (*pieces, b""))
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.") else 0
+
+
+def body_of(answer: bytes) -> bytes:
+    return answer.partition(b"\r\n\r\n")[2]
+
+
+async def test_a_request_is_answered() -> None:
+    async with served(echo) as (_, port):
+        for request in (
+            post(b"abc", "Content-Length: 3"),
+            post(chunked(b"ab", b"c"), "Transfer-Encoding: chunked"),
+            post(b"abc", "Content-Length: 3", "Expect: 100-continue"),
+        ):
+            answer = await exchange(port, request)
+            if b"Expect" in request:
+                interim, _, answer = answer.partition(b"\r\n\r\n")
+                assert interim == b"HTTP/1.1 100 Continue"
+            assert (status(answer), body_of(answer)) == (200, b"abc")
+            assert b"x-path: /x\r\n" in answer.lower()
+            assert b"x-query: y=%20z\r\n" in answer.lower()
+
+
+async def test_requests_on_one_connection_are_answered_in_turn() -> None:
+    async def slowly(call: HttpCall) -> None:
+        await asyncio.sleep(0.02 if call.path == "/0" else 0)
+        await echo(call)
+
+    requests = b"".join(b"POST /%d HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\n%d" % (i, i) for i in range(9))
+    async with served(slowly) as (_, port):
+        answer = await exchange(port, requests + get("/end"))
+    assert [line for line in answer.lower().split(b"\r\n") if line.startswith(b"x-path")] == [
+        *(b"x-path: /%d" % i for i in range(9)),
+        b"x-path: /end",
+    ]
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"NONSENSE\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: +3\r\n\r\nabc",
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nX: 1\r\n folded\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nX : 1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: %s\r\n" % (b"a" * 100_000) + b"\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: 1\r\n" * 10_000 + b"\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\nabc\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\nabc\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabcd\r\n0\r\n\r\n",
+    ],
+)
+async def test_what_two_readers_may_take_for_two_things_is_refused(request_bytes: bytes) -> None:
+    async with served(echo) as (_, port):
+        answer = await exchange(port, request_bytes + get("/smuggled"))
+    assert 400 <= status(answer) < 500
+    assert b"/smuggled" not in answer
+
+
+async def test_a_body_that_is_too_long_is_refused_before_it_comes() -> None:
+    limits = HttpLimits(body_bytes=10)
+    async with served(echo, limits) as (_, port):
+        for request in (
+            post(b"", "Content-Length: 11", "Expect: 100-continue"),
+            post(chunked(b"a" * 6, b"b" * 6), "Transfer-Encoding: chunked"),
+        ):
+            assert status(await exchange(port, request)) == 413
+        assert status(await exchange(port, post(b"a" * 10, "Content-Length: 10"))) == 200
+
+
+async def test_who_dawdles_is_sent_away() -> None:
+    limits = HttpLimits(idle_seconds=0.2, body_seconds=0.2)
+    async with served(echo, limits) as (_, port):
+        assert await exchange(port) in (b"",)
+        assert status(await exchange(port, b"GET / HTTP/1.1\r\nHo")) in (0, 408)
+        assert status(await exchange(port, post(b"a", "Content-Length: 3"))) == 408
+
+
+async def test_more_connections_than_are_taken_are_closed() -> None:
+    async with served(echo, HttpLimits(connections=2)) as (_, port):
+        first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        # They count from when the server has them.
+        assert await exchange(port, get()) == b""
+        for _, writer in first:
+            writer.close()
+
+        async def taken() -> bool:
+            return status(await exchange(port, get())) == 200
+
+        await eventually(taken)
+
+
+async def test_a_handler_is_cancelled_when_its_client_goes() -> None:
+    cancelled = asyncio.Event()
+
+    async def wait(call: HttpCall) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    begun = asyncio.Event()
+    async with served(wait) as (_, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(get())
+        await begun.wait()
+        writer.close()
+        async with asyncio.timeout(5):
+            await cancelled.wait()
+
+
+async def test_a_client_that_reads_nothing_holds_no_handler() -> None:
+    stalled = asyncio.Event()
+
+    async def flood(call: HttpCall) -> None:
+        await call.start(200, [])
+        try:
+            while True:
+                await call.write(b"x" * 100_000)
+        except SinkStalled:
+            stalled.set()
+            raise
+
+    async with served(flood, HttpLimits(write_seconds=0.1)) as (_, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(get())
+        async with asyncio.timeout(5):
+            await stalled.wait()
+        writer.close()
+
+
+async def test_what_a_handler_refuses_or_breaks_off_is_told() -> None:
+    async def handle(call: HttpCall) -> None:
+        if call.path == "/refused":
+            raise HttpRefused(418, "a teapot")
+        if call.path == "/defect":
+            raise ValueError("secret")
+        await call.start(200, [("X", "1")])
+        if call.path == "/instead":
+            await call.respond(503, [], b"sorry")
+            return
+        await call.write(b"abc")
+        if call.path == "/ended":
+            await call.end()
+
+    async with served(handle) as (_, port):
+        answer = await exchange(port, get("/refused"))
+        assert (status(answer), body_of(answer)) == (418, b"a teapot\n")
+        answer = await exchange(port, get("/defect"))
+        assert (status(answer), b"secret" in answer) == (500, False)
+        answer = await exchange(port, get("/instead"))
+        assert (status(answer), body_of(answer)) == (503, b"sorry")
+        assert (await exchange(port, get("/ended"))).endswith(b"3\r\nabc\r\n0\r\n\r\n")
+        assert not (await exchange(port, get("/cut"))).endswith(b"0\r\n\r\n")
+
+
+async def test_a_server_that_stops_lets_answers_end() -> None:
+    async def slowly(call: HttpCall) -> None:
+        begun.set()
+        await asyncio.sleep(0.1)
+        await echo(call)
+
+    begun = asyncio.Event()
+    async with served(slowly) as (server, port):
+        asking = asyncio.create_task(exchange(port, get()))
+        await begun.wait()
+        await server.stop(5)
+        assert status(await asking) == 200
+        with pytest.raises(ConnectionError):
+            await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_tls_is_served_and_its_certificates_are_renewed() -> None:
+    old, new = trustme.CA(), trustme.CA()
+
+    def pem(ca: trustme.CA) -> Pem:
+        certificate = ca.issue_cert("127.0.0.1")
+        chain = b"".join(blob.bytes() for blob in certificate.cert_chain_pems)
+        return Pem(chain, certificate.private_key_pem.bytes(), None)
+
+    from kvscout_common.transport.http import serve_http
+
+    server = serve_http(echo)
+    port = await server.listen("127.0.0.1", 0, pem(old))
+    for ca, other in ((old, new), (new, old)):
+        trusting, doubting = connect(ca=ca.cert_pem.bytes()), connect(ca=other.cert_pem.bytes())
+        answer = await trusting.send(HttpRequest(f"https://127.0.0.1:{port}/", body=b"abc"), connect_seconds=5)
+        assert await answer.read(10) == b"abc"
+        with suppress(Exception):
+            await doubting.send(HttpRequest(f"https://127.0.0.1:{port}/"), connect_seconds=5)
+            raise AssertionError("a certificate of somebody else was taken")
+        await trusting.close()
+        await doubting.close()
+        server.renew(pem(new))
+    with pytest.raises(ConfigError):
+        server.renew(Pem(b"no", b"certificate", None))
+    await server.stop(0)
