@@ -55,7 +55,7 @@ ifneq ($(CARGO),)
 	cargo clippy --quiet --manifest-path $(NATIVE) -- -D warnings
 endif
 
-protos: ## Generate the code of protos/kvscout/v1 anew.
+protos: ## Generate the code of everything under protos/ anew.
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) protos/generate.py
 
 protos-check: ## Fail if the generated code is not what the .proto files say.

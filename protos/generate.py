@@ -1,4 +1,4 @@
-"""Generates the Python modules and stubs of protos/kvscout/v1 beside their .proto files.
+"""Generates the Python modules and stubs of the packages under protos/ beside their .proto files.
 
 `generate.py` writes them; `generate.py --check` compares a fresh generation with what is committed and exits 1 on
 any difference.
@@ -15,12 +15,12 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent
-PACKAGE = Path("kvscout/v1")
+PACKAGES = (Path("kvscout/v1"), Path("kvscout/ext_proc/v3"))
 
 
 def generate(out: Path) -> list[Path]:
     """Generates into `out`; returns the files made, relative to it."""
-    sources = sorted(str(PACKAGE / path.name) for path in (ROOT / PACKAGE).glob("*.proto"))
+    sources = [str(path.relative_to(ROOT)) for path in _found(ROOT, "*.proto")]
     bundled = Path(protoc.__file__).parent / "_proto"
     status = protoc.main(
         [
@@ -37,11 +37,15 @@ def generate(out: Path) -> list[Path]:
     if status != 0:
         raise SystemExit(f"protoc failed with status {status}")
     # Files without a service need no grpc module.
-    for path in (out / PACKAGE).glob("*_pb2_grpc.py*"):
-        proto = ROOT / PACKAGE / f"{path.name.split('_pb2')[0]}.proto"
+    for path in _found(out, "*_pb2_grpc.py*"):
+        proto = ROOT / path.relative_to(out).parent / f"{path.name.split('_pb2')[0]}.proto"
         if not re.search(r"^service ", proto.read_text(), re.MULTILINE):
             path.unlink()
-    return sorted(path.relative_to(out) for path in (out / PACKAGE).glob("*_pb2*.py*"))
+    return [path.relative_to(out) for path in _found(out, "*_pb2*.py*")]
+
+
+def _found(root: Path, pattern: str) -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (root / package).glob(pattern))
 
 
 def main() -> None:
@@ -50,7 +54,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         made = generate(Path(folder))
-        committed = sorted(path.relative_to(ROOT) for path in (ROOT / PACKAGE).glob("*_pb2*.py*"))
+        committed = [path.relative_to(ROOT) for path in _found(ROOT, "*_pb2*.py*")]
         stale = [
             str(path)
             for path in sorted({*made, *committed})

@@ -1,0 +1,58 @@
+"""What the front needs of the gateway: a pick for a request, and somebody who hears what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from kvscout_gateway.front.endpoint_picker.asked import Asked
+from kvscout_gateway.front.endpoint_picker.usage import Usage
+
+
+class Pick(Protocol):
+    """Where one request goes, and what was booked for it.
+
+    Exactly one of `ended`, `aborted` and `left` is called, once, after whatever else was; none of them waits.
+    """
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """To be set, `wire.DESTINATION` among them."""
+        ...
+
+    def answering(self, status: int, served: str) -> None:
+        """An engine has begun to answer, or the proxy in its place.
+
+        Args:
+            status: HTTP status.
+            served: The endpoint; "" = the proxy does not tell.
+        """
+        ...
+
+    def first_output(self) -> None:
+        """The first output came by."""
+        ...
+
+    def ended(self, usage: Usage | None) -> None:
+        """The response has ended; whole, as far as the proxy shows it."""
+        ...
+
+    def aborted(self) -> None:
+        """The response will not be whole: the client has gone, or the engine failed."""
+        ...
+
+    def left(self) -> None:
+        """What becomes of the request nobody will tell."""
+        ...
+
+
+class Picker(Protocol):
+    """Picks endpoints."""
+
+    async def pick(self, asked: Asked) -> Pick:
+        """Picks for one request. Cancelled, it has booked nothing.
+
+        Raises:
+            KvscoutError: There is none for it.
+        """
+        ...
