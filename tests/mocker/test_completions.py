@@ -5,21 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_mocker.completions import parse_completion, parse_tokenize
-from kvscout_mocker.config import MockerConfig, config_from_flags
-from kvscout_mocker.main import main
+from kvscout_mocker.completions import parse_completion
+from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.tokenizer import WordTokenizer
 
 TOKENIZER = WordTokenizer(32_000)
-
-
-@pytest.fixture(scope="module")
-def config() -> MockerConfig:
-    arguments = ["--lora", "first", "--lora", "second", "--num-gpu-blocks", "65"]
-    with main.make_context("mocker", arguments) as context:
-        values = dict(context.params)
-    values.pop("log_level")
-    return config_from_flags(**values)
 
 
 def test_defaults_are_vllms(config: MockerConfig) -> None:
@@ -56,7 +46,9 @@ def test_sampling_fields_are_accepted_without_effect(config: MockerConfig) -> No
         ({"prompt": [1], "max_tokens": 1024}, "max_tokens"),
         ({"prompt": [1], "max_tokens": "3"}, "max_tokens"),
         ({"prompt": [1], "max_tokens": True}, "max_tokens"),
-        ({"prompt": [1], "n": 2}, "n"),
+        ({"prompt": [1], "n": 0}, "n"),
+        ({"prompt": [1], "n": 129}, "n"),
+        ({"prompt": [1], "logprobs": 21}, "logprobs"),
         ({"prompt": [1], "seed": -1}, "seed"),
         ({"prompt": [1], "stream": 1}, "stream"),
         ({"prompt": [1], "stream_options": {"include_usage": True}}, "stream_options"),
@@ -77,26 +69,3 @@ def test_bad_input_names_the_field(config: MockerConfig, body: object, field: st
 def test_an_unknown_model_is_not_found(config: MockerConfig) -> None:
     with pytest.raises(NotFound, match="`gpt` does not exist"):
         parse_completion({"model": "gpt", "prompt": [1]}, config, TOKENIZER)
-
-
-def test_tokenize_takes_a_prompt_or_messages(config: MockerConfig) -> None:
-    assert parse_tokenize({"prompt": "w9 w10"}, config, TOKENIZER).tolist() == [9, 10]
-    parts = [{"type": "text", "text": "w9"}, {"type": "text", "text": "w10"}]
-    chat = {"messages": [{"role": "user", "content": parts}], "add_generation_prompt": False}
-    assert parse_tokenize(chat, config, TOKENIZER).tolist() == [4, 9, 10, 7]
-
-
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({}, "prompt"),
-        ({"messages": "hi"}, "messages"),
-        ({"messages": ["hi"]}, "messages.0"),
-        ({"messages": [{"content": "hi"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
-    ],
-)
-def test_bad_tokenize_input_names_the_field(config: MockerConfig, body: object, field: str) -> None:
-    with pytest.raises(InvalidArgument) as error:
-        parse_tokenize(body, config, TOKENIZER)
-    assert error.value.field == field

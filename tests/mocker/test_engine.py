@@ -53,7 +53,7 @@ def test_a_prompt_within_the_budget_answers_after_one_step() -> None:
     engine.submit(asked)
     outputs = [step(engine) for _ in range(3)]
     assert [len(output) for output in outputs] == [1, 1, 1]
-    assert [output[0].finished for output in outputs] == [False, False, True]
+    assert [output[0].finish for output in outputs] == [None, None, "length"]
     assert asked.state is RequestState.FINISHED
     assert engine.blocks.free_blocks == engine.blocks.capacity
     assert engine.begin_step() is None
@@ -163,7 +163,7 @@ def test_the_youngest_request_is_preempted_and_recomputed_when_blocks_run_out() 
     engine.submit(young)
     outputs = drain(engine)
     assert engine.counters.preemptions > 0
-    assert [o.request for o in outputs if o.finished] == [old, young]
+    assert [o.request for o in outputs if o.finish] == [old, young]
     alone = Engine(CONFIG)
     again = request([9, 8, 7, 6, 5], max_tokens=6)
     alone.submit(again)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NamedTuple
 
 import xxhash
@@ -25,6 +25,14 @@ from kvscout_mocker.config import EngineConfig
 from kvscout_mocker.events import Event
 from kvscout_mocker.sequence import Sequence
 from kvscout_mocker.tokenizer import RESERVED_TOKENS
+
+
+class Finish(StrEnum):
+    """Why a request got its last token, as engines say it."""
+
+    LENGTH = "length"
+    STOP = "stop"
+    ERROR = "error"
 
 
 class RequestState(Enum):
@@ -45,6 +53,10 @@ class Request:
     seed: int = 0
     report_prefix: bool = False
     """Emit a Stored event for the blocks it hits too (`kv_cache_report_mode: full`)."""
+    finish: Finish = Finish.LENGTH
+    """What `max_tokens` tokens end it with."""
+    fails_after: int | None = None
+    """It fails when it has so many tokens; None: it does not."""
     prompt_tokens: int = field(init=False)
     prompt_digest: int = field(init=False)
     table: BlockTable = field(init=False, default_factory=BlockTable)
@@ -86,8 +98,10 @@ class Output(NamedTuple):
     """One generated token."""
 
     request: Request
-    token: int
-    finished: bool
+    token: int | None
+    """None: the request failed."""
+    finish: Finish | None
+    """Given with the last one."""
 
 
 @dataclass(slots=True)
@@ -100,6 +114,7 @@ class EngineCounters:
     generation_tokens: int = 0
     preemptions: int = 0
     finished: int = 0
+    failed: int = 0
     aborted: int = 0
 
 
@@ -176,15 +191,21 @@ class Engine:
             request.computed_tokens += tokens
             if request.computed_tokens < len(request.sequence):
                 continue
+            if request.output_tokens == request.fails_after:
+                self._running.remove(request)
+                self.counters.failed += 1
+                self._end(request)
+                outputs.append(Output(request, None, Finish.ERROR))
+                continue
             token = request.next_token(self.config.vocab_size)
             request.sequence.append(token)
             self.counters.generation_tokens += 1
-            finished = request.output_tokens >= request.max_tokens
-            if finished:
+            finish = request.finish if request.output_tokens >= request.max_tokens else None
+            if finish is not None:
                 self._running.remove(request)
                 self.counters.finished += 1
                 self._end(request)
-            outputs.append(Output(request, token, finished))
+            outputs.append(Output(request, token, finish))
         return outputs
 
     def _schedule_running(self, scheduled: list[Scheduled], budget: int) -> tuple[int, bool]:

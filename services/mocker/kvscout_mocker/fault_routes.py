@@ -49,13 +49,14 @@ class FaultRoutes:
         )
 
     async def faults(self, http: web.Request) -> web.StreamResponse:
-        """Does what the body asks for, after the answer: `drop_events`, `duplicate_events`, `mute_requests` (shares),
-        `stall_seconds`, `crash`, `restart` and with it `replay` (false: without a replay socket)."""
+        """Does what the body asks for, after the answer: `drop_events`, `duplicate_events`, `mute_requests`,
+        `fail_requests` (shares), `stall_seconds`, `crash`, `restart` and with it `replay` (false: no replay socket)."""
         asked = _asked(await json_body(http))
         self._faults.set_shares(
             drop_events=asked.get("drop_events"),
             duplicate_events=asked.get("duplicate_events"),
             mute_requests=asked.get("mute_requests"),
+            fail_requests=asked.get("fail_requests"),
         )
         loop = asyncio.get_running_loop()
         if asked.get("crash"):
@@ -71,6 +72,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "drop_events": (int, float),
     "duplicate_events": (int, float),
     "mute_requests": (int, float),
+    "fail_requests": (int, float),
     "stall_seconds": (int, float),
     "crash": bool,
     "restart": bool,

@@ -1,4 +1,4 @@
-"""Faults on demand: events that never arrive or arrive twice, an engine that hangs, crashes, restarts or says nothing.
+"""Faults on demand: events that never arrive or arrive twice, an engine that hangs, crashes, fails or says nothing.
 
 They make the mocker what engines are on a bad day, so that whatever follows its events can be tested against the truth
 (`GET /mock/kv_blocks`). Draws come from a seed that the ready line tells.
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 BOUND_VARIABLE = "MOCKER_BOUND_PORTS"
 """Environment of a restarted mocker: the ports that it had."""
 MAX_STALL_SECONDS = 600.0
+FAIL_WITHIN_TOKENS = 4
+"""A request that fails has fewer tokens than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class FaultConfig:
     """Share of batches that are sent twice."""
     mute_requests: float = 0.0
     """Share of streamed requests that get pings and never a token, while others are served."""
+    fail_requests: float = 0.0
+    """Share of requests that fail in the engine, before a token or after a few: a stream says so within its 200."""
     crash_after: int = 0
     """The process dies, as by SIGKILL, once rank 0 has published so many batches; 0 = never."""
     stall_after: int = 0
@@ -60,6 +64,7 @@ class Faults:
         self._drop_events = config.drop_events
         self._duplicate_events = config.duplicate_events
         self._mute_requests = config.mute_requests
+        self._fail_requests = config.fail_requests
         self._rng = Random(config.seed)
         # Of their own, so that events meet the same fate whatever becomes of requests.
         self._requests_rng = Random(f"{config.seed} requests")
@@ -70,6 +75,7 @@ class Faults:
         drop_events: float | None = None,
         duplicate_events: float | None = None,
         mute_requests: float | None = None,
+        fail_requests: float | None = None,
     ) -> None:
         """Changes shares from now on; None leaves one as it is.
 
@@ -80,6 +86,7 @@ class Faults:
             "drop_events": drop_events,
             "duplicate_events": duplicate_events,
             "mute_requests": mute_requests,
+            "fail_requests": fail_requests,
         }
         for name, share in given.items():
             if share is not None and not 0 <= share <= 1:
@@ -90,10 +97,18 @@ class Faults:
             self._duplicate_events = duplicate_events
         if mute_requests is not None:
             self._mute_requests = mute_requests
+        if fail_requests is not None:
+            self._fail_requests = fail_requests
 
     def mutes(self) -> bool:
         """Whether the next streamed request gets no token."""
         return self._requests_rng.random() < self._mute_requests
+
+    def fails_after(self) -> int | None:
+        """Tokens that the next request gets before it fails; None: it does not fail."""
+        if not self._fail_requests or self._requests_rng.random() >= self._fail_requests:
+            return None
+        return self._requests_rng.randrange(FAIL_WITHIN_TOKENS)
 
     def deliveries(self) -> int:
         """How often the next batch is sent live."""

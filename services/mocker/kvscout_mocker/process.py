@@ -17,9 +17,10 @@ from kvscout_mocker.engine import Engine
 from kvscout_mocker.events import EventEncoder
 from kvscout_mocker.fault_routes import FaultRoutes
 from kvscout_mocker.faults import BoundPorts, Faults, restart
+from kvscout_mocker.openai_api import OpenAiRoutes
 from kvscout_mocker.publisher import EventPublisher
 from kvscout_mocker.rank import Rank
-from kvscout_mocker.server import Api
+from kvscout_mocker.server import EngineRoutes, application
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +47,9 @@ async def run(config: MockerConfig) -> int:
     try:
         ranks.extend(_rank(config, dp_rank, context, faults, bound) for dp_rank in range(config.dp_size))
         # Without cancellation a disconnected client would hold its blocks until its request is done.
-        app = Api(config, ranks, faults).application()
+        app = application()
+        EngineRoutes(config, ranks).add_to(app)
+        OpenAiRoutes(config, ranks, faults).add_to(app)
         FaultRoutes(ranks, faults, lambda replay: _restart(runner, ranks, replay)).add_to(app)
         runner = web.AppRunner(
             app,

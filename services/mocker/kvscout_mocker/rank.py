@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
-from kvscout_common.errors import Unavailable
-from kvscout_mocker.engine import Engine, Request
+from kvscout_common.errors import InternalError, ResourceExhausted, Unavailable
+from kvscout_mocker.answers import Piece
+from kvscout_mocker.engine import Engine, Output, Request
 from kvscout_mocker.publisher import EventPublisher
 
 MAX_LAG_SECONDS = 0.05
@@ -14,21 +16,35 @@ to spare slows the engine down instead of making it burst afterwards."""
 
 
 class TokenStream:
-    """The generated tokens of one request, coalesced while the reader is busy; at most its `max_tokens`."""
+    """The generated tokens of one request's choices, coalesced while the reader is busy."""
 
-    __slots__ = ("_changed", "_closed", "_pending", "finished", "request")
+    __slots__ = ("_changed", "_closed", "_failed", "_pending", "_unfinished", "requests")
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.finished = False
-        self._pending: list[int] = []
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        """One a choice."""
+        self._unfinished = len(requests)
+        self._pending: dict[int, Piece] = {}
         self._closed = False
+        self._failed = False
         self._changed = asyncio.Event()
 
-    def push(self, token: int, finished: bool) -> None:
-        """Add a token; `finished` marks the last."""
-        self._pending.append(token)
-        self.finished = finished
+    @property
+    def drained(self) -> bool:
+        """Whether every choice has its last token and all were read."""
+        return self._unfinished == 0 and not self._pending and not self._failed
+
+    def push(self, index: int, output: Output) -> None:
+        """Add what one choice got."""
+        if output.token is None:
+            self._failed = True
+        elif (pending := self._pending.get(index)) is None:
+            self._pending[index] = Piece(index, [output.token], output.request.output_tokens - 1, output.finish)
+        else:
+            pending.tokens.append(output.token)
+            self._pending[index] = pending._replace(finish_reason=output.finish)
+        if output.finish is not None:
+            self._unfinished -= 1
         self._changed.set()
 
     def close(self) -> None:
@@ -36,19 +52,23 @@ class TokenStream:
         self._closed = True
         self._changed.set()
 
-    async def read(self) -> list[int]:
-        """The tokens since the last read, at least one.
+    async def read(self) -> list[Piece]:
+        """What choices got since the last read, at least one.
 
         Raises:
             Unavailable: The engine stopped before the request was done.
+            InternalError: It failed in the engine, and what it got before was read.
         """
         await self._changed.wait()
-        if not self._closed:
-            self._changed.clear()
-        elif not self._pending:
+        if not self._pending:
+            if self._failed:
+                raise InternalError("Internal server error")
             raise Unavailable("the engine is shutting down")
-        tokens, self._pending = self._pending, []
-        return tokens
+        if not self._closed and not self._failed:
+            self._changed.clear()
+        pieces = list(self._pending.values())
+        self._pending.clear()
+        return pieces
 
 
 class Rank:
@@ -59,7 +79,7 @@ class Rank:
         self.hash_seed = hash_seed
         self.engine = engine
         self.publisher = publisher
-        self._streams: dict[Request, TokenStream] = {}
+        self._streams: dict[Request, tuple[TokenStream, int]] = {}
         self._wake = asyncio.Event()
 
     @property
@@ -67,25 +87,32 @@ class Rank:
         """Requests running and waiting."""
         return self.engine.num_running + self.engine.num_waiting
 
-    def submit(self, request: Request) -> TokenStream:
-        """Queue a request; it is scheduled in the next step.
+    def submit(self, requests: Sequence[Request]) -> TokenStream:
+        """Queue the choices of one request; they are scheduled in the next step.
 
         Raises:
             ResourceExhausted: The waiting queue is full.
         """
-        self.engine.submit(request)
-        stream = self._streams[request] = TokenStream(request)
+        stream = TokenStream(requests)
+        try:
+            for index, request in enumerate(requests):
+                self.engine.submit(request)
+                self._streams[request] = stream, index
+        except ResourceExhausted:
+            self.abort(stream)
+            raise
         self._wake.set()
         return stream
 
-    def abort(self, request: Request) -> None:
+    def abort(self, stream: TokenStream) -> None:
         """Drop a request whose reader is gone and free its blocks; no-op when it has finished."""
-        self.engine.abort(request)
-        self._streams.pop(request, None)
+        for request in stream.requests:
+            if self._streams.pop(request, None) is not None:
+                self.engine.abort(request)
 
     def stop(self) -> None:
         """End every stream with an error; their readers abort the requests."""
-        for stream in self._streams.values():
+        for stream, _ in self._streams.values():
             stream.close()
 
     async def run(self) -> None:
@@ -106,7 +133,8 @@ class Rank:
             await asyncio.sleep(max(0.0, step_end - loop.time()))
             outputs = self.engine.finish_step(step)
             self.publisher.publish(self.engine.take_events())
-            for request, token, finished in outputs:
-                self._streams[request].push(token, finished)
-                if finished:
-                    del self._streams[request]
+            for output in outputs:
+                stream, index = self._streams[output.request]
+                stream.push(index, output)
+                if output.finish is not None:
+                    del self._streams[output.request]

@@ -1,0 +1,84 @@
+"""Reading JSON bodies: every error names the field at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_mocker.config import MockerConfig
+
+Fields = Mapping[str, Any]
+
+
+def json_object(value: object, name: str = "body") -> Fields:
+    """The value as a JSON object.
+
+    Raises:
+        InvalidArgument: It is something else.
+    """
+    if not isinstance(value, dict):
+        raise InvalidArgument("must be a JSON object", field=name)
+    return value
+
+
+def served_model(fields: Fields, config: MockerConfig) -> tuple[str, int]:
+    """The model that a request names and the number of its adapter, 0 for the base model.
+
+    Raises:
+        InvalidArgument: It is not a string.
+        NotFound: It is not served here.
+    """
+    model = fields.get("model")
+    if model is None:
+        model = config.model
+    if not isinstance(model, str):
+        raise InvalidArgument("must be a string", field="model")
+    if model == config.model:
+        return model, 0
+    if model in config.lora_names:
+        return model, 1 + config.lora_names.index(model)
+    raise NotFound(f"the model `{model}` does not exist", field="model")
+
+
+def integer(fields: Fields, name: str, default: int, *, minimum: int, maximum: int = 2**63 - 1) -> int:
+    """An integer within its bounds, the default if it is absent or null."""
+    value = optional_integer(fields, name, minimum=minimum, maximum=maximum)
+    return default if value is None else value
+
+
+def optional_integer(fields: Fields, name: str, *, minimum: int, maximum: int = 2**63 - 1) -> int | None:
+    """An integer within its bounds, None if it is absent or null."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        bounds = f"of at least {minimum}" if maximum == 2**63 - 1 else f"between {minimum} and {maximum}"
+        raise InvalidArgument(f"must be an integer {bounds}", field=name)
+    return value
+
+
+def boolean(fields: Fields, name: str, *, default: bool = False, prefix: str = "") -> bool:
+    """True or false, the default if it is absent or null."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise InvalidArgument("must be true or false", field=prefix + name)
+    return value
+
+
+def string(fields: Fields, name: str) -> str:
+    """A string that is not empty; "" if it is absent or null."""
+    value = fields.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not value:
+        raise InvalidArgument("must be a string that is not empty", field=name)
+    return value
+
+
+def mapping(fields: Fields, name: str) -> Fields:
+    """An object, an empty one if it is absent or null."""
+    value = fields.get(name)
+    return {} if value is None else json_object(value, name)

@@ -1,0 +1,104 @@
+"""What a request asks the engine to generate, whichever endpoint it came through, pure."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_mocker.config import MockerConfig
+from kvscout_mocker.fields import Fields, boolean, integer, mapping, served_model, string
+from kvscout_mocker.sequence import CacheScope
+
+MAX_CHOICES = 128
+"""Largest `n`."""
+MAX_LOGPROBS = 20
+"""vLLM's `--max-logprobs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A validated request."""
+
+    model: str
+    prompt: array[int]
+    max_tokens: int
+    ends_early: bool
+    """It ends by itself after `max_tokens`, as with an end of sequence, not because of a limit."""
+    scope: CacheScope
+    seed: int
+    choices: int
+    """Completions of the same prompt."""
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    """Every chunk has a usage of its own, without cached tokens."""
+    return_token_ids: bool
+    logprobs: int | None
+    """Alternatives told for each token; None: no probabilities at all."""
+    report_prefix: bool
+
+
+def read_generation(
+    fields: Fields,
+    config: MockerConfig,
+    prompt: array[int],
+    *,
+    max_tokens: int,
+    limit_field: str,
+    logprobs: int | None,
+    ends_early: bool = False,
+) -> Generation:
+    """The request that a body makes, with what its endpoint has read from it already.
+
+    Fields without an effect on an engine that samples nothing are accepted unread.
+
+    Args:
+        fields: The body.
+        config: Of the engine.
+        prompt: Its tokens.
+        max_tokens: Tokens to generate.
+        limit_field: Name of the field that says so.
+        logprobs: Alternatives asked for.
+        ends_early: Whether nobody asked for so many tokens.
+
+    Raises:
+        InvalidArgument: Naming the field at fault.
+        NotFound: The model is not served here.
+    """
+    model, lora_id = served_model(fields, config)
+    limit = config.engine.max_model_len
+    if len(prompt) + max_tokens > limit:
+        raise InvalidArgument(
+            f"this model's maximum context length is {limit} tokens, but the request has {len(prompt)} "
+            f"prompt tokens and asks for {max_tokens} output tokens",
+            field=limit_field if len(prompt) < limit else "prompt",
+        )
+    stream = boolean(fields, "stream")
+    options = mapping(fields, "stream_options")
+    if options and not stream:
+        raise InvalidArgument("may only be given with stream: true", field="stream_options")
+    report_mode = mapping(fields, "vllm_xargs").get("kv_cache_report_mode", "incremental")
+    if report_mode not in ("incremental", "full"):
+        raise InvalidArgument("must be incremental or full", field="vllm_xargs.kv_cache_report_mode")
+    include_usage = boolean(options, "include_usage", prefix="stream_options.")
+    return Generation(
+        model=model,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        ends_early=ends_early,
+        scope=CacheScope(
+            lora_name=model if lora_id else "",
+            lora_id=lora_id,
+            cache_salt=string(fields, "cache_salt"),
+            session_id=string(fields, "session_id"),
+        ),
+        seed=integer(fields, "seed", config.seed, minimum=0),
+        choices=integer(fields, "n", 1, minimum=1, maximum=MAX_CHOICES),
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=include_usage and boolean(options, "continuous_usage_stats", prefix="stream_options."),
+        return_token_ids=boolean(fields, "return_token_ids"),
+        logprobs=logprobs,
+        report_prefix=report_mode == "full",
+    )
