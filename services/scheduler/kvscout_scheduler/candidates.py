@@ -65,6 +65,7 @@ class Candidates:
         self.settings = settings
         self._pool = pool
         self._prompts = prompts
+        self._known: dict[Lane, Scores] | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -158,12 +159,12 @@ class Candidates:
             return scores.overlap(index)
         return self.device_blocks[index], self.effective_blocks[index]
 
-    def uncached_tokens(self, index: int) -> int:
-        """Prompt tokens to charge one candidate as prefill."""
+    def uncached_tokens(self, index: int, effective_blocks: float) -> int:
+        """Prompt tokens to charge one candidate as prefill, by its `effective_blocks`."""
         if not self.request.charge_prefill:
             return 0
         block_size = self._pool.lane_of[self.slots[index]].block_size
-        return max(0, self.request.isl_tokens - int(self.overlap(index)[1] * block_size))
+        return max(0, self.request.isl_tokens - int(effective_blocks * block_size))
 
     def of(self, slots: list[int]) -> Candidates:
         """The same question of other workers."""
@@ -187,17 +188,22 @@ class Candidates:
         """The prompt as hashed for a lane."""
         return self._prompts[lane]
 
-    @cached_property
+    @property
     def _scores(self) -> dict[Lane, Scores]:
         """What the load says of the candidates of each lane."""
+        if self._known is None:
+            self._known = self._score()
+        return self._known
+
+    def _score(self) -> dict[Lane, Scores]:
         pool, settings = self._pool, self.settings
         if len(self._prompts) == 1:
-            lanes: Mapping[Lane, list[int] | None] = dict.fromkeys(
-                self._prompts, None if self.slots is pool.order else self.slots
-            )
+            (only,) = self._prompts
+            lanes: Mapping[Lane, list[int] | None] = {only: None if self.slots is pool.order else self.slots}
+            unit = only.block_size
         else:
             lanes = self._slots_by_lane
-        unit = min(lane.block_size for lane in self._prompts)
+            unit = min(lane.block_size for lane in lanes)
         scores = {}
         for lane, slots in lanes.items():
             prompt = self._prompts[lane]

@@ -39,7 +39,7 @@ class Explanation:
     """Every worker rank of the pool, by rank."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """The worker that was picked."""
 

@@ -19,7 +19,7 @@ from kvscout_common.errors import (
 )
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.pool import Pool
-from kvscout_scheduler.request import SelectionRequest, Wanted
+from kvscout_scheduler.request import ANYONE, SelectionRequest, Wanted
 
 Fits = Callable[[WorkerRank, WorkerSpec], bool]
 
@@ -71,12 +71,15 @@ def eligible(
     if dropped is None and request.pinned_worker_id:
         # All others would be dropped; where the worker is not here, that is what says so.
         slots = pool.slots_of.get(request.pinned_worker_id, slots)
-    for label, fits, refusal in demands(request.wanted):
+    wanted = request.wanted
+    for label, fits, refusal in demands(wanted) if wanted is not ANYONE else ():
         kept = [slot for slot in slots if fits(ranks[slot], specs[slot])]
         _note(dropped, label, slots, kept)
         if not kept:
             raise refusal(len(slots))
         slots = kept
+    if not (pool.draining or pool.cooldown_until or pool.judged):
+        return slots
     for health in (_draining, _cooling_down, _busy):
         stage = health(pool, request, slots, now)
         if stage is not None:

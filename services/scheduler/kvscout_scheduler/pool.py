@@ -118,9 +118,14 @@ class Pool:
         self.relieved, self.changed = set(), False
         return relieved, changed
 
+    @property
+    def judged(self) -> bool:
+        """Whether any worker can be busy."""
+        return not self._thresholds.off
+
     def judge(self, thresholds: BusyThresholds) -> None:
         """Sets when its workers count as busy."""
-        if thresholds != self._thresholds:
+        if thresholds is not self._thresholds and thresholds != self._thresholds:
             self._thresholds = thresholds
             for slot in self.order:
                 self._limit(slot)
@@ -250,6 +255,11 @@ class Pool:
             InvalidArgument: A field of a prompt is wrong, or its block size is left open and the workers differ.
             FailedPrecondition: There are hashes, but for no block size of this pool.
         """
+        if not others and len(self.lanes) == 1:
+            (lane,) = self.lanes
+            if prompt.block_size in (0, lane.block_size) and prompt.eagle in (None, lane.eagle):
+                prompt.validate(isl_tokens, lane.block_size)
+                return {lane: prompt}
         given = (prompt, *others)
         if len(self.lanes) > 1 and len({lane.block_size for lane in self.lanes}) > 1:
             for each in given:

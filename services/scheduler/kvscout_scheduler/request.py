@@ -92,7 +92,8 @@ class ConfigOverride:
 NO_OVERRIDE = ConfigOverride()
 
 
-@dataclass(frozen=True, slots=True)
+# What each request makes is not frozen, which would make it three times as dear; it is not changed all the same.
+@dataclass(slots=True, unsafe_hash=True)
 class Prompt:
     """One prompt hashed for the workers of one block size, and where it is cached."""
 
@@ -146,7 +147,10 @@ class Wanted(NamedTuple):
     lora_name: str
 
 
-@dataclass(frozen=True, slots=True)
+ANYONE = Wanted("", None, frozenset(), frozenset(), frozenset(), "")
+
+
+@dataclass(slots=True)
 class SelectionRequest:
     """A request that wants a worker."""
 
@@ -191,6 +195,14 @@ class SelectionRequest:
     @property
     def wanted(self) -> Wanted:
         """Which workers of the pool it can go to."""
+        if not (
+            self.pinned_worker_id
+            or self.allowed_worker_ids
+            or self.excluded_worker_ids
+            or self.required_labels
+            or self.lora_name
+        ):
+            return ANYONE
         return Wanted(
             self.pinned_worker_id,
             self.pinned_dp_rank,

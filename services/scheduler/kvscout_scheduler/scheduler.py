@@ -511,7 +511,8 @@ class Scheduler:
         return [
             WorkerLoad(
                 rank=pool.ranks[slot],
-                potential_prefill_tokens=load.prefill_tokens + candidates.uncached_tokens(index),
+                potential_prefill_tokens=load.prefill_tokens
+                + candidates.uncached_tokens(index, candidates.overlap(index)[1]),
                 potential_decode_blocks=candidates.decode_blocks[index],
                 active_requests=load.requests,
                 active_prefill_tokens=load.prefill_tokens,

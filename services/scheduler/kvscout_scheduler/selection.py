@@ -107,7 +107,7 @@ class Selector:
             overlap_blocks=overlap_blocks,
             effective_overlap_blocks=effective_overlap_blocks,
             cost=costs[index],
-            uncached_tokens=candidates.uncached_tokens(index),
+            uncached_tokens=candidates.uncached_tokens(index, effective_overlap_blocks),
             explanation=explanation,
         )
         return Selected(decision, slot, candidates.prompt(lane).block_hashes, candidates.total_blocks(lane))

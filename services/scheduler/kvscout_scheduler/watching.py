@@ -123,10 +123,12 @@ class Watchers:
 
     def explain(self, request: SelectionRequest) -> bool:
         """Whether anyone wants this decision explained."""
-        return any(watcher.explain and watcher.wants(request) for watcher in self._watchers)
+        return bool(self._watchers) and any(each.explain and each.wants(request) for each in self._watchers)
 
     def tell(self, request: SelectionRequest, outcome: Decision | KvscoutError) -> None:
         """Tells everyone who watches the request's model."""
+        if not self._watchers:
+            return
         interested = [watcher for watcher in self._watchers if watcher.wants(request)]
         if not interested:
             return

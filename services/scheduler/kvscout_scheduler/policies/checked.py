@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from math import isnan
 from random import Random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from kvscout_common.errors import InternalError, KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
@@ -16,8 +16,6 @@ from kvscout_scheduler.choose import Ranked
 
 if TYPE_CHECKING:
     from kvscout_scheduler.policies import Policy
-
-T = TypeVar("T")
 
 _warnings = RateLimitedLog(logging.getLogger("kvscout.scheduler"))
 """A policy that fails, fails each request."""
@@ -36,48 +34,59 @@ class CheckedPolicy:
 
     def __init__(self, name: str, make: Callable[[], Policy]) -> None:
         self._name = name
-        self._policy = self._guarded(make)
+        try:
+            self._policy = make()
+        except KvscoutError:
+            raise
+        except Exception as error:
+            raise self._blamed(error) from error
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         """See `Policy`."""
-        return self._guarded(lambda: _columns("costs", self._policy.costs(candidates), candidates))
+        try:
+            return _columns("costs", self._policy.costs(candidates), candidates)
+        except KvscoutError:
+            raise
+        except Exception as error:
+            raise self._blamed(error) from error
 
     def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
         """See `Policy`."""
-
-        def picked() -> int:
+        try:
             index = operator.index(self._policy.pick(candidates, costs, rng))
             if not 0 <= index < len(candidates):
                 raise ValueError(f"picked {index} of {len(candidates)} candidates")
             return index
-
-        return self._guarded(picked)
+        except KvscoutError:
+            raise
+        except Exception as error:
+            raise self._blamed(error) from error
 
     def probabilities(self, candidates: Candidates, costs: Sequence[float]) -> Sequence[float]:
         """See `Policy`."""
-        return self._guarded(
-            lambda: _columns("probabilities", self._policy.probabilities(candidates, costs), candidates)
-        )
+        try:
+            return _columns("probabilities", self._policy.probabilities(candidates, costs), candidates)
+        except KvscoutError:
+            raise
+        except Exception as error:
+            raise self._blamed(error) from error
 
     def reason(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
         """See `Policy`."""
-
-        def said() -> str:
+        try:
             reason = self._policy.reason(candidates, costs, index)
             if not isinstance(reason, str):
                 raise TypeError(f"a reason is text, not {type(reason).__name__}")
             return reason
-
-        return self._guarded(said)
-
-    def _guarded(self, ask: Callable[[], T]) -> T:
-        try:
-            return ask()
         except KvscoutError:
             raise
         except Exception as error:
-            _warnings.warning(self._name, "policy %s failed a request", self._name, error=error)
-            raise InternalError(f"policy {self._name!r} failed: {type(error).__name__}") from error
+            raise self._blamed(error) from error
+
+    def _blamed(self, error: Exception) -> InternalError:
+        """The error of the request."""
+        _warnings.warning(self._name, "policy %s failed a request", self._name, error=error)
+        return InternalError(f"policy {self._name!r} failed: {type(error).__name__}")
 
 
 def _columns(name: str, given: Sequence[float], candidates: Candidates) -> Sequence[float]:
