@@ -16,7 +16,7 @@ import logging
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import uvloop
@@ -38,7 +38,7 @@ from kvscout_common.reflection import enable_reflection
 from kvscout_common.running_calls import RunningCalls
 from kvscout_common.stopping import Signals, stop_serving
 from kvscout_common.telemetry import configure_logging
-from kvscout_common.tls import ServerCertificates
+from kvscout_common.tls import Pem, ServerCertificates
 from kvscout_common.transport import Transport, choose
 from kvscout_common.variables import warn_of_variables
 
@@ -47,6 +47,26 @@ log = logging.getLogger("kvscout.serving")
 MAX_PENDING_CALLS = 16_000
 """Of all connections, calls that the loop has not looked at. Above, grpc refuses at random whoever calls; its own 1,000
 are what a few connections reach that only open streams and reset them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SidePort:
+    """A gRPC server for callers who expect one to themselves, beside the service's own."""
+
+    name: str
+    """The ready line has its port as `<name>_port`."""
+    port: int
+    """0 = any free one."""
+    services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]]
+    """As those of the app; there is no reflection here."""
+    pem: Pem | None
+    """What it proves itself with where the service has no certificate of its own; None = plaintext, in any case."""
+    needs_token: bool = True
+    """Where the service has tokens; else whoever reaches it may call."""
+    alive_names: tuple[str, ...] = ()
+    """Health says SERVING of these as long as the process answers."""
+    ready_names: tuple[str, ...] = ()
+    """And of these, as of the services, once the app is warm."""
 
 
 @dataclass(slots=True)
@@ -66,6 +86,7 @@ class App:
     close: Callable[[], Awaitable[None]] | None = None
     """Called last, to close what the service holds."""
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
+    side_ports: Sequence[SidePort] = ()
     ready: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the ready line."""
 
@@ -130,7 +151,16 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         certificates = ServerCertificates(config.tls)
         files.append(certificates.file)
     calls = RunningCalls()
-    server, probe, port = await _start(config, app, certificates, (calls, IdentityInterceptor(tokens)))
+    main = await _start(config, app, certificates, (calls, IdentityInterceptor(tokens)))
+    sides = {
+        side.name: await _start_side(
+            config, side, certificates, (calls, IdentityInterceptor(tokens if side.needs_token else None))
+        )
+        for side in app.side_ports
+    }
+    listening = (main, *sides.values())
+    if app.warm is None:
+        await _all_ready(listening)
     metrics_port, stop_metrics = None, None
     if config.metrics_port >= 0:
         await wait_for_port(config.host, config.metrics_port)
@@ -145,23 +175,43 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
             background = [group.create_task(make(), name=name) for name, make in app.tasks.items()]
             background += [group.create_task(file.watch(), name=f"follow {file.what}") for file in files]
             background.append(group.create_task(defect.watch(), name="defects"))
-            warming = group.create_task(_warm(app, probe), name="warm") if app.warm is not None else None
-            _announce(app, config, port, metrics_port)
+            warming = group.create_task(_warm(app.warm, listening), name="warm") if app.warm is not None else None
+            _announce(app, config, main.port, metrics_port, {name: side.port for name, side in sides.items()})
             await signals.stop.wait()
             if warming is not None:
                 # Or it would say of a service that drains that it serves.
                 warming.cancel()
-            await probe.enter_graceful_shutdown()
-            await stop_serving(server, calls, app.drain, grace_seconds=config.grace_seconds, at_once=signals.at_once)
+            for one in listening:
+                await one.probe.enter_graceful_shutdown()
+            leaving = [asyncio.ensure_future(side.server.stop(config.grace_seconds)) for side in sides.values()]
+            await stop_serving(
+                main.server, calls, app.drain, grace_seconds=config.grace_seconds, at_once=signals.at_once
+            )
+            await asyncio.gather(*(side.server.stop(0) for side in sides.values()), *leaving)
             log.info("%s stopped", app.name)
             for task in background:
                 task.cancel()
     finally:
-        await server.stop(0)
+        for one in listening:
+            await one.server.stop(0)
         if app.close is not None:
             await app.close()
         if stop_metrics is not None:
             await asyncio.to_thread(stop_metrics)
+
+
+class _Listening(NamedTuple):
+    """A server that answers, what tells of its health, and of which names it says so once the app is warm."""
+
+    server: grpc.aio.Server
+    probe: health.aio.HealthServicer
+    port: int
+    names: tuple[str, ...]
+
+    async def set_health(self, names: Sequence[str], *, serving: bool) -> None:
+        known = health_pb2.HealthCheckResponse
+        for name in names:
+            await self.probe.set(name, known.SERVING if serving else known.NOT_SERVING)
 
 
 async def _start(
@@ -169,7 +219,32 @@ async def _start(
     app: App,
     certificates: ServerCertificates | None,
     interceptors: Sequence[grpc.aio.ServerInterceptor],
-) -> tuple[grpc.aio.Server, health.aio.HealthServicer, int]:
+) -> _Listening:
+    server, probe = _server(config, app.services, interceptors)
+    names = [name for name, _ in app.services]
+    enable_reflection((*names, health.SERVICE_NAME), server)
+    port = await _bind(server, config, config.port, certificates)
+    return await _started(server, probe, port, ("", *names))
+
+
+async def _start_side(
+    config: ServerConfig,
+    side: SidePort,
+    certificates: ServerCertificates | None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+) -> _Listening:
+    server, probe = _server(config, side.services, interceptors)
+    port = await _bind(server, config, side.port, (certificates or side.pem) if side.pem is not None else None)
+    started = await _started(server, probe, port, ("", *(name for name, _ in side.services), *side.ready_names))
+    await started.set_health(side.alive_names, serving=True)
+    return started
+
+
+def _server(
+    config: ServerConfig,
+    services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]],
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+) -> tuple[Any, health.aio.HealthServicer]:
     interceptors = (ErrorInterceptor(), *interceptors)
     server: Any = (
         _native_server(config, interceptors)
@@ -178,15 +253,16 @@ async def _start(
     )
     probe = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
-    names = [name for name, _ in app.services]
-    for _, add in app.services:
+    for _, add in services:
         add(server)
-    enable_reflection((*names, health.SERVICE_NAME), server)
-    await wait_for_port(config.host, config.port)
-    port = _bind(server, config, certificates)
+    return server, probe
+
+
+async def _started(server: Any, probe: health.aio.HealthServicer, port: int, names: tuple[str, ...]) -> _Listening:
     await server.start()
-    await _set_health(app, probe, warm=app.warm is None)
-    return server, probe, port
+    started = _Listening(server, probe, port, names)
+    await started.set_health(names, serving=False)
+    return started
 
 
 def _grpcio_server(config: ServerConfig, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
@@ -217,37 +293,44 @@ def _native_server(config: ServerConfig, interceptors: Sequence[grpc.aio.ServerI
     )
 
 
-def _bind(server: Any, config: ServerConfig, certificates: ServerCertificates | None) -> int:
-    address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
+async def _bind(server: Any, config: ServerConfig, port: int, secured: ServerCertificates | Pem | None) -> int:
+    """Binds a port of the configured address: with certificates that are renewed, with one that stays, in plaintext."""
+    await wait_for_port(config.host, port)
+    address = f"[{config.host}]:{port}" if ":" in config.host else f"{config.host}:{port}"
+    renewed = secured if isinstance(secured, ServerCertificates) else None
+    pem = secured if isinstance(secured, Pem) else None
     try:
         if config.transport is Transport.NATIVE:
-            port = server.listen(config.host, config.port, certificates and certificates.current)
-            if certificates is not None:
-                certificates.renewed = server.renew
-        elif certificates is None:
-            port = server.add_insecure_port(address)
+            bound = server.listen(config.host, port, pem if renewed is None else renewed.current)
+            if renewed is not None:
+                renewed.renewed.append(server.renew)
+        elif renewed is not None:
+            bound = server.add_secure_port(address, renewed.credentials())
+        elif pem is not None:
+            bound = server.add_secure_port(address, grpc.ssl_server_credentials([(pem.key, pem.certificate)]))
         else:
-            port = server.add_secure_port(address, certificates.credentials())
+            bound = server.add_insecure_port(address)
     except (RuntimeError, OSError) as error:
         raise OSError(f"cannot bind {address}: {error}") from error
-    return int(port)
+    return int(bound)
 
 
-async def _set_health(app: App, probe: health.aio.HealthServicer, *, warm: bool) -> None:
-    status = health_pb2.HealthCheckResponse.SERVING if warm else health_pb2.HealthCheckResponse.NOT_SERVING
-    for name in ("", *(name for name, _ in app.services)):
-        await probe.set(name, status)
+async def _warm(warm: Callable[[], Awaitable[None]], listening: Sequence[_Listening]) -> None:
+    await warm()
+    await _all_ready(listening)
 
 
-async def _warm(app: App, probe: health.aio.HealthServicer) -> None:
-    assert app.warm is not None
-    await app.warm()
-    await _set_health(app, probe, warm=True)
+async def _all_ready(listening: Sequence[_Listening]) -> None:
+    for one in listening:
+        await one.set_health(one.names, serving=True)
 
 
-def _announce(app: App, config: ServerConfig, port: int, metrics_port: int | None) -> None:
+def _announce(
+    app: App, config: ServerConfig, port: int, metrics_port: int | None, side_ports: Mapping[str, int]
+) -> None:
     transport = config.transport.value
     line = {"ready": True, "service": app.name, "host": config.host, "port": port, "transport": transport, **app.ready}
+    line |= {f"{name}_port": number for name, number in side_ports.items()}
     if metrics_port is not None:
         line["metrics_port"] = metrics_port
     print(json.dumps(line), flush=True)

@@ -37,34 +37,34 @@ class ServerCertificates:
         self._files = files
         self.current: Pem
         """What new connections should be answered with."""
-        self.renewed: Callable[[Pem], None] | None = None
+        self.renewed: list[Callable[[Pem], None]] = []
         """Told of each renewal."""
-        self._served: Pem
-        """What grpc was told last."""
         paths = [files.certificate, files.key, *([files.client_ca] if files.client_ca else [])]
         self.file = FollowedFile("certificate", paths, self._read, self._apply)
         self.file.load()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For `add_secure_port`."""
-        self._served = self.current
+        """For `add_secure_port` of one server."""
+        served = self.current
+
+        def newest() -> Any:
+            # Asked by grpc before each handshake, in a thread of its own; None = as before.
+            nonlocal served
+            if served is self.current:
+                return None
+            served = self.current
+            return _configuration(served)
+
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(self._served),
-            self._newest,
+            _configuration(served),
+            newest,
             require_client_authentication=self._files.client_ca is not None,
         )
 
-    def _newest(self) -> Any:
-        # Asked by grpc before each handshake, in a thread of its own; None = as before.
-        if self._served is self.current:
-            return None
-        self._served = self.current
-        return _configuration(self._served)
-
     def _apply(self, pem: Pem) -> None:
         self.current = pem
-        if self.renewed is not None:
-            self.renewed(pem)
+        for tell in self.renewed:
+            tell(pem)
 
     def _read(self) -> Pem:
         files = self._files
