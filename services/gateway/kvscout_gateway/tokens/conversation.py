@@ -1,0 +1,169 @@
+"""What a chat template is given: a request's messages and tools in the form that vLLM gives them. Pure.
+
+vLLM fills in what a client may leave out, parses the arguments of tool calls, and shows a template the content of
+messages as text or as a list of parts, whichever it is written for. A template that is given anything else renders
+another text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+MAX_MESSAGES: Final = 20_000
+TEXT_PARTS: Final = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Kinds of parts that are text, and the field that has it."""
+_KNOWN_IN_A_PART: Final = frozenset(
+    ("type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file", "prompt_cache_breakpoint")
+)
+"""Fields of a part that a template does not see."""
+_HEADER: Final = "x-anthropic-billing-header"
+"""Begins a line that differs with every request of one client; vLLM leaves it out of system messages."""
+
+
+class NotText(ValueError):
+    """The prompt is more than text, or none that can be known here."""
+
+
+def conversation(messages: Any, *, as_parts: bool) -> list[dict[str, Any]]:
+    """The messages of a request as a template sees them.
+
+    Args:
+        messages: As the client sent them.
+        as_parts: The template is written for contents that are lists of parts.
+
+    Raises:
+        NotText: They are no messages, or have something in them that is not text.
+    """
+    if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
+        raise NotText(f"messages is no list of at most {MAX_MESSAGES:,}")
+    return [_message(message, as_parts=as_parts) for message in messages]
+
+
+def tools_shown(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools of a request as a template sees them: with what the client left out.
+
+    Raises:
+        NotText: They are no tools.
+    """
+    tools = request.get("tools")
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise NotText("tools is no list")
+    return [_tool(tool) for tool in tools]
+
+
+def template_variables(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What else of a request its template sees, by name.
+
+    Raises:
+        NotText: The request brings a template of its own, or variables that are none.
+    """
+    if request.get("chat_template") is not None:
+        raise NotText("it has a chat template of its own")
+    given = request.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise NotText("chat_template_kwargs is no object")
+    effort = request.get("reasoning_effort")
+    more = {
+        "add_generation_prompt": request.get("add_generation_prompt", True),
+        "documents": request.get("documents"),
+        "reasoning_effort": effort,
+    }
+    if effort is not None and "enable_thinking" not in given:
+        more["enable_thinking"] = effort != "none"
+    variables = given | {name: value for name, value in more.items() if value is not None}
+    return {name: value for name, value in variables.items() if name not in ("chat_template", "tokenize")}
+
+
+def _message(message: Any, *, as_parts: bool) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+        raise NotText("a message is no object with a role")
+    parts = list(_parts(message.get("content"), without_header=role == "system"))
+    as_list = as_parts and not (role == "tool" and all(part.keys() <= {"type", "text"} for part in parts))
+    shown: dict[str, Any] = {
+        "role": role,
+        "content": parts if as_list else "\n".join(part["text"] for part in parts),
+    }
+    if role == "assistant":
+        if message.get("tool_calls"):
+            shown["tool_calls"] = _tool_calls(message["tool_calls"])
+        if message.get("reasoning") is not None:
+            shown["reasoning"] = shown["reasoning_content"] = message["reasoning"]
+    elif role == "tool" and "tool_call_id" in message:
+        shown["tool_call_id"] = message["tool_call_id"]
+    elif role == "developer":
+        shown["tools"] = message.get("tools")
+    for name in ("name", "task"):
+        if isinstance(message.get(name), str):
+            shown[name] = message[name]
+    return shown
+
+
+def _parts(content: Any, *, without_header: bool) -> Iterable[dict[str, Any]]:
+    if content is None:
+        return
+    if isinstance(content, str):
+        content = [content]
+    if not isinstance(content, list):
+        raise NotText("the content of a message is neither text nor a list")
+    for part in content:
+        shown = {"type": "text", "text": part} if isinstance(part, str) else _part(part)
+        if shown is None:
+            continue
+        if without_header and shown["text"].startswith(_HEADER):
+            shown["text"] = shown["text"].partition("\n")[2]
+            if not shown["text"]:
+                continue
+        yield shown
+
+
+def _part(part: Any) -> dict[str, Any] | None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in TEXT_PARTS or part.get("uuid") is not None:
+        raise NotText(f"a message has a part of the kind {str(kind)[:40]!r}")
+    text = part.get(TEXT_PARTS[kind])
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise NotText("the text of a part is none")
+    return {"type": "text", "text": text} | {k: v for k, v in part.items() if k not in _KNOWN_IN_A_PART}
+
+
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise NotText("tool_calls is no list")
+    shown = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise NotText("a tool call has no function")
+        shown.append(call | {"function": function | {"arguments": _arguments(function.get("arguments"))}})
+    return shown
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    if isinstance(given, str) and given:
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            return {}
+    return given if isinstance(given, dict) else {}
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        raise NotText("a tool is no function")
+    shown = {name: function.get(name) for name in ("name", "description", "parameters")}
+    if function.get("strict") is not None:
+        shown["strict"] = function["strict"]
+    return {"type": "function", "function": shown}

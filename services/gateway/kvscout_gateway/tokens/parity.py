@@ -1,0 +1,78 @@
+"""Whether our tokens are the engine's: where they are not, nothing that is cached is ever found, and nobody is told."""
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter
+
+from kvscout_common.telemetry import RateLimitedLog
+
+log = logging.getLogger("kvscout.gateway")
+
+EVERY: Final = 256
+"""One request in so many is compared token by token; of each that tells its usage, the number of tokens is."""
+MAX_MODELS: Final = 1024
+"""Of which mismatches are remembered."""
+
+
+class Parity(StrEnum):
+    """What a comparison showed."""
+
+    MATCH = "match"
+    MISMATCH = "mismatch"
+    LENGTH_MATCH = "length_match"
+    LENGTH_MISMATCH = "length_mismatch"
+
+
+class ParityCheck:
+    """Counts comparisons; remembers which models' tokens differ."""
+
+    def __init__(self, registry: CollectorRegistry, *, every: int = EVERY) -> None:
+        self._counter = Counter(
+            "kvscout_token_parity",
+            "Prompts whose tokens were compared with the engine's",
+            ["outcome"],
+            registry=registry,
+        )
+        self._every = every
+        self._seen = 0
+        self._differing: dict[tuple[str, str], str] = {}
+        self._warnings = RateLimitedLog(log, period_seconds=60.0)
+
+    def due(self) -> bool:
+        """Whether this request is one of those that are compared token by token: the first, then one in `every`."""
+        self._seen += 1
+        return self._seen % self._every == 1 or self._every == 1
+
+    def lengths(self, tenant: str, model: str, ours: int, theirs: int) -> None:
+        """Compares the number of a prompt's tokens with what the engine's usage tells."""
+        if ours == theirs:
+            self._counter.labels(Parity.LENGTH_MATCH).inc()
+        else:
+            self._counter.labels(Parity.LENGTH_MISMATCH).inc()
+            self._differs(tenant, model, f"{ours} tokens here, {theirs} in the engine")
+
+    def tokens(self, tenant: str, model: str, ours: bytes, theirs: bytes) -> None:
+        """Compares a prompt's tokens, u32 each."""
+        if ours == theirs:
+            self._counter.labels(Parity.MATCH).inc()
+            self._differing.pop((tenant, model), None)
+            return
+        self._counter.labels(Parity.MISMATCH).inc()
+        common = next((at for at in range(0, len(ours), 4) if ours[at : at + 4] != theirs[at : at + 4]), len(ours))
+        self._differs(tenant, model, f"token {common // 4} of {len(ours) // 4} here, {len(theirs) // 4} in the engine")
+
+    def warnings(self) -> list[str]:
+        """What an operator should know: whose tokens differed when they were last compared one by one."""
+        return [
+            f"tokens of model {model!r} are not those of its engine ({how}): its cache is not found; see --tokenizer"
+            for (_, model), how in self._differing.items()
+        ]
+
+    def _differs(self, tenant: str, model: str, how: str) -> None:
+        if len(self._differing) < MAX_MODELS or (tenant, model) in self._differing:
+            self._differing[tenant, model] = how
+        self._warnings.warning((tenant, model), "tokens of model %s are not those of its engine: %s", model, how)

@@ -1,0 +1,79 @@
+"""The tokens of pieces of text that were tokenized before, each tenant's for itself.
+
+What one of them asks is no other's to learn from how long it takes, nor to displace.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+
+MAX_TENANTS = 256
+"""Of which pieces are kept; those of the tenant that asked longest ago go first."""
+ENTRY_BYTES = 150
+"""Of an entry beside its text and its tokens."""
+
+
+class _Pieces:
+    __slots__ = ("by_text", "size")
+
+    def __init__(self) -> None:
+        self.by_text: OrderedDict[str, bytes] = OrderedDict()
+        self.size = 0
+
+
+class PieceCache:
+    """Least recently used pieces go when a tenant's have `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """An empty cache.
+
+        Args:
+            max_bytes: Of one tenant and tokenizer.
+        """
+        self._max_bytes = max_bytes
+        self._tenants: OrderedDict[str, _Pieces] = OrderedDict()
+        self.hits = 0
+        """Characters that were found."""
+        self.misses = 0
+        """Characters that were not."""
+
+    @property
+    def size(self) -> int:
+        """Bytes kept, of all tenants."""
+        return sum(pieces.size for pieces in self._tenants.values())
+
+    def get(self, tenant: str, text: str) -> bytes | None:
+        """The tokens of a piece, u32 each; None = not kept."""
+        pieces = self._tenants.get(tenant)
+        tokens = pieces.by_text.get(text) if pieces is not None else None
+        if pieces is None or tokens is None:
+            self.misses += len(text)
+            return None
+        pieces.by_text.move_to_end(text)
+        self.hits += len(text)
+        return tokens
+
+    def put(self, tenant: str, text: str, tokens: bytes) -> None:
+        """Keeps a piece, unless it alone is too large."""
+        size = _size(text, tokens)
+        if size > self._max_bytes:
+            return
+        pieces = self._tenants.get(tenant)
+        if pieces is None:
+            pieces = self._tenants[tenant] = _Pieces()
+            if len(self._tenants) > MAX_TENANTS:
+                self._tenants.popitem(last=False)
+        self._tenants.move_to_end(tenant)
+        replaced = pieces.by_text.pop(text, None)
+        if replaced is not None:
+            pieces.size -= _size(text, replaced)
+        pieces.by_text[text] = tokens
+        pieces.size += size
+        while pieces.size > self._max_bytes:
+            oldest, dropped = pieces.by_text.popitem(last=False)
+            pieces.size -= _size(oldest, dropped)
+
+
+def _size(text: str, tokens: bytes) -> int:
+    return sys.getsizeof(text) + len(tokens) + ENTRY_BYTES
