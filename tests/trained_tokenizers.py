@@ -1,9 +1,13 @@
-"""Real tokenizers of every build that models come with, trained on a few lines, for tests."""
+"""Real tokenizers of every build that models come with, trained on a few lines, for tests.
+
+Each is trained once: another training may number the tokens in another way.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ CHATML = (
 )
 
 
+@cache
 def byte_level() -> Any:
     """As GPT-2, Llama 3 and Qwen: bytes, words by a regular expression, nothing around a text."""
     tokenizer = Tokenizer(models.BPE())
@@ -31,6 +36,7 @@ def byte_level() -> Any:
     return _bpe(tokenizer, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
 
 
+@cache
 def byte_level_prefixed() -> Any:
     """With a space in front of each text, and of what follows each special token; a token at the begin."""
     tokenizer = Tokenizer(models.BPE())
@@ -41,6 +47,7 @@ def byte_level_prefixed() -> Any:
     return tokenizer
 
 
+@cache
 def metaspace(scheme: str) -> Any:
     """As Llama 2 and Mistral in their newer form: ▁ for a space; `scheme` says where one is added."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=False, unk_token="<s>"))
@@ -52,6 +59,7 @@ def metaspace(scheme: str) -> Any:
     return tokenizer
 
 
+@cache
 def prepended() -> Any:
     """As Llama 2 in its older form: a normalizer puts ▁ in front of each stretch of text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<s>"))
@@ -59,18 +67,18 @@ def prepended() -> Any:
     return _bpe(tokenizer)
 
 
+@cache
 def unigram() -> Any:
     """As T5 and Gemma: the likeliest pieces of a whole stretch."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    trainer = trainers.UnigramTrainer(
-        vocab_size=200, special_tokens=MARKS, unk_token="<s>", show_progress=False
-    )
+    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=MARKS, unk_token="<s>", show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
 
+@cache
 def word_piece() -> Any:
     """As BERT: lower case, words, their parts; marks at both ends."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<s>"))
@@ -84,7 +92,7 @@ def word_piece() -> Any:
 
 def hungry() -> Any:
     """Byte level, with added tokens that eat white space, that are looked for after normalization, or hold some."""
-    tokenizer = byte_level()
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
     tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True, normalized=False)])
     tokenizer.add_special_tokens([AddedToken("<tool>", rstrip=True, normalized=False)])
     tokenizer.add_tokens([AddedToken("brown fox", normalized=True), AddedToken("\n\n", normalized=False)])
@@ -93,7 +101,7 @@ def hungry() -> Any:
 
 def word_bound() -> Any:
     """Byte level, with an added token that stands between words only: such a text is not cut."""
-    tokenizer = byte_level()
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
     tokenizer.add_special_tokens([AddedToken("stop", single_word=True, normalized=False)])
     return tokenizer
 

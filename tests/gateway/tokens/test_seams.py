@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from trained_tokenizers import BUILDS, MARKS
 
 from kvscout_gateway.tokens import seams
@@ -98,7 +99,7 @@ def test_half_of_a_surrogate_pair_is_no_text() -> None:
 
 
 def test_a_tokenizer_that_truncates_and_pads_does_neither_here() -> None:
-    tokenizer = BUILDS["byte level"]()
+    tokenizer = Tokenizer.from_str(BUILDS["byte level"]().to_str())
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=100)
     [tokens] = LocalTokenizer(tokenizer).encode(["The quick brown fox"])

@@ -14,7 +14,7 @@ log = logging.getLogger("kvscout.gateway")
 
 EVERY: Final = 256
 """One request in so many is compared token by token; of each that tells its usage, the number of tokens is."""
-MAX_MODELS: Final = 1024
+MAX_MODELS: Final = 256
 """Of which mismatches are remembered."""
 
 
@@ -62,8 +62,8 @@ class ParityCheck:
             self._differing.pop((tenant, model), None)
             return
         self._counter.labels(Parity.MISMATCH).inc()
-        common = next((at for at in range(0, len(ours), 4) if ours[at : at + 4] != theirs[at : at + 4]), len(ours))
-        self._differs(tenant, model, f"token {common // 4} of {len(ours) // 4} here, {len(theirs) // 4} in the engine")
+        same = _common_tokens(ours, theirs)
+        self._differs(tenant, model, f"from token {same} of {len(ours) // 4} here, {len(theirs) // 4} in the engine")
 
     def warnings(self) -> list[str]:
         """What an operator should know: whose tokens differed when they were last compared one by one."""
@@ -76,3 +76,15 @@ class ParityCheck:
         if len(self._differing) < MAX_MODELS or (tenant, model) in self._differing:
             self._differing[tenant, model] = how
         self._warnings.warning((tenant, model), "tokens of model %s are not those of its engine: %s", model, how)
+
+
+def _common_tokens(one: bytes, other: bytes) -> int:
+    """How many tokens two prompts begin with."""
+    least, most = 0, min(len(one), len(other)) // 4
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[least * 4 : middle * 4] == other[least * 4 : middle * 4]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
