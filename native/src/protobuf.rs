@@ -53,14 +53,14 @@ impl<'a> Reader<'a> {
         Some(None)
     }
 
-    /// A group is how proto2 nested messages: no message of ours has any, but one may come as an unknown field.
+    /// A group is how proto2 nested messages: no message of ours has any, but one may come as an unknown field. As
+    /// other readers do it, nothing in it is looked at, field numbers neither.
     fn skip_group(&mut self, number: u32) -> Option<()> {
         let mut open = vec![number];
         while let Some(&innermost) = open.last() {
             let tag = self.short_varint()?;
             let number = tag >> 3;
             match tag & 7 {
-                _ if number == 0 => return None,
                 0 => drop(self.varint()?),
                 1 => drop(self.take(8)?),
                 2 => {
@@ -250,6 +250,7 @@ mod tests {
         let group = [0x0b, 0x08, 1, 0x13, 0x1a, 1, 9, 0x14, 0x15, 1, 2, 3, 4, 0x0c];
         let message = [&[0x08, 1][..], &group, &[0x10, 2], &group].concat();
         assert_eq!(read(&message), Some(vec![(1, Field::Varint(1)), (2, Field::Varint(2))]));
+        assert_eq!(read(&[0x0b, 0x00, 0x00, 0x0c]), Some(vec![]));
         let nested = |depth| [vec![0x0b; depth], vec![0x0c; depth]].concat();
         assert_eq!(read(&nested(MAX_GROUPS)), Some(vec![]));
         assert_eq!(read(&nested(MAX_GROUPS + 1)), None);
