@@ -60,21 +60,33 @@ def python_driver() -> list[str]:
     return [sys.executable, "-m", "kvscout_bench.index_bench_driver"]
 
 
+def wheel_venv(*wheels: str) -> Path:
+    """The Python of a venv that has these wheels, made first if it is not there.
+
+    Args:
+        wheels: Requirements with versions; the first one names the venv.
+
+    Raises:
+        DriverFailed: They cannot be installed.
+    """
+    folder = ROOT / ".kvscout" / "peers" / wheels[0].replace("==", "-")
+    python, complete = folder / "bin" / "python", folder / "complete"
+    if not complete.exists():
+        venv.create(folder, with_pip=True, clear=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", *wheels]
+        if subprocess.run(install, stdout=sys.stderr, check=False).returncode:
+            raise DriverFailed(f"{wheels[0]} cannot be installed into {folder}; pip's messages are above")
+        complete.touch()
+    return python
+
+
 def dynamo_wheel_driver() -> list[str]:
-    """The command of the driver of Dynamo's wheel, in a venv of its own that is made first if it is not there.
+    """The command of the driver of Dynamo's wheel, in a venv of its own.
 
     Raises:
         DriverFailed: The wheel cannot be installed.
     """
-    folder = ROOT / ".kvscout" / "peers" / WHEEL.replace("==", "-")
-    python, complete = folder / "bin" / "python", folder / "complete"
-    if not complete.exists():
-        venv.create(folder, with_pip=True, clear=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", WHEEL, "xxhash"]
-        if subprocess.run(install, stdout=sys.stderr, check=False).returncode:
-            raise DriverFailed(f"{WHEEL} cannot be installed into {folder}; pip's messages are above")
-        complete.touch()
-    return [str(python), "-m", "kvscout_bench.peer_dynamo_wheel"]
+    return [str(wheel_venv(WHEEL, "xxhash")), "-m", "kvscout_bench.peer_dynamo_wheel"]
 
 
 class Driver:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from click.testing import CliRunner
 
+from kvscout_bench.gateway_bench import GatewayBench
 from kvscout_bench.harness import Row
 from kvscout_bench.index_bench import IndexBench
 from kvscout_bench.ingest import IngestBench
@@ -33,7 +34,7 @@ ROW = Row(
 )
 
 
-Bench = IndexBench | IngestBench | SchedulerBench
+Bench = IndexBench | IngestBench | SchedulerBench | GatewayBench
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Bench]:
         say("native/hot")
         yield ROW
 
-    for bench in (IndexBench, IngestBench, SchedulerBench):
+    for bench in (IndexBench, IngestBench, SchedulerBench, GatewayBench):
         monkeypatch.setattr(bench, "run", run)
     return benches
 
@@ -54,10 +55,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Bench]:
 def test_without_a_subcommand_everything_is_measured_once(asked: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench"])
     assert result.exit_code == 0, result.output
-    assert asked == [IndexBench(), IngestBench(), SchedulerBench()]
+    assert asked == [IndexBench(), IngestBench(), SchedulerBench(), GatewayBench()]
 
 
-@pytest.mark.parametrize(("name", "bench"), [("ingest", IngestBench), ("scheduler", SchedulerBench)])
+@pytest.mark.parametrize(
+    ("name", "bench"), [("ingest", IngestBench), ("scheduler", SchedulerBench), ("gateway", GatewayBench)]
+)
 def test_every_subcommand_measures_its_own(asked: list[Bench], name: str, bench: type[IngestBench]) -> None:
     result = CliRunner().invoke(main, ["bench", name, "--rounds", "2", "--quick"])
     assert result.exit_code == 0, result.output
@@ -69,6 +72,12 @@ def test_options_reach_the_benchmark(asked: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench", "index", *arguments])
     assert result.exit_code == 0, result.output
     assert asked == [IndexBench(peer="dynamo", rounds=2, only=("hot/", "large/"), quick=True)]
+
+
+def test_several_peers_are_measured_in_one_run(asked: list[Bench]) -> None:
+    result = CliRunner().invoke(main, ["bench", "gateway", "--peer", "envoy", "--peer", "grpcio"])
+    assert result.exit_code == 0, result.output
+    assert asked == [GatewayBench(peers=("envoy", "grpcio"))]
 
 
 def test_json_is_one_object_a_line_and_nothing_else(asked: list[Bench]) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import click
 from rich.table import Table
 
+from kvscout_bench.gateway_bench import PEERS as GATEWAY_PEERS
+from kvscout_bench.gateway_bench import GatewayBench
 from kvscout_bench.harness import Row
 from kvscout_bench.index_bench import PEERS, IndexBench
 from kvscout_bench.ingest import IngestBench
@@ -25,6 +27,7 @@ def command(context: click.Context) -> None:
         context.invoke(index)
         context.invoke(ingest)
         context.invoke(scheduler)
+        context.invoke(gateway)
 
 
 @command.command(cls=SectionedCommand)
@@ -56,6 +59,23 @@ def ingest(as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> No
 def scheduler(as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
     """Measure what requests cost the scheduler: a real process, and its native core."""
     _print(SchedulerBench(rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
+
+
+@command.command(cls=SectionedCommand)
+@option(
+    "--peer",
+    "peers",
+    multiple=True,
+    type=click.Choice(GATEWAY_PEERS),
+    help="Measure this one too, in turns with ours; may be repeated.",
+)
+@option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
+@option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
+@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
+def gateway(peers: tuple[str, ...], as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
+    """Measure what requests cost gateway, scheduler and indexer together."""
+    _print(GatewayBench(peers=peers, rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
 
 
 def _say(text: str) -> None:

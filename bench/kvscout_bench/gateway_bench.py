@@ -1,0 +1,261 @@
+"""`kvscout bench gateway`: CPU that a request costs, all of our services together, and peers beside it in one run."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from kvscout_bench.gateway_load import CompletionClient, GrpcClient, Send, at_rate
+from kvscout_bench.gateway_stack import Engines, OurStack, Stack, envoy, smg
+from kvscout_bench.harness import Case, Goal, Row, Side, compare
+from kvscout_bench.machine import Machine, this_machine
+from kvscout_bench.report import percentile
+from kvscout_bench.selection import Selection
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.hashing import native_available
+
+SEED = 1
+TOKENS = 4_096
+SECONDS, QUICK_SECONDS = 8.0, 0.5
+WARM_SECONDS = 1.0
+CHUNKS = 64
+PEERS = ("grpcio", "smg", "envoy")
+OURS = "kvscout"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU of one run, and how long its requests took."""
+
+    parts: Mapping[str, float]
+    """Microseconds a request, by process; what the same processes take while nothing is asked is taken off."""
+    p99: float = 0.0
+    """Milliseconds from when a request was due to its end."""
+
+    @property
+    def microseconds(self) -> float:
+        """Of all processes."""
+        return sum(self.parts.values())
+
+
+class Client(Protocol):
+    """Sends requests to a side, as a context manager."""
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(self, *ended: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a side is asked, and how often."""
+
+    name: str
+    per_second: float
+    http: bool = False
+    send: Callable[[Any], Send]
+    """Of the client of that side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayCase(Case):
+    """A row: of one load, or of the difference of two.
+
+    What a chunk costs is the difference of a run with many and a run with one.
+    """
+
+    loads: tuple[Load, ...]
+    cost: Callable[[tuple[Cost, ...]], Cost]
+    """Of a run of each load."""
+
+
+def _microseconds(cost: Any) -> float:
+    assert isinstance(cost, Cost)
+    return cost.microseconds
+
+
+def _one(cost: tuple[Cost, ...]) -> Cost:
+    return cost[0]
+
+
+def _chunk(costs: tuple[Cost, ...]) -> Cost:
+    one, many = costs
+    return Cost({name: (many.parts[name] - one.parts[name]) / (CHUNKS - 1) for name in many.parts})
+
+
+def _request(costs: tuple[Cost, ...]) -> Cost:
+    one, _ = costs
+    chunk = _chunk(costs)
+    return Cost({name: one.parts[name] - chunk.parts[name] for name in one.parts}, one.p99)
+
+
+def _load(name: str, per_second: float, send: Callable[[Any], Send], *, http: bool = False) -> Load:
+    return Load(name=f"{name}/{per_second:g}", per_second=per_second, send=send, http=http)
+
+
+def _case(name: str, title: str, goal_us: float, cost: Callable[[tuple[Cost, ...]], Cost], *loads: Load) -> GatewayCase:
+    return GatewayCase(
+        name=name,
+        title=title,
+        unit="µs",
+        goal=Goal(goal_us),
+        workload=name,
+        value=_microseconds,
+        loads=loads,
+        cost=cost,
+    )
+
+
+def _streams(kind: str, title: str, send: Callable[[int], Callable[[Any], Send]], *, http: bool) -> list[GatewayCase]:
+    loads = tuple(_load(f"{kind}/{chunks}", 40, send(chunks), http=http) for chunks in (1, CHUNKS))
+    return [
+        _case(f"{kind}/40/request", f"{title}, 40/s, a request", 1_200.0, _request, *loads),
+        _case(f"{kind}/40/chunk", f"{title}, 40/s, a chunk of {CHUNKS}", 30.0, _chunk, *loads),
+    ]
+
+
+CASES = [
+    _case("route/40", "Route query, 40/s", 600.0, _one, _load("route", 40, lambda client: client.route)),
+    _case("route/300", "Route query, 300/s", 400.0, _one, _load("route", 300, lambda client: client.route)),
+    _case("life/40", "Route, prefill complete, free, 40/s", 1_000.0, _one, _load("life", 40, lambda c: c.life)),
+    *_streams("generate", "Generate", lambda chunks: lambda client: client.generate(chunks), http=False),
+    *_streams("completion", "OpenAI completion", lambda chunks: lambda client: client.complete(chunks), http=True),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayRow(Row):
+    """A row, and what of it each process took."""
+
+    parts: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """See `Row`."""
+        # A base of a class with slots is not found by `super()` alone.
+        return {**Row.as_json(self), "parts": {name: round(value, 1) for name, value in self.parts.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayBench(Selection):
+    """What of the rows to run. Errors as of `Selection`."""
+
+    peers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        Selection.__post_init__(self)
+        for peer in self.peers:
+            if peer not in PEERS:
+                raise InvalidArgument(f"{peer!r} is none of {', '.join(PEERS)}", field="peer")
+
+    @classmethod
+    def rows(cls) -> Iterable[str]:
+        """See `Selection.rows`."""
+        return [case.name for case in CASES]
+
+    def run(self, say: Callable[[str], None]) -> Iterator[Row]:
+        """Measures every side of every workload in turns, then tells; blocks.
+
+        Args:
+            say: Is told what is going on.
+
+        Raises:
+            DriverFailed: A process cannot be started, or a request fails.
+        """
+        machine = this_machine()
+        cases = [case for case in CASES if self.wanted(case.name)]
+        with ExitStack() as running:
+            engines = running.enter_context(Engines()).addresses
+            sides: dict[str, Any] = {OURS: lambda: OurStack(engines, "native" if native_available() else "grpcio")}
+            sides.update({peer: partial(_PEERS[peer], engines) for peer in self.peers})
+            stacks: dict[str, Stack] = {}
+            for name, make in sides.items():
+                say(f"starting {name}")
+                stacks[name] = running.enter_context(make())
+            loads = {load.name: load for case in cases for load in case.loads}
+            costs = asyncio.run(self._measure(stacks, loads, say))
+        for case in cases:
+            taken = {
+                side: [case.cost(runs) for runs in zip(*(costs[side, load.name] for load in case.loads), strict=True)]
+                for side in stacks
+                if all((side, load.name) in costs for load in case.loads)
+            }
+            ours = taken.pop(OURS, None)
+            if ours is None:
+                continue
+            for name, others in taken.items():
+                yield self._row(case, ours, others, name, machine)
+            if not taken:
+                yield self._row(case, ours, None, "", machine)
+
+    async def _measure(
+        self, stacks: Mapping[str, Stack], loads: Mapping[str, Load], say: Callable[[str], None]
+    ) -> dict[tuple[str, str], list[Cost]]:
+        """Costs by side and load, one a round."""
+        costs: dict[tuple[str, str], list[Cost]] = {}
+        idle = await self._idle(stacks, say)
+        for number in range(self.rounds_to_run):
+            order = list(stacks) if number % 2 == 0 else list(stacks)[::-1]
+            for load in loads.values():
+                for side in order:
+                    client = _client(side, stacks[side], load)
+                    if client is not None:
+                        say(f"{load.name}, {side}, round {number + 1} of {self.rounds_to_run}")
+                        costs.setdefault((side, load.name), []).append(
+                            await self._cost(stacks[side], load, client, idle[side])
+                        )
+        return costs
+
+    async def _idle(self, stacks: Mapping[str, Stack], say: Callable[[str], None]) -> dict[str, Mapping[str, float]]:
+        """CPU seconds a second of each process while nothing is asked."""
+        say("idle")
+        seconds = QUICK_SECONDS if self.quick else SECONDS
+        before = {side: stack.cpu_seconds() for side, stack in stacks.items()}
+        await asyncio.sleep(seconds)
+        return {
+            side: {name: (used - before[side][name]) / seconds for name, used in stack.cpu_seconds().items()}
+            for side, stack in stacks.items()
+        }
+
+    async def _cost(self, stack: Stack, load: Load, client: Client, idle: Mapping[str, float]) -> Cost:
+        seconds = QUICK_SECONDS if self.quick else SECONDS
+        async with client:
+            send = load.send(client)
+            warm = await at_rate(send, per_second=load.per_second, seconds=min(seconds, WARM_SECONDS))
+            before, begun = stack.cpu_seconds(), asyncio.get_running_loop().time()
+            sent = await at_rate(send, per_second=load.per_second, seconds=seconds, first=warm.requests)
+            lasted = asyncio.get_running_loop().time() - begun
+            after = stack.cpu_seconds()
+        parts = {name: (after[name] - before[name] - idle[name] * lasted) / sent.requests * 1e6 for name in after}
+        return Cost(parts, (percentile(sorted(sent.seconds), 99) or 0.0) * 1e3)
+
+    def _row(self, case: GatewayCase, ours: list[Cost], peer: list[Cost] | None, name: str, machine: Machine) -> Row:
+        parts = {part: statistics.median(cost.parts[part] for cost in ours) for part in ours[0].parts}
+        title = f"{case.title} ({', '.join(f'{part} {value:.0f}' for part, value in parts.items())})"
+        titled = replace(case, title=f"{title}; peer {name}" if name else title)
+        row = compare(titled, _side(ours), _side(peer) if peer else None, judge=not self.quick, machine=machine)
+        return GatewayRow(**{field: getattr(row, field) for field in Row.__dataclass_fields__}, parts=parts)
+
+
+def _side(costs: list[Cost]) -> Side:
+    return Side(tuple(cost.microseconds for cost in costs), tuple(cost.p99 for cost in costs))
+
+
+def _client(side: str, stack: Stack, load: Load) -> Client | None:
+    """None: the side does not speak that."""
+    if load.http:
+        if not stack.http_address:
+            return None
+        return CompletionClient(stack.http_address, tokens=TOKENS, seed=SEED, as_text=side == "smg")
+    return GrpcClient(stack.grpc_address, tokens=TOKENS, seed=SEED) if stack.grpc_address else None
+
+
+_PEERS: Mapping[str, Callable[[list[str]], Any]] = {
+    "grpcio": partial(OurStack, transport="grpcio"),
+    "smg": smg,
+    "envoy": envoy,
+}

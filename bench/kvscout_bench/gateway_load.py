@@ -1,0 +1,179 @@
+"""Requests to a gateway at a fixed rate, whether it keeps up or not: what `kvscout bench gateway` sends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from random import Random
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2
+from kvscout_bench.gateway_engines import MODEL
+from kvscout_bench.peer import DriverFailed
+from kvscout_common.errors import KvscoutError
+from kvscout_common.transport.http import HttpClient, HttpFailed, HttpRequest, connect
+
+PROMPTS = 64
+CALL_SECONDS = 20.0
+_SERVICE = "/kvscout.v1.Gateway/"
+_EVENTS = (("content-type", "application/json"),)
+
+Send = Callable[[int], Awaitable[None]]
+"""Sends request number n, and returns when it is over."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """How a run went."""
+
+    requests: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """How long each took, from when it was due."""
+
+
+async def at_rate(send: Send, *, per_second: float, seconds: float, first: int = 0) -> Sent:
+    """Sends for so long; returns when all are over.
+
+    Args:
+        send: Sends one.
+        per_second: One after the other, equally far apart.
+        seconds: For how long requests begin.
+        first: Number of the first one.
+
+    Raises:
+        DriverFailed: A request failed.
+    """
+    loop = asyncio.get_running_loop()
+    sent, begun = Sent(), loop.time()
+
+    async def one(number: int, due: float) -> None:
+        await send(first + number)
+        sent.seconds.append(loop.time() - due)
+
+    try:
+        async with asyncio.TaskGroup() as running:
+            for number in range(int(per_second * seconds)):
+                due = begun + number / per_second
+                if (wait := due - loop.time()) > 0:
+                    await asyncio.sleep(wait)
+                running.create_task(one(number, due))
+                sent.requests += 1
+    except* (grpc.aio.AioRpcError, HttpFailed, KvscoutError, OSError) as failed:
+        raise DriverFailed(f"a request failed: {failed.exceptions[0]!r}") from failed
+    return sent
+
+
+class GrpcClient:
+    """Calls a gateway over gRPC, in bytes that were made before.
+
+    Args:
+        address: Of the gateway.
+        tokens: Of each prompt.
+        seed: Same seed, same prompts.
+    """
+
+    def __init__(self, address: str, *, tokens: int, seed: int) -> None:
+        self._channel = grpc.aio.insecure_channel(address)
+        made = [random_tokens(tokens, seed + number) for number in range(PROMPTS)]
+        self._routes = [gateway_pb2.RouteRequest(model=MODEL, token_ids=one).SerializeToString() for one in made]
+        self._generates = [gateway_pb2.GenerateRequest(model=MODEL, token_ids=one).SerializeToString() for one in made]
+        self._name = f"bench-{time.monotonic_ns()}"
+
+    async def __aenter__(self) -> Self:
+        await self._channel.channel_ready()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def route(self, number: int) -> None:
+        """Asks where a prompt would go."""
+        await self._unary("Route", self._routes[number % PROMPTS])
+
+    async def life(self, number: int) -> None:
+        """Places a request, says that its prefill is complete, frees it."""
+        ref = scheduler_pb2.RequestRef(model=MODEL, request_id=f"{self._name}-{number}", attempt_id=1)
+        # Messages in a row are one message.
+        named = gateway_pb2.RouteRequest(request_id=ref.request_id, attempt_id=1).SerializeToString()
+        await self._unary("Route", self._routes[number % PROMPTS] + named)
+        await self._unary("MarkPrefillComplete", ref.SerializeToString())
+        await self._unary("Free", ref.SerializeToString())
+
+    def generate(self, chunks: int) -> Send:
+        """Runs requests of so many chunks of output."""
+        limits = gateway_pb2.GenerateRequest(stop_conditions=gateway_pb2.StopConditions(max_tokens=chunks))
+        suffix = limits.SerializeToString()
+
+        async def send(number: int) -> None:
+            method: Any = self._channel.unary_stream(f"{_SERVICE}Generate")
+            tokens = 0
+            async for message in method(self._generates[number % PROMPTS] + suffix, timeout=CALL_SECONDS):
+                tokens += len(gateway_pb2.GenerateResponse.FromString(message).token_ids)
+            if tokens != chunks:
+                raise DriverFailed(f"{tokens} tokens came of {chunks}")
+
+        return send
+
+    async def _unary(self, method: str, request: bytes) -> None:
+        call: Any = self._channel.unary_unary(_SERVICE + method)
+        await call(request, timeout=CALL_SECONDS)
+
+
+class CompletionClient:
+    """Asks for OpenAI completions over HTTP.
+
+    Args:
+        address: Whom.
+        tokens: Of each prompt.
+        seed: Same seed, same prompts.
+        as_text: Prompts are words, for servers that take no token ids.
+    """
+
+    def __init__(self, address: str, *, tokens: int, seed: int, as_text: bool) -> None:
+        self._url = f"http://{address}/v1/completions"
+        self._prompts: list[Any] = [random_tokens(tokens, seed + number) for number in range(PROMPTS)]
+        if as_text:
+            self._prompts = [" ".join(map(str, prompt)) for prompt in self._prompts]
+        self._opened = AsyncExitStack()
+        self._client: HttpClient | None = None
+
+    async def __aenter__(self) -> Self:
+        self._client = connect()
+        self._opened.push_async_callback(self._client.close)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._opened.aclose()
+
+    def complete(self, chunks: int) -> Send:
+        """Runs requests of so many chunks of output."""
+        bodies = [
+            json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": chunks, "stream": True}).encode()
+            for prompt in self._prompts
+        ]
+
+        async def send(number: int) -> None:
+            assert self._client is not None
+            request = HttpRequest(self._url, headers=_EVENTS, body=bodies[number % PROMPTS])
+            answer = await self._client.send(request, connect_seconds=CALL_SECONDS)
+            body = b"".join([data async for data in answer.chunks()])
+            if answer.status != 200 or b"[DONE]" not in body or body.count(b"data: {") < chunks:
+                raise DriverFailed(f"no {chunks} events came but status {answer.status}: {body[:200]!r}")
+
+        return send
+
+
+def random_tokens(count: int, seed: int) -> Sequence[int]:
+    """So many token ids below 2^15."""
+    return Random(seed).choices(range(1 << 15), k=count)

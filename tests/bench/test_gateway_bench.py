@@ -1,0 +1,51 @@
+"""The gateway benchmark: a short run over real services, its stand-in engines, and what it makes of costs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvscout_bench.gateway_bench import CASES, CHUNKS, Cost, GatewayBench
+from kvscout_bench.gateway_load import CompletionClient, at_rate
+from kvscout_bench.gateway_stack import Engines
+from kvscout_bench.peer import DriverFailed
+from kvscout_common.errors import InvalidArgument
+
+
+def test_a_quick_run_tells_what_each_process_takes_and_judges_nothing() -> None:
+    said: list[str] = []
+    (row,) = GatewayBench(only=("life/40",), quick=True).run(said.append)
+    assert (row.workload, row.unit, row.goal, row.met, row.peer) == ("life/40", "µs", 1_000.0, None, None)
+    assert set(row.as_json()["parts"]) == {"gateway", "scheduler", "indexer"}
+    assert "gateway" in row.title
+    assert any("round 1 of 1" in line for line in said)
+
+
+def test_what_a_chunk_costs_is_the_difference_of_many_and_one() -> None:
+    request, chunk = (case for case in CASES if case.name.startswith("generate/"))
+    one, many = Cost({"gateway": 1_030.0}, p99=5.0), Cost({"gateway": 1_000.0 + 30.0 * CHUNKS}, p99=700.0)
+    assert request.cost((one, many)).parts == pytest.approx({"gateway": 1_000.0})
+    assert chunk.cost((one, many)).microseconds == pytest.approx(30.0)
+
+
+async def test_the_engines_stream_as_many_events_as_they_are_asked_for() -> None:
+    with Engines(1) as engines:
+        async with CompletionClient(engines.addresses[0], tokens=16, seed=1, as_text=False) as client:
+            sent = await at_rate(client.complete(3), per_second=100, seconds=0.05)
+    assert sent.requests == len(sent.seconds) == 5
+
+
+async def test_a_request_that_fails_ends_the_run() -> None:
+    async def send(number: int) -> None:
+        await asyncio.sleep(0)
+        raise OSError("no route to it")
+
+    with pytest.raises(DriverFailed, match="no route to it"):
+        await at_rate(send, per_second=100, seconds=0.05)
+
+
+def test_an_unknown_peer_is_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        GatewayBench(peers=("nginx",))
+    assert refused.value.field == "peer"
