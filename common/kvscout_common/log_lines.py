@@ -101,3 +101,17 @@ class RateFilter(logging.Filter):
         if suppressed:
             record.suppressed = suppressed
         return True
+
+
+class GoneClientFilter(logging.Filter):
+    """Drops the traceback that grpcio logs as an error whenever a client goes away as its call's status is written.
+
+    Clients may do that at any moment; calls that end without anybody to tell are nothing for an operator to look at.
+    """
+
+    LOGGER = "grpc._cython.cygrpc"
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written."""
+        kind = record.exc_info[0] if record.exc_info else None
+        return record.name != self.LOGGER or kind is None or kind.__name__ != "ExecuteBatchError"

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable
 
-from kvscout_common.log_lines import BoundedFormatter, JsonFormatter, RateFilter
+from kvscout_common.log_lines import BoundedFormatter, GoneClientFilter, JsonFormatter, RateFilter
 
 
 def configure_logging(level: str, log_format: str) -> None:
@@ -23,6 +23,7 @@ def configure_logging(level: str, log_format: str) -> None:
         if log_format == "json"
         else BoundedFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
     )
+    handler.addFilter(GoneClientFilter())
     handler.addFilter(RateFilter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 

@@ -1,6 +1,7 @@
 """Log lines stay lines, short ones and few, whatever is quoted in them."""
 
 import asyncio
+import importlib
 import json
 import logging
 import sys
@@ -11,8 +12,10 @@ from processes import DEADLINE_SECONDS, eventually
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.channel import call, open_channel
-from kvscout_common.log_lines import BURST_LINES, BoundedFormatter, JsonFormatter, RateFilter
+from kvscout_common.log_lines import BURST_LINES, BoundedFormatter, GoneClientFilter, JsonFormatter, RateFilter
 
+cygrpc = importlib.import_module("grpc._cython.cygrpc")
+"""It has no stubs."""
 HOSTILE = "a\nb\r\x1b[2J\x9b\u202e\u2028\ud800\x00"
 
 
@@ -62,6 +65,22 @@ def test_each_place_has_its_rate_and_says_what_it_left_out() -> None:
     assert rate.filter(last)
     assert BoundedFormatter("%(message)s").format(last) == "one 1000 (… 950 more suppressed)"
     assert not rate.filter(record("one %d", 1001))
+
+
+@pytest.mark.parametrize(
+    ("logger", "error", "written"),
+    [
+        ("grpc._cython.cygrpc", cygrpc.ExecuteBatchError, False),
+        ("grpc._cython.cygrpc", RuntimeError, True),
+        ("kvscout.gateway", cygrpc.ExecuteBatchError, True),
+    ],
+)
+def test_grpcios_traceback_of_a_client_that_went_away_is_no_error(
+    logger: str, error: type[Exception], written: bool
+) -> None:
+    caught = record("ExecuteBatchError raised in core by servicer method [%s]", "/kvscout.v1.Gateway/DumpEvents")
+    caught.name, caught.exc_info = logger, (error, error("SendStatusFromServerOperation"), None)
+    assert GoneClientFilter().filter(caught) is written
 
 
 async def test_bookings_with_long_ids_write_a_bounded_log(tmp_path: Path) -> None:
