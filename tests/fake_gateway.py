@@ -11,8 +11,8 @@ import grpc
 
 from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.errors import KvscoutError
-from kvscout_common.identity import IdentityInterceptor, TokenTable
-from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.guard import Guard
+from kvscout_common.identity import TokenTable
 
 
 class FakeGateway(gateway_pb2_grpc.GatewayServicer):
@@ -188,7 +188,7 @@ async def fake_gateway(
     add_port: Callable[[grpc.aio.Server], int] = lambda server: server.add_insecure_port("127.0.0.1:0"),
 ) -> AsyncIterator[FakeGateway]:
     """A fake gateway that serves for the length of the block."""
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(), IdentityInterceptor(tokens)))
+    server = grpc.aio.server(interceptors=(Guard(tokens),))
     gateway = FakeGateway()
     gateway_pb2_grpc.add_GatewayServicer_to_server(gateway, server)
     gateway.address = f"localhost:{add_port(server)}"

@@ -9,8 +9,8 @@ import grpc
 
 from kvscout_common import keepalive
 from kvscout_common.channel import PLAINTEXT, ClientSecurity, open_channel
-from kvscout_common.identity import IdentityInterceptor, TokenTable
-from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.guard import Guard
+from kvscout_common.identity import TokenTable
 
 
 @asynccontextmanager
@@ -22,8 +22,7 @@ async def serving(
     on_port: Callable[[int], object] = lambda port: None,
 ) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a server that `add` adds a servicer to; `on_port` is told where, for further channels."""
-    interceptors = (ErrorInterceptor(), IdentityInterceptor(tokens))
-    server = grpc.aio.server(interceptors=interceptors, options=keepalive.SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=(Guard(tokens),), options=keepalive.SERVER_OPTIONS)
     add(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -30,8 +30,7 @@ from kvscout_blocks.recovery import serve_recovery
 from kvscout_blocks.wire import decode_batch
 from kvscout_common.channel import to_error
 from kvscout_common.errors import KvscoutError
-from kvscout_common.identity import IdentityInterceptor
-from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.guard import Guard
 from kvscout_common.nats_link import DEFAULT_NAMESPACE, NatsConfig
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.registry import Source
@@ -245,7 +244,7 @@ async def served_indexer(
 @asynccontextmanager
 async def address_of(indexer: Indexer) -> AsyncIterator[str]:
     """Where other processes could call an indexer of this loop."""
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(), IdentityInterceptor(None)))
+    server = grpc.aio.server(interceptors=(Guard(),))
     RawQueries(indexer.queries, IndexerServicer(indexer)).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -353,7 +352,7 @@ def nats_config(url: str, **fields: Any) -> IndexerConfig:
 @asynccontextmanager
 async def bridge_at(servicer: bridge_pb2_grpc.BridgeServicer) -> AsyncIterator[str]:
     """The address of a bridge's rpcs."""
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(), IdentityInterceptor(None)))
+    server = grpc.aio.server(interceptors=(Guard(),))
     bridge_pb2_grpc.add_BridgeServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -14,7 +14,7 @@ import grpc
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, workers_pb2
 from kvscout_common.channel import open_channel
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.guard import Guard
 from kvscout_common.registrar import OwnRegistrar
 from kvscout_common.registry import Registry, Source
 from kvscout_common.worker import WorkerSpec
@@ -49,7 +49,7 @@ class WorkerService(WorkerRpcs, scheduler_pb2_grpc.SchedulerServicer):
 
     async def start(self) -> str:
         """Serves, on the same port as before; returns the address."""
-        self._server = grpc.aio.server(interceptors=(ErrorInterceptor(),))
+        self._server = grpc.aio.server(interceptors=(Guard(),))
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, self._server)
         self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
         await self._server.start()

@@ -12,8 +12,8 @@ import grpc
 
 from kvscout_common.errors import Cancelled, ConfigError, KvscoutError, Unavailable, from_status
 from kvscout_common.followed_file import POLL_SECONDS, FollowedFile, read_file
-from kvscout_common.interceptors import ANSWERED_TRAILER
 from kvscout_common.keepalive import CLIENT_OPTIONS
+from kvscout_common.statuses import ANSWERED_TRAILER
 from kvscout_common.transport import Transport, chosen
 
 T = TypeVar("T")

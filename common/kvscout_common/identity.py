@@ -21,24 +21,20 @@ that probes work; reflection needs any valid one.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvscout_common.errors import ConfigError, PermissionDenied, Unauthenticated
 from kvscout_common.followed_file import FollowedFile, read_yaml
-from kvscout_common.handlers import Context, Continuation, Handler, wrap
 from kvscout_common.worker import DEFAULT_TENANT
 
 ALL_TENANTS = "*"
@@ -147,8 +143,18 @@ def current_identity() -> Identity:
     return _current.get()
 
 
+def enter(identity: Identity) -> Token[Identity]:
+    """From here on an rpc of this caller runs, until `leave` is given what this returns."""
+    return _current.set(identity)
+
+
+def leave(entered: Token[Identity]) -> None:
+    """The rpc runs no more: its task may be another's next."""
+    _current.reset(entered)
+
+
 class TokenTable:
-    """Tokens by digest; comparing digests leaks no prefix of a token through its timing."""
+    """Tokens by digest: who finds out by timing how far a digest was right has still no token that has it."""
 
     def __init__(self, by_digest: Mapping[str, Identity] | None = None) -> None:
         self._by_digest = by_digest or {}
@@ -185,11 +191,7 @@ class TokenTable:
         Raises:
             Unauthenticated: If the token is unknown.
         """
-        presented = _digest(token)
-        found: Identity | None = None
-        for digest, identity in self._by_digest.items():
-            if hmac.compare_digest(digest, presented):
-                found = identity
+        found = self._by_digest.get(_digest(token))
         if found is None:
             raise Unauthenticated("unknown token")
         return found
@@ -244,65 +246,52 @@ def _digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-class IdentityInterceptor(grpc.aio.ServerInterceptor):
-    """Admits a call only with a known token whose role and tenant allow it; without a table, admits all."""
+class Admission:
+    """Who may call one method, and name which tenants; without tokens, everybody all.
 
-    def __init__(self, tokens: TokenTable | None) -> None:
-        self._tokens = tokens
+    Args:
+        method: Its full name.
+        tokens: None = they are not required.
+    """
 
-    async def intercept_service(
-        self,
-        continuation: Continuation,
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        service, _, method = handler_call_details.method.strip("/").rpartition("/")
-        if handler is None or self._tokens is None or service == "grpc.health.v1.Health":
-            return handler
-        try:
-            identity = self._identify(handler_call_details)
-            if service.startswith("kvscout.") and not identity.may_call(method):
-                raise PermissionDenied(f"role {identity.role} may not call {method}")
-        except (Unauthenticated, PermissionDenied) as error:
-            return wrap(handler, _Refuse(error))
-        return wrap(handler, _Admit(identity, narrows=method in _NARROWED))
+    def __init__(self, method: str, tokens: TokenTable | None) -> None:
+        service, _, self._method = method.strip("/").rpartition("/")
+        self._tokens = None if service == "grpc.health.v1.Health" else tokens
+        self._by_role = service.startswith("kvscout.")
+        self._narrows = self._method in _NARROWED
 
-    def _identify(self, details: grpc.HandlerCallDetails) -> Identity:
-        assert self._tokens is not None
-        metadata: Any = details.invocation_metadata or ()
+    def admit(self, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
+        """Who calls.
+
+        Args:
+            metadata: Of the call.
+
+        Raises:
+            Unauthenticated: There is no token, or it is unknown.
+            PermissionDenied: Its role does not allow the call.
+        """
+        if self._tokens is None:
+            return ANONYMOUS
         for key, value in metadata:
             if key == "authorization" and isinstance(value, str):
-                return self._tokens.identify_header(value)
-        raise Unauthenticated("no bearer token")
+                identity = self._tokens.identify_header(value)
+                break
+        else:
+            raise Unauthenticated("no bearer token")
+        if self._by_role and not identity.may_call(self._method):
+            raise PermissionDenied(f"role {identity.role} may not call {self._method}")
+        return identity
 
+    def check(self, message: Any, identity: Identity) -> None:
+        """Refuses a message that names a tenant which is not the caller's.
 
-class _Refuse:
-    def __init__(self, error: Unauthenticated | PermissionDenied) -> None:
-        self._error = error
-
-    def check(self, request: Any) -> None:
-        raise self._error
-
-    def around(self, context: Context) -> AbstractAsyncContextManager[None]:
-        raise self._error
-
-
-class _Admit:
-    def __init__(self, identity: Identity, *, narrows: bool) -> None:
-        self._identity = identity
-        self._narrows = narrows
-
-    def check(self, request: Any) -> None:
-        if isinstance(request, Message):
-            for tenant in tenants_of(request):
+        Raises:
+            PermissionDenied: It does.
+        """
+        if self._tokens is not None and isinstance(message, Message):
+            for tenant in tenants_of(message):
                 if not (self._narrows and tenant == ALL_TENANTS):
-                    self._identity.require_tenant(tenant)
-
-    @asynccontextmanager
-    async def around(self, context: Context) -> AsyncIterator[None]:
-        # Every rpc runs in a task, so in a context, of its own: nothing to reset afterwards.
-        _current.set(self._identity)
-        yield
+                    identity.require_tenant(tenant)
 
 
 def tenants_of(message: Message) -> Iterator[str]:

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Any
-
-import grpc
+from contextlib import suppress
+from typing import Protocol
 
 from kvscout_common.errors import Draining
-from kvscout_common.handlers import Context, Continuation, Handler, wrap
 
 log = logging.getLogger("kvscout.serving")
 
@@ -41,25 +37,42 @@ TIMES_TOLD = 20
 """So often, while nothing else runs; a call that has not ended then is left."""
 
 
-class RunningCalls(grpc.aio.ServerInterceptor):
-    """The interceptor that knows them."""
+class RunningCall(Protocol):
+    """The task of a call, or what there is in its place."""
+
+    def cancel(self) -> object:
+        """Ends it."""
+
+
+class RunningCalls:
+    """Those of one server."""
 
     def __init__(self) -> None:
-        self._running: dict[asyncio.Task[Any], str] = {}
-        """The method of each call, by its task."""
+        self._running: dict[RunningCall, str] = {}
+        """The method of each."""
         self._none = asyncio.Event()
         """Set by the last one that ends."""
         self._finishing = False
 
-    async def intercept_service(
-        self,
-        continuation: Continuation,
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        return wrap(handler, _Call(self, handler_call_details.method))
+    def begin(self, call: RunningCall, method: str) -> None:
+        """A call runs.
+
+        Raises:
+            Draining: It is endless, and the server stops.
+        """
+        if self.ends(method):
+            raise draining()
+        self._running[call] = method
+
+    def end(self, call: RunningCall) -> None:
+        """A call runs no more."""
+        del self._running[call]
+        if not self._running:
+            self._none.set()
+
+    def ends(self, method: str) -> bool:
+        """Whether calls of a method are ended, as the server stops."""
+        return self._finishing and method in ENDLESS
 
     async def finish(self) -> None:
         """Ends the endless calls with `Draining`, so that their callers go elsewhere, and waits for all others.
@@ -70,56 +83,20 @@ class RunningCalls(grpc.aio.ServerInterceptor):
         await asyncio.sleep(HEADERS_SECONDS)
         told = 0
         while self._running and told < TIMES_TOLD:
-            endless = [task for task, method in self._running.items() if method in ENDLESS]
-            for task in endless:
-                task.cancel()
+            endless = [call for call, method in self._running.items() if method in ENDLESS]
+            for call in endless:
+                call.cancel()
             told = told + 1 if len(endless) == len(self._running) else 0
             self._none.clear()
+            if not self._running:
+                return
             with suppress(TimeoutError):
                 async with asyncio.timeout(TELL_AGAIN_SECONDS):
                     await self._none.wait()
         if self._running:
             log.error("calls that do not end are left: %s", ", ".join(sorted(set(self._running.values()))))
 
-    @asynccontextmanager
-    async def running(self, method: str) -> AsyncIterator[None]:
-        """Surrounds a call in its own task.
 
-        Raises:
-            Draining: It is endless, and the server stops.
-        """
-        endless = method in ENDLESS
-        if endless and self._finishing:
-            raise _draining()
-        task = asyncio.current_task()
-        assert task is not None
-        self._running[task] = method
-        try:
-            yield
-        except asyncio.CancelledError:
-            # A caller that goes away meanwhile has cancelled it as well, and is told nothing.
-            if not (endless and self._finishing):
-                raise
-            while task.cancelling():
-                task.uncancel()
-            raise _draining() from None
-        finally:
-            del self._running[task]
-            if not self._running:
-                self._none.set()
-
-
-def _draining() -> Draining:
+def draining() -> Draining:
+    """What the callers of endless calls are told."""
     return Draining("the service is draining")
-
-
-class _Call:
-    def __init__(self, calls: RunningCalls, method: str) -> None:
-        self._calls = calls
-        self._method = method
-
-    def check(self, request: Any) -> None:
-        """Nothing to check: this interceptor looks at when calls end only."""
-
-    def around(self, context: Context) -> AbstractAsyncContextManager[None]:
-        return self._calls.running(self._method)

@@ -29,9 +29,9 @@ from kvscout_common.descriptors import raise_descriptor_limit
 from kvscout_common.endings import FirstDefect
 from kvscout_common.errors import ConfigError
 from kvscout_common.followed_file import FollowedFile
+from kvscout_common.guard import Guard
 from kvscout_common.hashing import log_backend
-from kvscout_common.identity import IdentityInterceptor, TokenTable
-from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.identity import TokenTable
 from kvscout_common.keepalive import SERVER_OPTIONS
 from kvscout_common.metrics_server import serve_metrics
 from kvscout_common.reflection import enable_reflection
@@ -151,11 +151,9 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         certificates = ServerCertificates(config.tls)
         files.append(certificates.file)
     calls = RunningCalls()
-    main = await _start(config, app, certificates, (calls, IdentityInterceptor(tokens)))
+    main = await _start(config, app, certificates, Guard(tokens, calls))
     sides = {
-        side.name: await _start_side(
-            config, side, certificates, (calls, IdentityInterceptor(tokens if side.needs_token else None))
-        )
+        side.name: await _start_side(config, side, certificates, Guard(tokens if side.needs_token else None, calls))
         for side in app.side_ports
     }
     listening = (main, *sides.values())
@@ -218,9 +216,9 @@ async def _start(
     config: ServerConfig,
     app: App,
     certificates: ServerCertificates | None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor],
+    guard: Guard,
 ) -> _Listening:
-    server, probe = _server(config, app.services, interceptors)
+    server, probe = _server(config, app.services, guard)
     names = [name for name, _ in app.services]
     enable_reflection((*names, health.SERVICE_NAME), server)
     port = await _bind(server, config, config.port, certificates)
@@ -231,9 +229,9 @@ async def _start_side(
     config: ServerConfig,
     side: SidePort,
     certificates: ServerCertificates | None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor],
+    guard: Guard,
 ) -> _Listening:
-    server, probe = _server(config, side.services, interceptors)
+    server, probe = _server(config, side.services, guard)
     port = await _bind(server, config, side.port, (certificates or side.pem) if side.pem is not None else None)
     started = await _started(server, probe, port, ("", *(name for name, _ in side.services), *side.ready_names))
     await started.set_health(side.alive_names, serving=True)
@@ -243,13 +241,10 @@ async def _start_side(
 def _server(
     config: ServerConfig,
     services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]],
-    interceptors: Sequence[grpc.aio.ServerInterceptor],
+    guard: Guard,
 ) -> tuple[Any, health.aio.HealthServicer]:
-    interceptors = (ErrorInterceptor(), *interceptors)
     server: Any = (
-        _native_server(config, interceptors)
-        if config.transport is Transport.NATIVE
-        else _grpcio_server(config, interceptors)
+        _native_server(config, guard) if config.transport is Transport.NATIVE else _grpcio_server(config, guard)
     )
     probe = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
@@ -265,9 +260,9 @@ async def _started(server: Any, probe: health.aio.HealthServicer, port: int, nam
     return started
 
 
-def _grpcio_server(config: ServerConfig, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
+def _grpcio_server(config: ServerConfig, guard: Guard) -> grpc.aio.Server:
     return grpc.aio.server(
-        interceptors=interceptors,
+        interceptors=(guard,),
         options=[
             ("grpc.max_receive_message_length", config.max_message_bytes),
             ("grpc.max_send_message_length", config.max_message_bytes),
@@ -282,12 +277,12 @@ def _grpcio_server(config: ServerConfig, interceptors: Sequence[grpc.aio.ServerI
     )
 
 
-def _native_server(config: ServerConfig, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> Any:
+def _native_server(config: ServerConfig, guard: Guard) -> Any:
     # Imported here: the extension may not be there.
     from kvscout_common.transport.native_server import NativeServer
 
     return NativeServer(
-        interceptors=interceptors,
+        guard,
         max_message_bytes=config.max_message_bytes,
         max_streams=config.max_concurrent_streams,
     )

@@ -27,8 +27,7 @@ from kvscout_client import KvEventPublisher
 from kvscout_client.kv_publisher_rank import removed_events, stored_events
 from kvscout_common.channel import open_channel
 from kvscout_common.errors import Cancelled, FailedPrecondition, InvalidArgument
-from kvscout_common.identity import IdentityInterceptor
-from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.guard import Guard
 from kvscout_common.nats_link import NatsConfig
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.config import IndexerConfig
@@ -148,7 +147,7 @@ class World:
         """An indexer for the length of a block; then it is gone as if killed."""
         config = IndexerConfig(nats=NatsConfig((self.nats.url,))) if self.nats is not None else IndexerConfig()
         async with local_indexer(config) as (client, indexer):
-            server = grpc.aio.server(interceptors=(ErrorInterceptor(), IdentityInterceptor(None)))
+            server = grpc.aio.server(interceptors=(Guard(),))
             RawQueries(indexer.queries, IndexerServicer(indexer)).add_to(server)
             address = f"127.0.0.1:{self.ports[number]}"
             assert server.add_insecure_port(address)

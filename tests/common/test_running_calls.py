@@ -11,8 +11,7 @@ import pytest
 from processes import DEADLINE_SECONDS
 
 from kvscout_common import running_calls, stopping
-from kvscout_common.interceptors import ErrorInterceptor
-from kvscout_common.running_calls import RunningCalls
+from kvscout_common.guard import Guard
 from kvscout_common.stopping import stop_serving
 
 WATCH, STREAM, WORK = ("WatchLoads", "Lifecycle", "Select")
@@ -24,8 +23,9 @@ class Server:
     """One rpc without an end in either shape, as their behaviours are set, and one that ends when it is told to."""
 
     def __init__(self) -> None:
-        self.calls = RunningCalls()
-        self.server = grpc.aio.server(interceptors=(ErrorInterceptor(), self.calls))
+        guard = Guard()
+        self.calls = guard.calls
+        self.server = grpc.aio.server(interceptors=(guard,))
         self.came = asyncio.Event()
         self.release = asyncio.Event()
         self.behaviour: Any = None

@@ -18,7 +18,7 @@ from kvscout_blocks.events import EventBatch, Stored, Tier
 from kvscout_common.channel import call
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
 from kvscout_common.hashing import native_available
-from kvscout_common.identity import AccessRole, Identity, _current
+from kvscout_common.identity import AccessRole, Identity, enter, leave
 from kvscout_common.worker import Transport, WorkerSpec
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.raw_queries import RawQueries
@@ -182,18 +182,18 @@ async def test_too_many_operations_in_a_message_are_refused(indexer: Indexer) ->
 async def test_a_caller_of_another_tenant_is_refused(indexer: Indexer) -> None:
     register(indexer, "w")
     raw = RawQueries(indexer.queries, servicer_of(indexer))
-    token = _current.set(Identity(AccessRole.CLIENT, "t"))
+    entered = enter(Identity(AccessRole.CLIENT, "t"))
     try:
         request = indexer_pb2.FindMatchesRequest(model="m", block_hashes=[1]).SerializeToString()
         with pytest.raises(PermissionDenied):
-            await raw.find_matches(request, None)
+            raw.find_matches(request)
     finally:
-        _current.reset(token)
+        leave(entered)
 
 
 async def test_without_the_extension_the_plain_path_answers(indexer: Indexer) -> None:
     register(indexer, "w", block_size=BLOCK_SIZE)
     raw = RawQueries(None, servicer_of(indexer))
     request = indexer_pb2.FindMatchesRequest(model="m", token_ids=prompt(2))
-    answer = indexer_pb2.FindMatchesResponse.FromString(await raw.find_matches(request.SerializeToString(), None))
+    answer = indexer_pb2.FindMatchesResponse.FromString(raw.find_matches(request.SerializeToString()))
     assert (answer.num_blocks, answer.block_size) == (2, BLOCK_SIZE)

@@ -17,8 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from kvscout.v1 import indexer_pb2, types_pb2, workers_pb2
 from kvscout_common.channel import call, open_channel
-from kvscout_common.identity import IdentityInterceptor
-from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.guard import Guard
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.indexer_client import check
 from kvscout_gateway.main import build
@@ -82,7 +81,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
                     indexer_timeout_seconds=2.0,
                 )
             )
-            server = grpc.aio.server(interceptors=(ErrorInterceptor(), IdentityInterceptor(None)))
+            server = grpc.aio.server(interceptors=(Guard(),))
             for _, add in app.services:
                 add(server)
             port = server.add_insecure_port("127.0.0.1:0")

@@ -14,7 +14,7 @@ from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import InvalidArgument, PermissionDenied
 from kvscout_common.hashing import native_available
-from kvscout_common.identity import AccessRole, Identity, _current
+from kvscout_common.identity import AccessRole, Identity, enter, leave
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_scheduler.operations import Operations
@@ -192,12 +192,12 @@ def test_operations_name_no_tenant_but_the_callers() -> None:
     assert side.packed(mine) is not None
     assert side.packed(message({"free": ref("r")})) is None
     assert side.packed(message({"free": ref("r", tenant="default")}, tenant="team")) is None
-    token = _current.set(Identity(AccessRole.CLIENT, "team"))
+    entered = enter(Identity(AccessRole.CLIENT, "team"))
     try:
         with pytest.raises(PermissionDenied):
             side.packed(message({"select": scheduler_pb2.SelectRequest(model=MODEL, tenant="other")}, tenant="team"))
     finally:
-        _current.reset(token)
+        leave(entered)
 
 
 async def test_unary_calls_as_bytes_are_answered_like_those_as_objects() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
-from kvscout_common.interceptors import ErrorInterceptor
+from kvscout_common.guard import Guard
 from kvscout_common.tls import Pem
 
 SERVICE = "kvscout.test.Echo"
@@ -115,9 +115,7 @@ async def native(pem: Pem | None = None, *, port: int = 0, max_streams: int = 10
     # Imported here, as everywhere: the extension may not be there.
     from kvscout_common.transport.native_server import NativeServer
 
-    server = NativeServer(
-        interceptors=(ErrorInterceptor(),), max_message_bytes=MAX_MESSAGE_BYTES, max_streams=max_streams
-    )
+    server = NativeServer(Guard(), max_message_bytes=MAX_MESSAGE_BYTES, max_streams=max_streams)
     echo = Echo()
     echo.add_to(server)
     port = server.listen("127.0.0.1", port, pem)
@@ -134,7 +132,7 @@ async def grpcio() -> AsyncIterator[Served]:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     )
-    server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=options)
+    server = grpc.aio.server(interceptors=(Guard(),), options=options)
     echo = Echo()
     echo.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")

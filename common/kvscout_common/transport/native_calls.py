@@ -6,13 +6,13 @@ They fail with `grpc.aio.AioRpcError`, as those do.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from kvscout_common.transport.native_core import END, HEADERS, MESSAGE, WRITABLE
+from kvscout_common.transport.waiting import Inbox, Notice
 
 if TYPE_CHECKING:
     from kvscout_common.transport.native_channel import NativeChannel
@@ -57,9 +57,11 @@ class NativeCall:
         self._deserialize = deserialize
         self._metadata = [*channel.metadata(), *(metadata or ())]
         self._number: int | None = None
-        self._messages: deque[bytes] = deque()
-        self._news: asyncio.Future[None] | None = None
-        self._room: asyncio.Future[None] | None = None
+        self._inbox = Inbox(self._loop)
+        self._news = self._inbox.news
+        """Something came, it has begun, or it has ended."""
+        self._room = Notice(self._loop)
+        """For what is to be sent."""
         self._status: tuple[grpc.StatusCode, str, Any] | None = None
         self._headers: Any = ()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -84,16 +86,10 @@ class NativeCall:
         Raises:
             grpc.aio.AioRpcError: The call failed.
         """
-        while not self._messages:
-            if self._status is not None:
-                self._raise_for_status()
-                return grpc.aio.EOF
-            self._news = self._loop.create_future()
-            try:
-                await self._news
-            finally:
-                self._news = None
-        message = self._messages.popleft()
+        message = await self._inbox.next()
+        if message is None:
+            self._raise_for_status()
+            return grpc.aio.EOF
         if self._number is not None:
             self._core.rpc.consumed(self._number, len(message))
             self._core.flush()
@@ -118,12 +114,12 @@ class NativeCall:
             raise asyncio.InvalidStateError("the call is over")
         if self._number is None:
             self._unsent.append(self._bytes(request))
-            await self._wait_for_room()
+            await self._room.wait()
             return
         room = self._core.rpc.send(self._number, self._bytes(request))
         self._core.flush()
         if not room:
-            await self._wait_for_room()
+            await self._room.wait()
 
     async def done_writing(self) -> None:
         """Says that no more requests come."""
@@ -136,7 +132,7 @@ class NativeCall:
         """Ends it, and what came is not read any more; False if it has ended."""
         ended = self._end(grpc.StatusCode.CANCELLED, _HERE, ())
         if ended:
-            self._messages.clear()
+            self._inbox.clear()
         return ended
 
     def done(self) -> bool:
@@ -157,9 +153,8 @@ class NativeCall:
 
     async def initial_metadata(self) -> Any:
         """What came before the first answer, once one came or it ended."""
-        while not self._headers and self._status is None and not self._messages:
-            self._news = self._loop.create_future()
-            await self._news
+        while not self._headers and self._status is None and not self._inbox:
+            await self._news.wait()
         return self._headers
 
     async def trailing_metadata(self) -> Any:
@@ -181,23 +176,21 @@ class NativeCall:
             grpc.aio.AioRpcError: It could not.
         """
         while self._number is None and self._status is None:
-            self._news = self._loop.create_future()
-            await self._news
+            await self._news.wait()
         self._raise_for_status()
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
         """See `native_core.Sink`."""
         if kind == MESSAGE:
-            self._messages.append(event[2])
-            self._wake()
+            self._inbox.put(event[2])
         elif kind == END:
             self._number = None
             self._end(_CODES[event[2]], event[3], event[4])
         elif kind == HEADERS:
             self._headers = event[2]
-            self._wake()
+            self._news.tell()
         elif kind == WRITABLE:
-            self._make_room()
+            self._room.tell()
 
     async def _outcome(self) -> tuple[grpc.StatusCode, str, Any]:
         await asyncio.shield(self._ended)
@@ -240,8 +233,8 @@ class NativeCall:
             self._core.rpc.half_close(number)
         self._unsent.clear()
         self._core.flush()
-        self._make_room()
-        self._wake()
+        self._room.tell()
+        self._news.tell()
         return True
 
     async def _write_all(self, requests: Any) -> None:
@@ -258,21 +251,6 @@ class NativeCall:
         except Exception:
             self._end(grpc.StatusCode.UNKNOWN, "the iterator of requests raised", ())
             raise
-
-    async def _wait_for_room(self) -> None:
-        self._room = self._loop.create_future()
-        try:
-            await self._room
-        finally:
-            self._room = None
-
-    def _make_room(self) -> None:
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
-
-    def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
 
     def _expire(self) -> None:
         self._end(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
@@ -293,8 +271,8 @@ class NativeCall:
             if task is not current:
                 task.cancel()
         self._ended.set_result(None)
-        self._make_room()
-        self._wake()
+        self._room.tell()
+        self._inbox.end()
         return True
 
     def _raise_for_status(self) -> None:
@@ -321,14 +299,15 @@ class UnaryCall(NativeCall):
 
     async def _answer(self) -> Any:
         try:
-            await asyncio.shield(self._ended)
+            while self._status is None:
+                await self._news.wait()
         except asyncio.CancelledError:
             self.cancel()
             raise
         self._raise_for_status()
-        if not self._messages:
+        message = self._inbox.first()
+        if message is None:
             raise grpc.aio.AioRpcError(
                 grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), details="no answer came"
             )
-        message = self._messages[0]
         return message if self._deserialize is None else self._deserialize(message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NoReturn
 
@@ -11,6 +10,7 @@ import grpc
 
 from kvscout_common.handlers import Handler
 from kvscout_common.transport.native_core import HALF_CLOSED, MESSAGE, RESET, WRITABLE, Metadata, NativeCore
+from kvscout_common.transport.waiting import Inbox, Notice
 
 
 class NativeContext:
@@ -34,12 +34,9 @@ class NativeContext:
         self._serialize: Any = handler.response_serializer
         self._loop = core.loop
         self._task: asyncio.Task[None] | None = None
-        self._messages: deque[bytes] = deque()
-        self._half_closed = False
-        self._news: asyncio.Future[None] | None = None
-        """Somebody waits for a message."""
-        self._room: asyncio.Future[None] | None = None
-        """Somebody waits for room to send."""
+        self._inbox = Inbox(core.loop)
+        self._room = Notice(core.loop)
+        """For what is to be sent."""
         self._trailers: list[tuple[str, str | bytes]] = []
         self._code: grpc.StatusCode | None = None
         self._details = ""
@@ -47,28 +44,26 @@ class NativeContext:
         self._callbacks: list[Callable[[Any], None]] = []
         self.ended_by_caller = False
         """The caller has gone, or its deadline is over: nobody waits for what is done here."""
-        self._ends_at: float | None = None
+        self._ends_at = None if timeout_us is None else self._loop.time() + timeout_us / 1e6
         self._timer: asyncio.TimerHandle | None = None
-        if timeout_us is not None:
-            self._ends_at = self._loop.time() + timeout_us / 1e6
-            self._timer = self._loop.call_at(self._ends_at, self._expire)
+        self.closed = False
+        """The handler has returned."""
         core.calls[number] = self
 
-    def run_by(self, task: asyncio.Task[None]) -> None:
-        """Says which task runs the call, to be cancelled with it."""
+    def waits(self, task: asyncio.Task[None]) -> None:
+        """Says that the handler has not returned at once, and which task runs it, to be cancelled with the call."""
         self._task = task
+        if self._ends_at is not None:
+            self._timer = self._loop.call_at(self._ends_at, self._expire)
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
         """See `native_core.Sink`."""
         if kind == MESSAGE:
-            self._messages.append(event[2])
-            self._wake()
+            self._inbox.put(event[2])
         elif kind == HALF_CLOSED:
-            self._half_closed = True
-            self._wake()
+            self._inbox.end()
         elif kind == WRITABLE:
-            if self._room is not None and not self._room.done():
-                self._room.set_result(None)
+            self._room.tell()
         elif kind == RESET:
             self._finished = True
             self._end()
@@ -133,23 +128,13 @@ class NativeContext:
         room = self._core.rpc.send(self._number, self._serialize(message) if self._serialize is not None else message)
         self._core.flush()
         if not room:
-            self._room = self._loop.create_future()
-            try:
-                await self._room
-            finally:
-                self._room = None
+            await self._room.wait()
 
     async def read(self) -> Any:
         """The next message of the caller, in bytes; `grpc.aio.EOF` = there are no more."""
-        while not self._messages:
-            if self._half_closed:
-                return grpc.aio.EOF
-            self._news = self._loop.create_future()
-            try:
-                await self._news
-            finally:
-                self._news = None
-        message = self._messages.popleft()
+        message = await self._inbox.next()
+        if message is None:
+            return grpc.aio.EOF
         self._core.rpc.consumed(self._number, len(message))
         self._core.flush()
         return message
@@ -195,15 +180,12 @@ class NativeContext:
 
     def close(self) -> None:
         """The handler has returned."""
+        self.closed = True
         self._core.calls.pop(self._number, None)
         if self._timer is not None:
             self._timer.cancel()
         for callback in self._callbacks:
             callback(self)
-
-    def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
 
     def _expire(self) -> None:
         self.finish(grpc.StatusCode.DEADLINE_EXCEEDED.value[0], "Deadline Exceeded")

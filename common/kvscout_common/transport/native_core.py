@@ -3,7 +3,7 @@
 ::
 
     epoll ──▶ turn ──▶ events ──▶ whoever registered for the call or connection
-                 flush ◀── once a turn of the loop, after everybody has said what is to be sent
+                 flush ◀── once a turn, after everybody has said what is to be sent
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from kvscout_common.keepalive import TIME_MS, TIMEOUT_MS
+from kvscout_common.statuses import Status
 from kvscout_native import RPC_EVENTS, ClientTls, Rpc, ServerTls
 
 __all__ = ["ClientTls", "NativeCore", "ServerTls"]
@@ -73,6 +74,7 @@ class NativeCore:
         self._opened = opened
         self._failed = failed
         self._flushing = False
+        self._turning = False
         self._fd = self.rpc.fileno()
         self.loop.add_reader(self._fd, self._turn)
         self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
@@ -82,7 +84,13 @@ class NativeCore:
         """Sends what was said, once everybody had their turn."""
         if not self._flushing:
             self._flushing = True
-            self.loop.call_soon(self._flush)
+            if not self._turning:
+                self.loop.call_soon(self._flush)
+
+    def finish(self, number: int, status: Status) -> None:
+        """Ends a call that came."""
+        self.rpc.finish(number, status.code.value[0], status.text, list(status.trailers))
+        self.flush()
 
     def close(self) -> None:
         """Ends it; its sockets are closed when nobody refers to it any more."""
@@ -92,6 +100,18 @@ class NativeCore:
             self._tick_timer.cancel()
 
     def _turn(self) -> None:
+        if self._closed:
+            return
+        # What is said meanwhile leaves at the end of this, and not of the loop's next turn.
+        self._turning = True
+        try:
+            self._tell()
+        finally:
+            self._turning = False
+            if self._flushing:
+                self._flush()
+
+    def _tell(self) -> None:
         for event in self.rpc.turn():
             kind = event[0]
             if kind == OPEN:
@@ -109,7 +129,8 @@ class NativeCore:
     def _flush(self) -> None:
         self._flushing = False
         if not self._closed and self.rpc.flush():
-            self._turn()
+            # Not at once: a peer that answers whatever it is sent would keep the loop here.
+            self.loop.call_soon(self._turn)
 
     def _tick(self) -> None:
         self.rpc.tick()

@@ -1,6 +1,9 @@
-"""A gRPC server on the native transport, for what is written against `grpc.aio.server`: handlers, interceptors, stop.
+"""A gRPC server on the native transport, for what is written against `grpc.aio.server`: handlers, a guard, stop.
 
-Each call runs in a task of its own, as grpc.aio has it, through the same interceptors.
+::
+
+    call ──▶ synchronous handler ──▶ answered in the same callback
+         ──▶ any other handler ──▶ a task that stands ready runs it up to where it first waits
 """
 
 from __future__ import annotations
@@ -10,49 +13,46 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
 from kvscout_common.errors import ConfigError
+from kvscout_common.guard import Guard, GuardedMethod
 from kvscout_common.handlers import Handler
-from kvscout_common.interceptors import INTERNAL_TEXT
+from kvscout_common.statuses import INTERNAL_TEXT, status_of
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.tls import Pem
 from kvscout_common.transport.native_context import NativeContext, RequestIterator
 from kvscout_common.transport.native_core import NativeCore, ServerTls
+from kvscout_common.transport.ready_tasks import ReadyTasks
+from kvscout_common.transport.synchronous_stream import SynchronousStream
 
 log = logging.getLogger("kvscout.rpc")
 
 _INTERNAL = grpc.StatusCode.INTERNAL.value[0]
-_UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED.value[0]
 STOPPED_POLL_SECONDS = 0.02
-
-
-class _Details(NamedTuple):
-    method: str
-    invocation_metadata: Sequence[tuple[str, str | bytes]]
 
 
 class NativeServer:
     """See the module.
 
     Args:
-        interceptors: As those of `grpc.aio.server`, outermost first.
+        guard: What every call passes.
         max_message_bytes: Longest message in either direction.
         max_streams: Calls open at once on a connection.
     """
 
     def __init__(
         self,
+        guard: Guard,
         *,
-        interceptors: Sequence[grpc.aio.ServerInterceptor],
         max_message_bytes: int,
         max_streams: int,
     ) -> None:
-        self._interceptors = tuple(interceptors)
+        self._guard = guard
         self._handlers: dict[str, Handler] = {}
-        self._methods: list[tuple[str, Handler]] = []
+        self._methods: list[GuardedMethod] = []
         self._accept_log = RateLimitedLog(log)
         self._core = NativeCore(
             max_message_bytes=max_message_bytes,
@@ -61,7 +61,9 @@ class NativeServer:
             failed=self._cannot_accept,
         )
         self._listener: int | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._ready = ReadyTasks(self._core.loop)
+        self._waiting: set[asyncio.Task[None]] = set()
+        """Tasks whose handlers have not returned at once."""
         self._closed = asyncio.Event()
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
@@ -84,10 +86,8 @@ class NativeServer:
             ConfigError: The certificates cannot be used.
             OSError: It cannot be bound.
         """
-        self._methods = list(self._handlers.items())
-        methods = [
-            (name, bool(handler.request_streaming), bool(handler.response_streaming)) for name, handler in self._methods
-        ]
+        self._methods = [self._guard.method(name, handler) for name, handler in self._handlers.items()]
+        methods = [(method.name, *method.streams) for method in self._methods]
         self._listener, bound = self._core.rpc.listen(_numeric(host), port, methods, _tls(pem))
         return bound
 
@@ -127,10 +127,12 @@ class NativeServer:
         if self._closed.is_set():
             return
         self._closed.set()
-        for task in self._tasks:
+        self._ready.close()
+        waiting = set(self._waiting)
+        for task in waiting:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if waiting:
+            await asyncio.wait(waiting)
         rpc.flush()
         rpc.close_connections(listener)
         self._core.close()
@@ -140,24 +142,26 @@ class NativeServer:
 
     def _open(self, event: tuple[Any, ...]) -> None:
         _, number, _, place, metadata, timeout_us, message = event
-        method, handler = self._methods[place]
-        context = NativeContext(self._core, number, metadata, timeout_us, handler)
-        task = self._core.loop.create_task(self._run(method, handler, context, message), name=method)
-        context.run_by(task)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        method = self._methods[place]
+        if not method.synchronous:
+            context = NativeContext(self._core, number, metadata, timeout_us, method.handler)
+            task = self._ready.run(self._run(method, context, message))
+            if not context.closed:
+                context.waits(task)
+                self._waiting.add(task)
+                task.add_done_callback(self._waiting.discard)
+        elif any(method.streams):
+            SynchronousStream(self._core, number, method, metadata, timeout_us)
+        else:
+            try:
+                self._core.rpc.answer(number, method.answer(message, method.admit(metadata)))
+                self._core.flush()
+            except BaseException as error:
+                self._core.finish(number, status_of(error, method.name))
 
-    async def _run(self, method: str, handler: Handler, context: NativeContext, message: bytes | None) -> None:
+    async def _run(self, method: GuardedMethod, context: NativeContext, message: bytes | None) -> None:
         try:
-            wrapped = await self._intercepted(handler, _Details(method, context.invocation_metadata()))
-            if wrapped is None:
-                context.finish(_UNIMPLEMENTED, "")
-                return
-            request: Any = RequestIterator(context) if handler.request_streaming else message
-            behaviour: Any = (
-                wrapped.stream_stream or wrapped.stream_unary or wrapped.unary_stream or wrapped.unary_unary
-            )
-            response = await behaviour(request, context)
+            response = await method.run(RequestIterator(context) if method.streams[0] else message, context)
             context.finish_with(response)
         except grpc.aio.AbortError:
             context.finish_aborted()
@@ -166,26 +170,10 @@ class NativeServer:
             if not context.ended_by_caller:
                 raise
         except Exception:
-            log.exception("unexpected error in %s", method)
+            log.exception("unexpected error in %s", method.name)
             context.finish(_INTERNAL, INTERNAL_TEXT)
         finally:
             context.close()
-
-    async def _intercepted(self, handler: Handler, details: Any) -> Any:
-        async def own(_: Any) -> Any:
-            return handler
-
-        continuation: Any = own
-        for interceptor in reversed(self._interceptors):
-            continuation = _through(interceptor, continuation)
-        return await continuation(details)
-
-
-def _through(interceptor: grpc.aio.ServerInterceptor, inner: Any) -> Any:
-    async def intercept(details: Any) -> Any:
-        return await interceptor.intercept_service(inner, details)
-
-    return intercept
 
 
 def _tls(pem: Pem | None) -> ServerTls | None:

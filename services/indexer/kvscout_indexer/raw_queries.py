@@ -16,6 +16,7 @@ import grpc
 
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.native_index import NativeQueries
+from kvscout_common.handlers import Synchronous
 from kvscout_common.identity import current_identity
 from kvscout_common.raw_messages import parse_message
 from kvscout_indexer.servicer import IndexerServicer
@@ -39,8 +40,8 @@ class RawQueries:
         """Adds the servicer to a server, with these handlers instead of its own."""
         indexer_pb2_grpc.add_IndexerServicer_to_server(self._servicer, server)
         handlers: dict[str, grpc.RpcMethodHandler[Any, bytes]] = {
-            "FindMatches": grpc.unary_unary_rpc_method_handler(self.find_matches),
-            "StreamFindMatches": grpc.stream_stream_rpc_method_handler(self.stream_find_matches),
+            "FindMatches": Synchronous(self.find_matches).one_answer(),
+            "StreamFindMatches": Synchronous(self.find_many).an_answer_each(),
             "Dump": grpc.unary_stream_rpc_method_handler(
                 self._servicer.dump_messages, request_deserializer=indexer_pb2.DumpRequest.FromString
             ),
@@ -49,27 +50,23 @@ class RawQueries:
         # A method that is registered again is taken from its last registration.
         server.add_registered_method_handlers(SERVICE, handlers)
 
-    async def find_matches(self, request: bytes, context: Any) -> bytes:
+    def find_matches(self, request: bytes) -> bytes:
         """Answers one `FindMatchesRequest`."""
-        tenant = current_identity().tenant
         if self._native is not None:
-            answer = self._native.answer(request, now=time.monotonic(), caller_tenant=tenant)
+            answer = self._native.answer(request, now=time.monotonic(), caller_tenant=current_identity().tenant)
             if answer is not None:
                 return answer
         message = parse_message(indexer_pb2.FindMatchesRequest, request)
-        return (await self._servicer.FindMatches(message, context)).SerializeToString()
+        return self._servicer.find(message, message.tenant).SerializeToString()
 
-    async def stream_find_matches(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
-        """Answers each `StreamFindMatchesRequest` as it comes."""
-        tenant = current_identity().tenant
-        async for request in requests:
-            answer = None
-            if self._native is not None:
-                answer = self._native.answer_stream(request, now=time.monotonic(), caller_tenant=tenant)
-            if answer is None:
-                message = parse_message(indexer_pb2.StreamFindMatchesRequest, request)
-                answer = self._servicer.find_many(message).SerializeToString()
-            yield answer
+    def find_many(self, request: bytes) -> bytes:
+        """Answers one `StreamFindMatchesRequest` of a stream."""
+        if self._native is not None:
+            answer = self._native.answer_stream(request, now=time.monotonic(), caller_tenant=current_identity().tenant)
+            if answer is not None:
+                return answer
+        message = parse_message(indexer_pb2.StreamFindMatchesRequest, request)
+        return self._servicer.find_many(message).SerializeToString()
 
     async def publish_events(self, messages: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
         """Takes serialised `KvEventBatch`es."""

@@ -36,7 +36,7 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
     async def FindMatches(
         self, request: indexer_pb2.FindMatchesRequest, context: Any
     ) -> indexer_pb2.FindMatchesResponse:
-        return self._find(request, request.tenant)
+        return self.find(request, request.tenant)
 
     async def StreamFindMatches(
         self, request_iterator: AsyncIterator[indexer_pb2.StreamFindMatchesRequest], context: Any
@@ -56,12 +56,18 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         for request in message.requests:
             result = answers.results.add(id=request.id)
             try:
-                result.response.CopyFrom(self._find(request, request.tenant or message.tenant))
+                result.response.CopyFrom(self.find(request, request.tenant or message.tenant))
             except KvscoutError as error:
                 result.code, result.message = status_code(error).value[0], str(error)
         return answers
 
-    def _find(self, request: indexer_pb2.FindMatchesRequest, tenant: str) -> indexer_pb2.FindMatchesResponse:
+    def find(self, request: indexer_pb2.FindMatchesRequest, tenant: str) -> indexer_pb2.FindMatchesResponse:
+        """Answers one request; "" = the default tenant.
+
+        Raises:
+            InvalidArgument: Its fields contradict one another.
+            NotFound: The model was never seen.
+        """
         if request.token_ids and request.block_hashes:
             raise InvalidArgument("give token_ids or block_hashes, not both", field="token_ids")
         found = self._indexer.pools.find(

@@ -12,7 +12,8 @@ from grpc_server import serving
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc
 from kvscout_common import errors
 from kvscout_common.channel import call, stream
-from kvscout_common.interceptors import INTERNAL_TEXT, _Errors
+from kvscout_common.guard import Guard
+from kvscout_common.statuses import INTERNAL_TEXT
 
 
 class Faulty(indexer_pb2_grpc.IndexerServicer):
@@ -154,27 +155,38 @@ class Gone:
     async def abort(self, code: object, text: str, trailing_metadata: object) -> None:
         await self.write(text)
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+
+async def guarded(error: Exception | None, *, both_ways: bool) -> None:
+    """Runs a handler that raises, or writes where there is no error."""
+
+    async def handler(request: Any, context: Any) -> None:
+        if error is not None:
+            raise error
+        await context.write(b"answer")
+
+    make = grpc.stream_stream_rpc_method_handler if both_ways else grpc.unary_stream_rpc_method_handler
+    context: Any = Gone()
+    shaped: Any = make
+    await Guard().method("/x/Y", shaped(handler)).run(b"", context)
+
 
 @pytest.mark.parametrize("both_ways", [False, True])
 @pytest.mark.parametrize("error", [errors.NotFound("x"), grpc.aio.InternalError('Failed "execute_batch"'), None])
 async def test_what_fails_because_the_caller_has_gone_ends_the_call_without_a_log_line(
     caplog: pytest.LogCaptureFixture, error: Exception | None, both_ways: bool
 ) -> None:
-    context: Any = Gone()
     with pytest.raises(asyncio.CancelledError):
-        async with _Errors("/x/Y", both_ways=both_ways).around(context):
-            if error is not None:
-                raise error
-            await context.write(b"answer")
+        await guarded(error, both_ways=both_ways)
     assert caplog.records == []
 
 
 async def test_a_wrong_use_of_grpc_is_a_defect_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     misuse = grpc.aio.InternalError("Failed grpc_call_start_batch: 8 with grpc_call_error value: 'TOO_MANY'")
-    context: Any = Gone()
     with pytest.raises(asyncio.CancelledError):
-        async with _Errors("/x/Y", both_ways=False).around(context):
-            raise misuse
+        await guarded(misuse, both_ways=False)
     assert "TOO_MANY" in caplog.text
 
 

@@ -1,0 +1,200 @@
+"""What every call passes on its way to its handler and back, whatever carries it and however it is handled.
+
+::
+
+    call ──▶ who is it, may it ──▶ is the message one, are its tenants the caller's ──▶ handler
+      ◀── status, by the one table of errors ◀── raised, or cut because the server stops ◀──┘
+
+grpc.aio has a `Guard` as its only interceptor; the native server asks the same `GuardedMethod`s itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from kvscout_common.endings import INTENDED
+from kvscout_common.errors import Unimplemented
+from kvscout_common.handlers import Context, Continuation, Handler, Synchronous, read_message
+from kvscout_common.identity import Admission, Identity, TokenTable, enter, leave
+from kvscout_common.running_calls import RunningCalls, draining
+from kvscout_common.statuses import caller_gone, status_of
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Of one server.
+
+    Args:
+        tokens: Who may call; None = everybody.
+        calls: Told of those that run; None = those of this server alone.
+    """
+
+    def __init__(self, tokens: TokenTable | None = None, calls: RunningCalls | None = None) -> None:
+        self.calls = calls or RunningCalls()
+        self._tokens = tokens
+        self._guarded: dict[str, tuple[Handler, Handler]] = {}
+        """By method: what was registered, and what is called in its place."""
+
+    def method(self, name: str, handler: Handler) -> GuardedMethod:
+        """An rpc of the server.
+
+        Args:
+            name: Its full name.
+            handler: As it was registered.
+        """
+        return GuardedMethod(name, handler, Admission(name, self._tokens), self.calls)
+
+    async def intercept_service(
+        self,
+        continuation: Continuation,
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:  # no such method: grpc answers UNIMPLEMENTED itself
+            return handler
+        name = handler_call_details.method
+        known = self._guarded.get(name)
+        if known is None or known[0] is not handler:
+            known = self._guarded[name] = (handler, self.method(name, handler).as_handler())
+        return known[1]
+
+
+class GuardedMethod:
+    """One rpc, what is the same for all its calls found once.
+
+    It takes bytes and reads them itself: what grpc cannot read it would answer with INTERNAL, past all of us.
+    """
+
+    def __init__(self, name: str, handler: Handler, admission: Admission, calls: RunningCalls) -> None:
+        self.name = name
+        self.handler = handler
+        self.admission = admission
+        self.calls = calls
+        # grpcio's stubs type the behaviour of a handler as the synchronous one, whatever the server is.
+        self._behaviour: Any = (
+            handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+        )
+        self.synchronous = isinstance(self._behaviour, Synchronous)
+        self.streams = (bool(handler.request_streaming), bool(handler.response_streaming))
+        """Whether there are many requests, many answers."""
+
+    def as_handler(self) -> Handler:
+        """For grpc.aio."""
+        make: Callable[..., Handler] = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[self.streams]
+        # Writes to the context instead of yielding: when the caller goes away, the behaviour's generator is closed here
+        # and now, in the call's own task, and not whenever it happens to be collected.
+        return make(self.run, response_serializer=self.handler.response_serializer)
+
+    def admit(self, metadata: Any) -> Identity:
+        """Who calls, as the metadata of the call say.
+
+        Raises:
+            Unauthenticated: Nobody that is known.
+            PermissionDenied: One that may not call this.
+        """
+        return self.admission.admit(metadata)
+
+    def answer(self, request: bytes, identity: Identity) -> bytes:
+        """The answer of a synchronous handler to one message."""
+        entered = enter(identity)
+        try:
+            answer: bytes = self._behaviour.answer(request)
+            return answer
+        finally:
+            leave(entered)
+
+    async def run(self, request: Any, context: Any) -> Any:
+        """Runs a call in its own task.
+
+        Args:
+            request: Its bytes, or the iterator of several.
+            context: Given the answers of a handler that has several.
+
+        Returns:
+            The one answer.
+
+        Raises:
+            grpc.aio.AbortError: It ended with a status, which the context has.
+            asyncio.CancelledError: Nobody waits for it any more.
+        """
+        try:
+            if all(self.streams):
+                # The first write carries the headers, and so does a status where none went out before: a status while
+                # another task's first write is on its way would be refused by grpc, and the caller wait for ever.
+                await context.send_initial_metadata(())
+            identity = self.admit(context.invocation_metadata() or ())
+            return await self._counted(request, context, identity)
+        except (grpc.aio.AbortError, *INTENDED):
+            raise
+        except BaseException as error:
+            # What generated servicers raise for an rpc that nobody wrote, after they set this code.
+            missing = isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED
+            told = Unimplemented(f"this release does not have {self.name}") if missing else error
+            code, text, trailers = status_of(told, self.name)
+        try:
+            await context.abort(code, text, trailing_metadata=trailers)
+        except grpc.aio.InternalError as error:
+            if not caller_gone(error):
+                raise
+            raise asyncio.CancelledError from error
+
+    async def _counted(self, request: Any, context: Context, identity: Identity) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        self.calls.begin(task, self.name)
+        entered = enter(identity)
+        try:
+            return await self._handled(request, context, identity)
+        except asyncio.CancelledError:
+            # A caller that goes away meanwhile has cancelled it as well, and is told nothing.
+            if not self.calls.ends(self.name):
+                raise
+            while task.cancelling():
+                task.uncancel()
+            raise draining() from None
+        finally:
+            leave(entered)
+            self.calls.end(task)
+
+    async def _handled(self, request: Any, context: Context, identity: Identity) -> Any:
+        many_requests, many_answers = self.streams
+        if self.synchronous:
+            if not many_requests:
+                return self._behaviour.answer(request)
+            async for message in request:
+                await context.write(self._behaviour.answer(message))
+            return None
+        read = self._each if many_requests else self._read
+        result = self._behaviour(read(request, identity), context)
+        if not many_answers:
+            return await result
+        if inspect.isawaitable(result):  # a behaviour that writes to the context itself
+            await result
+            return None
+        async with aclosing(result):
+            async for response in result:
+                await context.write(response)
+        return None
+
+    def _read(self, request: bytes, identity: Identity) -> Any:
+        # grpcio's stubs do not know that a handler may go without.
+        deserialize: Any = self.handler.request_deserializer
+        if deserialize is None:
+            return request
+        message = read_message(deserialize, request)
+        self.admission.check(message, identity)
+        return message
+
+    async def _each(self, requests: AsyncIterator[bytes], identity: Identity) -> AsyncIterator[Any]:
+        async for request in requests:
+            yield self._read(request, identity)

@@ -1,0 +1,94 @@
+"""A call of a synchronous handler whose both sides send many messages: each is answered as it comes, without a task."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from kvscout_common.errors import KvscoutError
+from kvscout_common.guard import GuardedMethod
+from kvscout_common.running_calls import draining
+from kvscout_common.statuses import Status, status_of
+from kvscout_common.transport.native_core import HALF_CLOSED, MESSAGE, RESET, WRITABLE, Metadata, NativeCore
+from kvscout_common.transport.waiting import Inbox
+
+DEADLINE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+OK = Status(grpc.StatusCode.OK, "")
+
+
+class SynchronousStream:
+    """See the module.
+
+    Args:
+        core: Brings its events, sends what it says.
+        number: Of the call.
+        method: Handles its messages.
+        metadata: As the caller sent it.
+        timeout_us: Time left, as the caller said; None = it has no deadline.
+    """
+
+    def __init__(
+        self, core: NativeCore, number: int, method: GuardedMethod, metadata: Metadata, timeout_us: int | None
+    ) -> None:
+        self._core = core
+        self._number = number
+        self._method = method
+        self._inbox = Inbox(core.loop)
+        self._half_closed = False
+        self._room = True
+        self._timer: asyncio.TimerHandle | None = None
+        try:
+            self._identity = method.admit(metadata)
+            method.calls.begin(self, method.name)
+        except KvscoutError as error:
+            core.finish(number, status_of(error, method.name))
+            return
+        if timeout_us is not None:
+            self._timer = core.loop.call_later(timeout_us / 1e6, self._end, DEADLINE)
+        core.calls[number] = self
+        core.rpc.headers(number, [])
+        core.flush()
+
+    def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
+        """See `native_core.Sink`."""
+        if kind == MESSAGE:
+            self._inbox.put(event[2])
+        elif kind == HALF_CLOSED:
+            self._half_closed = True
+        elif kind == WRITABLE:
+            self._room = True
+        elif kind == RESET:
+            self._end(None)
+            return
+        self._answer()
+
+    def cancel(self) -> None:
+        """See `running_calls.RunningCall`."""
+        self._end(status_of(draining(), self._method.name))
+
+    def _answer(self) -> None:
+        """Answers what came, as long as the caller reads the answers."""
+        rpc = self._core.rpc
+        while self._room and (message := self._inbox.take()) is not None:
+            try:
+                answer = self._method.answer(message, self._identity)
+            except BaseException as error:
+                self._end(status_of(error, self._method.name))
+                return
+            rpc.consumed(self._number, len(message))
+            self._room = rpc.send(self._number, answer)
+        self._core.flush()
+        if self._half_closed and not len(self._inbox):
+            self._end(OK)
+
+    def _end(self, status: Status | None) -> None:
+        """Ends it with a status; None: the caller has gone."""
+        if self._core.calls.pop(self._number, None) is None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        if status is not None:
+            self._core.finish(self._number, status)
+        self._method.calls.end(self)

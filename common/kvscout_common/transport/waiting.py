@@ -1,0 +1,83 @@
+"""What calls of either side wait for: something to happen, and the next message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class Notice:
+    """Something that happens again and again; whoever waits goes on with the next time.
+
+    Args:
+        loop: The running one.
+    """
+
+    __slots__ = ("_loop", "_waiting")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def wait(self) -> None:
+        """Returns when it happens."""
+        future = self._loop.create_future()
+        self._waiting.append(future)
+        await future
+
+    def tell(self) -> None:
+        """It happens."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for future in waiting:
+                if not future.done():
+                    future.set_result(None)
+
+
+class Inbox:
+    """Messages that came and were not read.
+
+    Args:
+        loop: The running one.
+    """
+
+    __slots__ = ("_ended", "_messages", "news")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._messages: deque[bytes] = deque()
+        self._ended = False
+        self.news = Notice(loop)
+        """Something came, or nothing will."""
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def put(self, message: bytes) -> None:
+        """A message came."""
+        self._messages.append(message)
+        self.news.tell()
+
+    def end(self) -> None:
+        """No more will come."""
+        self._ended = True
+        self.news.tell()
+
+    def clear(self) -> None:
+        """What came is not read any more."""
+        self._messages.clear()
+
+    def first(self) -> bytes | None:
+        """The next message, which stays, if it is there."""
+        return self._messages[0] if self._messages else None
+
+    def take(self) -> bytes | None:
+        """The next message, if it is there."""
+        return self._messages.popleft() if self._messages else None
+
+    async def next(self) -> bytes | None:
+        """The next message; None = there are no more."""
+        while not self._messages:
+            if self._ended:
+                return None
+            await self.news.wait()
+        return self._messages.popleft()
