@@ -15,6 +15,8 @@ import grpc
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
 from kvscout_common.guard import Guard
+from kvscout_common.handlers import Synchronous
+from kvscout_common.identity import current_identity
 from kvscout_common.tls import Pem
 
 SERVICE = "kvscout.test.Echo"
@@ -32,6 +34,8 @@ class Echo:
     def add_to(self, server: Any) -> None:
         """Adds the service to a server of either transport."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Synchronous": Synchronous(self.synchronous).one_answer(),
+            "SynchronousEach": Synchronous(self.synchronous).an_answer_each(),
             "Unary": grpc.unary_unary_rpc_method_handler(self.unary),
             "Download": grpc.unary_stream_rpc_method_handler(self.download),
             "Both": grpc.stream_stream_rpc_method_handler(self.both),
@@ -40,6 +44,11 @@ class Echo:
         if isinstance(server, grpc.aio.Server):
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
+    def synchronous(self, request: bytes) -> bytes:
+        """The request comes back, unless it wants an error."""
+        _raise(_wish(request))
+        return request + current_identity().tenant.encode()
+
     async def unary(self, request: bytes, context: Any) -> bytes:
         """One answer."""
         async with self._noted():
@@ -47,7 +56,8 @@ class Echo:
             await self._suffer(wish, context)
             metadata = dict(context.invocation_metadata())
             seen = {name: str(metadata[name]) for name in wish.get("show", ()) if name in metadata}
-            return json.dumps(seen).encode() + bytes(wish.get("bytes", 0))
+            who = current_identity().tenant if wish.get("who") else ""
+            return json.dumps(seen).encode() + who.encode() + bytes(wish.get("bytes", 0))
 
     async def download(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         """As many answers as were wished for."""
@@ -70,13 +80,8 @@ class Echo:
                     yield request
 
     async def _suffer(self, wish: dict[str, Any], context: Any) -> None:
+        _raise(wish)
         match wish.get("fail"):
-            case "invalid":
-                raise InvalidArgument("is wrong: 100 % naïve\n", field="wish")
-            case "exhausted":
-                raise ResourceExhausted("too much", retry_after_seconds=1.5)
-            case "defect":
-                raise RuntimeError("a defect")
             case "abort":
                 await context.abort(
                     grpc.StatusCode.ABORTED, "stop", trailing_metadata=(("why", "so"), ("raw-bin", b"\0\xff"))
@@ -96,6 +101,16 @@ class Echo:
             self.running -= 1
 
 
+def _raise(wish: dict[str, Any]) -> None:
+    match wish.get("fail"):
+        case "invalid":
+            raise InvalidArgument("is wrong: 100 % naïve\n", field="wish")
+        case "exhausted":
+            raise ResourceExhausted("too much", retry_after_seconds=1.5)
+        case "defect":
+            raise RuntimeError("a defect")
+
+
 def _wish(request: bytes) -> dict[str, Any]:
     wish: dict[str, Any] = json.loads(request.rstrip(b"\0") or b"{}")
     return wish
@@ -110,12 +125,14 @@ class Served(NamedTuple):
 
 
 @asynccontextmanager
-async def native(pem: Pem | None = None, *, port: int = 0, max_streams: int = 1000) -> AsyncIterator[Served]:
+async def native(
+    pem: Pem | None = None, *, port: int = 0, max_streams: int = 1000, guard: Guard | None = None
+) -> AsyncIterator[Served]:
     """The service over the native transport."""
     # Imported here, as everywhere: the extension may not be there.
     from kvscout_common.transport.native_server import NativeServer
 
-    server = NativeServer(Guard(), max_message_bytes=MAX_MESSAGE_BYTES, max_streams=max_streams)
+    server = NativeServer(guard or Guard(), max_message_bytes=MAX_MESSAGE_BYTES, max_streams=max_streams)
     echo = Echo()
     echo.add_to(server)
     port = server.listen("127.0.0.1", port, pem)
@@ -126,13 +143,13 @@ async def native(pem: Pem | None = None, *, port: int = 0, max_streams: int = 10
 
 
 @asynccontextmanager
-async def grpcio() -> AsyncIterator[Served]:
+async def grpcio(*, guard: Guard | None = None) -> AsyncIterator[Served]:
     """The service over grpc.aio."""
     options = (
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     )
-    server = grpc.aio.server(interceptors=(Guard(),), options=options)
+    server = grpc.aio.server(interceptors=(guard or Guard(),), options=options)
     echo = Echo()
     echo.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")

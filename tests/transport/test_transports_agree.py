@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.randrange(2**32)))
 CALLS = 150
+KINDS = ("Unary", "Synchronous", "Download", "Both", "SynchronousEach", "None", "hang", "cancel")
 FAILS = (None, None, None, "invalid", "exhausted", "defect", "abort")
 SHOWN = ("kvscout-error", "retry-after", "why", "raw-bin")
 
@@ -32,23 +33,25 @@ def size_of(rnd: random.Random) -> int:
 def random_call(rnd: random.Random) -> dict[str, Any]:
     """A call as plain values, so that it can be printed and repeated."""
     fail = rnd.choice(FAILS)
-    call: dict[str, Any] = {"kind": rnd.choice(("Unary", "Download", "Both", "None", "hang", "cancel"))}
+    call: dict[str, Any] = {"kind": rnd.choice(KINDS)}
     match call["kind"]:
         case "Unary":
             call["wish"] = {"fail": fail, "bytes": size_of(rnd), "show": ["a", "b-bin"]}
             call["metadata"] = [("a", "x y"), ("b-bin", bytes(rnd.randrange(256) for _ in range(9)))]
+        case "Synchronous":
+            call["wish"] = {"fail": fail if fail != "abort" else None}
         case "Download":
             count = rnd.randrange(20)
             at = rnd.randrange(count + 1) if fail and count else None
             call["wish"] = {"fail": fail, "count": count, "bytes": rnd.choice((0, 10, 70_000)), "fail_at": at}
-        case "Both":
+        case "Both" | "SynchronousEach" as kind:
             call["sizes"] = [rnd.choice((0, 10, 70_000)) for _ in range(rnd.randrange(12))]
-            call["fail"] = fail
+            call["fail"] = fail if kind == "Both" or fail != "abort" else None
             call["lockstep"] = rnd.random() < 0.5
         case "hang":
             call["method"] = rnd.choice(("Unary", "Download", "Both"))
         case "cancel":
-            call["method"] = rnd.choice(("Download", "Both"))
+            call["method"] = rnd.choice(("Download", "Both", "SynchronousEach"))
             call["after"] = rnd.randrange(4)
     call["pad"] = size_of(rnd)
     return call
@@ -73,17 +76,17 @@ async def make(channel: Any, call: dict[str, Any], answers: list[bytes]) -> None
     kind = call["kind"]
     if kind == "None":
         await channel.unary_unary(f"/{SERVICE}/None")(padded({}, call["pad"]))
-    elif kind == "Unary":
-        method = channel.unary_unary(f"/{SERVICE}/Unary")
-        answers.append(await method(padded(call["wish"], call["pad"]), timeout=30, metadata=call["metadata"]))
+    elif kind in ("Unary", "Synchronous"):
+        method = channel.unary_unary(f"/{SERVICE}/{kind}")
+        answers.append(await method(padded(call["wish"], call["pad"]), timeout=30, metadata=call.get("metadata")))
     elif kind == "Download":
         async for answer in channel.unary_stream(f"/{SERVICE}/Download")(padded(call["wish"], call["pad"]), timeout=30):
             answers.append(answer)
-    elif kind == "Both":
+    elif kind in ("Both", "SynchronousEach"):
         requests = [padded({}, size) for size in call["sizes"]]
         if call["fail"]:
             requests.append(padded({"fail": call["fail"]}, 0))
-        await exchange(channel.stream_stream(f"/{SERVICE}/Both")(timeout=30), requests, answers, call["lockstep"])
+        await exchange(channel.stream_stream(f"/{SERVICE}/{kind}")(timeout=30), requests, answers, call["lockstep"])
     elif kind == "hang":
         await hang(channel, call["method"])
     else:
@@ -132,7 +135,7 @@ async def cancel(channel: Any, call: dict[str, Any], answers: list[bytes]) -> No
     if call["method"] == "Download":
         stream = channel.unary_stream(f"/{SERVICE}/Download")(padded({"count": 8, "fail": "hang"}, 0), timeout=30)
     else:
-        stream = channel.stream_stream(f"/{SERVICE}/Both")(timeout=30)
+        stream = channel.stream_stream(f"/{SERVICE}/{call['method']}")(timeout=30)
         for _ in range(8):
             await stream.write(padded({}, 0))
     for _ in range(call["after"]):

@@ -51,7 +51,7 @@ class NativeCall:
     ) -> None:
         self._channel = channel
         self._core = channel.core
-        self._loop = asyncio.get_running_loop()
+        self._loop = self._core.loop
         self._method = method
         self._serialize = serialize
         self._deserialize = deserialize

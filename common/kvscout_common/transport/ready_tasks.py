@@ -40,6 +40,8 @@ class ReadyTasks:
 
         To be called from a callback, not from a task.
         """
+        while self._ready and not self._ready[-1].stands:
+            self._ready.pop()
         if not self._ready:
             self._keep_ready()
             return self._loop.create_task(work)
@@ -81,6 +83,11 @@ class _ReadyTask:
         """Its work began in the call of `begin` that runs now."""
         self.task = loop.create_task(self._run(), name="ready")
 
+    @property
+    def stands(self) -> bool:
+        """Whether it can begin: nobody has cancelled it."""
+        return self._callback is not None and not self._cancelled
+
     def begin(self, work: Coroutine[Any, Any, None]) -> bool:
         """Runs work up to where it first waits; whether that was its end, and the task stands ready again."""
         assert self._context is not None
@@ -90,7 +97,7 @@ class _ReadyTask:
         self._at_once = True
         self._context.run(callback, self)
         self._at_once = False
-        return self._callback is not None
+        return self.stands
 
     async def _run(self) -> None:
         await self
@@ -123,7 +130,7 @@ class _ReadyTask:
 
     def cancel(self, msg: object = None) -> bool:
         """The task is cancelled while it stands ready."""
-        if self._callback is None or self._cancelled:
+        if not self.stands:
             return False
         self._cancelled = True
         self._loop.call_soon(self._callback, self, context=self._context)

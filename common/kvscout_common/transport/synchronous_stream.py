@@ -39,6 +39,9 @@ class SynchronousStream:
         self._half_closed = False
         self._room = True
         self._timer: asyncio.TimerHandle | None = None
+        # First, whatever follows: while they write, grpc's clients take a status without headers for their own failure.
+        core.rpc.headers(number, [])
+        core.flush()
         try:
             self._identity = method.admit(metadata)
             method.calls.begin(self, method.name)
@@ -48,8 +51,6 @@ class SynchronousStream:
         if timeout_us is not None:
             self._timer = core.loop.call_later(timeout_us / 1e6, self._end, DEADLINE)
         core.calls[number] = self
-        core.rpc.headers(number, [])
-        core.flush()
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
         """See `native_core.Sink`."""
