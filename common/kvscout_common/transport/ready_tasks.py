@@ -130,7 +130,7 @@ class _ReadyTask:
 
     def cancel(self, msg: object = None) -> bool:
         """The task is cancelled while it stands ready."""
-        if not self.stands:
+        if self._callback is None or self._cancelled:
             return False
         self._cancelled = True
         self._loop.call_soon(self._callback, self, context=self._context)
