@@ -13,6 +13,7 @@ from kvscout_bench.harness import Row
 from kvscout_bench.index_bench import IndexBench
 from kvscout_bench.ingest import IngestBench
 from kvscout_bench.machine import Machine
+from kvscout_bench.rpc_bench import RpcBench
 from kvscout_bench.scheduler_bench import SchedulerBench
 from kvscout_cli.main import main
 
@@ -34,7 +35,7 @@ ROW = Row(
 )
 
 
-Bench = IndexBench | IngestBench | SchedulerBench | GatewayBench
+Bench = IndexBench | IngestBench | SchedulerBench | GatewayBench | RpcBench
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Bench]:
         say("native/hot")
         yield ROW
 
-    for bench in (IndexBench, IngestBench, SchedulerBench, GatewayBench):
+    for bench in (IndexBench, IngestBench, SchedulerBench, GatewayBench, RpcBench):
         monkeypatch.setattr(bench, "run", run)
     return benches
 
@@ -55,11 +56,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Bench]:
 def test_without_a_subcommand_everything_is_measured_once(asked: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench"])
     assert result.exit_code == 0, result.output
-    assert asked == [IndexBench(), IngestBench(), SchedulerBench(), GatewayBench()]
+    assert asked == [IndexBench(), IngestBench(), SchedulerBench(), GatewayBench(), RpcBench()]
 
 
 @pytest.mark.parametrize(
-    ("name", "bench"), [("ingest", IngestBench), ("scheduler", SchedulerBench), ("gateway", GatewayBench)]
+    ("name", "bench"),
+    [("ingest", IngestBench), ("scheduler", SchedulerBench), ("gateway", GatewayBench), ("rpc", RpcBench)],
 )
 def test_every_subcommand_measures_its_own(asked: list[Bench], name: str, bench: type[IngestBench]) -> None:
     result = CliRunner().invoke(main, ["bench", name, "--rounds", "2", "--quick"])

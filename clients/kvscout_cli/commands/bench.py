@@ -13,6 +13,8 @@ from kvscout_bench.gateway_bench import GatewayBench
 from kvscout_bench.harness import Row
 from kvscout_bench.index_bench import PEERS, IndexBench
 from kvscout_bench.ingest import IngestBench
+from kvscout_bench.rpc_bench import PEERS as RPC_PEERS
+from kvscout_bench.rpc_bench import RpcBench
 from kvscout_bench.scheduler_bench import SchedulerBench
 from kvscout_cli.connection import option
 from kvscout_cli.output import stderr, stdout
@@ -28,6 +30,7 @@ def command(context: click.Context) -> None:
         context.invoke(ingest)
         context.invoke(scheduler)
         context.invoke(gateway)
+        context.invoke(rpc)
 
 
 @command.command(cls=SectionedCommand)
@@ -76,6 +79,17 @@ def scheduler(as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) ->
 def gateway(peers: tuple[str, ...], as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
     """Measure what requests cost gateway, scheduler and indexer together."""
     _print(GatewayBench(peers=peers, rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
+
+
+@command.command(cls=SectionedCommand)
+@option("--peer", type=click.Choice(RPC_PEERS), help="Measure this one too, in turns with ours.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
+@option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
+@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
+def rpc(peer: str | None, as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
+    """Measure what calls cost the transport: server and client, by rate."""
+    _print(RpcBench(peer=peer or "", rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
 
 
 def _say(text: str) -> None:
