@@ -25,6 +25,8 @@ class MockerProcess(NamedTuple):
     ranks: list[dict[str, Any]]
     """As in the ready line: dp_rank, events, replay."""
     http: aiohttp.ClientSession
+    bootstrap_port: int = 0
+    """Of a prefill engine with SGLang's API."""
 
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
         """Status and JSON body of a POST."""
@@ -78,7 +80,7 @@ async def running_mocker(*flags: str, environment: dict[str, str] | None = None)
         flags: Further command line flags; later ones win.
         environment: Replaces the environment if given.
     """
-    ports = ("--port", "0", "--events-port", "0", "--replay-port", "0", "--speedup", "100")
+    ports = ("--port", "0", "--events-port", "0", "--replay-port", "0", "--bootstrap-port", "0", "--speedup", "100")
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvscout_mocker.main", *ports, *flags,
         stdout=asyncio.subprocess.PIPE, env=environment,
@@ -89,7 +91,9 @@ async def running_mocker(*flags: str, environment: dict[str, str] | None = None)
             ready = json.loads(await process.stdout.readline())
         assert ready["ready"] is True
         async with aiohttp.ClientSession() as http:
-            yield MockerProcess(process, f"http://127.0.0.1:{ready['http_port']}", ready["ranks"], http)
+            yield MockerProcess(
+                process, f"http://127.0.0.1:{ready['http_port']}", ready["ranks"], http, ready["bootstrap_port"]
+            )
     finally:
         stopping = process.returncode is None
         if stopping:

@@ -199,6 +199,100 @@ def test_the_clearing_of_the_cache_is_reported_before_the_next_requests_blocks()
     assert [type(event) for event in engine.take_events()] == [AllBlocksCleared, BlockStored]
 
 
+def receiving(tokens: list[int], max_tokens: int = 2) -> Request:
+    asked = request(tokens, max_tokens)
+    asked.receives = True
+    return asked
+
+
+def test_a_received_prompt_costs_no_prefill_and_its_blocks_are_known_when_it_is_there() -> None:
+    engine = Engine(CONFIG)
+    asked = receiving(list(range(18)))
+    engine.submit(asked)
+    assert engine.begin_step() is None
+    [pull] = engine.take_pulls()
+    assert (pull.request, pull.tokens, asked.state) == (asked, 18, RequestState.RECEIVING)
+    assert (engine.num_waiting, engine.take_events(), engine.blocks.cached_copies()) == (1, [], {})
+    assert engine.blocks.free_blocks == engine.blocks.capacity - 5
+    engine.received(pull)
+    scheduled = engine.begin_step()
+    assert scheduled is not None
+    assert [s.tokens for s in scheduled.scheduled] == [1]
+    [stored] = engine.take_events()
+    assert isinstance(stored, BlockStored)
+    assert stored.token_ids == list(range(16))
+    assert len(engine.finish_step(scheduled)) + len(drain(engine)) == 2
+    alone = Engine(CONFIG)
+    computed = request(list(range(18)), 2)
+    alone.submit(computed)
+    drain(alone)
+    assert asked.sequence.tokens == computed.sequence.tokens
+    assert (engine.counters.expected_tokens, engine.counters.received_tokens) == (18, 18)
+    assert engine.blocks.free_blocks == engine.blocks.capacity
+
+
+def test_only_what_is_not_cached_is_received_and_others_run_meanwhile() -> None:
+    engine = Engine(CONFIG)
+    engine.submit(request(list(range(9))))
+    drain(engine)
+    asked, other = receiving(list(range(18))), request([500])
+    engine.submit(asked)
+    engine.submit(other)
+    assert [output.request for output in step(engine)] == [other]
+    [pull] = engine.take_pulls()
+    assert (pull.tokens, asked.cached_tokens) == (10, 8)
+
+
+def test_a_prompt_that_does_not_come_is_computed_here_or_fails() -> None:
+    engine = Engine(CONFIG)
+    for recompute in (True, False):
+        asked = receiving(list(range(20)), max_tokens=1)
+        engine.submit(asked)
+        assert engine.begin_step() is None
+        [pull] = engine.take_pulls()
+        assert engine.lost(pull, recompute=recompute) is not recompute
+        scheduled = engine.begin_step()
+        assert ([s.tokens for s in scheduled.scheduled] if scheduled else []) == ([20] if recompute else [])
+        if scheduled is not None:
+            engine.finish_step(scheduled)
+        assert asked.state is RequestState.FINISHED
+        assert engine.reset_prefix_cache()
+    assert engine.counters.failed_transfers == 2
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_an_aborted_request_keeps_its_blocks_until_nothing_is_written_into_them(arrives: bool) -> None:
+    engine = Engine(CONFIG)
+    asked = receiving(list(range(20)))
+    engine.submit(asked)
+    assert engine.begin_step() is None
+    [pull] = engine.take_pulls()
+    engine.abort(asked)
+    assert engine.blocks.free_blocks == engine.blocks.capacity - 5
+    if arrives:
+        engine.received(pull)
+    else:
+        assert not engine.lost(pull, recompute=False)
+    assert (engine.begin_step(), engine.take_events(), engine.num_waiting) == (None, [], 0)
+    assert engine.blocks.free_blocks == engine.blocks.capacity
+    engine.blocks.check_invariants()
+
+
+def test_a_request_for_another_engine_keeps_its_blocks_until_they_are_released() -> None:
+    engine = Engine(replace(CONFIG, num_gpu_blocks=7))
+    asked = request(list(range(20)))
+    asked.holds = True
+    engine.submit(asked)
+    drain(engine)
+    assert (asked.state, engine.num_running) == (RequestState.FINISHED, 0)
+    engine.submit(request(list(range(100, 120))))
+    assert engine.begin_step() is None
+    engine.release(asked)
+    engine.release(asked)
+    assert len(drain(engine)) == 1
+    assert engine.blocks.free_blocks == engine.blocks.capacity
+
+
 def test_random_load_finishes_every_request_and_leaves_nothing_referenced() -> None:
     seed = int(os.environ.get("KVSCOUT_TEST_SEED") or random.randrange(2**32))
     rng = random.Random(seed)

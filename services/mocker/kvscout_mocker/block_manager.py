@@ -97,7 +97,15 @@ class BlockManager:
         revived = sum(1 for block in prefix if self._references[block] == 0)
         return self._missing(table, tokens, prefix) + revived <= len(self._free)
 
-    def allocate(self, sequence: Sequence, table: BlockTable, tokens: int, prefix: Seq[int] = ()) -> bool:
+    def allocate(
+        self,
+        sequence: Sequence,
+        table: BlockTable,
+        tokens: int,
+        prefix: Seq[int] = (),
+        *,
+        filled_tokens: int | None = None,
+    ) -> bool:
         """Give a request slots for its first `tokens` tokens and register the blocks this fills.
 
         Args:
@@ -105,6 +113,7 @@ class BlockManager:
             table: What it references; extended in place.
             tokens: Its tokens counted from the first one that have a slot afterwards.
             prefix: Result of `cached_prefix` when the request is admitted, else nothing.
+            filled_tokens: Those that will be there after this step; None: all. The others are registered later.
 
         Returns:
             False, with nothing changed, if there are not enough free blocks.
@@ -120,8 +129,20 @@ class BlockManager:
         table.registered += len(prefix)
         for _ in range(missing):
             table.block_ids.append(self._take())
-        self._register(sequence, table, tokens // self.block_size)
+        self.register(sequence, table, tokens if filled_tokens is None else filled_tokens)
         return True
+
+    def register(self, sequence: Sequence, table: BlockTable, tokens: int) -> None:
+        """Make the full blocks of a request's first `tokens` tokens known under their hashes."""
+        first, full_blocks = table.registered, tokens // self.block_size
+        if full_blocks <= first:
+            return
+        for index in range(first, full_blocks):
+            block, block_hash = table.block_ids[index], sequence.block_hashes[index]
+            self._hashes[block] = block_hash
+            self._copies.setdefault(block_hash, []).append(block)
+        table.registered = full_blocks
+        self._events.append(_stored(sequence, first, full_blocks))
 
     def release(self, table: BlockTable) -> None:
         """Drop all references of a request and empty its table; the blocks stay cached until needed."""
@@ -188,17 +209,6 @@ class BlockManager:
                 del self._copies[evicted]
             self._events.append(BlockRemoved(evicted))
         return block
-
-    def _register(self, sequence: Sequence, table: BlockTable, full_blocks: int) -> None:
-        first = table.registered
-        if full_blocks <= first:
-            return
-        for index in range(first, full_blocks):
-            block, block_hash = table.block_ids[index], sequence.block_hashes[index]
-            self._hashes[block] = block_hash
-            self._copies.setdefault(block_hash, []).append(block)
-        table.registered = full_blocks
-        self._events.append(_stored(sequence, first, full_blocks))
 
 
 def _stored(sequence: Sequence, first: int, end: int) -> BlockStored:

@@ -69,6 +69,52 @@ class EngineConfig:
     cost: StepCost
 
 
+class Role(StrEnum):
+    """What an engine does for a request that two of them serve."""
+
+    AGGREGATED = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class EngineApi(StrEnum):
+    """Whose HTTP API the process has."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    BOTH = "both"
+
+
+class KvLoadFailure(StrEnum):
+    """What a vLLM decode engine does with a request whose blocks do not come."""
+
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """Blocks on their way from a prefill to a decode engine."""
+
+    base_seconds: float
+    """Every transfer."""
+    seconds_per_token: float
+    recomputes: bool
+    """A vLLM decode engine computes what does not come; else the request fails."""
+    lease_seconds: float
+    """A vLLM prefill engine keeps blocks so long for a decode engine."""
+    timeout_seconds: float
+    """A vLLM decode engine waits so much longer than a transfer takes."""
+    bootstrap_timeout_seconds: float
+    """A SGLang prefill engine waits so long for the decode engine."""
+    waiting_timeout_seconds: float
+    """A SGLang decode engine waits so long for the blocks."""
+
+    def seconds(self, tokens: int) -> float:
+        """How long a transfer takes."""
+        return self.base_seconds + tokens * self.seconds_per_token
+
+
 @dataclass(frozen=True, slots=True)
 class MockerConfig:
     """One mocker process."""
@@ -99,8 +145,23 @@ class MockerConfig:
     """Whether a usage tells of cached tokens."""
     hash_seed: int | None
     """Makes block hashes repeatable; None: random a rank and process, as vLLM's are."""
+    role: Role
+    api: EngineApi
+    bootstrap_port: int
+    """Of a SGLang prefill engine; 0: any free one."""
+    transfer: TransferConfig
     engine: EngineConfig
     faults: FaultConfig
+
+    @property
+    def has_vllm_api(self) -> bool:
+        """Whether it talks as vLLM does."""
+        return self.api is not EngineApi.SGLANG
+
+    @property
+    def has_sglang_api(self) -> bool:
+        """Whether it talks as SGLang does."""
+        return self.api is not EngineApi.VLLM
 
     def rank_hash_seed(self) -> int:
         """The hash seed of one more rank."""
@@ -123,6 +184,16 @@ def config_from_flags(
     seed: int,
     prompt_tokens_details: PromptTokensDetails,
     hash_seed: int | None,
+    role: Role,
+    api: EngineApi,
+    bootstrap_port: int,
+    kv_transfer_base_ms: float,
+    kv_transfer_us_per_token: float,
+    kv_transfer_timeout_seconds: float,
+    kv_lease_seconds: float,
+    kv_load_failure: KvLoadFailure,
+    bootstrap_timeout_seconds: float,
+    waiting_timeout_seconds: float,
     block_size: int,
     num_gpu_blocks: int,
     max_num_seqs: int,
@@ -192,6 +263,18 @@ def config_from_flags(
         seed=seed,
         prompt_tokens_details=prompt_tokens_details,
         hash_seed=hash_seed,
+        role=role,
+        api=api,
+        bootstrap_port=bootstrap_port,
+        transfer=TransferConfig(
+            base_seconds=kv_transfer_base_ms / 1e3 / speedup,
+            seconds_per_token=kv_transfer_us_per_token / 1e6 / speedup,
+            recomputes=kv_load_failure is KvLoadFailure.RECOMPUTE,
+            lease_seconds=kv_lease_seconds,
+            timeout_seconds=kv_transfer_timeout_seconds,
+            bootstrap_timeout_seconds=bootstrap_timeout_seconds,
+            waiting_timeout_seconds=waiting_timeout_seconds,
+        ),
         engine=EngineConfig(
             block_size=block_size,
             num_gpu_blocks=num_gpu_blocks,
@@ -226,6 +309,7 @@ _U64 = click.IntRange(0, 2**64 - 1)
 _SHARE = click.FloatRange(0, 1)
 _BATCHES = click.IntRange(min=0)
 _DURATION = click.FloatRange(min=0.0)
+_WAIT = click.FloatRange(min=0.0, min_open=True)
 
 _flag = functools.partial(flag, program="mocker")
 
@@ -276,6 +360,54 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         default=PromptTokensDetails.ALWAYS,
         show_default="always",
         help="Whether usages tell of cached tokens; nonzero: not where there are none, as several vLLM releases.",
+    ),
+    _flag(
+        "--role",
+        type=click.Choice(Role, case_sensitive=False),
+        default=Role.AGGREGATED,
+        show_default="aggregated",
+        help="prefill, decode: takes part in their handshake, by the API that it has.",
+    ),
+    _flag(
+        "--api",
+        type=click.Choice(EngineApi, case_sensitive=False),
+        default=EngineApi.VLLM,
+        show_default="vllm",
+        help="Whose HTTP API it has; both have OpenAI's endpoints.",
+    ),
+    _flag("--bootstrap-port", type=_PORT, default=8998, help="Of a SGLang prefill engine; 0: any free one."),
+    _flag("--kv-transfer-base-ms", type=_DURATION, default=2.0, help="What each transfer of blocks takes."),
+    _flag("--kv-transfer-us-per-token", type=_DURATION, default=5.0, help="What each of its tokens adds."),
+    _flag(
+        "--kv-transfer-timeout-seconds",
+        type=_WAIT,
+        default=5.0,
+        help="How much longer a vLLM decode engine waits than a transfer takes.",
+    ),
+    _flag(
+        "--kv-lease-seconds",
+        type=_WAIT,
+        default=30.0,
+        help="How long a vLLM prefill engine keeps blocks for a decode engine.",
+    ),
+    _flag(
+        "--kv-load-failure",
+        type=click.Choice(KvLoadFailure, case_sensitive=False),
+        default=KvLoadFailure.RECOMPUTE,
+        show_default="recompute",
+        help="What a vLLM decode engine does when blocks do not come; vLLM's own default is fail.",
+    ),
+    _flag(
+        "--bootstrap-timeout-seconds",
+        type=_WAIT,
+        default=300.0,
+        help="How long a SGLang prefill engine waits for the decode engine.",
+    ),
+    _flag(
+        "--waiting-timeout-seconds",
+        type=_WAIT,
+        default=300.0,
+        help="How long a SGLang decode engine waits for the blocks.",
     ),
     _flag("--block-size", type=_COUNT, default=16, help="Tokens a KV block."),
     _flag(

@@ -8,6 +8,10 @@ decisions is vLLM's scheduler's:
    block preempts the youngest running request, which loses its blocks and later recomputes;
 2. then, unless a request was preempted, waiting requests in order of arrival, each with the prefix it hits.
    One is admitted only if its *whole* sequence fits now, though only a chunk of it may run in this step.
+
+Prefill and decode apart: a request whose prompt another engine computed gets its blocks at its turn, but they hold
+nothing until `received` says so; meanwhile it is in no batch. One that computes for another engine keeps its blocks
+when it is done, until `release`.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ class RequestState(Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"
+    RECEIVING = "receiving"
+    """Has its blocks, and another engine's tokens are on their way into them."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -57,6 +63,10 @@ class Request:
     """What `max_tokens` tokens end it with."""
     fails_after: int | None = None
     """It fails when it has so many tokens; None: it does not."""
+    receives: bool = False
+    """Another engine computed its prompt. False once that has come, or is given up."""
+    holds: bool = False
+    """It computes for another engine: its blocks stay when it is done, until they are released."""
     prompt_tokens: int = field(init=False)
     prompt_digest: int = field(init=False)
     table: BlockTable = field(init=False, default_factory=BlockTable)
@@ -87,6 +97,14 @@ class Scheduled(NamedTuple):
     tokens: int
 
 
+class Pull(NamedTuple):
+    """What a request needs of another engine."""
+
+    request: Request
+    tokens: int
+    """Those of its prompt that are not cached here."""
+
+
 class Step(NamedTuple):
     """What one step computes and how long that takes."""
 
@@ -115,6 +133,12 @@ class EngineCounters:
     preemptions: int = 0
     finished: int = 0
     failed: int = 0
+    received_tokens: int = 0
+    """Of prompts, computed by another engine."""
+    expected_tokens: int = 0
+    """Of prompts, that another engine was to have computed."""
+    failed_transfers: int = 0
+    expired_transfers: int = 0
     aborted: int = 0
 
 
@@ -127,6 +151,10 @@ class Engine:
         self.counters = EngineCounters()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._pulls: list[Pull] = []
+        self.receiving: set[Request] = set()
+        """Requests whose prompt is on its way from another engine."""
+        self._held: set[Request] = set()
 
     @property
     def num_running(self) -> int:
@@ -135,8 +163,8 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a place in the batch, preempted ones included."""
-        return len(self._waiting)
+        """Requests that wait for a place in the batch or for another engine, preempted ones included."""
+        return len(self._waiting) + len(self.receiving)
 
     def submit(self, request: Request) -> None:
         """Queue a request whose prompt and output fit `max_model_len`.
@@ -151,15 +179,78 @@ class Engine:
         self._waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """End a request and free its blocks, also in the middle of a step; no-op when it has finished."""
+        """End a request and free its blocks, also in the middle of a step; no-op when it has finished.
+
+        One that receives keeps them until that is over: they are being written.
+        """
         if request.state is RequestState.FINISHED:
+            return
+        self.counters.aborted += 1
+        if request.state is RequestState.RECEIVING:
+            request.state = RequestState.FINISHED
             return
         if request.state is RequestState.RUNNING:
             self._running.remove(request)
         else:
             self._waiting.remove(request)
-        self.counters.aborted += 1
         self._end(request)
+
+    def take_pulls(self) -> list[Pull]:
+        """What has to come from other engines since the last call; each is answered by `received` or `lost`."""
+        pulls, self._pulls = self._pulls, []
+        return pulls
+
+    def received(self, pull: Pull) -> None:
+        """The tokens came: the request decodes next, its last prompt token is recomputed for that."""
+        request = pull.request
+        self.counters.received_tokens += pull.tokens
+        if self._arrived(request):
+            request.computed_tokens = request.prompt_tokens - 1
+            self.blocks.register(request.sequence, request.table, request.prompt_tokens)
+            self._waiting.appendleft(request)
+
+    def lost(self, pull: Pull, *, recompute: bool) -> bool:
+        """The tokens do not come.
+
+        Args:
+            pull: Which ones.
+            recompute: The request computes its prompt itself; else it fails.
+
+        Returns:
+            Whether somebody waits for the request and it failed.
+        """
+        request = pull.request
+        self.counters.failed_transfers += 1
+        if not self._arrived(request):
+            return False
+        self.blocks.release(request.table)
+        if recompute:
+            self._waiting.appendleft(request)
+            return False
+        self.counters.failed += 1
+        request.state = RequestState.FINISHED
+        return True
+
+    def _arrived(self, request: Request) -> bool:
+        self.receiving.discard(request)
+        request.receives = False
+        if request.state is RequestState.FINISHED:
+            self.blocks.release(request.table)
+            return False
+        request.state = RequestState.WAITING
+        return True
+
+    def release(self, request: Request, *, expired: bool = False) -> None:
+        """Free the blocks that a finished request held for another engine; no-op when they are free.
+
+        Args:
+            request: Which one.
+            expired: Nobody came for them in time.
+        """
+        if request in self._held:
+            self._held.remove(request)
+            self.blocks.release(request.table)
+            self.counters.expired_transfers += expired
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block; refused (False) while requests hold blocks."""
@@ -177,7 +268,7 @@ class Engine:
         if not preempted:
             self._schedule_waiting(scheduled, budget)
         if not scheduled:
-            if self._waiting and not self._running:
+            if self._waiting and not (self._running or self.receiving or self._held):
                 raise InternalError("an idle engine cannot admit its first waiting request")
             return None
         return Step(scheduled, self._duration(scheduled))
@@ -204,7 +295,11 @@ class Engine:
             if finish is not None:
                 self._running.remove(request)
                 self.counters.finished += 1
-                self._end(request)
+                if request.holds:
+                    request.state = RequestState.FINISHED
+                    self._held.add(request)
+                else:
+                    self._end(request)
             outputs.append(Output(request, token, finish))
         return outputs
 
@@ -226,25 +321,42 @@ class Engine:
     def _schedule_waiting(self, scheduled: list[Scheduled], budget: int) -> None:
         while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
             request = self._waiting[0]
-            prefix = self.blocks.cached_prefix(request.sequence)
+            has_blocks = bool(request.table.block_ids)  # it received its prompt
+            prefix = [] if has_blocks else self.blocks.cached_prefix(request.sequence)
             if not self.blocks.fits(request.table, len(request.sequence), prefix):
                 return
             self._waiting.popleft()
             hit = len(prefix) * self.config.block_size
+            if request.receives:
+                self._begin_receiving(request, prefix, hit)
+                continue
             if request.report_prefix:
                 self.blocks.report_prefix(request.sequence, len(prefix))
-            tokens = min(len(request.sequence) - hit, budget)
-            request.computed_tokens = hit
+            if not has_blocks:
+                request.computed_tokens = hit
+            tokens = min(len(request.sequence) - request.computed_tokens, budget)
             self._allocate(request, tokens, prefix)
-            if request.cached_tokens is None:
-                request.cached_tokens = hit
-                self.counters.prompt_tokens += request.prompt_tokens
-                self.counters.prefix_query_tokens += request.prompt_tokens
-                self.counters.prefix_hit_tokens += hit
+            self._admitted(request, hit)
             request.state = RequestState.RUNNING
             self._running.append(request)
             scheduled.append(Scheduled(request, tokens))
             budget -= tokens
+
+    def _begin_receiving(self, request: Request, prefix: list[int], hit: int) -> None:
+        tokens = request.prompt_tokens - hit
+        self.blocks.allocate(request.sequence, request.table, request.prompt_tokens, prefix, filled_tokens=hit)
+        self.counters.expected_tokens += tokens
+        self._admitted(request, hit)
+        request.state = RequestState.RECEIVING
+        self.receiving.add(request)
+        self._pulls.append(Pull(request, tokens))
+
+    def _admitted(self, request: Request, hit: int) -> None:
+        if request.cached_tokens is None:
+            request.cached_tokens = hit
+            self.counters.prompt_tokens += request.prompt_tokens
+            self.counters.prefix_query_tokens += request.prompt_tokens
+            self.counters.prefix_hit_tokens += hit
 
     def _allocate(self, request: Request, tokens: int, prefix: list[int] | None = None) -> bool:
         return self.blocks.allocate(request.sequence, request.table, request.computed_tokens + tokens, prefix or ())
@@ -265,7 +377,7 @@ class Engine:
     def _duration(self, scheduled: list[Scheduled]) -> float:
         prefill_tokens = decodes = 0
         for request, tokens in scheduled:
-            if tokens == 1 and request.output_tokens:
+            if tokens == 1 and request.computed_tokens >= request.prompt_tokens - 1:
                 decodes += 1
             else:
                 prefill_tokens += tokens

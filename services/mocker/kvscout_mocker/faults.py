@@ -151,6 +151,8 @@ class BoundPorts:
     """Ports of a mocker before its restart, one event and replay port a rank (0: it had no replay socket)."""
 
     port: int
+    bootstrap: int
+    """0: it had no bootstrap server."""
     events: tuple[int, ...]
     replay: tuple[int, ...]
 
@@ -165,8 +167,8 @@ class BoundPorts:
         if not value:
             return None
         try:
-            port, events, replay = json.loads(value)
-            return cls(int(port), tuple(map(int, events)), tuple(map(int, replay)))
+            port, bootstrap, events, replay = json.loads(value)
+            return cls(int(port), int(bootstrap), tuple(map(int, events)), tuple(map(int, replay)))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{value!r} are no ports", field=BOUND_VARIABLE) from error
 
@@ -178,6 +180,6 @@ def restart(bound: BoundPorts, extra_flags: Sequence[str]) -> NoReturn:
         bound: The ports.
         extra_flags: Added to the command line of this process.
     """
-    os.environ[BOUND_VARIABLE] = json.dumps([bound.port, bound.events, bound.replay])
+    os.environ[BOUND_VARIABLE] = json.dumps([bound.port, bound.bootstrap, bound.events, bound.replay])
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *extra_flags])

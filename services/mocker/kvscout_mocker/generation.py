@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_mocker.config import MockerConfig
-from kvscout_mocker.fields import Fields, boolean, integer, mapping, served_model, string
+from kvscout_mocker.fields import Fields, boolean, integer, mapping, optional_integer, served_model, string
 from kvscout_mocker.sequence import CacheScope
 
 MAX_CHOICES = 128
 """Largest `n`."""
 MAX_LOGPROBS = 20
 """vLLM's `--max-logprobs`."""
+
+
+DEFAULT_BOOTSTRAP_PORT = 8998
+
+
+class Bootstrap(NamedTuple):
+    """Where two legs meet, as both bodies say it."""
+
+    host: str
+    port: int
+    room: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,10 @@ class Generation:
     logprobs: int | None
     """Alternatives told for each token; None: no probabilities at all."""
     report_prefix: bool
+    kv_transfer: Fields | None
+    """vLLM's `kv_transfer_params`."""
+    bootstrap: Bootstrap | None
+    """Where SGLang's legs meet."""
 
 
 def read_generation(
@@ -101,4 +117,19 @@ def read_generation(
         return_token_ids=boolean(fields, "return_token_ids"),
         logprobs=logprobs,
         report_prefix=report_mode == "full",
+        kv_transfer=mapping(fields, "kv_transfer_params") or None,
+        bootstrap=read_bootstrap(fields),
     )
+
+
+def read_bootstrap(fields: Fields) -> Bootstrap | None:
+    """Where a body says that two legs meet; None if it has no room.
+
+    Raises:
+        InvalidArgument: Naming the field at fault.
+    """
+    room = optional_integer(fields, "bootstrap_room", minimum=0)
+    if room is None:
+        return None
+    port = integer(fields, "bootstrap_port", DEFAULT_BOOTSTRAP_PORT, minimum=1, maximum=65_535)
+    return Bootstrap(string(fields, "bootstrap_host") or "127.0.0.1", port, room)

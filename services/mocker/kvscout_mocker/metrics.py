@@ -1,4 +1,4 @@
-"""vLLM's Prometheus metrics, read from the engines when they are scraped."""
+"""vLLM's and SGLang's Prometheus metrics, read from the engines when they are scraped."""
 
 from __future__ import annotations
 
@@ -35,6 +35,27 @@ _COUNTERS = (
     _Reading("vllm:generation_tokens", "Tokens generated.", lambda e: e.counters.generation_tokens),
     _Reading("vllm:num_preemptions", "Requests that lost their blocks.", lambda e: e.counters.preemptions),
     _Reading("vllm:request_success", "Requests finished.", lambda e: e.counters.finished),
+    _Reading(
+        "vllm:external_prefix_cache_queries",
+        "Prompt tokens that another engine was to have computed.",
+        lambda e: e.counters.expected_tokens,
+    ),
+    _Reading(
+        "vllm:external_prefix_cache_hits",
+        "Prompt tokens that came from another engine.",
+        lambda e: e.counters.received_tokens,
+    ),
+    _Reading("vllm:nixl_num_failed_transfers", "Transfers that did not come.", lambda e: e.counters.failed_transfers),
+    _Reading(
+        "vllm:nixl_num_kv_expired_reqs",
+        "Requests whose blocks nobody came for in time.",
+        lambda e: e.counters.expired_transfers,
+    ),
+)
+_SGLANG_GAUGES = (
+    _Reading("sglang:num_running_reqs", "Requests in the batch.", lambda e: e.num_running),
+    _Reading("sglang:num_queue_reqs", "Requests waiting to be scheduled.", lambda e: e.num_waiting),
+    _Reading("sglang:token_usage", "Referenced share of the KV blocks, 0 to 1.", lambda e: e.blocks.usage),
 )
 
 
@@ -47,6 +68,13 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The current values."""
+        if self._config.has_sglang_api:
+            for reading in _SGLANG_GAUGES:
+                yield self._fill(GaugeMetricFamily(reading.name, reading.help, labels=_LABELS), reading)
+        if self._config.has_vllm_api:
+            yield from self._vllm()
+
+    def _vllm(self) -> Iterable[Metric]:
         for reading in _GAUGES:
             yield self._fill(GaugeMetricFamily(reading.name, reading.help, labels=_LABELS), reading)
         for reading in _COUNTERS:

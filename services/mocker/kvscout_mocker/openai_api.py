@@ -8,29 +8,25 @@ Tools are read into the prompt and never called, sampling fields have no effect.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from aiohttp import web
 
-from kvscout_common.errors import InternalError, InvalidArgument, Unavailable
+from kvscout_common.errors import InternalError, Unavailable
 from kvscout_mocker.answers import Answer, ChatAnswer, CompletionAnswer, Document, Piece
 from kvscout_mocker.chat import parse_chat, parse_detokenize, parse_tokenize
 from kvscout_mocker.completions import parse_completion
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.embeddings import embedding_answer, parse_embedding
-from kvscout_mocker.engine import Finish, Request
+from kvscout_mocker.event_stream import DONE, begin_stream, break_off, only_pings, sse
 from kvscout_mocker.faults import Faults
 from kvscout_mocker.generation import Generation
-from kvscout_mocker.rank import Rank, TokenStream
-from kvscout_mocker.sequence import Sequence as TokenSequence
+from kvscout_mocker.intake import Admitted, Intake
+from kvscout_mocker.rank import TokenStream
 from kvscout_mocker.server import error_document, json_body
 from kvscout_mocker.tokenizer import WordTokenizer
-
-PING_SECONDS = 0.1
 
 
 class OpenAiRoutes:
@@ -38,16 +34,15 @@ class OpenAiRoutes:
 
     Args:
         config: Of the process.
-        ranks: In order of their number.
+        intake: Into its engines.
         faults: Of the process.
     """
 
-    def __init__(self, config: MockerConfig, ranks: Sequence[Rank], faults: Faults) -> None:
+    def __init__(self, config: MockerConfig, intake: Intake, faults: Faults) -> None:
         self._config = config
+        self._intake = intake
         self._faults = faults
-        self._ranks = ranks
         self._tokenizer = WordTokenizer(config.engine.vocab_size)
-        self._next_rank = 0
         self._started = int(time.time())
 
     def add_to(self, app: web.Application) -> None:
@@ -101,47 +96,16 @@ class OpenAiRoutes:
         self, http: web.Request, asked: Generation, prefix: str, shape: Callable[..., Answer]
     ) -> web.StreamResponse:
         if asked.stream and self._faults.mutes():
-            return await _only_pings(http)
-        rank = self._rank(http.headers.get("X-data-parallel-rank"))
+            return await only_pings(http)
         answer_id = f"{prefix}-{_request_id(http)}"
-        stream = rank.submit([self._request(asked, answer_id, index, rank.hash_seed) for index in range(asked.choices)])
+        dp_rank = http.headers.get("X-data-parallel-rank")
         answer = shape(asked, answer_id, int(time.time()), self._tokenizer, self._config.prompt_tokens_details)
-        try:
+        async with self._intake.admitted(asked, answer_id, dp_rank) as admitted:
             if asked.stream:
-                return await _streamed(http, answer, stream)
-            return web.json_response(answer.whole(await _whole(asked, stream), _cached(stream)))
-        finally:
-            rank.abort(stream)
-
-    def _request(self, asked: Generation, answer_id: str, index: int, hash_seed: int) -> Request:
-        return Request(
-            answer_id,
-            TokenSequence(
-                array("I", asked.prompt),  # of its own: it grows by what is generated
-                block_size=self._config.engine.block_size,
-                hash_seed=hash_seed,
-                scope=asked.scope,
-            ),
-            asked.max_tokens,
-            asked.seed + index & 2**64 - 1,
-            asked.report_prefix,
-            Finish.STOP if asked.ends_early else Finish.LENGTH,
-            self._faults.fails_after(),
-        )
-
-    def _rank(self, header: str | None) -> Rank:
-        if header is not None:
-            named = next((rank for rank in self._ranks if str(rank.dp_rank) == header), None)
-            if named is None:
-                raise InvalidArgument(
-                    f"must be a rank between 0 and {len(self._ranks) - 1}, not {header!r}",
-                    field="X-data-parallel-rank",
-                )
-            return named
-        order = [*self._ranks[self._next_rank :], *self._ranks[: self._next_rank]]
-        rank = min(order, key=lambda r: r.load)
-        self._next_rank = (rank.dp_rank + 1) % len(self._ranks)
-        return rank
+                return await _streamed(http, answer, admitted)
+            pieces = await _whole(asked, admitted.stream)
+            besides = admitted.done()
+            return web.json_response(answer.whole(pieces, admitted.cached_tokens) | besides)
 
     def _card(self, name: str, parent: str | None) -> Document:
         return {
@@ -163,17 +127,15 @@ async def _whole(asked: Generation, stream: TokenStream) -> list[Piece]:
     return collected
 
 
-async def _streamed(http: web.Request, answer: Answer, stream: TokenStream) -> web.StreamResponse:
+async def _streamed(http: web.Request, answer: Answer, admitted: Admitted) -> web.StreamResponse:
+    stream = admitted.stream
     response = await begin_stream(http)
     opened = False
     while not stream.drained:
         try:
             pieces = await stream.read()
         except Unavailable:
-            # The status is out already: a body that breaks off is the one unmistakable way to fail.
-            if http.transport is not None:
-                http.transport.abort()
-            return response
+            return break_off(http, response)
         except InternalError as error:
             await response.write(sse(error_document(error)))
             break
@@ -182,38 +144,13 @@ async def _streamed(http: web.Request, answer: Answer, stream: TokenStream) -> w
         for chunk in [*opening, *map(answer.chunk, pieces)]:
             await response.write(sse(chunk))
     else:
+        admitted.done()  # a stream has no place for what it gives
         if answer.asked.include_usage:
-            await response.write(sse(answer.usage_chunk(_cached(stream))))
-    await response.write(b"data: [DONE]\n\n")
+            await response.write(sse(answer.usage_chunk(admitted.cached_tokens)))
+    await response.write(DONE)
     await response.write_eof()
     return response
 
 
-def _cached(stream: TokenStream) -> int:
-    return stream.requests[0].cached_tokens or 0
-
-
 def _request_id(http: web.Request) -> str:
     return http.headers.get("X-Request-Id") or uuid.uuid4().hex
-
-
-async def begin_stream(http: web.Request) -> web.StreamResponse:
-    """Sends the head of an answer made of server-sent events."""
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    )
-    await response.prepare(http)
-    return response
-
-
-async def _only_pings(http: web.Request) -> web.StreamResponse:
-    """Until the client goes away."""
-    response = await begin_stream(http)
-    while True:
-        await response.write(b": ping\n\n")
-        await asyncio.sleep(PING_SECONDS)
-
-
-def sse(document: Document) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"

@@ -7,20 +7,24 @@ import json
 import logging
 import signal
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from kvscout_mocker.config import MockerConfig
+from kvscout_mocker.config import MockerConfig, Role
 from kvscout_mocker.engine import Engine
 from kvscout_mocker.events import EventEncoder
 from kvscout_mocker.fault_routes import FaultRoutes
 from kvscout_mocker.faults import BoundPorts, Faults, restart
+from kvscout_mocker.handshakes import Handshakes
+from kvscout_mocker.intake import Intake
 from kvscout_mocker.openai_api import OpenAiRoutes
 from kvscout_mocker.publisher import EventPublisher
 from kvscout_mocker.rank import Rank
 from kvscout_mocker.server import EngineRoutes, application
+from kvscout_mocker.sglang_api import SglangRoutes
 
 _log = logging.getLogger(__name__)
 
@@ -39,45 +43,67 @@ async def run(config: MockerConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, _log.info, "SIGHUP: there is nothing to read again")
-    context = zmq.asyncio.Context()
-    bound = BoundPorts.from_environment()
-    faults = Faults(config.faults)
-    ranks: list[Rank] = []
-    runner: web.AppRunner | None = None
     try:
-        ranks.extend(_rank(config, dp_rank, context, faults, bound) for dp_rank in range(config.dp_size))
-        # Without cancellation a disconnected client would hold its blocks until its request is done.
-        app = application()
-        EngineRoutes(config, ranks).add_to(app)
-        OpenAiRoutes(config, ranks, faults).add_to(app)
-        FaultRoutes(ranks, faults, lambda replay: _restart(runner, ranks, replay)).add_to(app)
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=SHUTDOWN_SECONDS,
-        )
-        await runner.setup()
-        site = web.TCPSite(runner, config.host, bound.port if bound is not None else config.port)
-        await site.start()
-        _announce(runner, ranks, faults)
-        await _step_until(stop, ranks)
-        await site.stop()
+        async with AsyncExitStack() as stack:
+            await _serve(config, stack, stop)
     except (OSError, zmq.ZMQError) as error:
         _log.error("cannot bind: %s", error)
         return 1
     except BaseExceptionGroup:
         _log.exception("a task crashed")
         return 1
-    finally:
-        for rank in ranks:
-            rank.stop()
-        if runner is not None:
-            await runner.cleanup()
-        for rank in ranks:
-            rank.publisher.close()
-        context.term()
     return 0
+
+
+async def _serve(config: MockerConfig, stack: AsyncExitStack, stop: asyncio.Event) -> None:
+    bound = BoundPorts.from_environment()
+    faults = Faults(config.faults)
+    context = zmq.asyncio.Context()
+    stack.callback(context.term)
+    ranks: list[Rank] = []
+    for dp_rank in range(config.dp_size):
+        ranks.append(_rank(config, dp_rank, context, faults, bound))
+        stack.callback(ranks[-1].publisher.close)
+
+    handshakes = Handshakes(config, ranks)
+    stack.push_async_callback(handshakes.close)
+    bootstrap_port = 0
+    if config.has_sglang_api and config.role is Role.PREFILL:
+        app = application()
+        handshakes.rooms.add_to(app)
+        bootstrap_port = await _listen(stack, app, config.host, bound.bootstrap if bound else config.bootstrap_port)
+
+    intake = Intake(config, ranks, faults, handshakes)
+    app = application()
+    EngineRoutes(config, ranks).add_to(app)
+    OpenAiRoutes(config, intake, faults).add_to(app)
+    if config.has_vllm_api:
+        handshakes.nixl.add_to(app)
+    if config.has_sglang_api:
+        SglangRoutes(config, intake, ranks, faults, bootstrap_port).add_to(app)
+    FaultRoutes(ranks, faults, lambda replay: _restart(ports, replay)).add_to(app)
+    port = await _listen(stack, app, config.host, bound.port if bound else config.port)
+    handshakes.nixl.port = port
+    for rank in ranks:
+        stack.callback(rank.stop)  # first of all: who waits for tokens ends the servers' requests
+    ports = BoundPorts(
+        port,
+        bootstrap_port,
+        tuple(_port(rank.publisher.endpoint) for rank in ranks),
+        tuple(_port(rank.publisher.replay_endpoint) for rank in ranks),
+    )
+    _announce(config, ports, ranks, faults)
+    await _step_until(stop, ranks)
+
+
+async def _listen(stack: AsyncExitStack, app: web.Application, host: str, port: int) -> int:
+    # Without cancellation a disconnected client would hold its blocks until its request is done.
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, host, port).start()
+    number: int = runner.addresses[0][1]
+    return number
 
 
 def _rank(
@@ -98,13 +124,7 @@ def _rank(
     return Rank(dp_rank, Engine(config.engine), publisher, hash_seed=config.rank_hash_seed())
 
 
-def _restart(runner: web.AppRunner | None, ranks: Sequence[Rank], replay: bool) -> None:
-    assert runner is not None
-    ports = BoundPorts(
-        runner.addresses[0][1],
-        tuple(_port(rank.publisher.endpoint) for rank in ranks),
-        tuple(_port(rank.publisher.replay_endpoint) for rank in ranks),
-    )
+def _restart(ports: BoundPorts, replay: bool) -> None:
     restart(ports, () if replay else ("--no-replay",))
 
 
@@ -112,10 +132,12 @@ def _port(endpoint: str) -> int:
     return int(endpoint.rpartition(":")[2] or 0)
 
 
-def _announce(runner: web.AppRunner, ranks: Sequence[Rank], faults: Faults) -> None:
+def _announce(config: MockerConfig, ports: BoundPorts, ranks: Sequence[Rank], faults: Faults) -> None:
     ready = {
         "ready": True,
-        "http_port": runner.addresses[0][1],
+        "http_port": ports.port,
+        "role": config.role,
+        "bootstrap_port": ports.bootstrap,
         "fault_seed": faults.config.seed,
         "ranks": [
             {

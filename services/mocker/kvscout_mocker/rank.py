@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from kvscout_common.errors import InternalError, ResourceExhausted, Unavailable
 from kvscout_mocker.answers import Piece
-from kvscout_mocker.engine import Engine, Output, Request
+from kvscout_mocker.engine import Engine, Finish, Output, Pull, Request
 from kvscout_mocker.publisher import EventPublisher
+from kvscout_mocker.transfers import KvSource, TransferFailed
+
+_log = logging.getLogger(__name__)
 
 MAX_LAG_SECONDS = 0.05
 """How far a step may end late before the loop gives up catching up: short enough that a machine without CPU
@@ -80,6 +84,8 @@ class Rank:
         self.engine = engine
         self.publisher = publisher
         self._streams: dict[Request, tuple[TokenStream, int]] = {}
+        self._sources: dict[Request, KvSource] = {}
+        self._fetching: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
 
     @property
@@ -87,8 +93,12 @@ class Rank:
         """Requests running and waiting."""
         return self.engine.num_running + self.engine.num_waiting
 
-    def submit(self, requests: Sequence[Request]) -> TokenStream:
+    def submit(self, requests: Sequence[Request], source: KvSource | None = None) -> TokenStream:
         """Queue the choices of one request; they are scheduled in the next step.
+
+        Args:
+            requests: One a choice.
+            source: Where the blocks of their prompt come from, for requests that receive.
 
         Raises:
             ResourceExhausted: The waiting queue is full.
@@ -98,6 +108,8 @@ class Rank:
             for index, request in enumerate(requests):
                 self.engine.submit(request)
                 self._streams[request] = stream, index
+                if source is not None and request.receives:
+                    self._sources[request] = source
         except ResourceExhausted:
             self.abort(stream)
             raise
@@ -109,9 +121,18 @@ class Rank:
         for request in stream.requests:
             if self._streams.pop(request, None) is not None:
                 self.engine.abort(request)
+                if request not in self.engine.receiving:
+                    self._sources.pop(request, None)
+
+    def release(self, request: Request, *, expired: bool = False) -> None:
+        """Free the blocks that a finished request held for another engine."""
+        self.engine.release(request, expired=expired)
+        self._wake.set()
 
     def stop(self) -> None:
-        """End every stream with an error; their readers abort the requests."""
+        """End every stream with an error; their readers abort the requests. Transfers end, too."""
+        for task in self._fetching:
+            task.cancel()
         for stream, _ in self._streams.values():
             stream.close()
 
@@ -124,6 +145,10 @@ class Rank:
         step_end = loop.time()
         while True:
             step = self.engine.begin_step()
+            for pull in self.engine.take_pulls():
+                task = loop.create_task(self._fetch(pull), name=f"fetch-{self.dp_rank}")
+                self._fetching.add(task)
+                task.add_done_callback(self._fetching.discard)
             if step is None:
                 self._wake.clear()
                 await self._wake.wait()
@@ -138,3 +163,18 @@ class Rank:
                 stream.push(index, output)
                 if output.finish is not None:
                     del self._streams[output.request]
+
+    async def _fetch(self, pull: Pull) -> None:
+        request = pull.request
+        source = self._sources.pop(request)
+        try:
+            await source.fetch(request, pull.tokens)
+        except TransferFailed as error:
+            consequence = "it computes its prompt here" if source.recomputes else "it fails"
+            _log.warning("%s: the blocks do not come: %s; %s", request.request_id, error, consequence)
+            if self.engine.lost(pull, recompute=source.recomputes):
+                stream, index = self._streams.pop(request)
+                stream.push(index, Output(request, None, Finish.ERROR))
+        else:
+            self.engine.received(pull)
+        self._wake.set()

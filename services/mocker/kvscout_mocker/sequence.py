@@ -23,6 +23,8 @@ class CacheScope:
     cache_salt: str = ""
     session_id: str = ""
     """Only reported in events; does not separate blocks."""
+    extra_key: str = ""
+    """SGLang's: separates blocks, but no event tells of it."""
 
     def extra_keys(self, block_index: int) -> list[str] | None:
         """The extra keys of one block, or None: the adapter on each, the salt on the first only."""
@@ -58,8 +60,9 @@ class Sequence:
         self.block_size = block_size
         self.scope = scope if scope is not None else CacheScope()
         self._hash_seed = hash_seed
-        self._first_extra = msgpack.packb(self.scope.extra_keys(0))
-        self._later_extra = msgpack.packb(self.scope.extra_keys(1))
+        hidden = self.scope.extra_key.encode()
+        self._first_extra = msgpack.packb(self.scope.extra_keys(0)) + hidden
+        self._later_extra = msgpack.packb(self.scope.extra_keys(1)) + hidden
         self.block_hashes: list[int] = []
         self._hash_full_blocks()
 

@@ -101,11 +101,12 @@ async def json_body(http: web.Request) -> object:
 
 def error_document(error: KvscoutError) -> Document:
     """An error of the tree in OpenAI's shape, for a body or for an event within a stream."""
-    status, kind = _status_of(error)
+    status, kind = status_of(error)
     return {"error": {"message": str(error), "type": kind, "param": error.field, "code": status}}
 
 
-def _status_of(error: KvscoutError) -> tuple[int, str]:
+def status_of(error: KvscoutError) -> tuple[int, str]:
+    """The HTTP status of an error and what vLLM calls its kind."""
     return next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
 
 
@@ -120,4 +121,4 @@ async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamR
     except tuple(_STATUS) as error:
         retry = error.retry_after_seconds
         headers = {} if retry is None else {"Retry-After": str(max(1, round(retry)))}
-        return web.json_response(error_document(error), status=_status_of(error)[0], headers=headers)
+        return web.json_response(error_document(error), status=status_of(error)[0], headers=headers)

@@ -1,0 +1,42 @@
+"""Answers made of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from aiohttp import web
+
+from kvscout_mocker.answers import Document
+
+PING_SECONDS = 0.1
+DONE = b"data: [DONE]\n\n"
+
+
+async def begin_stream(http: web.Request) -> web.StreamResponse:
+    """Sends the head."""
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    )
+    await response.prepare(http)
+    return response
+
+
+def break_off(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """Breaks the body off: its status is out already, and this is the one unmistakable way to fail."""
+    if http.transport is not None:
+        http.transport.abort()
+    return response
+
+
+async def only_pings(http: web.Request) -> web.StreamResponse:
+    """Until the client goes away."""
+    response = await begin_stream(http)
+    while True:
+        await response.write(b": ping\n\n")
+        await asyncio.sleep(PING_SECONDS)
+
+
+def sse(document: Document) -> bytes:
+    """One event."""
+    return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
