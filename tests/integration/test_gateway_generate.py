@@ -429,6 +429,15 @@ async def test_what_the_client_asked_for_reaches_the_engine_under_vllms_names(cl
         assert "X-data-parallel-rank" not in engine.headers[0]
 
 
+async def test_where_a_request_runs_comes_with_its_first_token_and_where_it_failed_before(
+    client: GatewayClient,
+) -> None:
+    async with workers(client, drop, answer) as (model, _):
+        messages = [message async for message in client.start([1], model=model, max_tokens=2, request_id="told")]
+        told = [(m.route.worker_id[-2:], m.request_id, list(m.token_ids[:1])) for m in messages[:2]]
+        assert told == [("/0", "told", []), ("/1", "told", [1])]
+
+
 async def test_workers_that_the_gateway_cannot_drive_are_left_to_route(client: GatewayClient) -> None:
     async with workers(client, answer) as (model, _):
         await client.register(
@@ -459,12 +468,12 @@ async def test_a_client_that_goes_before_dispatch_leaves_nothing(client: Gateway
     assert [*frees(relay).values()] == [1]
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 3], ids=["before its first token", "after it", "in mid-stream"])
+@pytest.mark.parametrize("pieces", [0, 1, 2], ids=["before its first token", "after it", "in mid-stream"])
 async def test_a_client_that_goes_away_frees_once_and_aborts_the_engine(
     client: GatewayClient, relay: Relay, slow: MockerProcess, pieces: int
 ) -> None:
     running_call = client.start(fresh_prompt(100), model="slow", max_tokens=100)
-    for _ in range(pieces):  # the first one tells the worker
+    for _ in range(pieces):
         await running_call.read()
     await until_running(slow)
     running_call.cancel()
@@ -546,7 +555,6 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(stack: 
     async with another_gateway(stack) as (gateway, client):
         running_call = client.start(fresh_prompt(40), model="slow", max_tokens=5)
         got = Answer()
-        await running_call.read()
         await until_running(slow)
         gateway.process.send_signal(signal.SIGTERM)
 

@@ -7,6 +7,7 @@ import pytest
 from transport.http_peers import DONE, USAGE, WHOLE, event, tokens
 
 from kvscout.v1 import gateway_pb2
+from kvscout_client import FinishReason, decode
 from kvscout_common.transport.event_relay import EventRelay
 from kvscout_common.transport.http import MAX_EVENT_BYTES, MAX_WITHHELD_BYTES, Dialect, Form, StreamReport
 
@@ -164,6 +165,27 @@ def test_lone_surrogates_become_question_marks() -> None:
         fed(relay(), b'data: {"choices": [{"text": "a\\ud800b\\ud83d\\ude00", "finish_reason": "\\udc00"}]}\n')
     )
     assert (got.text, got.engine_finish_reason) == ("a?b\U0001f600", "?")
+
+
+@pytest.mark.parametrize(
+    ("word", "shown", "read"),
+    [
+        ("stop", gateway_pb2.FINISH_REASON_STOP, FinishReason.STOP),
+        ("length", gateway_pb2.FINISH_REASON_LENGTH, FinishReason.LENGTH),
+        ("abort", gateway_pb2.FINISH_REASON_ABORT, FinishReason.ABORT),
+        ("content_filter", gateway_pb2.FINISH_REASON_OTHER, FinishReason.OTHER),
+        ("STOP", gateway_pb2.FINISH_REASON_OTHER, FinishReason.OTHER),
+    ],
+)
+def test_a_reason_that_has_no_name_here_is_none_that_has_one(word: str, shown: int, read: FinishReason) -> None:
+    message = merged(fed(relay(), tokens(1, finish=word) + DONE))
+    assert (message.finish_reason, message.engine_finish_reason) == (shown, word)
+    chunk = decode.chunk(message)
+    assert (chunk.finish_reason, chunk.engine_finish_reason) == (read, word)
+
+
+def test_an_engines_word_is_passed_on_up_to_a_length() -> None:
+    assert len(merged(fed(relay(), tokens(1, finish="x" * 10_000) + DONE)).engine_finish_reason) == 64
 
 
 def test_only_the_event_that_is_nothing_but_usage_is_left_out() -> None:

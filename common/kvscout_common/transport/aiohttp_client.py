@@ -71,8 +71,10 @@ class AiohttpClient:
 
     async def close(self) -> None:
         """See `http.HttpClient.close`."""
-        for task in self._ending:
+        ending = list(self._ending)
+        for task in ending:
             task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
         await self._session.close()
 
 
@@ -168,12 +170,14 @@ class AiohttpAnswer:
                         await self._response.content.readany()
             except (aiohttp.ClientError, TimeoutError, OSError):
                 pass  # the answer is complete: only the connection is lost
-            finally:
-                self.abort()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._ending.discard(task)
+            self.abort()
 
         task = asyncio.create_task(read_on())
         self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        task.add_done_callback(ended)
 
     def _is_events(self) -> bool:
         packed = self._response.headers.get("Content-Encoding", "identity")

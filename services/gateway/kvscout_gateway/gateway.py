@@ -18,13 +18,15 @@ from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import about, service_info, shown
 from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.worker import WorkerSpec
+from kvscout_common.transport.http import connect
+from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.config import GatewayConfig
+from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.engines.failure import EngineFailed
 from kvscout_gateway.engines.health import WorkerHealth
-from kvscout_gateway.engines.vllm import VllmEngine
+from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.fanout import Fanout
 from kvscout_gateway.indexer_client.check import IndexerCheck
@@ -39,9 +41,11 @@ from kvscout_gateway.metrics import (
     StreamCollector,
 )
 from kvscout_gateway.registration import Registration, problem
-from kvscout_gateway.request.exchange import MAX_TRIES, GenerateFlow
+from kvscout_gateway.request.exchange import MAX_TRIES, Exchanges
+from kvscout_gateway.request.leg import Means
 from kvscout_gateway.request.observation import Observations
 from kvscout_gateway.request.placement import Placement, Schedulers
+from kvscout_gateway.request.plan import Aggregated
 from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.scheduler_client.attachment import Attachment
 from kvscout_gateway.scheduler_client.bookings import Bookings
@@ -102,26 +106,32 @@ class Gateway:
             resync=self._resync,
             draw_attempt=_draw_attempt,
         )
-        self.engine = VllmEngine(config.patience)
+        self.engines = Engines(connect(), config.patience, client_write_seconds=config.client_write_seconds)
         self.fanout = Fanout(self.indexers, self.schedulers, timeout_seconds=config.scheduler_timeout_seconds)
         self.observations = Observations(lambda tenant, worker_id: worker_id in self.catalog.tenant(tenant).specs)
         self.health = WorkerHealth()
         self.indexer_check = IndexerCheck(self.indexers, self.observations)
         self._reports: set[asyncio.Task[None]] = set()
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
-        self.generate = GenerateFlow(
-            self.routing,
-            self.engine,
-            self.bookings,
-            self.observations,
-            self.health,
-            metrics=self.metrics,
+        vllm, aggregated = VllmAdapter(), Aggregated()
+        self.exchanges = Exchanges(
+            Means(
+                routing=self.routing,
+                bookings=self.bookings,
+                engines=self.engines,
+                adapters={EngineKind.VLLM: vllm, EngineKind.MOCK: vllm},
+                observations=self.observations,
+                health=self.health,
+                metrics=self.metrics,
+            ),
+            plan=lambda wish: aggregated,
             report_failure=self._report_failure,
             draw_attempt=_draw_attempt,
             migration_limit=config.migration_limit,
             max_in_flight=config.max_in_flight,
+            lease_seconds=config.lease_seconds,
         )
-        metrics.register(ObservationCollector(self.observations, lambda: self.generate.in_flight))
+        metrics.register(ObservationCollector(self.observations, lambda: self.exchanges.in_flight))
         metrics.register(ReportCollector(self.reporter))
         metrics.register(StreamCollector(self.schedulers))
         metrics.register(BlindCollector(self.indexer_check))
@@ -157,8 +167,8 @@ class Gateway:
 
     async def drain(self) -> None:
         """Refuses new requests; waits until none is in flight and every Free is delivered."""
-        self.generate.draining = True
-        await self.generate.idle.wait()
+        self.exchanges.draining = True
+        await self.exchanges.idle.wait()
         await self.bookings.settle()
 
     async def close(self) -> None:
@@ -171,7 +181,7 @@ class Gateway:
         except TimeoutError:
             log.warning("stopped with requests that no scheduler was told to free")
         await self.attachment.close()
-        await self.engine.close()
+        await self.engines.close()
         await self.indexers.close()
         await self.schedulers.close()
         if self.nats is not None:
@@ -182,7 +192,7 @@ class Gateway:
         members = [about(member.name, why) for member in self.registration.members if (why := problem(member))]
         return service_info(
             self.started,
-            draining=self.generate.draining,
+            draining=self.exchanges.draining,
             warnings=[*members, *self.indexer_check.warnings(), *self.health.warnings(), *self.backends.warnings()],
         )
 

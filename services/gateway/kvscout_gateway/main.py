@@ -159,21 +159,14 @@ async def build(config: GatewayConfig) -> App:
     """The gateway as an app to serve."""
     from prometheus_client import CollectorRegistry
 
-    from kvscout.v1 import gateway_pb2, gateway_pb2_grpc
-    from kvscout_gateway.front.grpc.servicer import GatewayServicer
+    from kvscout_gateway.front.grpc.servicer import SERVICE, GatewayServicer
     from kvscout_gateway.gateway import Gateway
 
     metrics = CollectorRegistry()
     gateway = Gateway(config, metrics)
-    servicer = GatewayServicer(gateway)
     return App(
         name="gateway",
-        services=[
-            (
-                gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name,
-                lambda server: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server),
-            )
-        ],
+        services=[(SERVICE, GatewayServicer(gateway).add_to)],
         tasks=gateway.tasks(),
         warm=gateway.backends.warm,
         drain=gateway.drain,

@@ -3,65 +3,103 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
-from kvscout_gateway.engines.patience import Patience, Pulse, Watch, until
+from kvscout_common.transport.http import StreamReport
+from kvscout_gateway.engines.patience import Patience, Pulse, Watch, bounded
 
-PATIENCE = Patience(first_output_seconds=10, prefill_tokens_per_second=100, idle_seconds=20, queue_seconds=200)
+PATIENCE = Patience(
+    first_output_seconds=10, prefill_tokens_per_second=100, idle_seconds=20, queue_seconds=200, answer_seconds=60
+)
+
+
+def followed(watch: Watch) -> StreamReport:
+    """What a pump notices of the request's answer."""
+    report = StreamReport()
+    watch.follow(report)
+    return report
 
 
 def test_the_own_prompt_explains_silence_before_the_first_token_and_not_after() -> None:
-    with Watch(PATIENCE, 500, Pulse(), 1000.0) as watch:
-        assert watch.deadline() == 1015
-        watch.output(1014)
-        assert watch.deadline() == 1034
-        watch.paused(1100)  # its client was slow
-        assert (watch.deadline(), watch.silence(1110)) == (1120, 10)
+    watch = Watch(PATIENCE, 500, Pulse(), 1000.0)
+    assert watch.deadline() == 1015
+    watch.output(1014)
+    assert watch.deadline() == 1034
+
+
+def test_who_is_not_listened_to_is_not_silent() -> None:
+    watch = Watch(PATIENCE, 500, Pulse(), 1000.0)
+    report = followed(watch)
+    watch.output(1014)
+    report.listening_since = math.inf  # its client is slow
+    assert watch.left(5000) == watch.deadline() - 5000 == math.inf
+    report.listening_since = 1100
+    assert (watch.deadline(), watch.silent_since) == (1120, 1100)
+
+
+def test_an_answer_that_comes_at_once_may_take_as_long_as_it_has_tokens() -> None:
+    assert Watch(PATIENCE, 500, Pulse(), 1000.0, at_once=True).deadline() == 1065
 
 
 def test_prompts_that_came_before_explain_silence_and_those_that_came_later_do_not() -> None:
     pulse = Pulse()
-    with Watch(PATIENCE, 500, pulse, 0.0) as running:
-        running.output(0.0)
-        with Watch(PATIENCE, 3000, pulse, 1.0) as long, Watch(PATIENCE, 100, pulse, 2.0) as short:
-            assert long.deadline() == 1 + 10 + 30
-            assert short.deadline() == 2 + 10 + 31
-            # Both may hold up who decodes beside them.
-            assert running.deadline() == 20 + 31
-            long.output(30.0)
-            assert short.deadline() == 30 + 10 + 1
-        assert running.deadline() == 30 + 20
+    running = Watch(PATIENCE, 500, pulse, 0.0)
+    running.output(0.0)
+    long, short = Watch(PATIENCE, 3000, pulse, 1.0), Watch(PATIENCE, 100, pulse, 2.0)
+    assert long.deadline() == 1 + 10 + 30
+    assert short.deadline() == 2 + 10 + 31
+    # Both may hold up who decodes beside them.
+    assert running.deadline() == 20 + 31
+    long.output(30.0)
+    assert short.deadline() == 30 + 10 + 1
+    long.end()
+    short.end()
+    assert running.deadline() == 30 + 20
+    running.end()
     assert not pulse.prefilling
+    assert not pulse.decoding
+    assert pulse.beat_at == 30
 
 
 def test_a_request_that_failed_explains_nothing_any_more() -> None:
     pulse = Pulse()
-    with Watch(PATIENCE, 100, pulse, 0.0) as second:
-        first = Watch(PATIENCE, 5000, pulse, 0.0)
-        with pytest.raises(TimeoutError), first:
-            assert first.deadline() == 61
-            raise TimeoutError
-        assert second.deadline() == 11
+    second = Watch(PATIENCE, 100, pulse, 0.0)
+    first = Watch(PATIENCE, 5000, pulse, 0.0)
+    assert first.deadline() == 61
+    first.end()
+    first.end()
+    assert second.deadline() == 11
 
 
 def test_output_for_others_bears_silence_up_to_a_limit() -> None:
     pulse = Pulse()
-    with Watch(PATIENCE, 0, pulse, 0.0) as waiting, Watch(PATIENCE, 0, pulse, 0.0) as served:
-        for now in range(0, 400, 5):
-            served.output(now)
-        assert waiting.deadline() == 200
-        assert served.deadline() == 395 + 20
-    with Watch(PATIENCE, 50_000, pulse, 1000.0) as endless:
-        assert endless.deadline() == 1510, "a prompt that takes longer than that has its time"
+    waiting, served = Watch(PATIENCE, 0, pulse, 0.0), Watch(PATIENCE, 0, pulse, 0.0)
+    report = followed(served)
+    served.output(0.0)
+    for now in range(0, 400, 5):
+        report.progress_at = now
+        assert waiting.left(now + 1) == waiting.deadline() - now - 1 or now < 10
+    assert waiting.deadline() == 200
+    assert served.deadline() == 395 + 20
+    served.end()
+    assert pulse.last_beat() == 395
+    assert Watch(PATIENCE, 50_000, pulse, 1000.0).deadline() == 1510, (
+        "a prompt that takes longer than that has its time"
+    )
 
 
 async def test_a_deadline_may_move_while_something_is_awaited() -> None:
     loop = asyncio.get_running_loop()
-    deadlines = iter([loop.time() + 0.02, loop.time() + 0.05])
+    patience = Patience(first_output_seconds=0.05, idle_seconds=0.05)
+    watch = Watch(patience, 0, Pulse(), loop.time())
+    began = loop.time()
+    loop.call_later(0.03, lambda: watch.output(loop.time()))
     with pytest.raises(TimeoutError):
-        async with until(lambda: next(deadlines, 0.0)):
+        async with bounded(watch):
             await asyncio.Event().wait()
-    assert next(deadlines, None) is None
-    async with until(lambda: loop.time() + 1):
+    assert loop.time() - began > 0.07
+    watch.output(loop.time())
+    async with bounded(watch):
         await asyncio.sleep(0)

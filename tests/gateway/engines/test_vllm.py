@@ -1,4 +1,6 @@
-"""The engine adapter: connections, limits and errors of HTTP."""
+"""Requests at engines that speak as vLLM does: connections, limits and errors of HTTP."""
+
+from __future__ import annotations
 
 import asyncio
 import gzip
@@ -6,7 +8,8 @@ import json
 import os
 import resource
 from array import array
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -14,22 +17,69 @@ from aiohttp import web
 from processes import eventually
 from scripted_engine import Script, ScriptedEngine, answer, begin, hang, refuse, scripted_engine, send_tokens
 
+from kvscout.v1 import gateway_pb2
+from kvscout_common.transport.http import HttpRequest, connect
+from kvscout_gateway.engines.adapter import UNCHANGED, Address, TokenRequest
+from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.engines.failure import EngineFailed, Fault
 from kvscout_gateway.engines.patience import Patience, Pulse
-from kvscout_gateway.engines.vllm import TOKENS_A_TURN, Dispatch, VllmEngine, _body
+from kvscout_gateway.engines.vllm import TOKENS_A_TURN, VllmAdapter
 
 
-def dispatch(engine: ScriptedEngine, **fields: Any) -> Dispatch:
-    defaults = {"endpoint": engine.url, "model": "m", "token_ids": array("I", [1]), "request_id": "r", "dp_rank": None}
-    return Dispatch(**{**defaults, "parameters": {"max_tokens": 3}, **fields})
+class Output:
+    """A client that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.finish = ""
+        self.came = asyncio.Event()
+
+    async def write(self, data: bytes) -> None:
+        message = gateway_pb2.GenerateResponse.FromString(data)
+        self.token_ids += message.token_ids
+        self.finish = message.engine_finish_reason or self.finish
+        self.came.set()
 
 
-async def run(adapter: VllmEngine, asked: Dispatch) -> list[int]:
-    got: list[int] = []
-    async with aclosing(adapter.generate(asked)) as chunks:
-        async for chunk in chunks:
-            got += chunk.token_ids or ()
-    return got
+@asynccontextmanager
+async def engines(patience: Patience | None = None) -> AsyncIterator[Engines]:
+    """Calls engines."""
+    calling = Engines(connect(), patience or Patience(), client_write_seconds=5.0)
+    try:
+        yield calling
+    finally:
+        await calling.close()
+
+
+async def run(
+    calling: Engines,
+    engine: ScriptedEngine | str,
+    *,
+    token_ids: tuple[int, ...] = (1,),
+    dp_rank: int | None = None,
+    parameters: dict[str, Any] | None = None,
+    uncached_tokens: int = 0,
+    pulse: Pulse | None = None,
+    output: Output | None = None,
+) -> list[int]:
+    """One request; the tokens that came."""
+    adapter, output = VllmAdapter(), output or Output()
+    to = Address(engine if isinstance(engine, str) else engine.url, "m", "r", dp_rank)
+    request = TokenRequest(array("I", token_ids).tobytes(), {"max_tokens": 3} if parameters is None else parameters)
+    call = calling.call(to.endpoint, uncached_tokens=uncached_tokens, pulse=pulse or Pulse())
+    try:
+        answered = await call.send(await request.write(adapter, to, UNCHANGED))
+        await call.relay(
+            answered,
+            output,
+            request.form,
+            dialect=adapter.dialect,
+            max_tokens=request.max_tokens,
+            on_first_output=lambda: None,
+        )
+    finally:
+        call.end()
+    return output.token_ids
 
 
 async def test_a_connection_is_used_again() -> None:
@@ -39,20 +89,16 @@ async def test_a_connection_is_used_again() -> None:
         peers.add(request.transport.get_extra_info("peername") if request.transport else None)
         return await answer(request, body)
 
-    adapter = VllmEngine(Patience())
-    async with scripted_engine(note) as engine:
+    async with scripted_engine(note) as engine, engines() as calling:
         for _ in range(5):
-            assert await run(adapter, dispatch(engine)) == [1, 2, 3]
-        await adapter.close()
+            assert await run(calling, engine) == [1, 2, 3]
     assert len(peers) == 1
 
 
 async def test_ranks_are_named_in_a_header() -> None:
-    adapter = VllmEngine(Patience())
-    async with scripted_engine(answer) as engine:
-        await run(adapter, dispatch(engine, dp_rank=3))
+    async with scripted_engine(answer) as engine, engines() as calling:
+        await run(calling, engine, dp_rank=3)
         assert engine.headers[0]["X-data-parallel-rank"] == "3"
-        await adapter.close()
 
 
 @pytest.mark.parametrize(
@@ -70,64 +116,60 @@ async def test_ranks_are_named_in_a_header() -> None:
     ],
 )
 async def test_a_refusal_tells_whose_fault_it_is(status: int, fault: Fault) -> None:
-    adapter = VllmEngine(Patience())
-    async with scripted_engine(refuse(status, "because", **{"Retry-After": "7", "Location": "/elsewhere"})) as engine:
+    async with (
+        scripted_engine(refuse(status, "because", **{"Retry-After": "7", "Location": "/elsewhere"})) as engine,
+        engines() as calling,
+    ):
         with pytest.raises(EngineFailed, match=f"{status}: because") as failed:
-            await run(adapter, dispatch(engine))
+            await run(calling, engine)
         assert failed.value.fault is fault
         assert failed.value.retry_after_seconds == 7
         assert len(engine.requests) == 1
-        await adapter.close()
 
 
 async def test_without_descriptors_the_engine_is_not_to_blame() -> None:
-    adapter = VllmEngine(Patience())
-    async with scripted_engine(answer) as engine:
-        assert await run(adapter, dispatch(engine)) == [1, 2, 3]  # everything is loaded
-        await adapter.close()
-        adapter = VllmEngine(Patience())
+    async with scripted_engine(answer) as engine, engines() as calling:
+        assert await run(calling, engine) == [1, 2, 3]  # everything is loaded
+    async with scripted_engine(answer) as engine, engines() as calling:
         _, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         lowest_free = os.open(os.devnull, os.O_RDONLY)
         os.close(lowest_free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
         try:
             with pytest.raises(EngineFailed, match="Too many open files") as failed:
-                await run(adapter, dispatch(engine))
+                await run(calling, engine)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert failed.value.fault is Fault.GATEWAY
-        assert await run(adapter, dispatch(engine)) == [1, 2, 3]
-        await adapter.close()
+        assert await run(calling, engine) == [1, 2, 3]
 
 
 async def test_a_refusal_that_is_no_json_is_told_as_it_is() -> None:
     async def gateway_error(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return web.Response(status=502, text="<html>bad gateway</html>", headers={"Retry-After": "soon"})
 
-    adapter = VllmEngine(Patience())
-    async with scripted_engine(gateway_error) as engine:
+    async with scripted_engine(gateway_error) as engine, engines() as calling:
         with pytest.raises(EngineFailed, match="<html>bad gateway") as failed:
-            await run(adapter, dispatch(engine))
+            await run(calling, engine)
         assert failed.value.retry_after_seconds is None
-        await adapter.close()
 
 
-async def test_closing_the_iterator_aborts_the_engines_request() -> None:
+async def test_who_stops_waiting_aborts_the_engines_request() -> None:
     async def one_then_hang(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin(request)
         await send_tokens(response, 1)
         return await hang(request, body)
 
-    adapter = VllmEngine(Patience())
-    async with scripted_engine(one_then_hang) as engine:
-        async with aclosing(adapter.generate(dispatch(engine))) as chunks:
-            await anext(chunks)
+    async with scripted_engine(one_then_hang) as engine, engines() as calling:
+        output = Output()
+        running = asyncio.create_task(run(calling, engine, output=output))
+        await output.came.wait()
+        running.cancel()
 
         async def aborted() -> bool:
             return engine.aborted == 1
 
         await eventually(aborted)
-        await adapter.close()
 
 
 SHORT = Patience(first_output_seconds=0.2, idle_seconds=0.2, prefill_tokens_per_second=1e9)
@@ -153,13 +195,11 @@ EMPTY = b'data: {"choices": [{"token_ids": [], "text": "", "finish_reason": null
 @pytest.mark.parametrize("first", [0, 2], ids=["before a token", "after tokens"])
 @pytest.mark.parametrize("line", [b"", b": ping\n\n", b"\n\n", b"event: ping\ndata: \n\n", EMPTY])
 async def test_an_engine_that_puts_out_nothing_hangs_whatever_it_sends(line: bytes, first: int) -> None:
-    adapter = VllmEngine(SHORT)
-    async with scripted_engine(chatter(line, first=first)) as engine:
+    async with scripted_engine(chatter(line, first=first)) as engine, engines(SHORT) as calling:
         with pytest.raises(EngineFailed, match="hangs: no output for") as failed:
-            await run(adapter, dispatch(engine))
+            await run(calling, engine)
         assert failed.value.fault is Fault.WORKER
         await eventually(lambda: _aborted(engine))
-        await adapter.close()
 
 
 async def _aborted(engine: ScriptedEngine) -> bool:
@@ -167,11 +207,9 @@ async def _aborted(engine: ScriptedEngine) -> bool:
 
 
 async def test_an_engine_that_does_not_even_send_a_head_hangs() -> None:
-    adapter = VllmEngine(SHORT)
-    async with scripted_engine(hang) as engine:
+    async with scripted_engine(hang) as engine, engines(SHORT) as calling:
         with pytest.raises(EngineFailed, match="hangs"):
-            await run(adapter, dispatch(engine))
-        await adapter.close()
+            await run(calling, engine)
 
 
 async def test_a_long_prompt_explains_a_long_silence() -> None:
@@ -179,12 +217,13 @@ async def test_a_long_prompt_explains_a_long_silence() -> None:
         await asyncio.sleep(0.5)
         return await answer(request, body)
 
-    adapter = VllmEngine(Patience(first_output_seconds=0.2, prefill_tokens_per_second=1000))
-    async with scripted_engine(after_a_while) as engine:
-        assert await run(adapter, dispatch(engine, uncached_tokens=20_000)) == [1, 2, 3]
+    async with (
+        scripted_engine(after_a_while) as engine,
+        engines(Patience(first_output_seconds=0.2, prefill_tokens_per_second=1000)) as calling,
+    ):
+        assert await run(calling, engine, uncached_tokens=20_000) == [1, 2, 3]
         with pytest.raises(EngineFailed, match="hangs"):
-            await run(adapter, dispatch(engine, uncached_tokens=20))
-        await adapter.close()
+            await run(calling, engine, uncached_tokens=20)
 
 
 async def test_who_stands_in_line_is_not_silent_while_others_are_served() -> None:
@@ -199,15 +238,15 @@ async def test_who_stands_in_line_is_not_silent_while_others_are_served() -> Non
     async def in_line(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await (slowly(request, body) if body["prompt"] == [1] else hang(request, body))
 
-    adapter, pulse = VllmEngine(SHORT), Pulse()
-    async with scripted_engine(in_line) as engine:
-        served = asyncio.create_task(run(adapter, dispatch(engine, pulse=pulse, parameters={})))
-        waits = asyncio.create_task(run(adapter, dispatch(engine, pulse=pulse, token_ids=array("I", [2]))))
+    pulse = Pulse()
+    patience = Patience(first_output_seconds=0.6, idle_seconds=0.6, prefill_tokens_per_second=1e9)
+    async with scripted_engine(in_line) as engine, engines(patience) as calling:
+        served = asyncio.create_task(run(calling, engine, pulse=pulse, parameters={}))
+        waits = asyncio.create_task(run(calling, engine, pulse=pulse, token_ids=(2,)))
         assert len(await served) == 10
         assert not waits.done()
         with pytest.raises(EngineFailed, match="hangs"):
             await waits
-        await adapter.close()
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 7])
@@ -218,17 +257,11 @@ async def test_tokens_past_max_tokens_end_the_stream(at_once: int) -> None:
             await send_tokens(response, *[7] * at_once)
             await asyncio.sleep(0)
 
-    adapter = VllmEngine(Patience())
-    async with scripted_engine(endless) as engine:
-        got: list[int] = []
-        finish = ""
-        async with aclosing(adapter.generate(dispatch(engine, parameters={"max_tokens": 3}))) as chunks:
-            async for chunk in chunks:
-                got += chunk.token_ids or ()
-                finish = chunk.finish_reason or finish
-        assert (got, finish) == ([7, 7, 7], "length")
+    async with scripted_engine(endless) as engine, engines() as calling:
+        output = Output()
+        await run(calling, engine, output=output)
+        assert (output.token_ids, output.finish) == ([7, 7, 7], "length")
         await eventually(lambda: _aborted(engine))
-        await adapter.close()
 
 
 async def test_an_engine_that_never_ends_its_body_has_answered_all_the_same() -> None:
@@ -238,10 +271,8 @@ async def test_an_engine_that_never_ends_its_body_has_answered_all_the_same() ->
         await response.write(b"data: [DONE]\n\n")
         return await hang(request, body)
 
-    adapter = VllmEngine(SHORT)
-    async with scripted_engine(lingering) as engine:
-        assert await run(adapter, dispatch(engine)) == [1]
-        await adapter.close()
+    async with scripted_engine(lingering) as engine, engines(SHORT) as calling:
+        assert await run(calling, engine) == [1]
 
 
 async def test_a_body_of_another_protocol_is_a_failure() -> None:
@@ -251,13 +282,10 @@ async def test_a_body_of_another_protocol_is_a_failure() -> None:
         writer.close()
 
     server = await asyncio.start_server(speak_otherwise, "127.0.0.1", 0)
-    adapter = VllmEngine(Patience())
-    async with server:
+    async with server, engines() as calling:
         port = server.sockets[0].getsockname()[1]
-        asked = Dispatch(f"http://127.0.0.1:{port}", "m", array("I", [1]), "r", None, {})
         with pytest.raises(EngineFailed):
-            await run(adapter, asked)
-    await adapter.close()
+            await run(calling, f"http://127.0.0.1:{port}")
 
 
 async def test_a_packed_answer_is_not_unpacked() -> None:
@@ -267,13 +295,11 @@ async def test_a_packed_answer_is_not_unpacked() -> None:
         assert request.headers["Accept-Encoding"] == "identity"
         return web.Response(body=gzip.compress(bytes(unpacked)), headers={"Content-Encoding": "gzip"})
 
-    adapter = VllmEngine(Patience())
-    async with scripted_engine(packed) as engine:
+    async with scripted_engine(packed) as engine, engines() as calling:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(EngineFailed):
-            await run(adapter, dispatch(engine))
+            await run(calling, engine)
         assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < unpacked
-        await adapter.close()
 
 
 async def test_others_have_their_turn_while_a_long_prompt_is_written() -> None:
@@ -288,8 +314,9 @@ async def test_others_have_their_turn_while_a_long_prompt_is_written() -> None:
     slices = 8
     prompt = array("I", range(slices * TOKENS_A_TURN + 1))
     others = asyncio.create_task(take_turns())
-    body = await _body(Dispatch("http://engine", "m", prompt, "r", None, {"max_tokens": 3}))
+    request = TokenRequest(prompt.tobytes(), {"max_tokens": 3})
+    written: HttpRequest = await request.write(VllmAdapter(), Address("http://engine", "m", "r", None), UNCHANGED)
     others.cancel()
     assert turns >= slices
-    document = json.loads(body)
+    document = json.loads(written.body)
     assert (document["prompt"], document["max_tokens"]) == (prompt.tolist(), 3)

@@ -1,4 +1,4 @@
-"""Messages of the gateway as plain values and back: numbers as they were typed, reasons as the engine gave them."""
+"""Messages of the gateway as plain values and back: numbers as they were typed, tokens as they came."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from array import array
 import pytest
 
 from kvscout.v1 import gateway_pb2
-from kvscout_client import FinishReason, decode
 from kvscout_common.errors import InvalidArgument
-from kvscout_gateway.engines.framing import Chunk
 from kvscout_gateway.front.grpc.translate import (
     engine_parameters,
-    generate_response,
     generate_wish,
     pack_tokens,
     route_wish,
 )
-from kvscout_gateway.request.exchange import Piece
 
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
@@ -42,30 +38,6 @@ def test_what_was_no_short_number_stays_the_same_number() -> None:
         (value,) = struct.unpack("<f", struct.pack("<I", rng.randrange(1, 0x7F7FFFFF)))
         passed = engine_parameters(asked(repetition_penalty=value))["repetition_penalty"]
         assert struct.pack("<f", passed) == struct.pack("<f", value)
-
-
-@pytest.mark.parametrize(
-    ("word", "shown", "read"),
-    [
-        ("stop", gateway_pb2.FINISH_REASON_STOP, FinishReason.STOP),
-        ("length", gateway_pb2.FINISH_REASON_LENGTH, FinishReason.LENGTH),
-        ("abort", gateway_pb2.FINISH_REASON_ABORT, FinishReason.ABORT),
-        ("content_filter", gateway_pb2.FINISH_REASON_OTHER, FinishReason.OTHER),
-        ("STOP", gateway_pb2.FINISH_REASON_OTHER, FinishReason.OTHER),
-    ],
-)
-def test_a_reason_that_has_no_name_here_is_none_that_has_one(word: str, shown: int, read: FinishReason) -> None:
-    message = generate_response(Piece(chunk=Chunk(token_ids=array("I", [1]), finish_reason=word)), "r")
-    assert message.finish_reason == shown
-    assert message.engine_finish_reason == word
-    chunk = decode.chunk(message)
-    assert (chunk.finish_reason, chunk.engine_finish_reason) == (read, word)
-
-
-def test_words_of_an_engine_that_are_no_text_or_too_long_are_passed_on_as_text_of_bounded_length() -> None:
-    message = generate_response(Piece(chunk=Chunk(text="a\ud800b", finish_reason="x\udfff" * 10_000)), "r")
-    assert message.text == "a?b"
-    assert 0 < len(message.engine_finish_reason) <= 64
 
 
 @pytest.mark.parametrize("kind", [gateway_pb2.GenerateRequest, gateway_pb2.RouteRequest])
@@ -95,7 +67,7 @@ def test_packing_a_prompt_makes_no_object_of_each_token() -> None:
 
 def test_a_prompt_above_the_limit_is_refused_by_the_field_that_has_it() -> None:
     with pytest.raises(InvalidArgument, match="11 tokens") as refused:
-        generate_wish(gateway_pb2.GenerateRequest(model="m", token_ids=range(11)), 300, 10)
+        generate_wish(gateway_pb2.GenerateRequest(model="m", token_ids=range(11)), 10)
     assert refused.value.field == "token_ids"
     with pytest.raises(InvalidArgument, match="16 tokens") as refused:
         route_wish(gateway_pb2.RouteRequest(model="m", block_hashes=[1, 2, 3, 4], block_size=4), 10)

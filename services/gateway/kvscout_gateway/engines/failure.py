@@ -12,11 +12,11 @@
 
 from __future__ import annotations
 
-import errno
+import json
 from enum import Enum
 from typing import Any
 
-from kvscout_common.errors import Unavailable
+from kvscout_common.transport.http import FailureKind, Headers, HttpFailed
 
 MAX_MESSAGE = 500
 """Characters of what an engine says that are passed on."""
@@ -24,7 +24,6 @@ MAX_MESSAGE = 500
 _MISFITS = frozenset({401, 403, 404, 405, 407, 408})
 """Client errors that say nothing of the request: a key, a path or a model name that this engine does not have."""
 _REQUEST_TYPES = frozenset({"BadRequestError", "invalid_request_error"})
-_OWN_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Fault(Enum):
@@ -42,12 +41,28 @@ class Fault(Enum):
     """This process has no resources left to ask with."""
 
 
-class EngineFailed(Unavailable):
-    """The engine refused the request, or its stream broke."""
+class EngineFailed(Exception):
+    """The engine did not run the request, or not to its end. Never reaches a client as it is: see `exchange`.
 
-    def __init__(self, message: str, *, fault: Fault = Fault.WORKER, retry_after_seconds: float | None = None) -> None:
-        super().__init__(message, retry_after_seconds=retry_after_seconds)
+    Attributes:
+        fault: Whose fault it is.
+        retry_after_seconds: When a later try may succeed, as the engine says.
+        answer: What it answered instead of running it: status, headers, body; None = it did not.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        fault: Fault = Fault.WORKER,
+        retry_after_seconds: float | None = None,
+        answer: tuple[int, Headers, bytes] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
         self.fault = fault
+        self.retry_after_seconds = retry_after_seconds
+        self.answer = answer
 
 
 def fault_of_status(status: int, *, retry_after: bool) -> Fault:
@@ -64,10 +79,28 @@ def fault_of_status(status: int, *, retry_after: bool) -> Fault:
     return Fault.REFUSED
 
 
-def fault_of_os_error(error: OSError) -> Fault:
-    """Whose fault it is that a connection could not be made or broke."""
+def unheard(endpoint: str, error: HttpFailed) -> EngineFailed:
+    """There is no answer, or not all of it."""
     # Ports are not among our own resources: they run out for one address at a time, and another worker has its own.
-    return Fault.GATEWAY if error.errno in _OWN_RESOURCES else Fault.WORKER
+    fault = Fault.GATEWAY if error.kind is FailureKind.RESOURCES else Fault.WORKER
+    return EngineFailed(f"{endpoint}: {error}", fault=fault)
+
+
+def refused(status: int, headers: Headers, body: bytes) -> EngineFailed:
+    """An answer that is no success."""
+    text = body.decode(errors="replace")
+    try:
+        document = json.loads(text)
+        text = str(document.get("error", document).get("message", text))
+    except (ValueError, AttributeError, RecursionError):
+        pass  # not OpenAI's error shape: the text itself says it
+    retry_after = next((value for name, value in headers if name.lower() == "retry-after"), "")
+    return EngineFailed(
+        f"engine answered {status}: {text[:MAX_MESSAGE]}",
+        fault=fault_of_status(status, retry_after=bool(retry_after)),
+        retry_after_seconds=float(retry_after) if retry_after.isdecimal() else None,
+        answer=(status, headers, body),
+    )
 
 
 def reported(error: Any) -> EngineFailed:

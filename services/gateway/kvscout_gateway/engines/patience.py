@@ -9,13 +9,14 @@ request is that of its worker rank, up to a limit; and the prompts that came bef
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
+
+from kvscout_common.transport.http import StreamReport
 
 LOOK_SECONDS = 5.0
-"""How often a deadline is looked at that may have come nearer meanwhile."""
+"""How often it is looked whether an engine is heard that must not be silent for longer."""
 
 
 @dataclass(slots=True)
@@ -23,9 +24,15 @@ class Pulse:
     """Of one worker rank, as all requests of this gateway feel it."""
 
     beat_at: float = float("-inf")
-    """When it last put out something, on the loop's clock."""
+    """When it last put out something for a request that has ended, on the loop's clock."""
     prefilling: dict[Watch, int] = field(default_factory=dict)
     """Tokens that it has to compute for each request without a first token, in the order in which they came."""
+    decoding: set[Watch] = field(default_factory=set)
+    """Requests that have one."""
+
+    def last_beat(self) -> float:
+        """When it last put out something, for whomever."""
+        return max([self.beat_at, *(watch.heard_at for watch in self.decoding)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +49,16 @@ class Patience:
     """Longest silence after it, beside that time."""
     queue_seconds: float = 300.0
     """Longest silence of a request, whatever its worker rank does for others."""
+    answer_seconds: float = 600.0
+    """Longest silence of a request whose whole answer comes at once."""
 
 
 class Watch:
-    """Over the silence of one request, from when it goes to its engine; entered and left with it."""
+    """Over the silence of one request, from when it goes to its engine; ended with it."""
 
-    def __init__(self, patience: Patience, uncached_tokens: int, pulse: Pulse, now: float) -> None:
+    def __init__(
+        self, patience: Patience, uncached_tokens: int, pulse: Pulse, now: float, *, at_once: bool = False
+    ) -> None:
         """Begins.
 
         Args:
@@ -55,21 +66,44 @@ class Watch:
             uncached_tokens: Of its prompt, those that the engine has to compute.
             pulse: Of its worker rank.
             now: On the loop's clock, as everywhere here.
+            at_once: The whole answer comes at once, when it is complete.
         """
         self._patience = patience
         self._pulse = pulse
         self._since = now
         self._uncached = uncached_tokens
-        self._seconds = patience.first_output_seconds
+        self._seconds = patience.answer_seconds if at_once else patience.first_output_seconds
+        self._report: StreamReport | None = None
+        pulse.prefilling[self] = uncached_tokens
 
-    def __enter__(self) -> Watch:
-        self._pulse.prefilling[self] = self._uncached
-        return self
+    def end(self) -> None:
+        """The request is over. A second call does nothing."""
+        pulse = self._pulse
+        pulse.prefilling.pop(self, None)
+        if self in pulse.decoding:
+            pulse.decoding.remove(self)
+            pulse.beat_at = max(pulse.beat_at, self.heard_at)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def follow(self, report: StreamReport) -> None:
+        """The answer begins: what a pump notices of it counts, too."""
+        self._report = report
+
+    def output(self, now: float) -> None:
+        """There was some."""
+        self._since = now
+        self._seconds, self._uncached = self._patience.idle_seconds, 0
         self._pulse.prefilling.pop(self, None)
+        self._pulse.decoding.add(self)
+
+    @property
+    def heard_at(self) -> float:
+        """When it last put out something, or else began."""
+        return max(self._since, self._report.progress_at) if self._report is not None else self._since
+
+    @property
+    def silent_since(self) -> float:
+        """Since when the engine could have been heard, and was not; infinity while nobody listens."""
+        return max(self.heard_at, self._report.listening_since) if self._report is not None else self._since
 
     @property
     def seconds(self) -> float:
@@ -83,29 +117,21 @@ class Watch:
 
     def deadline(self) -> float:
         """When the engine counts as hung, as of now: it moves with what the worker rank does."""
+        since = self.silent_since
         at_most = max(
             self._patience.queue_seconds, self._seconds + self._uncached / self._patience.prefill_tokens_per_second
         )
-        return min(max(self._since, self._pulse.beat_at) + self.seconds, self._since + at_most)
+        return min(max(since, self._pulse.last_beat()) + self.seconds, since + at_most)
 
-    def silence(self, now: float) -> float:
-        """Seconds since the engine could have been heard last."""
-        return now - self._since
-
-    def output(self, now: float) -> None:
-        """There was some."""
-        self._since = self._pulse.beat_at = now
-        self._seconds, self._uncached = self._patience.idle_seconds, 0
-        self._pulse.prefilling.pop(self, None)
-
-    def paused(self, now: float) -> None:
-        """The engine could not be heard until now, because nobody listened."""
-        self._since = now
+    def left(self, now: float) -> float:
+        """Seconds until then; 0 or less = it hangs. Others of the worker rank are asked only if it matters."""
+        left = self.silent_since + self._seconds - now
+        return left if left > 0 else self.deadline() - now
 
 
 @asynccontextmanager
-async def until(deadline: Callable[[], float]) -> AsyncIterator[None]:
-    """Bounds what is awaited by a deadline on the loop's clock that may move while it waits.
+async def bounded(watch: Watch) -> AsyncIterator[None]:
+    """Bounds what is awaited by a watch's deadline, which may move while it waits.
 
     Raises:
         TimeoutError: It passed.
@@ -115,14 +141,16 @@ async def until(deadline: Callable[[], float]) -> AsyncIterator[None]:
 
     def look() -> None:
         nonlocal timer
-        at = deadline()
-        if at <= loop.time():
-            scope.reschedule(at)
+        now = loop.time()
+        left = watch.left(now)
+        if left <= 0:
+            scope.reschedule(now)
         else:
-            timer = loop.call_at(min(at, loop.time() + LOOK_SECONDS), look)
+            timer = loop.call_at(now + min(left, LOOK_SECONDS), look)
 
     async with asyncio.timeout(None) as scope:
-        timer = loop.call_at(min(deadline(), loop.time() + LOOK_SECONDS), look)
+        now = loop.time()
+        timer = loop.call_at(now + max(0.0, min(watch.left(now), LOOK_SECONDS)), look)
         try:
             yield
         finally:

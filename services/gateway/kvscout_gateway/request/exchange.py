@@ -1,99 +1,85 @@
-"""Running a request: place it, dispatch it, stream its output, account for it.
+"""An exchange: one request of a client from its begin to its end, whichever front it came through.
 
-A worker that fails before its first token costs one more try elsewhere; after that token nothing is retried. Whatever
-happens (end, error, cancellation), each booking is freed exactly once. Who pays for a failure, the request or the
-worker, is told by `engine_failure`.
+::
+
+    front ──wish──▶ Exchange ──plan──▶ legs: place ─▶ send ─▶ relay ─▶ free
+                       │                       └── failed, and nothing passed on: once more, elsewhere
+                       └── place: a leg that the front sends itself, and tells of first output, end, failure
+
+A worker that fails before the client has a byte costs one more try elsewhere; after that nothing is retried. Whatever
+happens (end, error, cancellation), each booking is freed exactly once, at the latest when the exchange is left. Who
+pays for a failure, the request or the worker, is told by `engines.failure`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from array import array
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import TypeAlias
 
 from kvscout_common.errors import (
     Draining,
-    FailedPrecondition,
     InternalError,
     InvalidArgument,
     KvscoutError,
     ResourceExhausted,
     Unavailable,
 )
+from kvscout_common.transport.http import SinkGone
+from kvscout_gateway.engines.adapter import ClientRequest
 from kvscout_gateway.engines.failure import EngineFailed, Fault
-from kvscout_gateway.engines.framing import Chunk
-from kvscout_gateway.engines.health import Key, WorkerHealth
-from kvscout_gateway.engines.vllm import Dispatch, VllmEngine
-from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.request.observation import Observations, computes_a_block, predicted_cached_tokens
+from kvscout_gateway.request.leg import Leg, Means, Reply
 from kvscout_gateway.request.placement import Placement, Wish
-from kvscout_gateway.request.routing import RoutingFlow
-from kvscout_gateway.scheduler_client.bookings import Bookings
+from kvscout_gateway.request.plan import Plan
 
 MAX_TRIES = 256
 """Attempt ids leave eight bits for the number of the try, the highest of which is `UNBOOKED_ATTEMPT`."""
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece of a request's output: where it runs, once a try, or what the engine sent."""
-
-    placement: Placement | None = None
-    chunk: Chunk | None = None
+Use: TypeAlias = Callable[[Leg], Awaitable[None]]
+ReportFailure: TypeAlias = Callable[[str, Placement, EngineFailed, float], object]
 
 
-Emit: TypeAlias = Callable[[Piece], Awaitable[None]]
+def failure_behind(error: BaseException) -> EngineFailed | None:
+    """What an engine did that an exchange's error tells of; None = no engine is behind it."""
+    return error.__cause__ if isinstance(error.__cause__, EngineFailed) else None
 
 
-class GenerateFlow:
-    """select → dispatch → stream → free."""
+class Exchanges:
+    """All exchanges of one gateway."""
 
     def __init__(
         self,
-        routing: RoutingFlow,
-        engine: VllmEngine,
-        bookings: Bookings,
-        observations: Observations,
-        health: WorkerHealth,
+        means: Means,
         *,
-        metrics: GatewayMetrics,
-        report_failure: Callable[[str, Placement, EngineFailed, float], object],
+        plan: Callable[[Wish], Plan],
+        report_failure: ReportFailure,
         draw_attempt: Callable[[], int],
         migration_limit: int,
         max_in_flight: int,
-        clock: Callable[[], float] = time.perf_counter,
+        lease_seconds: int,
     ) -> None:
         """Runs requests.
 
         Args:
-            routing: Places them.
-            engine: Runs them.
-            bookings: Keeps what was booked.
-            observations: Keeps what was seen of the workers.
-            health: Knows which of them to leave alone.
-            metrics: Counts.
+            means: What they are run with.
+            plan: How a request is to be run.
             report_failure: Told of each failure of a worker, and for how many seconds it is left out for it.
             draw_attempt: A random number, unique to a call, of `MAX_TRIES`s: a request id that is used again is another
                 attempt, and what frees the one cannot free the other.
-            migration_limit: Further tries after a failure before the first token.
-            max_in_flight: Requests that run at once.
-            clock: Seconds.
+            migration_limit: Further tries of a leg after a failure.
+            max_in_flight: Exchanges at once.
+            lease_seconds: Of bookings that have a lease.
         """
-        self._routing = routing
-        self._engine = engine
-        self._bookings = bookings
-        self._observations = observations
-        self._health = health
-        self._metrics = metrics
-        self._report_failure = report_failure
-        self._draw_attempt = draw_attempt
-        self._migration_limit = migration_limit
+        self.means = means
+        self.plan = plan
+        self.report_failure = report_failure
+        self.draw_attempt = draw_attempt
+        self.migration_limit = migration_limit
         self._max_in_flight = max_in_flight
-        self._clock = clock
+        self.lease_seconds = lease_seconds
         self.draining = False
         """Refuses what is new."""
         self.in_flight = 0
@@ -103,18 +89,19 @@ class GenerateFlow:
         self.requests = 0
         self.failures = 0
 
-    async def run(self, wish: Wish, parameters: Mapping[str, Any], emit: Emit) -> None:
-        """Runs one request to its end; cancelling it aborts it everywhere.
+    def begin(self, wish: Wish) -> Exchange:
+        """An exchange, to be entered and left.
 
         Args:
-            wish: What is asked of the worker; has a request_id.
-            parameters: Sampling and stop parameters, named as vLLM names them.
-            emit: Takes each piece of output; the next is read when it returns.
+            wish: What is asked of a worker; without a request_id it gets one.
+        """
+        return Exchange(self, wish if wish.request_id else replace(wish, request_id=f"gen-{uuid.uuid4().hex}"))
+
+    def admit(self) -> None:
+        """One more is in flight.
 
         Raises:
-            KvscoutError: As `RoutingFlow.place`; Draining and ResourceExhausted if this gateway takes nothing now;
-                InvalidArgument if the engine refuses the request; Unavailable if engines failed before the first
-                token; InternalError if one failed after it.
+            Draining, ResourceExhausted: This gateway takes nothing now.
         """
         if self.draining:
             raise Draining("the gateway is draining")
@@ -123,225 +110,185 @@ class GenerateFlow:
         self.in_flight += 1
         self.idle.clear()
         self.requests += 1
-        outcome = "cancelled"
-        try:
-            await self._try_until_it_runs(wish, parameters, emit)
-            outcome = "ok"
-        except Exception as error:
+
+    def over(self, error: BaseException | None) -> None:
+        """One has ended."""
+        outcome = "ok"
+        if isinstance(error, Exception) and not isinstance(error, SinkGone):
             outcome = type(error).__name__ if isinstance(error, KvscoutError) else InternalError.__name__
             self.failures += 1
-            raise
-        finally:
-            self.in_flight -= 1
-            if self.in_flight == 0:
-                self.idle.set()
-            self._metrics.requests.labels(outcome).inc()
+        elif error is not None:
+            outcome = "cancelled"
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self.idle.set()
+        self.means.metrics.requests.labels(outcome).inc()
 
-    async def _try_until_it_runs(self, wish: Wish, parameters: Mapping[str, Any], emit: Emit) -> None:
-        started = self._clock()
-        attempt = self._draw_attempt()
-        undriven = self._routing.undriven(wish)
-        tried: list[_Run] = []
-        for number in range(self._migration_limit + 1):
-            been_at = [run.placement.worker.worker_id for run in tried]
-            excluded = (*undriven, *self._left_out(wish), *been_at)
-            trying = replace(wish, attempt_id=attempt + number, excluded=excluded, owned=True)
+
+class Exchange:
+    """One request of a client; entered before anything is asked of it, and left when nobody waits for it any more."""
+
+    def __init__(self, all_of_them: Exchanges, wish: Wish) -> None:
+        self._all = all_of_them
+        self._means = all_of_them.means
+        self.wish = wish
+        self._started = self._means.clock()
+        self._next_attempt = all_of_them.draw_attempt()
+        self._legs: list[Leg] = []
+
+    @property
+    def request_id(self) -> str:
+        """The client's, or one that was made for it."""
+        return self.wish.request_id
+
+    def __enter__(self) -> Exchange:
+        self._all.admit()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for leg in self._legs:
+            leg.free()
+        self._all.over(error)
+
+    async def run(self, request: ClientRequest, reply: Reply) -> None:
+        """Runs the request to its end, by the plan that suits it.
+
+        Args:
+            request: What the client wants run.
+            reply: The client.
+
+        Raises:
+            KvscoutError: As `RoutingFlow.place`; InvalidArgument if the engine refuses the request; Unavailable if
+                engines failed before the client had a byte; InternalError if one failed after it; DeadlineExceeded if
+                the client takes nothing. `failure_behind` tells what the engine said.
+            SinkGone: The client is gone.
+        """
+        await self._all.plan(self.wish).run(self, request, reply)
+
+    async def place(self, wish: Wish | None = None) -> Leg:
+        """Books the request on a worker, for a front that has it sent by others and tells the leg what happens.
+
+        Args:
+            wish: What is asked; None = the client's.
+
+        Raises:
+            KvscoutError: As `RoutingFlow.place`.
+        """
+        wish = wish or self.wish
+        return await self._open(replace(wish, excluded=(*wish.excluded, *self._left_out(wish))), lambda: None)
+
+    def failed(self, leg: Leg, error: EngineFailed) -> None:
+        """A leg of `place` was sent and came to nothing: its worker pays, where it is at fault.
+
+        Args:
+            leg: The leg.
+            error: What its engine did.
+        """
+        leg.failure = error
+        if not leg.passed:
+            self._means.routing.failed(leg.placement)
+        if error.fault is Fault.OVERLOAD:
+            self._means.health.overloaded(leg.key, error.retry_after_seconds)
+        elif error.fault is Fault.WORKER:
+            self._count(self.wish, leg)
+
+    async def attempt(self, wish: Wish, use: Use) -> None:
+        """Has a leg run: on one worker, and on another one if that fails before the client has a byte.
+
+        Args:
+            wish: What is asked of the worker.
+            use: Sends the leg to its engine and sees it to its end; raises EngineFailed if the engine fails it. What
+                was booked for it is freed when it returns.
+
+        Raises:
+            KvscoutError: As `run`.
+        """
+        undriven = self._means.routing.undriven(wish)
+        tried: list[Leg] = []
+        while len(tried) <= self._all.migration_limit:
+            been_at = [leg.placement.worker.worker_id for leg in tried]
+            trying = replace(wish, excluded=(*wish.excluded, *undriven, *self._left_out(wish), *been_at))
             try:
-                placement = await self._routing.place(trying)
+                leg = await self._open(trying, lambda: self._judge(wish, tried, ran=True))
             except KvscoutError as error:
                 if not tried:
                     raise
                 self._judge(wish, tried, ran=False)
-                raise _given_up(tried, f"; not tried elsewhere: {error}") from error
-            run = _Run(
-                placement,
-                trying,
-                observations=self._observations,
-                metrics=self._metrics,
-                bookings=self._bookings,
-                started=started,
-                clock=self._clock,
-                on_first_output=self._ran(wish, tried),
-            )
-            self._health.sent(run.key)
+                raise _given_up(tried, f"; not tried elsewhere: {error}") from tried[-1].failure
             try:
-                await self._dispatch(run, parameters, emit)
+                await use(leg)
                 return
             except EngineFailed as error:
-                run.failure = error
-                self._charge(wish, run)
+                leg.failure = error
+                self._charge(wish, leg)
             finally:
-                self._health.withdrawn(run.key)
-            tried.append(run)
+                leg.free()
+            tried.append(leg)
             if wish.pinned:
                 break
-            if placement.booking is not None:
-                # The request id can be booked again when it is free, not before.
-                await self._bookings.freed(placement.booking)
+            await leg.freed()
         self._judge(wish, tried, ran=False)
         raise _given_up(tried) from tried[-1].failure
 
+    async def _open(self, wish: Wish, on_output: Callable[[], None]) -> Leg:
+        attempt, self._next_attempt = self._next_attempt, self._next_attempt + 1
+        wish = replace(wish, attempt_id=attempt, owned=True, lease_seconds=self._all.lease_seconds)
+        placement = await self._means.routing.place(wish)
+        leg = Leg(self._means, wish, placement, started=self._started, on_output=on_output)
+        self._legs.append(leg)
+        return leg
+
     def _left_out(self, wish: Wish) -> tuple[str, ...]:
-        return () if wish.pinned else self._health.left_out(wish.tenant, lambda: self._routing.candidates(wish))
+        if wish.pinned:
+            return ()
+        return self._means.health.left_out(wish.tenant, lambda: self._means.routing.candidates(wish))
 
-    def _ran(self, wish: Wish, tried: list[_Run]) -> Callable[[Key], None]:
-        """To be told which worker put out the first token, after those that were tried before it."""
-
-        def ran(key: Key) -> None:
-            self._health.ran(key)
-            self._judge(wish, tried, ran=True)
-
-        return ran
-
-    def _charge(self, wish: Wish, run: _Run) -> None:
-        """Has a failure paid for; returns if the request may be tried elsewhere.
+    def _charge(self, wish: Wish, leg: Leg) -> None:
+        """Has a failure paid for; returns if the leg may be tried elsewhere.
 
         Raises:
             KvscoutError: It may not.
         """
-        error = run.failure
+        error = leg.failure
         assert error is not None
-        if not run.has_output:
-            self._routing.failed(run.placement)
+        if not leg.passed:
+            self._means.routing.failed(leg.placement)
         match error.fault:
             case Fault.REQUEST:
                 raise InvalidArgument(error.message, field="request") from error
             case Fault.GATEWAY:
-                raise ResourceExhausted(f"the gateway has no resources left: {error.message}", retry_after_seconds=1.0)
+                raise ResourceExhausted(
+                    f"the gateway has no resources left: {error.message}", retry_after_seconds=1.0
+                ) from error
             case Fault.OVERLOAD:
-                self._health.overloaded(run.key, error.retry_after_seconds)
-            case Fault.REFUSED if not run.has_output:
+                self._means.health.overloaded(leg.key, error.retry_after_seconds)
+            case Fault.REFUSED if not leg.passed:
                 pass  # that is seen when it has been tried elsewhere
             case _:
-                self._count(wish, run)
-        if run.has_output:
+                self._count(wish, leg)
+        if leg.passed:
             raise InternalError(f"failed after its first token: {error.message}") from error
 
-    def _judge(self, wish: Wish, tried: list[_Run], *, ran: bool) -> None:
+    def _judge(self, wish: Wish, tried: list[Leg], *, ran: bool) -> None:
         """A worker that refused a request has failed if another one runs it, and not if others refuse it as well."""
-        refused = [run for run in tried if run.failure is not None and run.failure.fault is Fault.REFUSED]
+        refused = [leg for leg in tried if leg.failure is not None and leg.failure.fault is Fault.REFUSED]
         if ran or (len(tried) == 1 and not wish.pinned):
-            for run in refused:
-                self._count(wish, run)
+            for leg in refused:
+                self._count(wish, leg)
 
-    def _count(self, wish: Wish, run: _Run) -> None:
-        assert run.failure is not None
-        run.seen.failures += 1
-        out_seconds = self._health.failed(run.key, self._routing.candidates(wish))
-        self._report_failure(wish.tenant, run.placement, run.failure, out_seconds)
-
-    async def _dispatch(self, run: _Run, parameters: Mapping[str, Any], emit: Emit) -> None:
-        placement, wish = run.placement, run.wish
-        if placement.booking is not None:
-            self._bookings.add(placement.booking)
-        try:
-            if not placement.endpoint:
-                raise FailedPrecondition(
-                    f"worker {placement.worker.worker_id!r} has no HTTP endpoint: Route places requests on it, "
-                    "Generate cannot run them"
-                )
-            run.dispatched()
-            await emit(Piece(placement=placement))
-            dispatch = Dispatch(
-                endpoint=placement.endpoint,
-                model=placement.engine_model,
-                token_ids=array("I", wish.prompt.token_ids),
-                request_id=wish.request_id,
-                dp_rank=placement.rank_header,
-                parameters=parameters,
-                uncached_tokens=placement.uncached_tokens,
-                pulse=run.seen.pulse,
-            )
-            self._routing.dispatched(placement)
-            async with aclosing(self._engine.generate(dispatch)) as chunks:
-                async for chunk in chunks:
-                    run.received(chunk)
-                    await emit(Piece(chunk=chunk))
-            run.ended()
-        finally:
-            if placement.booking is not None:
-                self._bookings.free(placement.booking)
+    def _count(self, wish: Wish, leg: Leg) -> None:
+        assert leg.failure is not None
+        leg.seen.failures += 1
+        out_seconds = self._means.health.failed(leg.key, self._means.routing.candidates(wish))
+        self._all.report_failure(wish.tenant, leg.placement, leg.failure, out_seconds)
 
 
-def _given_up(tried: list[_Run], suffix: str = "") -> KvscoutError:
+def _given_up(tried: list[Leg], suffix: str = "") -> KvscoutError:
     """What a client is told whose request no worker ran."""
-    failures = [run.failure for run in tried if run.failure is not None]
+    failures = [leg.failure for leg in tried if leg.failure is not None]
     busy = all(error.fault is Fault.OVERLOAD for error in failures)
     kind = ResourceExhausted if busy else Unavailable
     waits = [error.retry_after_seconds for error in failures if error.retry_after_seconds is not None]
     return kind(failures[-1].message + suffix, retry_after_seconds=min(waits) if busy and waits else 1.0)
-
-
-class _Run:
-    """The accounts of one request on one worker."""
-
-    def __init__(
-        self,
-        placement: Placement,
-        wish: Wish,
-        *,
-        observations: Observations,
-        metrics: GatewayMetrics,
-        bookings: Bookings,
-        started: float,
-        clock: Callable[[], float],
-        on_first_output: Callable[[Key], None],
-    ) -> None:
-        self._observations = observations
-        self._metrics = metrics
-        self._bookings = bookings
-        self._on_first_output = on_first_output
-        self.placement = placement
-        self.wish = wish
-        self._clock = clock
-        self._started = started
-        self._previous = 0.0
-        self._dispatched_at = 0.0
-        self._has_usage = False
-        self._cached_tokens: int | None = None
-        self.has_output = False
-        self.failure: EngineFailed | None = None
-        self.key: Key = (wish.tenant, placement.worker)
-        self.seen = observations.of(wish.tenant, placement.worker)
-
-    def dispatched(self) -> None:
-        """It is sent to its engine."""
-        self.seen.requests += 1
-        self.seen.prompt_tokens += self.wish.prompt.isl_tokens
-        self._dispatched_at = self._clock()
-
-    def received(self, chunk: Chunk) -> None:
-        """A piece of output came."""
-        if chunk.has_output:
-            now = self._clock()
-            if self.has_output:
-                tokens = len(chunk.token_ids) if chunk.token_ids else 1
-                self._metrics.itl.observe((now - self._previous) / tokens)
-            else:
-                self.has_output = True
-                self._on_first_output(self.key)
-                self._metrics.ttft.observe(now - self._started)
-                if self.placement.booking is not None:
-                    self._bookings.mark_prefill_complete(self.placement.booking)
-            self._previous = now
-        if chunk.prompt_tokens is not None:
-            self._has_usage = True
-        if chunk.cached_tokens is not None:
-            self._cached_tokens = chunk.cached_tokens
-
-    def ended(self) -> None:
-        """The engine has sent everything."""
-        placement, isl_tokens = self.placement, self.wish.prompt.isl_tokens
-        if self._has_usage:
-            self._observations.reported(
-                self.wish.tenant,
-                placement.worker,
-                isl_tokens=isl_tokens,
-                cached=self._cached_tokens,
-                # Only what events confirm is checked: a prediction is allowed to fail.
-                predicted=predicted_cached_tokens(placement.confirmed_blocks, isl_tokens, placement.block_size)
-                if placement.confirmed_blocks is not None
-                else None,
-            )
-        if computes_a_block(isl_tokens, self._cached_tokens or 0, placement.block_size):
-            self.seen.eventful.append(self._dispatched_at)

@@ -45,6 +45,8 @@ class Wish:
     expected_output_tokens: int = 0
     explain: bool = False
     lease_seconds: int = 0
+    prefill_elsewhere: bool = False
+    """Another worker computes the prompt: none of it is charged to this one."""
     owned: bool = False
     """This gateway runs the request itself, and holds its booking; else a caller does, who has a lease."""
 

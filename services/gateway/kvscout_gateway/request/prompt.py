@@ -20,7 +20,7 @@ class Geometry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is to be placed: token ids, or the block hashes of one geometry."""
+    """What is to be placed: token ids, the block hashes of one geometry, or only about how long it is."""
 
     isl_tokens: int
     token_ids: bytes = b""
@@ -29,6 +29,8 @@ class Prompt:
     given_block_size: int = 0
     cache_salt: str = ""
     mm_items: tuple[MmItem, ...] = ()
+    unknown: str = ""
+    """Why neither tokens nor hashes are known, and the length is an estimate: it is placed by load alone."""
 
 
 def geometries(workers: Iterable[WorkerSpec]) -> tuple[Geometry, ...]:

@@ -199,10 +199,10 @@ class RoutingFlow:
         view = self._catalog.tenant(wish.tenant)
         target = view.resolve(wish.model, wish.lora_name)
         serving = view.serving(target.model)
-        if serving.longest_prompt is not None and wish.prompt.isl_tokens > serving.longest_prompt:
+        longest = serving.longest_prompt
+        if longest is not None and wish.prompt.isl_tokens > longest and not wish.prompt.unknown:
             raise InvalidArgument(
-                f"{wish.prompt.isl_tokens} tokens; the largest cache of the model's workers holds "
-                f"{serving.longest_prompt}",
+                f"{wish.prompt.isl_tokens} tokens; the largest cache of the model's workers holds {longest}",
                 field="token_ids" if wish.prompt.token_ids else "block_hashes",
             )
         return _Asked(target, view, serving, hash_prompt(wish.prompt, serving.pools, target.lora_name))
@@ -248,7 +248,7 @@ class RoutingFlow:
             effective_overlap_blocks=answer.effective_overlap_blocks,
             uncached_tokens=answer.uncached_tokens,
             cost=answer.cost,
-            degraded=tuple(found.problems.values()),
+            degraded=_degraded(wish, found),
             explanation=answer.explanation if answer.HasField("explanation") else None,
             booking=booking,
             decision=self._decision(asked, wish, worker, geometry),
@@ -343,7 +343,7 @@ class RoutingFlow:
             num_blocks=len(hashes),
             block_size=spec.block_size,
             uncached_tokens=wish.prompt.isl_tokens,
-            degraded=(*asked.found.problems.values(), problem),
+            degraded=(*_degraded(wish, asked.found), problem),
             booking=booking,
             decision=self._decision(asked, wish, rank, pool),
         )
@@ -357,6 +357,12 @@ class RoutingFlow:
             return self._take_turn(asked, wish, f"scheduler: {error}")
         except KvscoutError:
             raise error from None
+
+
+def _degraded(wish: Wish, found: Found) -> tuple[str, ...]:
+    """Why less was known than usual, besides the scheduler."""
+    unknown = wish.prompt.unknown
+    return (*((unknown,) if unknown else ()), *found.problems.values())
 
 
 def _hashed(asked: _Asked) -> dict[str, Any]:
@@ -391,6 +397,7 @@ def _select_request(asked: _Asked, wish: Wish) -> scheduler_pb2.SelectRequest:
         expected_output_tokens=wish.expected_output_tokens,
         explain=wish.explain,
         lease_seconds=wish.lease_seconds,
+        prefill_elsewhere=wish.prefill_elsewhere,
     )
 
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import grpc
+
 from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
-from kvscout_common.errors import DeadlineExceeded, InvalidArgument, NotFound
+from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.identity import current_identity
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_to_proto, spec_from_proto
 from kvscout_common.worker_rpcs import WorkerRpcs, required_id
 from kvscout_gateway.front.grpc import translate
+from kvscout_gateway.front.grpc.generate import generate
 from kvscout_gateway.gateway import Gateway
-from kvscout_gateway.request.exchange import Piece
 
 if TYPE_CHECKING:
     from kvscout.v1 import scheduler_pb2_grpc
 
+SERVICE = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
 Answer = TypeVar("Answer")
 
 
@@ -30,6 +32,15 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway.registry, gateway.backends.registrar)
         self._gateway = gateway
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds the service to a server."""
+        gateway_pb2_grpc.add_GatewayServicer_to_server(self, server)
+        handler: Any = grpc.unary_stream_rpc_method_handler(
+            self.Generate, request_deserializer=gateway_pb2.GenerateRequest.FromString
+        )
+        # A method that is registered again is taken from its last registration.
+        server.add_registered_method_handlers(SERVICE, {"Generate": handler})
 
     async def RegisterWorker(
         self, request: workers_pb2.RegisterWorkerRequest, context: Any
@@ -77,23 +88,10 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         placement = await self._gateway.routing.place_elsewhere(wish)
         return translate.route_response(placement)
 
-    async def Generate(  # type: ignore[override]  # writes to the context instead of yielding
+    async def Generate(  # type: ignore[override]  # writes bytes to the context instead of yielding messages
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> None:
-        config = self._gateway.config
-        wish = translate.generate_wish(request, config.lease_seconds, config.max_prompt_tokens)
-        parameters = translate.engine_parameters(request)
-        write_seconds = self._gateway.config.client_write_seconds
-
-        async def emit(piece: Piece) -> None:
-            message = translate.generate_response(piece, wish.request_id)
-            try:
-                async with asyncio.timeout(write_seconds):
-                    await context.write(message)
-            except TimeoutError:
-                raise DeadlineExceeded(f"the client has read nothing for {write_seconds:g} s") from None
-
-        await self._gateway.generate.run(wish, parameters, emit)
+        await generate(self._gateway.exchanges, self._gateway.config, request, context)
 
     async def MarkPrefillComplete(
         self, request: scheduler_pb2.RequestRef, context: Any
@@ -167,9 +165,9 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
                 for (owner, rank), seen in sorted(gateway.observations.by_rank.items())
                 if tenant in (ALL_TENANTS, owner) and (owner, rank.worker_id) in ids
             ],
-            in_flight=gateway.generate.in_flight,
-            requests=gateway.generate.requests,
-            failures=gateway.generate.failures,
+            in_flight=gateway.exchanges.in_flight,
+            requests=gateway.exchanges.requests,
+            failures=gateway.exchanges.failures,
             degraded=gateway.metrics.degraded_counts,
         )
 

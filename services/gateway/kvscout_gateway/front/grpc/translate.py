@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-import uuid
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -13,21 +12,11 @@ from kvscout_common.errors import InvalidArgument, Unimplemented
 from kvscout_common.hashing import MmItem
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_to_proto, role_from_proto
-from kvscout_gateway.engines.framing import Chunk
-from kvscout_gateway.request.exchange import Piece
 from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.prompt import Prompt
 
-_FINISH = {
-    "stop": gateway_pb2.FINISH_REASON_STOP,
-    "length": gateway_pb2.FINISH_REASON_LENGTH,
-    "abort": gateway_pb2.FINISH_REASON_ABORT,
-}
-
-
 MAX_REQUEST_ID = 256
 TOKEN_BYTES = 4
-MAX_FINISH_REASON = 64
 FLOAT_DIGITS = range(6, 10)
 """Significant digits that tell every two single-precision numbers apart: six do for some, nine for all."""
 
@@ -123,7 +112,7 @@ def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int) -> Wis
     )
 
 
-def generate_wish(request: gateway_pb2.GenerateRequest, lease_seconds: int, max_prompt_tokens: int) -> Wish:
+def generate_wish(request: gateway_pb2.GenerateRequest, max_prompt_tokens: int) -> Wish:
     """What a GenerateRequest asks of its worker.
 
     Raises:
@@ -149,7 +138,7 @@ def generate_wish(request: gateway_pb2.GenerateRequest, lease_seconds: int, max_
             cache_salt=request.cache_salt,
         ),
         lora_name=request.lora_name,
-        request_id=request_id or f"gen-{uuid.uuid4().hex}",
+        request_id=request_id,
         allowed=tuple(request.allowed_worker_ids),
         pinned=request.worker_id,
         pinned_rank=_pinned_rank(request),
@@ -158,7 +147,6 @@ def generate_wish(request: gateway_pb2.GenerateRequest, lease_seconds: int, max_
         priority=request.priority,
         expected_output_tokens=request.stop_conditions.max_tokens,
         explain=request.explain,
-        lease_seconds=lease_seconds,
     )
 
 
@@ -258,28 +246,3 @@ def route_response(placement: Placement) -> gateway_pb2.RouteResponse:
         explanation=placement.explanation,
         booked=placement.booking is not None and placement.booking.scheduler is not None,
     )
-
-
-def generate_response(piece: Piece, request_id: str) -> gateway_pb2.GenerateResponse:
-    """A piece of output as a message of Generate."""
-    if piece.placement is not None:
-        return gateway_pb2.GenerateResponse(route=route_response(piece.placement), request_id=request_id)
-    return _output(piece.chunk or Chunk())
-
-
-def _utf8(text: str) -> str:
-    """The text, with a question mark for each lone surrogate: JSON can carry them, messages cannot."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
-
-
-def _output(chunk: Chunk) -> gateway_pb2.GenerateResponse:
-    message = gateway_pb2.GenerateResponse(token_ids=chunk.token_ids, text=_utf8(chunk.text))
-    if chunk.finish_reason:
-        message.finish_reason = _FINISH.get(chunk.finish_reason, gateway_pb2.FINISH_REASON_OTHER)
-        message.engine_finish_reason = _utf8(chunk.finish_reason[:MAX_FINISH_REASON])
-    if chunk.prompt_tokens is not None:
-        message.usage.prompt_tokens = chunk.prompt_tokens
-        message.usage.completion_tokens = chunk.completion_tokens
-        if chunk.cached_tokens is not None:
-            message.usage.cached_tokens = chunk.cached_tokens
-    return message

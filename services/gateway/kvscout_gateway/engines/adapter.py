@@ -1,0 +1,109 @@
+"""What differs from engine to engine: how a request is written, and how its answer is read.
+
+::
+
+    ClientRequest ──write──▶ HttpRequest ──▶ engine ──▶ HttpAnswer ──relay──▶ client
+     (of a front)    │                                      │
+                     └───────────── EngineAdapter ──────────┘ dialect, usage
+
+A request has a few legs at most (`plan`); what a leg changes in the client's request are fields of its body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from kvscout_common.transport.http import Dialect, Form, HttpRequest
+
+Changes: TypeAlias = Mapping[str, Any]
+"""Fields of a body that a leg sets; None = it has no such field."""
+UNCHANGED: Changes = {}
+
+
+class Address(NamedTuple):
+    """Where a leg goes, and what the engine is told of that."""
+
+    endpoint: str
+    """Its URL, without a path."""
+    model: str
+    """The name under which it serves what was asked for: the adapter's, or the model's."""
+    request_id: str
+    dp_rank: int | None
+    """None = the engine has one rank, and is told nothing."""
+
+
+class Usage(NamedTuple):
+    """What an engine says of a prompt."""
+
+    prompt_tokens: int
+    cached_tokens: int | None
+    """None = it does not say."""
+
+
+class EngineAdapter(Protocol):
+    """One kind of engine."""
+
+    dialect: Dialect
+    """Of the events that it streams."""
+    account: str
+    """The field of a whole answer that holds what `StreamReport.usage` holds of a stream."""
+
+    def headers(self, to: Address) -> list[tuple[str, str]]:
+        """What every request to it carries, whatever its body."""
+
+    async def completion(
+        self, to: Address, token_ids: memoryview, parameters: Mapping[str, Any], changes: Changes
+    ) -> HttpRequest:
+        """Token ids to be continued, as a stream.
+
+        Args:
+            to: Where it goes.
+            token_ids: Of the prompt, u32 each.
+            parameters: Sampling and stop parameters, named as vLLM names them.
+            changes: What the leg changes.
+        """
+
+    def usage(self, account: Mapping[str, Any]) -> Usage | None:
+        """Reads what `StreamReport.usage` holds; None = it says nothing of the prompt."""
+
+
+class ClientRequest(Protocol):
+    """What a client wants run, as its front has it."""
+
+    @property
+    def form(self) -> Form:
+        """What becomes of an answer that is a stream of events."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The output ends with so many; None = the engine knows when."""
+
+    @property
+    def at_once(self) -> bool:
+        """The answer comes as a whole when it is complete, and no stream."""
+
+    async def write(self, adapter: EngineAdapter, to: Address, changes: Changes) -> HttpRequest:
+        """The request of a leg. Long ones are written in slices, between which others have their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """Token ids to be continued: the client's own words are those of no engine."""
+
+    token_ids: bytes
+    """Little-endian u32, four bytes a token."""
+    parameters: Mapping[str, Any]
+    """Sampling and stop parameters, named as vLLM names them."""
+    form: Form = Form.PIECES
+    at_once: bool = False
+
+    @property
+    def max_tokens(self) -> int | None:
+        """See `ClientRequest`."""
+        return self.parameters.get("max_tokens")
+
+    async def write(self, adapter: EngineAdapter, to: Address, changes: Changes) -> HttpRequest:
+        """See `ClientRequest`."""
+        return await adapter.completion(to, memoryview(self.token_ids).cast("I"), self.parameters, changes)

@@ -1,0 +1,177 @@
+"""One request at an engine: sent, waited for, read. What goes wrong on the way is an `EngineFailed`, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.transport.http import (
+    Dialect,
+    Form,
+    HttpAnswer,
+    HttpClient,
+    HttpFailed,
+    HttpRequest,
+    Sink,
+    StreamReport,
+)
+from kvscout_gateway.engines.failure import EngineFailed, Fault, refused, reported, unheard
+from kvscout_gateway.engines.patience import Patience, Pulse, Watch, bounded
+
+log = logging.getLogger("kvscout.gateway")
+
+REFUSAL_BYTES = 64 * 1024
+REFUSAL_SECONDS = 2.0
+"""Longest wait for the text of a refusal, and the most that is read of it."""
+
+
+class Engines:
+    """The engines of one gateway, all of them."""
+
+    def __init__(self, client: HttpClient, patience: Patience, *, client_write_seconds: float) -> None:
+        """Asks them.
+
+        Args:
+            client: What reaches them.
+            patience: How long they may be silent.
+            client_write_seconds: Longest wait for a client that takes nothing of an answer.
+        """
+        self.client = client
+        self.patience = patience
+        self.client_write_seconds = client_write_seconds
+        self.warnings = RateLimitedLog(log)
+
+    def call(self, endpoint: str, *, uncached_tokens: int, pulse: Pulse, at_once: bool = False) -> EngineCall:
+        """A request to an engine begins; `end` it.
+
+        Args:
+            endpoint: The engine, for people.
+            uncached_tokens: Of the prompt, those that it has to compute.
+            pulse: Of the worker rank.
+            at_once: The whole answer comes at once, when it is complete.
+        """
+        return EngineCall(self, endpoint, uncached_tokens, pulse, at_once=at_once)
+
+    async def close(self) -> None:
+        """Closes every connection."""
+        await self.client.close()
+
+
+class EngineCall:
+    """One request, and how long its engine may be silent. Cancelling what it awaits aborts it on the engine."""
+
+    def __init__(self, engines: Engines, endpoint: str, uncached_tokens: int, pulse: Pulse, *, at_once: bool) -> None:
+        self._engines = engines
+        self._endpoint = endpoint
+        self._now = asyncio.get_running_loop().time
+        self._watch = Watch(engines.patience, uncached_tokens, pulse, self._now(), at_once=at_once)
+
+    def end(self) -> None:
+        """It is over. A second call does nothing."""
+        self._watch.end()
+
+    async def send(self, request: HttpRequest) -> HttpAnswer:
+        """Sends it, and waits for the head of an answer that is a success.
+
+        Raises:
+            EngineFailed: There is none.
+        """
+        with self._failing():
+            async with bounded(self._watch):
+                answer = await self._engines.client.send(
+                    request, connect_seconds=self._engines.patience.connect_seconds
+                )
+        if not 200 <= answer.status < 300:
+            raise await _refusal(answer)
+        return answer
+
+    async def read(self, answer: HttpAnswer, limit: int) -> bytes:
+        """All of an answer.
+
+        Raises:
+            EngineFailed: It breaks off, or is longer than that many bytes.
+        """
+        with self._failing():
+            async with bounded(self._watch):
+                return await answer.read(limit)
+
+    async def relay(
+        self,
+        answer: HttpAnswer,
+        sink: Sink,
+        form: Form,
+        *,
+        dialect: Dialect,
+        max_tokens: int | None,
+        on_first_output: Callable[[], None],
+    ) -> StreamReport:
+        """Moves an answer to a client.
+
+        Args:
+            answer: The engine's.
+            sink: The client.
+            form: What becomes of it.
+            dialect: Of its events.
+            max_tokens: It ends with so many; None = the engine knows when.
+            on_first_output: Called when output begins, before it is passed on.
+
+        Raises:
+            EngineFailed: It breaks off, reports an error, or falls silent.
+            SinkGone, SinkStalled: The client.
+        """
+
+        def begins() -> None:
+            self._watch.output(self._now())
+            on_first_output()
+
+        self._watch.follow(answer.report)
+        with self._failing():
+            async with bounded(self._watch):
+                report = await answer.relay(
+                    sink,
+                    form,
+                    dialect=dialect,
+                    on_first_output=begins,
+                    max_tokens=max_tokens,
+                    write_seconds=self._engines.client_write_seconds,
+                )
+        if report.error:
+            raise reported(json.loads(report.error))
+        if not report.done:
+            raise EngineFailed("the engine broke off its stream")
+        if report.overrun:
+            self._engines.warnings.warning(
+                self._endpoint, "%s goes on past the end of what was asked for", self._endpoint
+            )
+        return report
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except HttpFailed as error:
+            failed = unheard(self._endpoint, error)
+            if failed.fault is Fault.GATEWAY:
+                self._engines.warnings.warning("resources", "requests fail for lack of resources here: %s", error)
+            raise failed from error
+        except TimeoutError as error:
+            silence = self._now() - self._watch.silent_since
+            raise EngineFailed(f"{self._endpoint}: hangs: no output for {silence:.3g} s") from error
+
+
+async def _refusal(answer: HttpAnswer) -> EngineFailed:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(REFUSAL_SECONDS):
+            async for piece in answer.chunks():
+                body += piece
+                if len(body) >= REFUSAL_BYTES:
+                    break
+    except (HttpFailed, TimeoutError):
+        pass  # what came of it will do
+    answer.abort()
+    return refused(answer.status, answer.headers, bytes(body[:REFUSAL_BYTES]))

@@ -1,0 +1,50 @@
+"""Generate: a client's message → an exchange → messages, as the transport makes them of what the engine sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvscout.v1 import gateway_pb2
+from kvscout_common.transport.http import HttpAnswer, Sink
+from kvscout_gateway.config import GatewayConfig
+from kvscout_gateway.engines.adapter import TokenRequest
+from kvscout_gateway.front.grpc import translate
+from kvscout_gateway.request.exchange import Exchanges
+from kvscout_gateway.request.placement import Placement
+
+
+async def generate(
+    exchanges: Exchanges, config: GatewayConfig, request: gateway_pb2.GenerateRequest, context: Any
+) -> None:
+    """Answers one call: bytes are written to its context, no piece of output becomes an object on its way."""
+    wish = translate.generate_wish(request, config.max_prompt_tokens)
+    asked = TokenRequest(wish.prompt.token_ids, translate.engine_parameters(request))
+    with exchanges.begin(wish) as exchange:
+        await exchange.run(asked, _Client(context, exchange.request_id))
+
+
+class _Client:
+    """See `Reply`. Where the request runs goes with the first piece of output: messages that follow one another in
+    bytes are one message."""
+
+    def __init__(self, context: Any, request_id: str) -> None:
+        self._context = context
+        self._request_id = request_id
+        self._told_first = b""
+
+    async def placed(self, placement: Placement) -> None:
+        """See `Reply`."""
+        if self._told_first:
+            await self._context.write(self._told_first)
+        self._told_first = gateway_pb2.GenerateResponse(
+            route=translate.route_response(placement), request_id=self._request_id
+        ).SerializeToString()
+
+    async def begin(self, answer: HttpAnswer) -> Sink:
+        """See `Reply`."""
+        return self
+
+    async def write(self, data: bytes) -> None:
+        """See `Sink`."""
+        told_first, self._told_first = self._told_first, b""
+        await self._context.write(told_first + data)

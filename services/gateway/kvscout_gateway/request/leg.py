@@ -1,0 +1,264 @@
+"""A leg of a request: one worker that it runs on, the booking there, and the accounts of what happens."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
+from kvscout_common.transport.http import HttpAnswer, Sink, SinkStalled, StreamReport
+from kvscout_common.worker import EngineKind
+from kvscout_gateway.engines.adapter import UNCHANGED, Address, Changes, ClientRequest, EngineAdapter, Usage
+from kvscout_gateway.engines.engine_call import EngineCall, Engines
+from kvscout_gateway.engines.failure import EngineFailed, reported
+from kvscout_gateway.engines.health import Key, WorkerHealth
+from kvscout_gateway.metrics import GatewayMetrics
+from kvscout_gateway.request.observation import Observations, computes_a_block, predicted_cached_tokens
+from kvscout_gateway.request.placement import Placement, Wish
+from kvscout_gateway.request.routing import RoutingFlow
+from kvscout_gateway.scheduler_client.bookings import Bookings
+
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+"""Of an answer that is no stream of events."""
+
+
+class Reply(Protocol):
+    """The client's side of an exchange, as a front has it."""
+
+    async def placed(self, placement: Placement) -> None:
+        """Told where the request runs before it is sent there; again if it has to move."""
+
+    async def begin(self, answer: HttpAnswer) -> Sink:
+        """Told that an engine has begun to answer; gives what takes the answer's body.
+
+        The engine may still fail before the first byte of it: then this is asked again for another engine's answer, or
+        the exchange ends with an error.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What legs are run with: one for a gateway."""
+
+    routing: RoutingFlow
+    bookings: Bookings
+    engines: Engines
+    adapters: Mapping[EngineKind, EngineAdapter]
+    observations: Observations
+    health: WorkerHealth
+    metrics: GatewayMetrics
+    clock: Callable[[], float] = time.perf_counter
+
+
+class Leg:
+    """A request on one worker, from when it is placed; `free` it."""
+
+    def __init__(
+        self, means: Means, wish: Wish, placement: Placement, *, started: float, on_output: Callable[[], None]
+    ) -> None:
+        """What was booked is held from now on.
+
+        Args:
+            means: What it is run with.
+            wish: What was asked of the worker.
+            placement: Where it goes.
+            started: When the client asked.
+            on_output: Told of its first output.
+        """
+        self._means = means
+        self.wish = wish
+        self.placement = placement
+        self.key: Key = (wish.tenant, placement.worker)
+        self.seen = means.observations.of(*self.key)
+        self._on_output = on_output
+        self._started = started
+        self._sent_at = 0.0
+        self._call: EngineCall | None = None
+        self._answer: HttpAnswer | None = None
+        """Of which not all has been read."""
+        self._report: StreamReport | None = None
+        self._freed = False
+        self.has_output = False
+        self.failure: EngineFailed | None = None
+        if placement.booking is not None:
+            means.bookings.add(placement.booking)
+        means.health.sent(self.key)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the client has something of its answer: it cannot be had from elsewhere any more."""
+        return self.has_output or (self._report is not None and self._report.passed > 0)
+
+    @property
+    def address(self) -> Address:
+        """Where it goes.
+
+        Raises:
+            FailedPrecondition: The worker has no HTTP endpoint.
+        """
+        placement = self.placement
+        if not placement.endpoint:
+            raise FailedPrecondition(
+                f"worker {placement.worker.worker_id!r} has no HTTP endpoint: Route places requests on it, "
+                "Generate cannot run them"
+            )
+        return Address(placement.endpoint, placement.engine_model, self.wish.request_id, placement.rank_header)
+
+    @property
+    def adapter(self) -> EngineAdapter:
+        """That of its engine; vLLM's for a worker that this gateway does not know yet."""
+        spec, adapters = self.placement.spec, self._means.adapters
+        return adapters.get(spec.engine if spec is not None else EngineKind.VLLM, adapters[EngineKind.VLLM])
+
+    def sent(self) -> None:
+        """It goes to its engine."""
+        self.seen.requests += 1
+        self.seen.prompt_tokens += self.wish.prompt.isl_tokens
+        self._sent_at = self._means.clock()
+        self._means.routing.dispatched(self.placement)
+
+    async def send(self, request: ClientRequest, changes: Changes = UNCHANGED) -> HttpAnswer:
+        """Sends it to its engine; returns when an answer begins.
+
+        Raises:
+            EngineFailed: None does.
+            FailedPrecondition: The worker has no HTTP endpoint.
+        """
+        to, placement = self.address, self.placement
+        written = await request.write(self.adapter, to, changes)
+        self.sent()
+        self._call = self._means.engines.call(
+            to.endpoint,
+            uncached_tokens=placement.uncached_tokens,
+            pulse=self.seen.pulse,
+            at_once=request.at_once,
+        )
+        self._answer = await self._call.send(written)
+        return self._answer
+
+    async def relay(self, answer: HttpAnswer, request: ClientRequest, reply: Reply) -> None:
+        """Moves the answer to the client, to its end.
+
+        Raises:
+            EngineFailed: It has none.
+            DeadlineExceeded: The client takes nothing.
+            SinkGone: It is gone.
+        """
+        sink = await reply.begin(answer)
+        if request.at_once:
+            await self._hand_over(answer, sink)
+            return
+        assert self._call is not None
+        self._report = answer.report
+        try:
+            await self._call.relay(
+                answer,
+                sink,
+                request.form,
+                dialect=self.adapter.dialect,
+                max_tokens=request.max_tokens,
+                on_first_output=self.first_output,
+            )
+        except SinkStalled as error:
+            seconds = self._means.engines.client_write_seconds
+            raise DeadlineExceeded(f"the client has read nothing for {seconds:g} s") from error
+        self._answer = None
+        self.ended(_object(answer.report.usage))
+
+    async def read(self, answer: HttpAnswer) -> dict[str, Any]:
+        """All of an answer that is no stream: its JSON object, which is empty where it is none.
+
+        Raises:
+            EngineFailed: It breaks off, is too long, or reports an error.
+        """
+        assert self._call is not None
+        return self._told(await self._call.read(answer, MAX_ANSWER_BYTES))
+
+    def first_output(self) -> None:
+        """Output begins. A second call does nothing."""
+        if self.has_output:
+            return
+        self.has_output = True
+        self._means.health.ran(self.key)
+        self._on_output()
+        self._means.metrics.ttft.observe(self._means.clock() - self._started)
+        if self.placement.booking is not None:
+            self._means.bookings.mark_prefill_complete(self.placement.booking)
+
+    def ended(self, account: Mapping[str, Any]) -> None:
+        """The engine has sent everything.
+
+        Args:
+            account: What it says of tokens, as its adapter reads it; empty = nothing.
+        """
+        usage = self.adapter.usage(account)
+        if usage is not None:
+            self._check(usage)
+        cached = usage.cached_tokens if usage is not None else None
+        if computes_a_block(self.wish.prompt.isl_tokens, cached or 0, self.placement.block_size):
+            self.seen.eventful.append(self._sent_at)
+
+    def free(self) -> None:
+        """It is over: nothing is held for it any more. A second call does nothing."""
+        if self._freed:
+            return
+        self._freed = True
+        self._means.health.withdrawn(self.key)
+        if self._answer is not None:
+            self._answer.abort()
+        if self._call is not None:
+            self._call.end()
+        if self._report is not None and self._report.outputs > 1:
+            self._observe_itl(self._report)
+        if self.placement.booking is not None:
+            self._means.bookings.free(self.placement.booking)
+
+    async def freed(self) -> None:
+        """Waits until its scheduler knows that, at most as long as one answer may take: the request id can be booked
+        again then, not before."""
+        if self.placement.booking is not None:
+            await self._means.bookings.freed(self.placement.booking)
+
+    async def _hand_over(self, answer: HttpAnswer, sink: Sink) -> None:
+        assert self._call is not None
+        body = await self._call.read(answer, MAX_ANSWER_BYTES)
+        document = self._told(body)
+        self.first_output()
+        await sink.write(body)
+        account = document.get(self.adapter.account)
+        self.ended(account if isinstance(account, dict) else {})
+
+    def _told(self, body: bytes) -> dict[str, Any]:
+        document = _object(body)
+        error = document.get("error")
+        if error:
+            raise reported(error)
+        return document
+
+    def _check(self, usage: Usage) -> None:
+        placement, isl_tokens = self.placement, self.wish.prompt.isl_tokens
+        self._means.observations.reported(
+            *self.key,
+            isl_tokens=isl_tokens,
+            cached=usage.cached_tokens,
+            # Only what events confirm is checked: a prediction is allowed to fail.
+            predicted=predicted_cached_tokens(placement.confirmed_blocks, isl_tokens, placement.block_size)
+            if placement.confirmed_blocks is not None
+            else None,
+        )
+
+    def _observe_itl(self, report: StreamReport) -> None:
+        """The mean time between tokens; those that came with the first output were not waited for."""
+        waited_for = report.tokens * (report.outputs - 1) / report.outputs
+        self._means.metrics.itl.observe((report.last_output_at - report.first_output_at) / waited_for)
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
