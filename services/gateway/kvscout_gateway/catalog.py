@@ -16,7 +16,7 @@ from kvscout_common.registry import Registry
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.request.prompt import Geometry, geometries
 
-DRIVEN_ENGINES = frozenset({EngineKind.VLLM, EngineKind.MOCK})
+DRIVEN_ENGINES = frozenset({EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG})
 """Engines whose HTTP API the gateway speaks; the others are for Route."""
 
 

@@ -26,6 +26,7 @@ from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.engines.failure import EngineFailed
 from kvscout_gateway.engines.health import WorkerHealth
+from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.fanout import Fanout
@@ -119,7 +120,7 @@ class Gateway:
                 routing=self.routing,
                 bookings=self.bookings,
                 engines=self.engines,
-                adapters={EngineKind.VLLM: vllm, EngineKind.MOCK: vllm},
+                adapters={EngineKind.VLLM: vllm, EngineKind.MOCK: vllm, EngineKind.SGLANG: SglangAdapter()},
                 observations=self.observations,
                 health=self.health,
                 metrics=self.metrics,

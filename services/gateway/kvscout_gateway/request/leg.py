@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
-from kvscout_common.transport.http import HttpAnswer, Sink, SinkStalled, StreamReport
+from kvscout_common.transport.http import Dialect, HttpAnswer, Sink, SinkStalled, StreamReport
 from kvscout_common.worker import EngineKind
-from kvscout_gateway.engines.adapter import UNCHANGED, Address, Changes, ClientRequest, EngineAdapter, Usage
+from kvscout_gateway.engines.adapter import UNCHANGED, Address, Changes, ClientRequest, EngineAdapter
 from kvscout_gateway.engines.engine_call import EngineCall, Engines
 from kvscout_gateway.engines.failure import EngineFailed, reported
 from kvscout_gateway.engines.health import Key, WorkerHealth
+from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.observation import Observations, computes_a_block, predicted_cached_tokens
 from kvscout_gateway.request.placement import Placement, Wish
@@ -105,7 +106,9 @@ class Leg:
                 f"worker {placement.worker.worker_id!r} has no HTTP endpoint: Route places requests on it, "
                 "Generate cannot run them"
             )
-        return Address(placement.endpoint, placement.engine_model, self.wish.request_id, placement.rank_header)
+        spec, model = placement.spec, placement.engine_model
+        lora_name = model if spec is not None and spec.model != model else ""
+        return Address(placement.endpoint, model, self.wish.request_id, placement.rank_header, lora_name)
 
     @property
     def adapter(self) -> EngineAdapter:
@@ -149,16 +152,17 @@ class Leg:
         """
         sink = await reply.begin(answer)
         if request.at_once:
-            await self._hand_over(answer, sink)
+            await self._hand_over(answer, sink, request.dialect(self.adapter))
             return
         assert self._call is not None
         self._report = answer.report
+        dialect = request.dialect(self.adapter)
         try:
             await self._call.relay(
                 answer,
                 sink,
                 request.form,
-                dialect=self.adapter.dialect,
+                dialect=dialect,
                 max_tokens=request.max_tokens,
                 on_first_output=self.first_output,
             )
@@ -166,7 +170,7 @@ class Leg:
             seconds = self._means.engines.client_write_seconds
             raise DeadlineExceeded(f"the client has read nothing for {seconds:g} s") from error
         self._answer = None
-        self.ended(_object(answer.report.usage))
+        self.ended(usage_of_stream(dialect, _object(answer.report.usage)))
 
     async def read(self, answer: HttpAnswer) -> dict[str, Any]:
         """All of an answer that is no stream: its JSON object, which is empty where it is none.
@@ -188,13 +192,12 @@ class Leg:
         if self.placement.booking is not None:
             self._means.bookings.mark_prefill_complete(self.placement.booking)
 
-    def ended(self, account: Mapping[str, Any]) -> None:
+    def ended(self, usage: Usage | None) -> None:
         """The engine has sent everything.
 
         Args:
-            account: What it says of tokens, as its adapter reads it; empty = nothing.
+            usage: What it says of the prompt; None = nothing.
         """
-        usage = self.adapter.usage(account)
         if usage is not None:
             self._check(usage)
         cached = usage.cached_tokens if usage is not None else None
@@ -222,14 +225,13 @@ class Leg:
         if self.placement.booking is not None:
             await self._means.bookings.freed(self.placement.booking)
 
-    async def _hand_over(self, answer: HttpAnswer, sink: Sink) -> None:
+    async def _hand_over(self, answer: HttpAnswer, sink: Sink, dialect: Dialect) -> None:
         assert self._call is not None
         body = await self._call.read(answer, MAX_ANSWER_BYTES)
         document = self._told(body)
         self.first_output()
         await sink.write(body)
-        account = document.get(self.adapter.account)
-        self.ended(account if isinstance(account, dict) else {})
+        self.ended(usage_of_answer(dialect, document))
 
     def _told(self, body: bytes) -> dict[str, Any]:
         document = _object(body)
