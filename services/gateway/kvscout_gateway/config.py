@@ -31,6 +31,8 @@ class GatewayConfig:
     scheduler_timeout_seconds: float = 1.0
     queue_wait_seconds: float = 60.0
     """Longest wait in line at a scheduler, for a worker that has room."""
+    conditional_disagg: bool = False
+    """Prompts that a decode worker has nearly all of, and short ones, are computed there."""
     migration_limit: int = 1
     """Tries on another worker after one failed before its first token."""
     patience: Patience = field(default_factory=Patience)

@@ -46,7 +46,7 @@ from kvscout_gateway.request.exchange import MAX_TRIES, Exchanges
 from kvscout_gateway.request.leg import Means
 from kvscout_gateway.request.observation import Observations
 from kvscout_gateway.request.placement import Placement, Schedulers
-from kvscout_gateway.request.plan import Aggregated
+from kvscout_gateway.request.plan_choice import PlanChoice
 from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.scheduler_client.attachment import Attachment
 from kvscout_gateway.scheduler_client.bookings import Bookings
@@ -114,7 +114,10 @@ class Gateway:
         self.indexer_check = IndexerCheck(self.indexers, self.observations)
         self._reports: set[asyncio.Task[None]] = set()
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
-        vllm, aggregated = VllmAdapter(), Aggregated()
+        vllm = VllmAdapter()
+        plans = PlanChoice(
+            self.catalog, self.metrics, RateLimitedLog(log, period_seconds=10.0), conditional=config.conditional_disagg
+        )
         self.exchanges = Exchanges(
             Means(
                 routing=self.routing,
@@ -125,7 +128,7 @@ class Gateway:
                 health=self.health,
                 metrics=self.metrics,
             ),
-            plan=lambda wish: aggregated,
+            plan=plans.plan_of,
             report_failure=self._report_failure,
             draw_attempt=_draw_attempt,
             migration_limit=config.migration_limit,

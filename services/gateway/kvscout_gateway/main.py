@@ -37,6 +37,12 @@ from kvscout_gateway.engines.patience import Patience
     help="Tries on other workers after one failed before its first token.",
 )
 @flag(
+    "--conditional-disagg",
+    is_flag=True,
+    section=BEHAVIOUR,
+    help="Decode workers that can compute prompts compute those of which they lack little.",
+)
+@flag(
     "--indexer-timeout-ms",
     default=20.0,
     type=click.FloatRange(min=0.1),
@@ -137,6 +143,7 @@ def main(**values: Any) -> None:
             indexer_timeout_seconds=values["indexer_timeout_ms"] / 1000,
             scheduler_timeout_seconds=values["scheduler_timeout_ms"] / 1000,
             queue_wait_seconds=values["queue_wait_seconds"],
+            conditional_disagg=values["conditional_disagg"],
             migration_limit=values["migration_limit"],
             patience=Patience(
                 connect_seconds=values["engine_connect_seconds"],

@@ -280,6 +280,9 @@ class PrefillFirst:
 
         await exchange.attempt(replace(exchange.wish, role=Role.DECODE), decode)
 
+    async def place(self, exchange: Exchange) -> tuple[Leg, Leg | None]:
+        raise NotImplementedError
+
 
 async def test_legs_nest_and_each_has_its_own_tries(world: World, serve: Any) -> None:
     world.plan = PrefillFirst()

@@ -130,6 +130,7 @@ class Leg:
             EngineFailed: None does.
             FailedPrecondition: The worker has no HTTP endpoint.
         """
+        self._end_call()  # of another try with the same worker
         to, placement = self.address, self.placement
         written = await request.write(self.adapter, to, changes)
         self.sent()
@@ -192,12 +193,25 @@ class Leg:
         if self.placement.booking is not None:
             self._means.bookings.mark_prefill_complete(self.placement.booking)
 
+    def prefilled(self, document: Mapping[str, Any], request: ClientRequest) -> None:
+        """The engine has computed the prompt, which was all that it was asked for.
+
+        Args:
+            document: Its answer.
+            request: What it answers to.
+        """
+        self._means.health.ran(self.key)
+        self._on_output()
+        self.ended(usage_of_answer(request.dialect(self.adapter), document))
+
     def ended(self, usage: Usage | None) -> None:
         """The engine has sent everything.
 
         Args:
             usage: What it says of the prompt; None = nothing.
         """
+        if self.wish.prefill_elsewhere:
+            return  # what it says of the prompt is another worker's doing
         if usage is not None:
             self._check(usage)
         cached = usage.cached_tokens if usage is not None else None
@@ -210,14 +224,18 @@ class Leg:
             return
         self._freed = True
         self._means.health.withdrawn(self.key)
-        if self._answer is not None:
-            self._answer.abort()
-        if self._call is not None:
-            self._call.end()
+        self._end_call()
         if self._report is not None and self._report.outputs > 1:
             self._observe_itl(self._report)
         if self.placement.booking is not None:
             self._means.bookings.free(self.placement.booking)
+
+    def _end_call(self) -> None:
+        if self._answer is not None:
+            self._answer.abort()
+            self._answer = None
+        if self._call is not None:
+            self._call.end()
 
     async def freed(self) -> None:
         """Waits until its scheduler knows that, at most as long as one answer may take: the request id can be booked
