@@ -37,6 +37,8 @@ class GatewayConfig:
     """Tries on another worker after one failed before its first token."""
     patience: Patience = field(default_factory=Patience)
     """With engines that are silent."""
+    health_check_seconds: float = 10.0
+    """Between two health checks of an engine that puts out nothing; 0 = there are none."""
     max_prompt_tokens: int = 1 << 20
     """Longer prompts are refused."""
     client_write_seconds: float = 60.0

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_common.nats_link import NatsLink
-from kvscout_common.registry import Registry
+from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import about, service_info, shown
 from kvscout_common.telemetry import RateLimitedLog
@@ -26,6 +26,7 @@ from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.engines.failure import EngineFailed
 from kvscout_gateway.engines.health import WorkerHealth
+from kvscout_gateway.engines.health_checks import HealthChecks
 from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.failover import Failover, Member
@@ -111,6 +112,13 @@ class Gateway:
         self.fanout = Fanout(self.indexers, self.schedulers, timeout_seconds=config.scheduler_timeout_seconds)
         self.observations = Observations(lambda tenant, worker_id: worker_id in self.catalog.tenant(tenant).specs)
         self.health = WorkerHealth()
+        self.health_checks = HealthChecks(
+            self.engines.client,
+            self.health,
+            lambda: [entry.spec for entry in self.registry.entries(ALL_TENANTS)],
+            self._heard,
+            period_seconds=config.health_check_seconds,
+        )
         self.indexer_check = IndexerCheck(self.indexers, self.observations)
         self._reports: set[asyncio.Task[None]] = set()
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
@@ -161,6 +169,7 @@ class Gateway:
             **syncs,
             **self.reporter.tasks(),
             "indexer-check": self.indexer_check.run,
+            **({"health-checks": self.health_checks.run} if self.config.health_check_seconds else {}),
             "renew": self.bookings.renew,
             "attachment": self.attachment.run,
             "scheduler-settings": self._follow_settings,
@@ -230,6 +239,12 @@ class Gateway:
             status.rebooked = link.rebooked
             status.waiting_in_line = link.stream.waiting if link.stream is not None else 0
         return statuses
+
+    def _heard(self, spec: WorkerSpec, seconds: float) -> bool:
+        """Whether one of a worker's ranks has put out something in the last so many seconds."""
+        since = asyncio.get_running_loop().time() - seconds
+        seen = (self.observations.by_rank.get((spec.tenant, rank)) for rank in spec.ranks)
+        return any(one is not None and one.pulse.last_beat() > since for one in seen)
 
     def _resync(self, member: Member[Any]) -> None:
         for known, sync in zip(self.members, self.registration.members, strict=True):

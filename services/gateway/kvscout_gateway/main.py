@@ -99,6 +99,20 @@ from kvscout_gateway.engines.patience import Patience
     help="Longest silence for one request while its worker rank puts out tokens for others.",
 )
 @flag(
+    "--engine-answer-seconds",
+    default=600.0,
+    type=click.FloatRange(min=0.1),
+    section=PERFORMANCE,
+    help="Longest silence of an engine whose answer comes as a whole.",
+)
+@flag(
+    "--engine-health-seconds",
+    default=10.0,
+    type=click.FloatRange(min=0),
+    section=PERFORMANCE,
+    help="Time between two health checks of an engine that puts out nothing; 0 = none.",
+)
+@flag(
     "--client-write-seconds",
     default=60.0,
     type=click.FloatRange(min=0.1),
@@ -151,7 +165,9 @@ def main(**values: Any) -> None:
                 prefill_tokens_per_second=values["engine_prefill_tokens_per_second"],
                 idle_seconds=values["engine_idle_seconds"],
                 queue_seconds=values["engine_queue_seconds"],
+                answer_seconds=values["engine_answer_seconds"],
             ),
+            health_check_seconds=values["engine_health_seconds"],
             max_prompt_tokens=values["max_prompt_tokens"],
             client_write_seconds=values["client_write_seconds"],
             max_in_flight=values["max_in_flight"],
