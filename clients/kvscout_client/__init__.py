@@ -16,7 +16,6 @@ from kvscout_client.kv_publisher import KvEventPublisher, PublisherStatus
 from kvscout_client.kv_publisher_thread import ThreadedKvEventPublisher
 from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions
 from kvscout_client.results import (
-    ActiveRequest,
     BusyThresholds,
     Candidate,
     Explanation,
@@ -25,7 +24,6 @@ from kvscout_client.results import (
     GenerateChunk,
     HelperState,
     RegisteredWorker,
-    RequestPhase,
     RouteDecision,
     RouterStatus,
     Usage,
@@ -38,7 +36,6 @@ from kvscout_client.zmq_publisher import ZmqKvEventPublisher
 from kvscout_common.channel import ClientSecurity
 
 __all__ = [
-    "ActiveRequest",
     "Booking",
     "BusyThresholds",
     "Candidate",
@@ -52,7 +49,6 @@ __all__ = [
     "OutputOptions",
     "PublisherStatus",
     "RegisteredWorker",
-    "RequestPhase",
     "RouteDecision",
     "Router",
     "RouterOverride",

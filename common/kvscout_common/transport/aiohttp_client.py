@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import math
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -62,7 +63,8 @@ class AiohttpClient:
             response = await self._session.request(
                 request.method,
                 request.url,
-                data=request.body or None,
+                # Written in pieces, so that a long one is not copied at once.
+                data=io.BytesIO(request.body) if request.body else None,
                 headers=request.headers,
                 allow_redirects=False,
                 timeout=timeout,

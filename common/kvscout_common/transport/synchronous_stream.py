@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -37,7 +38,7 @@ class SynchronousStream:
         self._inbox = Inbox(core.loop)
         self._half_closed = False
         self._room = True
-        self._deadline: int | None = None
+        self._timer: asyncio.TimerHandle | None = None
         # First, whatever follows: while they write, grpc's clients take a status without headers for their own failure.
         core.rpc.headers(number, [])
         core.flush()
@@ -48,7 +49,7 @@ class SynchronousStream:
             core.finish(number, status_of(error, method.name))
             return
         if timeout_us is not None:
-            self._deadline = core.deadlines.add(core.loop.time() + timeout_us / 1e6, lambda: self._end(DEADLINE))
+            self._timer = core.loop.call_later(timeout_us / 1e6, self._end, DEADLINE)
         core.calls[number] = self
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
@@ -87,8 +88,8 @@ class SynchronousStream:
         """Ends it with a status; None: the caller has gone."""
         if self._core.calls.pop(self._number, None) is None:
             return
-        if self._deadline is not None:
-            self._core.deadlines.drop(self._deadline)
+        if self._timer is not None:
+            self._timer.cancel()
         if status is not None:
             self._core.finish(self._number, status)
         self._method.calls.end(self)
