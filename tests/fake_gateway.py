@@ -88,6 +88,27 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         self._take("Free", request)
         return scheduler_pb2.FreeResponse(outcome=scheduler_pb2.FREE_OUTCOME_FREED)
 
+    async def Renew(self, request: scheduler_pb2.RenewRequest, context: Any) -> scheduler_pb2.RenewResponse:
+        self._take("Renew", request)
+        return scheduler_pb2.RenewResponse(unknown=[i for i, ref in enumerate(request.requests) if "gone" in str(ref)])
+
+    async def AddOutput(self, request: scheduler_pb2.AddOutputRequest, context: Any) -> scheduler_pb2.AddOutputResponse:
+        self._take("AddOutput", request)
+        return scheduler_pb2.AddOutputResponse(output_blocks=request.blocks + 1)
+
+    async def ListActiveRequests(
+        self, request: scheduler_pb2.ListActiveRequestsRequest, context: Any
+    ) -> scheduler_pb2.ListActiveRequestsResponse:
+        self._take("ListActiveRequests", request)
+        active = scheduler_pb2.ActiveRequest(
+            request=scheduler_pb2.RequestRef(request_id="r", model="m", role=types_pb2.ROLE_DECODE),
+            worker=types_pb2.WorkerRank(worker_id="w0", dp_rank=1),
+            phase=scheduler_pb2.REQUEST_PHASE_DECODE,
+            blocks=7,
+            age_seconds=1.5,
+        )
+        return scheduler_pb2.ListActiveRequestsResponse(requests=[active], total=1)
+
     async def RegisterWorker(
         self, request: workers_pb2.RegisterWorkerRequest, context: Any
     ) -> workers_pb2.RegisterWorkerResponse:

@@ -248,9 +248,9 @@ def mocker_worker(worker_id: str, mocker: MockerProcess, **fields: Any) -> worke
     fields.setdefault("model", MODEL)
     fields.setdefault("block_size", 16)
     fields.setdefault("total_kv_blocks", 4095)
+    fields.setdefault("engine", workers_pb2.ENGINE_KIND_MOCK)
     return workers_pb2.Worker(
         worker_id=worker_id,
-        engine=workers_pb2.ENGINE_KIND_MOCK,
         http_endpoint=mocker.url,
         dp_size=len(mocker.ranks),
         event_endpoints=[

@@ -75,6 +75,10 @@ class _Engine(asyncio.Protocol):
         self._input += data
         while (end := self._input.find(b"\r\n\r\n")) >= 0:
             head = bytes(self._input[:end]).split(b"\r\n")
+            if not head[0].endswith(b"HTTP/1.1"):
+                # A router asks whether this is HTTP/2.
+                self._close()
+                return
             fields = dict(line.lower().split(b":", 1) for line in head[1:])
             size = end + 4 + int(fields.get(b"content-length", b"0"))
             if len(self._input) < size:
@@ -104,6 +108,10 @@ class _Engine(asyncio.Protocol):
             self._timer = self._loop.call_at(due + self._gap, self._next, parts, place + 1, due + self._gap)
             return
         self._write(b"".join((_chunk(parts[-2]), _chunk(parts[-1]), _chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")))
+
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None:

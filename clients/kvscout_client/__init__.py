@@ -16,6 +16,7 @@ from kvscout_client.kv_publisher import KvEventPublisher, PublisherStatus
 from kvscout_client.kv_publisher_thread import ThreadedKvEventPublisher
 from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions
 from kvscout_client.results import (
+    ActiveRequest,
     BusyThresholds,
     Candidate,
     Explanation,
@@ -24,6 +25,7 @@ from kvscout_client.results import (
     GenerateChunk,
     HelperState,
     RegisteredWorker,
+    RequestPhase,
     RouteDecision,
     RouterStatus,
     Usage,
@@ -36,6 +38,7 @@ from kvscout_client.zmq_publisher import ZmqKvEventPublisher
 from kvscout_common.channel import ClientSecurity
 
 __all__ = [
+    "ActiveRequest",
     "Booking",
     "BusyThresholds",
     "Candidate",
@@ -49,6 +52,7 @@ __all__ = [
     "OutputOptions",
     "PublisherStatus",
     "RegisteredWorker",
+    "RequestPhase",
     "RouteDecision",
     "Router",
     "RouterOverride",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Protocol
 
@@ -17,6 +18,16 @@ class Lifecycle(Protocol):
 
     async def mark_prefill_complete(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> bool:
         """Reports the first token."""
+        ...
+
+    async def renew(
+        self, request_ids: Iterable[str], *, model: str = "", attempt_id: int = 0, lease_seconds: int = 0
+    ) -> list[str]:
+        """Renews leases; returns what is booked nowhere."""
+        ...
+
+    async def add_output(self, request_id: str, blocks: int, *, model: str = "", attempt_id: int = 0) -> int:
+        """Adds generated blocks; returns how many there are."""
         ...
 
     async def free(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> FreeOutcome:
@@ -61,6 +72,36 @@ class Booking:
         if not self.decision.booked:
             return False
         return await self._router.mark_prefill_complete(self.request_id, model=self.model, attempt_id=self.attempt_id)
+
+    async def renew(self, lease_seconds: int = 0) -> bool:
+        """Has the booking last longer than its lease.
+
+        Args:
+            lease_seconds: From now; 0 = 300.
+
+        Returns:
+            False if nothing is booked, or not any more.
+        """
+        if not self.decision.booked:
+            return False
+        gone = await self._router.renew(
+            [self.request_id], model=self.model, attempt_id=self.attempt_id, lease_seconds=lease_seconds
+        )
+        return not gone
+
+    async def add_output(self, blocks: int) -> int:
+        """Counts generated blocks as load of the worker.
+
+        Returns:
+            Output blocks in all; 0 where nothing is booked.
+
+        Raises:
+            NotFound: The booking is gone.
+            FailedPrecondition: The scheduler does not track output.
+        """
+        if not self.decision.booked:
+            return 0
+        return await self._router.add_output(self.request_id, blocks, model=self.model, attempt_id=self.attempt_id)
 
     async def free(self) -> FreeOutcome:
         """Ends the request; repeated calls do nothing more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_client.results import (
+    ActiveRequest,
     BusyThresholds,
     Candidate,
     Explanation,
@@ -11,6 +12,7 @@ from kvscout_client.results import (
     FreeOutcome,
     GenerateChunk,
     HelperState,
+    RequestPhase,
     RouteDecision,
     RouterStatus,
     Usage,
@@ -19,7 +21,7 @@ from kvscout_client.results import (
     WorkerRecord,
 )
 from kvscout_common.worker import WorkerRank
-from kvscout_common.worker_proto import spec_from_proto
+from kvscout_common.worker_proto import rank_from_proto, role_from_proto, spec_from_proto
 
 _FINISH_REASONS = {
     gateway_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -33,6 +35,28 @@ _FREE_OUTCOMES = {
     scheduler_pb2.FREE_OUTCOME_ALREADY_FREED: FreeOutcome.ALREADY_FREED,
     scheduler_pb2.FREE_OUTCOME_DEQUEUED: FreeOutcome.DEQUEUED,
 }
+
+_PHASES = {
+    scheduler_pb2.REQUEST_PHASE_QUEUED: RequestPhase.QUEUED,
+    scheduler_pb2.REQUEST_PHASE_PREFILL: RequestPhase.PREFILL,
+    scheduler_pb2.REQUEST_PHASE_DECODE: RequestPhase.DECODE,
+}
+
+
+def active_request(message: scheduler_pb2.ActiveRequest) -> ActiveRequest:
+    """A request that is booked."""
+    return ActiveRequest(
+        request_id=message.request.request_id,
+        attempt_id=message.request.attempt_id,
+        model=message.request.model,
+        role=role_from_proto(message.request.role),
+        worker=rank_from_proto(message.worker),
+        phase=_PHASES.get(message.phase),
+        blocks=message.blocks,
+        output_blocks=message.output_blocks,
+        uncached_tokens=message.uncached_tokens,
+        age_seconds=message.age_seconds,
+    )
 
 
 def decision(message: gateway_pb2.RouteResponse, *, requested: bool) -> RouteDecision:

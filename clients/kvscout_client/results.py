@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,35 @@ class FreeOutcome(StrEnum):
     ALREADY_FREED = "already_freed"
     DEQUEUED = "dequeued"
     """It was waiting in the queue and is taken out."""
+
+
+class RequestPhase(StrEnum):
+    """Where an active request is."""
+
+    QUEUED = "queued"
+    """It waits for a worker."""
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveRequest:
+    """A request that is booked."""
+
+    request_id: str
+    attempt_id: int
+    model: str
+    role: Role
+    worker: WorkerRank
+    phase: RequestPhase | None
+    """None = one that this release has no name for."""
+    blocks: int
+    """Of the prompt, the partial one included."""
+    output_blocks: int
+    uncached_tokens: int
+    """Of the prompt, those charged."""
+    age_seconds: float
+    """Since it was booked."""
 
 
 @dataclass(frozen=True, slots=True)

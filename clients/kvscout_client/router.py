@@ -14,6 +14,7 @@ from kvscout_client import decode
 from kvscout_client.booking import Booking
 from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions
 from kvscout_client.results import (
+    ActiveRequest,
     BusyThresholds,
     FreeOutcome,
     GenerateChunk,
@@ -296,6 +297,61 @@ class Router:
         """Ends a booked request; one that is unknown or freed is no error."""
         reference = self._reference(request_id, model, attempt_id)
         return decode.free_outcome(await call(self._stub.Free, reference, timeout=self._timeout))
+
+    async def renew(
+        self, request_ids: Iterable[str], *, model: str = "", attempt_id: int = 0, lease_seconds: int = 0
+    ) -> list[str]:
+        """Renews the leases of booked requests.
+
+        Args:
+            request_ids: At least one.
+            model: Theirs; "" = the router's.
+            attempt_id: Theirs.
+            lease_seconds: From now; 0 = 300.
+
+        Returns:
+            Those that are booked nowhere any more.
+        """
+        names = list(request_ids)
+        request = scheduler_pb2.RenewRequest(
+            tenant=self._tenant,
+            requests=[self._reference(name, model, attempt_id) for name in names],
+            lease_seconds=lease_seconds,
+        )
+        answer: scheduler_pb2.RenewResponse = await call(self._stub.Renew, request, timeout=self._timeout)
+        return [names[index] for index in answer.unknown]
+
+    async def add_output(self, request_id: str, blocks: int, *, model: str = "", attempt_id: int = 0) -> int:
+        """Adds generated blocks to the load of a booked request.
+
+        Returns:
+            Its output blocks in all.
+
+        Raises:
+            NotFound: Unknown request.
+            FailedPrecondition: The scheduler does not track output.
+        """
+        request = scheduler_pb2.AddOutputRequest(
+            tenant=self._tenant, request=self._reference(request_id, model, attempt_id), blocks=blocks
+        )
+        answer: scheduler_pb2.AddOutputResponse = await call(self._stub.AddOutput, request, timeout=self._timeout)
+        return answer.output_blocks
+
+    async def active_requests(self, *, model: str = "", worker_id: str = "", limit: int = 0) -> list[ActiveRequest]:
+        """Requests that are booked now, whoever booked them.
+
+        Args:
+            model: Only of this one; "" = of all.
+            worker_id: Only on this one; "" = on all.
+            limit: At most so many; 0 = 1,000.
+        """
+        request = scheduler_pb2.ListActiveRequestsRequest(
+            tenant=self._tenant, model=model, worker_id=worker_id, limit=limit
+        )
+        answer: scheduler_pb2.ListActiveRequestsResponse = await call(
+            self._stub.ListActiveRequests, request, timeout=self._timeout
+        )
+        return [decode.active_request(one) for one in answer.requests]
 
     # Workers
 

@@ -414,7 +414,10 @@ RPC_EVENTS: dict[str, int]
 * (HALF_CLOSED, call): the caller sends no more.
 * (RESET, call): the caller has gone; nothing more can be sent.
 * (WRITABLE, call): there is room again after `send` said False.
-* (HEADERS, call, metadata), (END, call, code, details, metadata): of a call that was made here; END comes once, last.
+* (HEADERS, call, metadata), (END, call, code, details, metadata, seen): of a call that was made here; END comes once,
+  last. `seen`: 0 = the peer may have looked at the call; 1 = it refused it unseen; 2 = so did the whole connection, or
+  the call was never sent.
+* (ANSWERED, call, headers, message, code, details, trailers): HEADERS, MESSAGE and END at once.
 * (CONNECTED, connection), (CLOSED, connection, reason): of `connect`; CLOSED comes last, after END of its calls.
 * (ACCEPT_FAILED, errno, text): connections wait; they are accepted with the next `tick` that can.
 """

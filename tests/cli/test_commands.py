@@ -114,6 +114,13 @@ def test_workers_are_listed_registered_drained_and_removed(gateway: FakeGateway)
     assert json.loads(kvscout(gateway, "workers", "remove", "w0", "--json").stdout) == {"removed": ["w0"]}
 
 
+def test_active_requests_are_listed(gateway: FakeGateway) -> None:
+    lines = kvscout(gateway, "requests", "--worker-id", "w0").stdout.splitlines()
+    assert [line.split()[:5] for line in lines[1:]] == [["r", "m", "decode", "w0/1", "decode"]]
+    [active] = json.loads(kvscout(gateway, "requests", "--json").stdout)
+    assert (active["request_id"], active["blocks"]) == ("r", 7)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

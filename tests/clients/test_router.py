@@ -18,6 +18,7 @@ from kvscout_client import (
     ClientSecurity,
     FinishReason,
     FreeOutcome,
+    RequestPhase,
     Router,
     RouterOverride,
     SamplingOptions,
@@ -86,6 +87,23 @@ async def test_a_booking_is_freed_when_its_block_ends(router: Router, gateway: F
     assert [type(request).__name__ for request in gateway.requests] == ["RouteRequest", "RequestRef", "RequestRef"]
 
 
+async def test_a_booking_is_renewed_and_grows(router: Router, gateway: FakeGateway) -> None:
+    gateway.booked = True
+    async with await router.route([1], request_id="r", attempt_id=3) as booking:
+        assert await booking.renew(60) is True
+        assert (gateway.last.lease_seconds, gateway.last.requests[0].attempt_id) == (60, 3)
+        assert await booking.add_output(2) == 3
+        assert (gateway.last.tenant, gateway.last.request.request_id) == ("t", "r")
+    assert await router.renew(["gone", "r"]) == ["gone"]
+
+
+async def test_active_requests_are_typed(router: Router, gateway: FakeGateway) -> None:
+    [active] = await router.active_requests(worker_id="w0", limit=5)
+    assert (active.request_id, active.role, active.worker) == ("r", Role.DECODE, WorkerRank("w0", 1))
+    assert (active.phase, active.blocks, active.age_seconds) == (RequestPhase.DECODE, 7, 1.5)
+    assert (gateway.last.worker_id, gateway.last.limit) == ("w0", 5)
+
+
 async def test_a_booking_is_freed_when_its_block_fails_or_is_cancelled(router: Router, gateway: FakeGateway) -> None:
     with pytest.raises(ZeroDivisionError):
         async with await router.route([1], request_id="a"):
@@ -130,6 +148,8 @@ async def test_what_was_not_booked_is_neither_reported_nor_freed(router: Router,
     async with await router.route([1], request_id="b") as booking:
         assert not booking.decision.booked
         assert await booking.prefill_complete() is False
+        assert await booking.renew() is False
+        assert await booking.add_output(1) == 0
     assert await booking.free() is FreeOutcome.UNKNOWN
     assert [type(request).__name__ for request in gateway.requests] == ["RouteRequest"]
 

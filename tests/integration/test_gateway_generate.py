@@ -631,6 +631,26 @@ async def test_a_scheduler_that_hangs_costs_one_request_its_timeout_not_each(
         assert not (await other.route([1, 2, 3])).booked
 
 
+async def test_an_engine_that_is_gone_is_found_before_a_request_is_sent_there(
+    stack: Stack, client: GatewayClient
+) -> None:
+    async with workers(client, answer) as (model, _):
+        await client.register(
+            workers_pb2.Worker(worker_id="gone", model=model, block_size=16, http_endpoint="http://127.0.0.1:1")
+        )
+        async with another_gateway(stack, "--engine-health-seconds", "0.05") as (_, other):
+            await other.until_known(f"{model}/0", "gone")
+
+            async def found() -> bool:
+                warnings = (await other.status()).service.warnings
+                return any("worker gone does not answer its health checks" in warning for warning in warnings)
+
+            await eventually(found)
+            for _ in range(4):
+                got = await other.generate([1], model=model, max_tokens=1)
+                assert [route.worker_id for route in got.routes] == [f"{model}/0"]
+
+
 async def test_more_than_the_limit_are_refused(stack: Stack, slow: MockerProcess) -> None:
     async with another_gateway(stack, "--max-in-flight", "1") as (_, client):
         running_call = client.start(fresh_prompt(40), model="slow", max_tokens=50)

@@ -62,6 +62,26 @@ async def test_a_request_id_books_until_it_is_freed(client: GatewayClient) -> No
         await call(client.stub.MarkPrefillComplete, ref, timeout=CALL_SECONDS)
 
 
+async def test_bookings_are_listed_and_renewed_wherever_they_are(client: GatewayClient) -> None:
+    await client.route(fresh_prompt(100), request_id="long", model="poet", worker_id="w0", lease_seconds=2)
+    long, gone = (scheduler_pb2.RequestRef(model="poet", request_id=name) for name in ("long", "gone"))
+    renewal = scheduler_pb2.RenewRequest(requests=[gone, long], lease_seconds=100)
+    assert (await call(client.stub.Renew, renewal, timeout=CALL_SECONDS)).unknown == [0]
+    listed = await call(client.stub.ListActiveRequests, scheduler_pb2.ListActiveRequestsRequest(worker_id="w0"))
+    [active] = listed.requests
+    assert (active.request.request_id, active.phase) == ("long", scheduler_pb2.REQUEST_PHASE_PREFILL)
+    assert active.lease_remaining_seconds > 50
+    with pytest.raises(errors.InvalidArgument, match="requests: names no request"):
+        await call(client.stub.Renew, scheduler_pb2.RenewRequest(), timeout=CALL_SECONDS)
+    with pytest.raises(errors.FailedPrecondition, match="track"):
+        output = scheduler_pb2.AddOutputRequest(request=long, blocks=2)
+        await call(client.stub.AddOutput, output, timeout=CALL_SECONDS)
+    with pytest.raises(errors.InvalidArgument, match="request_id"):
+        await call(client.stub.AddOutput, scheduler_pb2.AddOutputRequest(blocks=2), timeout=CALL_SECONDS)
+    await call(client.stub.Free, long, timeout=CALL_SECONDS)
+    await client.until_idle()
+
+
 async def test_an_active_request_id_is_refused_to_another_attempt_only(client: GatewayClient) -> None:
     prompt = fresh_prompt(64)
     first = await client.route(prompt, request_id="twice", attempt_id=1)

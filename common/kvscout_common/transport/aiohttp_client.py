@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import io
 import math
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -63,8 +62,7 @@ class AiohttpClient:
             response = await self._session.request(
                 request.method,
                 request.url,
-                # Written in pieces, so that a long one is not copied at once.
-                data=io.BytesIO(request.body) if request.body else None,
+                data=request.body or None,
                 headers=request.headers,
                 allow_redirects=False,
                 timeout=timeout,

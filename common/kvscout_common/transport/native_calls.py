@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from kvscout_common.transport.native_core import END, HEADERS, MESSAGE, WRITABLE
+from kvscout_common.transport.native_core import (
+    ANSWERED,
+    END,
+    HEADERS,
+    MESSAGE,
+    SEEN_MAYBE,
+    SEEN_NOT_SENT,
+    WRITABLE,
+)
 from kvscout_common.transport.waiting import Inbox, Notice
 
 if TYPE_CHECKING:
@@ -57,28 +65,30 @@ class NativeCall:
         self._deserialize = deserialize
         self._metadata = [*channel.metadata(), *(metadata or ())]
         self._number: int | None = None
+        self._connection = 0
         self._inbox = Inbox(self._loop)
         self._news = self._inbox.news
         """Something came, it has begun, or it has ended."""
         self._room = Notice(self._loop)
         """For what is to be sent."""
         self._status: tuple[grpc.StatusCode, str, Any] | None = None
-        self._headers: Any = ()
-        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._headers: Any = None
+        self._callbacks: list[Callable[[Any], None]] = []
         self._unsent: list[bytes] = []
         """Written before there was a connection."""
+        self._again: list[bytes] | None = None
+        """What was sent, as long as the call can be made again."""
+        self._made_again = False
         self._writes_all = False
         self._ends_at = None if timeout is None else self._loop.time() + timeout
-        self._timer = None if self._ends_at is None else self._loop.call_at(self._ends_at, self._expire)
+        self._deadline = None if self._ends_at is None else self._core.deadlines.add(self._ends_at, self._expire)
         self._tasks: list[asyncio.Task[None]] = []
         if request is not None:
             self._unsent.append(self._bytes(request))
             self._writes_all = True
         elif requests is not None:
             self._tasks.append(self._loop.create_task(self._write_all(requests), name=f"requests of {method}"))
-        connection = channel.ready()
-        if connection is None or not self._begin(connection):
-            self._tasks.append(self._loop.create_task(self._connect(), name=f"begin {method}"))
+        self._begin_or_connect()
 
     async def read(self) -> Any:
         """The next answer; `grpc.aio.EOF` = there are no more.
@@ -116,6 +126,7 @@ class NativeCall:
             self._unsent.append(self._bytes(request))
             await self._room.wait()
             return
+        self._again = None
         room = self._core.rpc.send(self._number, self._bytes(request))
         self._core.flush()
         if not room:
@@ -149,13 +160,16 @@ class NativeCall:
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Has a function called with this call once it has ended."""
-        self._ended.add_done_callback(lambda _: callback(self))
+        if self._status is None:
+            self._callbacks.append(callback)
+        else:
+            self._loop.call_soon(callback, self)
 
     async def initial_metadata(self) -> Any:
         """What came before the first answer, once one came or it ended."""
-        while not self._headers and self._status is None and not self._inbox:
+        while self._headers is None and self._status is None:
             await self._news.wait()
-        return self._headers
+        return self._headers or ()
 
     async def trailing_metadata(self) -> Any:
         """What came with the status, once it ended."""
@@ -181,20 +195,43 @@ class NativeCall:
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
         """See `native_core.Sink`."""
-        if kind == MESSAGE:
+        if kind == ANSWERED:
+            _, _, self._headers, message, code, details, trailers = event
+            self._inbox.put(message)
+            self._over(_CODES[code], details, trailers)
+        elif kind == MESSAGE:
             self._inbox.put(event[2])
         elif kind == END:
-            self._number = None
-            self._end(_CODES[event[2]], event[3], event[4])
+            _, _, code, details, trailers, seen = event
+            if seen == SEEN_MAYBE or not self._make_again(seen):
+                self._over(_CODES[code], details, trailers)
         elif kind == HEADERS:
-            self._headers = event[2]
+            self._headers, self._again = event[2], None
             self._news.tell()
         elif kind == WRITABLE:
             self._room.tell()
 
+    def _over(self, code: grpc.StatusCode, details: str, trailers: Any) -> None:
+        if self._number is not None:
+            self._core.calls.pop(self._number, None)
+            self._number = None
+        self._end(code, details, trailers)
+
+    def _make_again(self, seen: int) -> bool:
+        """Makes a call again that the server has not looked at; not twice, and not without all that was sent of it."""
+        if self._again is None or self._made_again or self._number is None:
+            return False
+        del self._core.calls[self._number]
+        self._number = None
+        self._unsent, self._again, self._made_again = self._again, None, True
+        if seen == SEEN_NOT_SENT:
+            self._channel.leave(self._connection)
+        self._begin_or_connect()
+        return True
+
     async def _outcome(self) -> tuple[grpc.StatusCode, str, Any]:
-        await asyncio.shield(self._ended)
-        assert self._status is not None
+        while self._status is None:
+            await self._news.wait()
         return self._status
 
     def _bytes(self, request: Any) -> bytes:
@@ -202,6 +239,11 @@ class NativeCall:
             return self._serialize(request)
         message: bytes = request
         return message
+
+    def _begin_or_connect(self) -> None:
+        connection = self._channel.ready()
+        if connection is None or not self._begin(connection):
+            self._tasks.append(self._loop.create_task(self._connect(), name=f"begin {self._method}"))
 
     async def _connect(self) -> None:
         try:
@@ -225,13 +267,13 @@ class NativeCall:
             return True
         if number is None:
             return False
-        self._number = number
+        self._number, self._connection = number, connection
         self._core.calls[number] = self
         for message in self._unsent[1:]:
             self._core.rpc.send(number, message)
         if self._writes_all and len(self._unsent) > 1:
             self._core.rpc.half_close(number)
-        self._unsent.clear()
+        self._again, self._unsent = self._unsent, []
         self._core.flush()
         self._room.tell()
         self._news.tell()
@@ -264,13 +306,15 @@ class NativeCall:
             self._core.rpc.reset(self._number)
             self._core.flush()
             self._number = None
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._deadline is not None:
+            self._core.deadlines.drop(self._deadline)
         current = asyncio.current_task(self._loop) if self._tasks else None
         for task in self._tasks:
             if task is not current:
                 task.cancel()
-        self._ended.set_result(None)
+        for callback in self._callbacks:
+            self._loop.call_soon(callback, self)
+        self._again = None
         self._room.tell()
         self._inbox.end()
         return True
@@ -282,7 +326,7 @@ class NativeCall:
         if code is grpc.StatusCode.CANCELLED and details is _HERE:
             raise asyncio.CancelledError
         raise grpc.aio.AioRpcError(
-            code, grpc.aio.Metadata(*self._headers), grpc.aio.Metadata(*trailers), details=details
+            code, grpc.aio.Metadata(*(self._headers or ())), grpc.aio.Metadata(*trailers), details=details
         )
 
     def __del__(self) -> None:

@@ -116,6 +116,11 @@ class NativeChannel:
         """The connection, if it is open."""
         return self._connection if self._open else None
 
+    def leave(self, connection: int) -> None:
+        """Makes no more calls on a connection that takes none; those that it has go on."""
+        if self._open and connection == self._connection:
+            self._connection, self._open = None, False
+
     async def connected(self) -> int:
         """The connection, once it is open.
 
@@ -146,7 +151,10 @@ class NativeChannel:
             self._connecting.cancel()
             await asyncio.wait({self._connecting})
         if self._core is not None:
-            self._drop("the channel is closed")
+            for connection in list(self._core.connections):
+                self._core.rpc.close(connection)
+            # What that ends is told now: nobody reads any more.
+            self._core.turn()
             self._core.close()
 
     async def __aenter__(self) -> NativeChannel:
@@ -162,8 +170,9 @@ class NativeChannel:
             self._tell("")
         elif kind == CLOSED:
             self.core.connections.pop(event[1], None)
-            self._connection, self._open = None, False
-            self._tell(event[2])
+            if event[1] == self._connection:
+                self._connection, self._open = None, False
+                self._tell(event[2])
 
     def _tell(self, outcome: str) -> None:
         if self._outcome is not None and not self._outcome.done():

@@ -45,7 +45,7 @@ class NativeContext:
         self.ended_by_caller = False
         """The caller has gone, or its deadline is over: nobody waits for what is done here."""
         self._ends_at = None if timeout_us is None else self._loop.time() + timeout_us / 1e6
-        self._timer: asyncio.TimerHandle | None = None
+        self._deadline: int | None = None
         self.closed = False
         """The handler has returned."""
         core.calls[number] = self
@@ -54,7 +54,7 @@ class NativeContext:
         """Says that the handler has not returned at once, and which task runs it, to be cancelled with the call."""
         self._task = task
         if self._ends_at is not None:
-            self._timer = self._loop.call_at(self._ends_at, self._expire)
+            self._deadline = self._core.deadlines.add(self._ends_at, self._expire)
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
         """See `native_core.Sink`."""
@@ -182,8 +182,8 @@ class NativeContext:
         """The handler has returned."""
         self.closed = True
         self._core.calls.pop(self._number, None)
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._deadline is not None:
+            self._core.deadlines.drop(self._deadline)
         for callback in self._callbacks:
             callback(self)
 

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 
 from kvscout_common.keepalive import TIME_MS, TIMEOUT_MS
 from kvscout_common.statuses import Status
+from kvscout_common.transport.deadlines import Deadlines
 from kvscout_native import RPC_EVENTS, ClientTls, Rpc, ServerTls
 
 __all__ = ["ClientTls", "NativeCore", "ServerTls"]
@@ -28,6 +29,10 @@ END: Final = RPC_EVENTS["END"]
 CONNECTED: Final = RPC_EVENTS["CONNECTED"]
 CLOSED: Final = RPC_EVENTS["CLOSED"]
 ACCEPT_FAILED: Final = RPC_EVENTS["ACCEPT_FAILED"]
+ANSWERED: Final = RPC_EVENTS["ANSWERED"]
+
+SEEN_MAYBE, SEEN_NOT_SENT = 0, 2
+"""Of END: whether the peer may have looked at the call."""
 
 _OF_CONNECTIONS = frozenset({CONNECTED, CLOSED})
 
@@ -68,6 +73,7 @@ class NativeCore:
             keepalive_timeout_seconds=TIMEOUT_MS / 1000,
         )
         self.loop = asyncio.get_running_loop()
+        self.deadlines = Deadlines(self.loop)
         self.calls: dict[int, Sink] = {}
         self.connections: dict[int, Sink] = {}
         """Of a channel."""
@@ -76,7 +82,7 @@ class NativeCore:
         self._flushing = False
         self._turning = False
         self._fd = self.rpc.fileno()
-        self.loop.add_reader(self._fd, self._turn)
+        self.loop.add_reader(self._fd, self.turn)
         self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
         self._closed = False
 
@@ -98,8 +104,10 @@ class NativeCore:
             self._closed = True
             self.loop.remove_reader(self._fd)
             self._tick_timer.cancel()
+            self.deadlines.close()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Reads what there is, and has it heard."""
         if self._closed:
             return
         # What is said meanwhile leaves at the end of this, and not of the loop's next turn.
@@ -130,9 +138,9 @@ class NativeCore:
         self._flushing = False
         if not self._closed and self.rpc.flush():
             # Not at once: a peer that answers whatever it is sent would keep the loop here.
-            self.loop.call_soon(self._turn)
+            self.loop.call_soon(self.turn)
 
     def _tick(self) -> None:
         self.rpc.tick()
-        self._turn()
+        self.turn()
         self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import grpc
@@ -38,7 +37,7 @@ class SynchronousStream:
         self._inbox = Inbox(core.loop)
         self._half_closed = False
         self._room = True
-        self._timer: asyncio.TimerHandle | None = None
+        self._deadline: int | None = None
         # First, whatever follows: while they write, grpc's clients take a status without headers for their own failure.
         core.rpc.headers(number, [])
         core.flush()
@@ -49,7 +48,7 @@ class SynchronousStream:
             core.finish(number, status_of(error, method.name))
             return
         if timeout_us is not None:
-            self._timer = core.loop.call_later(timeout_us / 1e6, self._end, DEADLINE)
+            self._deadline = core.deadlines.add(core.loop.time() + timeout_us / 1e6, lambda: self._end(DEADLINE))
         core.calls[number] = self
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
@@ -88,8 +87,8 @@ class SynchronousStream:
         """Ends it with a status; None: the caller has gone."""
         if self._core.calls.pop(self._number, None) is None:
             return
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._deadline is not None:
+            self._core.deadlines.drop(self._deadline)
         if status is not None:
             self._core.finish(self._number, status)
         self._method.calls.end(self)

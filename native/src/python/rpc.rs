@@ -9,11 +9,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 
 use crate::rpc::{
-    self, Address, Event, Kind, Limits, Metadata, News, Rpc, Status, TlsAcceptor, TlsConnector,
+    self, Address, Event, Kind, Limits, Metadata, News, Rpc, Seen, Status, TlsAcceptor, TlsConnector,
 };
 
 /// Kinds of events, the first item of each; the stub has the others.
-const KINDS: [(&str, u8); 10] = [
+const KINDS: [(&str, u8); 11] = [
     ("OPEN", OPEN),
     ("MESSAGE", MESSAGE),
     ("HALF_CLOSED", HALF_CLOSED),
@@ -24,6 +24,7 @@ const KINDS: [(&str, u8); 10] = [
     ("CONNECTED", CONNECTED),
     ("CLOSED", CLOSED),
     ("ACCEPT_FAILED", ACCEPT_FAILED),
+    ("ANSWERED", ANSWERED),
 ];
 const OPEN: u8 = 0;
 const MESSAGE: u8 = 1;
@@ -35,6 +36,12 @@ const END: u8 = 6;
 const CONNECTED: u8 = 7;
 const CLOSED: u8 = 8;
 const ACCEPT_FAILED: u8 = 9;
+const ANSWERED: u8 = 10;
+
+/// Of a call that ended, whether the peer may have looked at it; the stub has them.
+const SEEN_MAYBE: u8 = 0;
+const SEEN_REFUSED: u8 = 1;
+const SEEN_NOT_SENT: u8 = 2;
 
 /// Certificates of a server; see the stub.
 #[pyclass(frozen, module = "kvscout_native")]
@@ -304,8 +311,19 @@ fn event_tuple<'py>(py: Python<'py>, event: Event) -> PyResult<Bound<'py, PyTupl
             News::Message(message) => (MESSAGE, call, PyBytes::new(py, &message)).into_pyobject(py),
             News::HalfClosed => (HALF_CLOSED, call).into_pyobject(py),
             News::Headers(metadata) => (HEADERS, call, to_python(py, &metadata)?).into_pyobject(py),
-            News::Ended(status, metadata) => {
-                (END, call, status.code, status.message, to_python(py, &metadata)?).into_pyobject(py)
+            News::Ended(status, metadata, seen) => {
+                let seen = match seen {
+                    Seen::Maybe => SEEN_MAYBE,
+                    Seen::Refused => SEEN_REFUSED,
+                    Seen::NotSent => SEEN_NOT_SENT,
+                };
+                (END, call, status.code, status.message, to_python(py, &metadata)?, seen).into_pyobject(py)
+            }
+            News::Answered(answer) => {
+                let (headers, trailers) = (to_python(py, &answer.headers)?, to_python(py, &answer.trailers)?);
+                let message = PyBytes::new(py, &answer.message);
+                let Status { code, message: details } = answer.status;
+                (ANSWERED, call, headers, message, code, details, trailers).into_pyobject(py)
             }
             News::Reset => (RESET, call).into_pyobject(py),
             News::Writable => (WRITABLE, call).into_pyobject(py),

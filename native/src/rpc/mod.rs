@@ -17,17 +17,18 @@
 mod call;
 mod connection;
 mod framing;
+mod incoming;
 mod keyed;
 mod limits;
 mod listener;
 mod metadata;
+mod outgoing;
 mod socket;
 mod status;
 mod tls;
 mod wake;
 
 use std::io;
-use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -35,24 +36,20 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use h2::Reason;
-use http::header::{CONTENT_TYPE, HeaderMap, HeaderValue, TE};
-use http::{Method, Request, Response, StatusCode};
-use mio::net::{TcpStream, UnixStream};
-use mio::{Events, Interest, Poll, Token};
+use mio::{Events, Poll};
 
 use call::Call;
 pub use call::{Kind, News};
-use connection::{Connection, Incoming, Progress, Side};
-use framing::{Deframer, Encoding};
+use connection::{Connection, Progress, Side};
 use keyed::Keyed;
 pub use limits::Limits;
 use listener::{LISTENER, Listener};
 pub use metadata::Metadata;
-use socket::Stream;
-pub use status::Status;
+pub use outgoing::Address;
+pub use status::{Seen, Status};
 pub use tls::{acceptor, connector};
 pub use tokio_rustls::{TlsAcceptor, TlsConnector};
-use wake::{Bell, Due, WakeQueue};
+use wake::{Due, WakeQueue};
 
 /// Kernel events taken in one turn; the rest comes with the next.
 const EVENTS: usize = 1024;
@@ -109,13 +106,6 @@ pub struct Rpc {
     refused_calls: u64,
 }
 
-/// Where a client connects to.
-#[derive(Debug, Clone)]
-pub enum Address {
-    Tcp(SocketAddr),
-    Unix(String),
-}
-
 impl Rpc {
     pub fn new(limits: Limits) -> io::Result<Self> {
         Ok(Self {
@@ -147,170 +137,6 @@ impl Rpc {
             queued_bytes: self.held,
             connections_refused: self.refused_connections,
             calls_refused: self.refused_calls,
-        }
-    }
-
-    /// Listens; returns the listener and the port.
-    ///
-    /// # Errors
-    /// The address cannot be bound.
-    pub fn listen(
-        &mut self,
-        address: SocketAddr,
-        methods: Vec<(String, Kind)>,
-        tls: Option<TlsAcceptor>,
-    ) -> io::Result<(u64, u16)> {
-        let (listener, port) = Listener::bind(address, methods, tls)?;
-        let key = self.listeners.insert_with(|_| listener);
-        let listener = self.listeners.get_mut(key).expect("just stored");
-        self.poll.registry().register(
-            &mut listener.socket,
-            Token(key as usize | LISTENER),
-            Interest::READABLE,
-        )?;
-        Ok((key, port))
-    }
-
-    /// New connections use other certificates.
-    pub fn set_tls(&mut self, listener: u64, tls: Option<TlsAcceptor>) {
-        if let Some(listener) = self.listeners.get_mut(listener) {
-            listener.tls = tls;
-        }
-    }
-
-    /// Takes no new connections any more.
-    pub fn stop_listening(&mut self, listener: u64) {
-        self.listeners.remove(listener);
-    }
-
-    /// Tells the peers of a listener to open no more calls on the connections they have.
-    pub fn leave(&mut self, listener: u64) {
-        for key in self.connections_of(listener) {
-            self.connections.get_mut(key).expect("a key in use").leave();
-        }
-    }
-
-    /// Closes the connections of a listener at once.
-    pub fn close_connections(&mut self, listener: u64) {
-        for key in self.connections_of(listener) {
-            self.end_connection(key, "the server closes it");
-        }
-    }
-
-    /// Calls that came to a listener and are not over.
-    pub fn open_calls(&self, listener: u64) -> usize {
-        let calls = |key| self.connections.get(key).map_or(0, |connection| connection.streams.len());
-        self.connections_of(listener).into_iter().map(calls).sum()
-    }
-
-    fn connections_of(&self, listener: u64) -> Vec<u64> {
-        let of = |key: &u64| {
-            let connection = self.connections.get(*key);
-            connection.is_some_and(|connection| matches!(connection.side, Side::Server(by) if by == listener))
-        };
-        self.connections.keys().into_iter().filter(of).collect()
-    }
-
-    /// Begins to connect; `Connected` or `Closed` follows.
-    ///
-    /// # Errors
-    /// There is no socket to be had, or no way to the address.
-    pub fn connect(
-        &mut self,
-        address: &Address,
-        authority: String,
-        tls: Option<(TlsConnector, &str)>,
-    ) -> Result<u64, String> {
-        let name =
-            tls.map(|(connector, name)| tls::server_name(name).map(|name| (connector, name))).transpose()?;
-        let (stream, peer) = match address {
-            Address::Tcp(address) => (TcpStream::connect(*address).map(Stream::Tcp), format!("{address}")),
-            Address::Unix(path) => (UnixStream::connect(path).map(Stream::Unix), format!("unix:{path}")),
-        };
-        let mut stream = stream.map_err(|error| error.to_string())?;
-        if let Stream::Tcp(stream) = &stream {
-            stream.set_nodelay(true).map_err(|error| error.to_string())?;
-        }
-        let queue = Arc::clone(&self.queue);
-        let (limits, registry) = (Rc::clone(&self.limits), self.poll.registry());
-        let mut registered = Ok(());
-        let key = self.connections.insert_with(|key| {
-            let interest = Interest::READABLE | Interest::WRITABLE;
-            registered = registry.register(stream.source(), Token(key as usize), interest);
-            let bell = Bell::new(&queue, Due::Connection(key));
-            Connection::connecting(stream, name, authority, peer, bell, limits, Instant::now())
-        });
-        if let Err(error) = registered {
-            self.connections.remove(key);
-            return Err(error.to_string());
-        }
-        Ok(key)
-    }
-
-    /// Closes a client's connection; its calls end.
-    pub fn close(&mut self, connection: u64) {
-        self.end_connection(connection, "closed");
-    }
-
-    /// Calls a method; `None` if the connection is over.
-    ///
-    /// # Errors
-    /// The metadata's name that cannot be sent.
-    pub fn call(
-        &mut self,
-        connection: u64,
-        method: &str,
-        metadata: &Metadata,
-        timeout_us: Option<u64>,
-    ) -> Result<Option<u64>, String> {
-        let Some(on) = self.connections.get_mut(connection) else { return Ok(None) };
-        let Side::Client { authority, .. } = &on.side else { return Ok(None) };
-        let request = request(authority, method, metadata, timeout_us)?;
-        let deframer = Deframer::new(self.limits.max_message, Encoding::Identity);
-        let (queue, windows) = (&self.queue, self.limits.windows());
-        let key = self.calls.insert_with(|key| {
-            Call::waiting(connection, Bell::new(queue, Due::Stream(key)), request, deframer, windows)
-        });
-        on.streams.insert(key);
-        if let Side::Client { waiting, .. } = &mut on.side {
-            waiting.push(key);
-        }
-        self.open_waiting(connection);
-        Ok(Some(key))
-    }
-
-    /// Opens the streams that wait, as far as the peer takes them.
-    fn open_waiting(&mut self, connection: u64) {
-        let Some(on) = self.connections.get_mut(connection) else { return };
-        if !on.is_open() {
-            return;
-        }
-        let waker = on.bell.waker().clone();
-        let mut context = std::task::Context::from_waker(&waker);
-        let Side::Client { sender: Some(sender), waiting, .. } = &mut on.side else { return };
-        let mut opened = 0;
-        let mut failed = Vec::new();
-        for key in &*waiting {
-            let Some(call) = self.calls.get_mut(*key) else {
-                opened += 1;
-                continue;
-            };
-            match sender.poll_ready(&mut context) {
-                std::task::Poll::Pending => break,
-                std::task::Poll::Ready(Err(error)) => failed.push((*key, error)),
-                std::task::Poll::Ready(Ok(())) => {
-                    let Some(request) = call.request.take() else { continue };
-                    match sender.send_request(request, false) {
-                        Ok((response, send)) => call.opened(response, send),
-                        Err(error) => failed.push((*key, error)),
-                    }
-                }
-            }
-            opened += 1;
-        }
-        waiting.drain(..opened);
-        for (key, error) in failed {
-            self.tell(key, |call, tell| call.broke(&error, tell));
         }
     }
 
@@ -393,59 +219,6 @@ impl Rpc {
         }
     }
 
-    /// Answers or begins a call that came.
-    fn begin(&mut self, connection: u64, (request, mut respond): Incoming) {
-        let Some(from) = self.connections.get_mut(connection) else { return };
-        let Side::Server(by) = from.side else { return };
-        let (head, receive) = request.into_parts();
-        if !is_grpc(&head.method, &head.headers) {
-            let mut response = Response::new(());
-            *response.status_mut() = StatusCode::UNSUPPORTED_MEDIA_TYPE;
-            // An error says that the caller has gone.
-            let _ = respond.send_response(response, true);
-            return;
-        }
-        let method = self.listeners.get(by).and_then(|listener| listener.method(head.uri.path()));
-        let encoding = Encoding::named(head.headers.get("grpc-encoding").map(HeaderValue::as_bytes));
-        let refused = if self.held > self.limits.queue {
-            self.refused_calls += 1;
-            Some(Status::new(status::RESOURCE_EXHAUSTED, "too many requests wait to be handled"))
-        } else if encoding == Encoding::Unknown {
-            Some(Status::new(status::UNIMPLEMENTED, "gzip is the only compression here"))
-        } else if method.is_none() {
-            Some(Status::new(status::UNIMPLEMENTED, format!("there is no method {}", head.uri.path())))
-        } else {
-            None
-        };
-        let kind =
-            method.map_or(Kind { request_streaming: true, response_streaming: true }, |(_, kind)| kind);
-        let deframer = Deframer::new(self.limits.max_message, encoding);
-        let (queue, windows) = (&self.queue, self.limits.windows());
-        let key = self.calls.insert_with(|key| {
-            let bell = Bell::new(queue, Due::Stream(key));
-            Call::accepted(connection, bell, kind, receive, respond, deframer, windows)
-        });
-        from.streams.insert(key);
-        let call = self.calls.get_mut(key).expect("just stored");
-        if let Some(status) = refused {
-            call.finish(&status, HeaderMap::new());
-        } else if let Some((place, _)) = method {
-            call.meta = Some(call::Meta {
-                listener: by,
-                method: place,
-                metadata: metadata::visible(&head.headers),
-                timeout_us: head
-                    .headers
-                    .get("grpc-timeout")
-                    .and_then(|value| metadata::timeout_us(value.as_bytes())),
-            });
-            if kind.request_streaming {
-                self.tell(key, |call, tell| call.begin(tell));
-            }
-        }
-        self.tell(key, Call::drive);
-    }
-
     /// Has a call do something that may tell of it.
     fn tell<R>(&mut self, key: u64, act: impl FnOnce(&mut Call, &mut dyn FnMut(News)) -> R) -> Option<R> {
         let call = self.calls.get_mut(key)?;
@@ -460,7 +233,7 @@ impl Rpc {
         let meta = call.meta.take();
         let over = call.over;
         let mut meta = if over { None } else { meta };
-        for news in told {
+        for news in News::joined(told) {
             match news {
                 News::Begins(message) => {
                     if let Some(call::Meta { listener, method, metadata, timeout_us }) = meta.take() {
@@ -536,40 +309,9 @@ impl Rpc {
         self.drive();
     }
 
-    /// Sends headers, unless they are sent.
-    ///
-    /// # Errors
-    /// The metadata's name that cannot be sent.
-    pub fn headers(&mut self, call: u64, metadata: &Metadata) -> Result<(), String> {
-        let mut headers = HeaderMap::new();
-        metadata::add(&mut headers, metadata)?;
-        if let Some(call) = self.calls.get_mut(call) {
-            call.send_headers(headers);
-        }
-        Ok(())
-    }
-
     /// Sends a message; false: wait for `Writable` before the next.
     pub fn send(&mut self, call: u64, message: &[u8]) -> bool {
         self.calls.get_mut(call).is_none_or(|call| call.send(message))
-    }
-
-    /// Sends no more messages of a call that was made here.
-    pub fn half_close(&mut self, call: u64) {
-        if let Some(call) = self.calls.get_mut(call) {
-            call.close();
-        }
-    }
-
-    /// Ends a call that came.
-    ///
-    /// # Errors
-    /// The metadata's name that cannot be sent.
-    pub fn finish(&mut self, call: u64, status: &Status, metadata: &Metadata) -> Result<(), String> {
-        let mut trailers = HeaderMap::new();
-        metadata::add(&mut trailers, metadata)?;
-        self.tell(call, |call, _| call.finish(status, trailers));
-        Ok(())
     }
 
     /// Breaks a call off; nothing more is told of it.
@@ -589,27 +331,4 @@ impl Rpc {
         let connection = self.connections.get(self.calls.get(call)?.connection)?;
         Some(&connection.peer)
     }
-}
-
-fn is_grpc(method: &Method, headers: &HeaderMap) -> bool {
-    let content = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
-    method == Method::POST && content.is_some_and(|content| content.starts_with(b"application/grpc"))
-}
-
-fn request(
-    authority: &str,
-    method: &str,
-    metadata: &Metadata,
-    timeout_us: Option<u64>,
-) -> Result<Request<()>, String> {
-    let uri = format!("http://{authority}{method}");
-    let mut request = Request::post(uri).body(()).map_err(|error| format!("{authority}{method}: {error}"))?;
-    let headers = request.headers_mut();
-    headers.insert(TE, HeaderValue::from_static("trailers"));
-    headers.insert(CONTENT_TYPE, call::GRPC);
-    if let Some(us) = timeout_us {
-        headers.insert("grpc-timeout", metadata::timeout_value(us));
-    }
-    metadata::add(headers, metadata)?;
-    Ok(request)
 }

@@ -21,6 +21,27 @@ pub struct Status {
     pub message: String,
 }
 
+/// Whether the peer may have looked at a call that ended. One that it has not can be made again, whatever it does:
+/// <https://github.com/grpc/proposal/blob/master/A6-client-retries.md#transparent-retries>.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Seen {
+    Maybe,
+    /// It was refused; others on this connection may not be.
+    Refused,
+    /// It was not sent, or the connection took no more: another one may.
+    NotSent,
+}
+
+impl Seen {
+    pub fn at_end(error: &h2::Error) -> Self {
+        match error.reason() {
+            Some(Reason::REFUSED_STREAM) if error.is_reset() && error.is_remote() => Self::Refused,
+            Some(Reason::NO_ERROR) if error.is_go_away() && error.is_remote() => Self::NotSent,
+            _ => Self::Maybe,
+        }
+    }
+}
+
 impl Status {
     pub fn new(code: u8, message: impl Into<String>) -> Self {
         Self { code, message: message.into() }

@@ -89,6 +89,21 @@ class GatewayStub:
                 request_serializer=kvscout_dot_v1_dot_scheduler__pb2.RequestRef.SerializeToString,
                 response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.FreeResponse.FromString,
                 _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/kvscout.v1.Gateway/Renew',
+                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.RenewRequest.SerializeToString,
+                response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.RenewResponse.FromString,
+                _registered_method=True)
+        self.AddOutput = channel.unary_unary(
+                '/kvscout.v1.Gateway/AddOutput',
+                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.AddOutputRequest.SerializeToString,
+                response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.AddOutputResponse.FromString,
+                _registered_method=True)
+        self.ListActiveRequests = channel.unary_unary(
+                '/kvscout.v1.Gateway/ListActiveRequests',
+                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.ListActiveRequestsRequest.SerializeToString,
+                response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.ListActiveRequestsResponse.FromString,
+                _registered_method=True)
         self.GetPotentialLoads = channel.unary_unary(
                 '/kvscout.v1.Gateway/GetPotentialLoads',
                 request_serializer=kvscout_dot_v1_dot_gateway__pb2.GatewayPotentialLoadsRequest.SerializeToString,
@@ -214,6 +229,31 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Renew(self, request, context):
+        """Renews the leases of requests that Route booked; those that no scheduler has are named in the answer.
+        INVALID_ARGUMENT: no request named, or one without request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddOutput(self, request, context):
+        """Adds generated blocks to the load of a request that Route booked.
+        INVALID_ARGUMENT: no request_id, no blocks. NOT_FOUND: unknown request.
+        FAILED_PRECONDITION: output tracking is off (--router-track-output-blocks).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListActiveRequests(self, request, context):
+        """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that decides
+        has them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetPotentialLoads(self, request, context):
         """The load of each worker, now and with a given prompt added.
         INVALID_ARGUMENT: empty model. NOT_FOUND: the model was never seen.
@@ -313,6 +353,21 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.Free,
                     request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.RequestRef.FromString,
                     response_serializer=kvscout_dot_v1_dot_scheduler__pb2.FreeResponse.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.RenewRequest.FromString,
+                    response_serializer=kvscout_dot_v1_dot_scheduler__pb2.RenewResponse.SerializeToString,
+            ),
+            'AddOutput': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddOutput,
+                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.AddOutputRequest.FromString,
+                    response_serializer=kvscout_dot_v1_dot_scheduler__pb2.AddOutputResponse.SerializeToString,
+            ),
+            'ListActiveRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListActiveRequests,
+                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.ListActiveRequestsRequest.FromString,
+                    response_serializer=kvscout_dot_v1_dot_scheduler__pb2.ListActiveRequestsResponse.SerializeToString,
             ),
             'GetPotentialLoads': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPotentialLoads,
@@ -616,6 +671,87 @@ class Gateway:
             '/kvscout.v1.Gateway/Free',
             kvscout_dot_v1_dot_scheduler__pb2.RequestRef.SerializeToString,
             kvscout_dot_v1_dot_scheduler__pb2.FreeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvscout.v1.Gateway/Renew',
+            kvscout_dot_v1_dot_scheduler__pb2.RenewRequest.SerializeToString,
+            kvscout_dot_v1_dot_scheduler__pb2.RenewResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddOutput(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvscout.v1.Gateway/AddOutput',
+            kvscout_dot_v1_dot_scheduler__pb2.AddOutputRequest.SerializeToString,
+            kvscout_dot_v1_dot_scheduler__pb2.AddOutputResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListActiveRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvscout.v1.Gateway/ListActiveRequests',
+            kvscout_dot_v1_dot_scheduler__pb2.ListActiveRequestsRequest.SerializeToString,
+            kvscout_dot_v1_dot_scheduler__pb2.ListActiveRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

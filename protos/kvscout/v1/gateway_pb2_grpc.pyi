@@ -85,6 +85,19 @@ class GatewayStub:
     """Ends a request that Route booked. Unknown or repeated: OK, and says so.
     INVALID_ARGUMENT: no request_id.
     """
+    Renew: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RenewRequest, _scheduler_pb2.RenewResponse]
+    """Renews the leases of requests that Route booked; those that no scheduler has are named in the answer.
+    INVALID_ARGUMENT: no request named, or one without request_id.
+    """
+    AddOutput: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.AddOutputRequest, _scheduler_pb2.AddOutputResponse]
+    """Adds generated blocks to the load of a request that Route booked.
+    INVALID_ARGUMENT: no request_id, no blocks. NOT_FOUND: unknown request.
+    FAILED_PRECONDITION: output tracking is off (--router-track-output-blocks).
+    """
+    ListActiveRequests: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ListActiveRequestsRequest, _scheduler_pb2.ListActiveRequestsResponse]
+    """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that decides
+    has them.
+    """
     GetPotentialLoads: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GatewayPotentialLoadsRequest, _scheduler_pb2.PotentialLoadsResponse]
     """The load of each worker, now and with a given prompt added.
     INVALID_ARGUMENT: empty model. NOT_FOUND: the model was never seen.
@@ -160,6 +173,19 @@ class GatewayAsyncStub(GatewayStub):
     Free: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.FreeResponse]  # type: ignore[assignment]
     """Ends a request that Route booked. Unknown or repeated: OK, and says so.
     INVALID_ARGUMENT: no request_id.
+    """
+    Renew: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RenewRequest, _scheduler_pb2.RenewResponse]  # type: ignore[assignment]
+    """Renews the leases of requests that Route booked; those that no scheduler has are named in the answer.
+    INVALID_ARGUMENT: no request named, or one without request_id.
+    """
+    AddOutput: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.AddOutputRequest, _scheduler_pb2.AddOutputResponse]  # type: ignore[assignment]
+    """Adds generated blocks to the load of a request that Route booked.
+    INVALID_ARGUMENT: no request_id, no blocks. NOT_FOUND: unknown request.
+    FAILED_PRECONDITION: output tracking is off (--router-track-output-blocks).
+    """
+    ListActiveRequests: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListActiveRequestsRequest, _scheduler_pb2.ListActiveRequestsResponse]  # type: ignore[assignment]
+    """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that decides
+    has them.
     """
     GetPotentialLoads: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GatewayPotentialLoadsRequest, _scheduler_pb2.PotentialLoadsResponse]  # type: ignore[assignment]
     """The load of each worker, now and with a given prompt added.
@@ -293,6 +319,37 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_scheduler_pb2.FreeResponse, _abc.Awaitable[_scheduler_pb2.FreeResponse]]:
         """Ends a request that Route booked. Unknown or repeated: OK, and says so.
         INVALID_ARGUMENT: no request_id.
+        """
+
+    @_abc_1.abstractmethod
+    def Renew(
+        self,
+        request: _scheduler_pb2.RenewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.RenewResponse, _abc.Awaitable[_scheduler_pb2.RenewResponse]]:
+        """Renews the leases of requests that Route booked; those that no scheduler has are named in the answer.
+        INVALID_ARGUMENT: no request named, or one without request_id.
+        """
+
+    @_abc_1.abstractmethod
+    def AddOutput(
+        self,
+        request: _scheduler_pb2.AddOutputRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.AddOutputResponse, _abc.Awaitable[_scheduler_pb2.AddOutputResponse]]:
+        """Adds generated blocks to the load of a request that Route booked.
+        INVALID_ARGUMENT: no request_id, no blocks. NOT_FOUND: unknown request.
+        FAILED_PRECONDITION: output tracking is off (--router-track-output-blocks).
+        """
+
+    @_abc_1.abstractmethod
+    def ListActiveRequests(
+        self,
+        request: _scheduler_pb2.ListActiveRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ListActiveRequestsResponse, _abc.Awaitable[_scheduler_pb2.ListActiveRequestsResponse]]:
+        """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that decides
+        has them.
         """
 
     @_abc_1.abstractmethod

@@ -13,10 +13,10 @@ from types import MappingProxyType
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry import Registry
-from kvscout_common.worker import EngineKind, WorkerSpec
+from kvscout_common.worker import EngineKind, Role, WorkerSpec
 from kvscout_gateway.request.prompt import Geometry, geometries
 
-DRIVEN_ENGINES = frozenset({EngineKind.VLLM, EngineKind.MOCK})
+DRIVEN_ENGINES = frozenset({EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG})
 """Engines whose HTTP API the gateway speaks; the others are for Route."""
 
 
@@ -37,6 +37,8 @@ class Serving:
     """The commonest first."""
     undriven: tuple[str, ...] = ()
     """Ids of those that the gateway cannot run a request on: no HTTP endpoint, or an API it does not speak."""
+    driven_roles: frozenset[Role] = frozenset()
+    """Of the others."""
     longest_prompt: int | None = None
     """Tokens that the largest cache of a rank holds; None = some worker does not tell the size of its own."""
 
@@ -112,6 +114,10 @@ class Catalog:
         return view
 
 
+def _is_driven(spec: WorkerSpec) -> bool:
+    return bool(spec.http_endpoint) and spec.engine in DRIVEN_ENGINES
+
+
 def _view(specs: list[WorkerSpec]) -> TenantView:
     by_model: defaultdict[str, list[WorkerSpec]] = defaultdict(list)
     for spec in specs:
@@ -122,9 +128,8 @@ def _view(specs: list[WorkerSpec]) -> TenantView:
             model: Serving(
                 specs=tuple(members),
                 pools=geometries(members),
-                undriven=tuple(
-                    spec.worker_id for spec in members if not spec.http_endpoint or spec.engine not in DRIVEN_ENGINES
-                ),
+                undriven=tuple(spec.worker_id for spec in members if not _is_driven(spec)),
+                driven_roles=frozenset(spec.role for spec in members if _is_driven(spec)),
                 longest_prompt=max(spec.total_kv_blocks * spec.block_size for spec in members)
                 if all(spec.total_kv_blocks for spec in members)
                 else None,

@@ -51,6 +51,43 @@ class Fanout:
             lambda stub: stub.Free, ref, lambda answer: answer.outcome != scheduler_pb2.FREE_OUTCOME_UNKNOWN
         )
 
+    async def add_output(self, request: scheduler_pb2.AddOutputRequest) -> scheduler_pb2.AddOutputResponse:
+        """Adds generated blocks to a request that Route booked, at whichever scheduler has it.
+
+        Raises:
+            NotFound: None has it.
+            FailedPrecondition: The one that has it does not track output.
+            HelperDown: None that answers has it, and not all answer.
+        """
+        return await self._wherever_booked(lambda stub: stub.AddOutput, request, lambda _: True)
+
+    async def renew(self, request: scheduler_pb2.RenewRequest) -> scheduler_pb2.RenewResponse:
+        """Renews leases of requests that Route booked, each at whichever scheduler has it.
+
+        Raises:
+            HelperDown: Some are at none that answers, and not all answer.
+        """
+        unknown, problem = list(range(len(request.requests))), ""
+        for member in self._schedulers.preferred():
+            asked = scheduler_pb2.RenewRequest(
+                tenant=request.tenant,
+                requests=[request.requests[index] for index in unknown],
+                lease_seconds=request.lease_seconds,
+            )
+            try:
+                answer = await member.call(lambda stub: stub.Renew, asked, self._timeout)
+            except KvscoutError as error:
+                if not is_member_fault(error):
+                    raise
+                problem = f"{member.name}: {error}"
+                continue
+            unknown = [unknown[position] for position in answer.unknown]
+            if not unknown:
+                break
+        if unknown and (problem or not self._schedulers.members):
+            raise HelperDown(problem or "no scheduler is configured", retry_after_seconds=1.0)
+        return scheduler_pb2.RenewResponse(unknown=unknown)
+
     async def set_busy_thresholds(self, request: types_pb2.SetBusyThresholdsRequest) -> types_pb2.BusyThresholds:
         """Changes thresholds on every scheduler.
 
@@ -111,7 +148,7 @@ class Fanout:
     async def _wherever_booked(
         self,
         method: Callable[[scheduler_pb2_grpc.SchedulerAsyncStub], Callable[..., Awaitable[Answer]]],
-        ref: scheduler_pb2.RequestRef,
+        request: object,
         has_it: Callable[[Answer], bool],
     ) -> Answer:
         """Asks one scheduler after the other: the first healthy one of now may not be that of the booking."""
@@ -119,7 +156,7 @@ class Fanout:
         problem = ""
         for member in self._schedulers.preferred():
             try:
-                answer = await member.call(method, ref, self._timeout)
+                answer = await member.call(method, request, self._timeout)
             except NotFound as error:
                 unknown = error
             except KvscoutError as error:

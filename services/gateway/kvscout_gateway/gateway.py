@@ -13,22 +13,21 @@ from prometheus_client import CollectorRegistry
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.errors import KvscoutError
-from kvscout_common.followed_file import read_file
 from kvscout_common.nats_link import NatsLink
-from kvscout_common.registry import Registry
+from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import about, service_info, shown
 from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.tls import MAX_BYTES
 from kvscout_common.transport.http import connect
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.engine_call import Engines
-from kvscout_gateway.engines.engine_key import EngineKey
 from kvscout_gateway.engines.failure import EngineFailed
 from kvscout_gateway.engines.health import WorkerHealth
+from kvscout_gateway.engines.health_checks import HealthChecks
+from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.fanout import Fanout
@@ -47,13 +46,12 @@ from kvscout_gateway.registration import Registration, problem
 from kvscout_gateway.request.exchange import MAX_TRIES, Exchanges
 from kvscout_gateway.request.leg import Means
 from kvscout_gateway.request.observation import Observations
-from kvscout_gateway.request.placement import Placement, Schedulers, Wish
-from kvscout_gateway.request.plan import Aggregated
+from kvscout_gateway.request.placement import Placement, Schedulers
+from kvscout_gateway.request.plan_choice import PlanChoice
 from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.scheduler_client.attachment import Attachment
 from kvscout_gateway.scheduler_client.bookings import Bookings
 from kvscout_gateway.scheduler_client.link import SchedulerLink
-from kvscout_gateway.tokens.sources import Tokens
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -110,36 +108,41 @@ class Gateway:
             resync=self._resync,
             draw_attempt=_draw_attempt,
         )
-        ca = (
-            read_file(config.engine_ca, flag="engine_ca", max_bytes=MAX_BYTES) if config.engine_ca is not None else None
-        )
-        self.engine_key = EngineKey(config.engine_key_file)
-        self.engines = Engines(connect(ca=ca), config.patience, client_write_seconds=config.client_write_seconds)
+        self.engines = Engines(connect(), config.patience, client_write_seconds=config.client_write_seconds)
         self.fanout = Fanout(self.indexers, self.schedulers, timeout_seconds=config.scheduler_timeout_seconds)
         self.observations = Observations(lambda tenant, worker_id: worker_id in self.catalog.tenant(tenant).specs)
         self.health = WorkerHealth()
+        self.health_checks = HealthChecks(
+            self.engines.client,
+            self.health,
+            lambda: [entry.spec for entry in self.registry.entries(ALL_TENANTS)],
+            self._heard,
+            period_seconds=config.health_check_seconds,
+        )
         self.indexer_check = IndexerCheck(self.indexers, self.observations)
         self._reports: set[asyncio.Task[None]] = set()
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
-        vllm, aggregated = VllmAdapter(lambda: self.engine_key.headers), Aggregated()
+        vllm = VllmAdapter()
+        plans = PlanChoice(
+            self.catalog, self.metrics, RateLimitedLog(log, period_seconds=10.0), conditional=config.conditional_disagg
+        )
         self.exchanges = Exchanges(
             Means(
                 routing=self.routing,
                 bookings=self.bookings,
                 engines=self.engines,
-                adapters={EngineKind.VLLM: vllm, EngineKind.MOCK: vllm},
+                adapters={EngineKind.VLLM: vllm, EngineKind.MOCK: vllm, EngineKind.SGLANG: SglangAdapter()},
                 observations=self.observations,
                 health=self.health,
                 metrics=self.metrics,
             ),
-            plan=lambda wish: aggregated,
+            plan=plans.plan_of,
             report_failure=self._report_failure,
             draw_attempt=_draw_attempt,
             migration_limit=config.migration_limit,
             max_in_flight=config.max_in_flight,
             lease_seconds=config.lease_seconds,
         )
-        self.tokens = Tokens(self, metrics)
         metrics.register(ObservationCollector(self.observations, lambda: self.exchanges.in_flight))
         metrics.register(ReportCollector(self.reporter))
         metrics.register(StreamCollector(self.schedulers))
@@ -166,24 +169,14 @@ class Gateway:
             **syncs,
             **self.reporter.tasks(),
             "indexer-check": self.indexer_check.run,
+            **({"health-checks": self.health_checks.run} if self.config.health_check_seconds else {}),
             "renew": self.bookings.renew,
             "attachment": self.attachment.run,
             "scheduler-settings": self._follow_settings,
-            **({"engine-key": self.engine_key.file.watch} if self.engine_key.file is not None else {}),
         }
 
     def _keep(self, member: Any) -> Callable[[], Coroutine[Any, Any, None]]:
         return lambda: self.registration.keep(member)
-
-    def healthy(self, wish: Wish) -> list[WorkerSpec]:
-        """The workers that this gateway can ask something, and that should be: none of those that fail or drain.
-
-        Raises:
-            InvalidArgument: The model is empty.
-        """
-        workers = self.routing.candidates(wish)
-        out = self.health.left_out(wish.tenant, lambda: workers)
-        return [spec for spec in workers if spec.worker_id not in out]
 
     async def drain(self) -> None:
         """Refuses new requests; waits until none is in flight and every Free is delivered."""
@@ -200,7 +193,6 @@ class Gateway:
                     await asyncio.wait(self._reports)
         except TimeoutError:
             log.warning("stopped with requests that no scheduler was told to free")
-        await self.tokens.close()
         await self.attachment.close()
         await self.engines.close()
         await self.indexers.close()
@@ -214,13 +206,7 @@ class Gateway:
         return service_info(
             self.started,
             draining=self.exchanges.draining,
-            warnings=[
-                *members,
-                *self.indexer_check.warnings(),
-                *self.health.warnings(),
-                *self.backends.warnings(),
-                *self.tokens.parity.warnings(),
-            ],
+            warnings=[*members, *self.indexer_check.warnings(), *self.health.warnings(), *self.backends.warnings()],
         )
 
     def helper_statuses(self) -> list[gateway_pb2.HelperStatus]:
@@ -253,6 +239,12 @@ class Gateway:
             status.rebooked = link.rebooked
             status.waiting_in_line = link.stream.waiting if link.stream is not None else 0
         return statuses
+
+    def _heard(self, spec: WorkerSpec, seconds: float) -> bool:
+        """Whether one of a worker's ranks has put out something in the last so many seconds."""
+        since = asyncio.get_running_loop().time() - seconds
+        seen = (self.observations.by_rank.get((spec.tenant, rank)) for rank in spec.ranks)
+        return any(one is not None and one.pulse.last_beat() > since for one in seen)
 
     def _resync(self, member: Member[Any]) -> None:
         for known, sync in zip(self.members, self.registration.members, strict=True):

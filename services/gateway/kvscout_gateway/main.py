@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -10,10 +9,10 @@ import click
 from kvscout_common.channel import ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SERVER, SectionedCommand, client_flags, flag, server_flags
+from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, client_flags, flag, server_flags
 from kvscout_common.nats_link import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
-from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards, tokenizer_folders
+from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards
 from kvscout_gateway.engines.patience import Patience
 
 
@@ -36,6 +35,12 @@ from kvscout_gateway.engines.patience import Patience
     default=1,
     type=click.IntRange(0, 10),
     help="Tries on other workers after one failed before its first token.",
+)
+@flag(
+    "--conditional-disagg",
+    is_flag=True,
+    section=BEHAVIOUR,
+    help="Decode workers that can compute prompts compute those of which they lack little.",
 )
 @flag(
     "--indexer-timeout-ms",
@@ -94,6 +99,20 @@ from kvscout_gateway.engines.patience import Patience
     help="Longest silence for one request while its worker rank puts out tokens for others.",
 )
 @flag(
+    "--engine-answer-seconds",
+    default=600.0,
+    type=click.FloatRange(min=0.1),
+    section=PERFORMANCE,
+    help="Longest silence of an engine whose answer comes as a whole.",
+)
+@flag(
+    "--engine-health-seconds",
+    default=10.0,
+    type=click.FloatRange(min=0),
+    section=PERFORMANCE,
+    help="Time between two health checks of an engine that puts out nothing; 0 = none.",
+)
+@flag(
     "--client-write-seconds",
     default=60.0,
     type=click.FloatRange(min=0.1),
@@ -121,50 +140,6 @@ from kvscout_gateway.engines.patience import Patience
     section=BEHAVIOUR,
     help="Lease of bookings made without a stream.",
 )
-@flag(
-    "--http-port",
-    default=8000,
-    type=click.IntRange(-1, 65535),
-    section=SERVER,
-    help="Port of the OpenAI API; 0 = any free one, -1 = none.",
-)
-@flag(
-    "--tokenizer",
-    multiple=True,
-    help="[MODEL=]DIR with tokenizer.json and tokenizer_config.json, for routing texts by their tokens; repeat for"
-    " further models.",
-)
-@flag(
-    "--tokenizer-cache-mib",
-    default=64,
-    type=click.IntRange(1, 65536),
-    section=PERFORMANCE,
-    help="Texts and tokens kept for each tenant and model, so that a conversation is tokenized once.",
-)
-@flag(
-    "--tokenize-timeout-ms",
-    default=50.0,
-    type=click.FloatRange(min=0),
-    section=PERFORMANCE,
-    help="Longest wait for an engine's /tokenize, for models without --tokenizer; 0 = engines are not asked.",
-)
-@flag(
-    "--session-affinity",
-    default="",
-    help="user or header:NAME: requests that have the same there go to the same worker, as long as it is well.",
-)
-@flag(
-    "--engine-key-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    section=SERVER,
-    help="File with the API key of the engines.",
-)
-@flag(
-    "--engine-ca",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    section=SERVER,
-    help="CA of engines that speak https, PEM; without it those that this machine trusts.",
-)
 @client_flags()
 @nats_flags()
 @server_flags("gateway", port=7050, metrics_port=9093)
@@ -182,6 +157,7 @@ def main(**values: Any) -> None:
             indexer_timeout_seconds=values["indexer_timeout_ms"] / 1000,
             scheduler_timeout_seconds=values["scheduler_timeout_ms"] / 1000,
             queue_wait_seconds=values["queue_wait_seconds"],
+            conditional_disagg=values["conditional_disagg"],
             migration_limit=values["migration_limit"],
             patience=Patience(
                 connect_seconds=values["engine_connect_seconds"],
@@ -189,18 +165,13 @@ def main(**values: Any) -> None:
                 prefill_tokens_per_second=values["engine_prefill_tokens_per_second"],
                 idle_seconds=values["engine_idle_seconds"],
                 queue_seconds=values["engine_queue_seconds"],
+                answer_seconds=values["engine_answer_seconds"],
             ),
+            health_check_seconds=values["engine_health_seconds"],
             max_prompt_tokens=values["max_prompt_tokens"],
             client_write_seconds=values["client_write_seconds"],
             max_in_flight=values["max_in_flight"],
             lease_seconds=values["lease_seconds"],
-            engine_key_file=values["engine_key_file"],
-            engine_ca=values["engine_ca"],
-            http_port=values["http_port"],
-            tokenizers=tokenizer_folders("tokenizer", values["tokenizer"]),
-            tokenizer_cache_bytes=values["tokenizer_cache_mib"] << 20,
-            tokenize_timeout_seconds=values["tokenize_timeout_ms"] / 1000,
-            session_affinity=values["session_affinity"],
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
@@ -212,12 +183,10 @@ async def build(config: GatewayConfig) -> App:
     from prometheus_client import CollectorRegistry
 
     from kvscout_gateway.front.grpc.servicer import SERVICE, GatewayServicer
-    from kvscout_gateway.front.openai.port import OpenAiPort
     from kvscout_gateway.gateway import Gateway
 
     metrics = CollectorRegistry()
     gateway = Gateway(config, metrics)
-    openai = OpenAiPort(gateway, metrics)
     return App(
         name="gateway",
         services=[(SERVICE, GatewayServicer(gateway).add_to)],
@@ -226,7 +195,6 @@ async def build(config: GatewayConfig) -> App:
         drain=gateway.drain,
         close=gateway.close,
         metrics=metrics,
-        http=openai.port() if config.http_port >= 0 else None,
     )
 
 

@@ -43,6 +43,12 @@ class GatewayMetrics:
         self.requests = Counter("kvscout_requests", "Generate requests, by outcome", ["outcome"], registry=registry)
         self.ttft = Histogram("kvscout_ttft_seconds", "Time to first token", buckets=_TTFT_BUCKETS, registry=registry)
         self.itl = Histogram("kvscout_itl_seconds", "Time between tokens", buckets=_ITL_BUCKETS, registry=registry)
+        self.disaggregation = Counter(
+            "kvscout_disaggregated_requests",
+            "Requests of models with prefill and decode workers, by the path they took",
+            ["path"],
+            registry=registry,
+        )
         self.unfreed = Counter(
             "kvscout_frees_left_to_lease", "Bookings whose Free could not be delivered", registry=registry
         )

@@ -6,7 +6,7 @@ import pytest
 
 from kvscout_common.service_info import TenantWarning, text_of
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_gateway.engines.health import BUSY_SECONDS, MAX_BUSY_SECONDS, WorkerHealth
+from kvscout_gateway.engines.health import BUSY_SECONDS, MAX_BUSY_SECONDS, MISSED_CHECKS, WorkerHealth
 
 TENANT = "default"
 
@@ -24,7 +24,8 @@ class World:
 
     def __init__(self, workers: int) -> None:
         self.now = 0.0
-        self.health = WorkerHealth(lambda: self.now)
+        self.drawn = 0.0
+        self.health = WorkerHealth(lambda: self.now, lambda: self.drawn)
         self.workers = [worker(chr(ord("a") + index)) for index in range(workers)]
 
     def fail(self, name: str, times: int = 1) -> list[float]:
@@ -53,6 +54,50 @@ def test_who_is_left_out_is_told_to_its_tenant() -> None:
     assert text_of(warning).endswith("one request at a time")
     world.health.ran(key("a"))
     assert not world.health.warnings()
+
+
+def test_who_is_back_gets_a_growing_share_of_requests() -> None:
+    world = World(4)
+    world.fail("a", 3)
+    world.now = 10
+    world.health.ran(key("a"))
+    for now, share in ((10, 0.1), (13, 0.3), (19, 0.9)):
+        world.now = now
+        for world.drawn, left_out in ((share - 0.01, set()), (share, {"a"})):
+            assert world.left_out() == left_out
+    world.now, world.drawn = 20, 0.99
+    assert not world.left_out()
+
+
+def test_slow_starts_never_keep_those_in_who_are_out() -> None:
+    world = World(2)
+    world.fail("a", 3)
+    world.now = 10
+    world.health.ran(key("a"))
+    world.drawn = 0.99
+    for _ in range(MISSED_CHECKS):
+        world.health.checked(TENANT, "b", well=False)
+    assert world.left_out() == {"b"}
+
+
+def test_who_misses_health_checks_gets_nothing_until_one_is_answered() -> None:
+    world = World(4)
+    told = [world.health.checked(TENANT, "a", well=False) for _ in range(MISSED_CHECKS + 1)]
+    assert told == [False] * (MISSED_CHECKS - 1) + [True, False]
+    assert world.left_out() == {"a"}
+    assert "health checks" in text_of(world.health.warnings()[0])
+    assert world.health.checked(TENANT, "a", well=True)
+    assert not world.left_out()
+    assert not world.health.warnings()
+
+
+def test_checks_leave_half_of_the_workers_in_whatever_they_find() -> None:
+    world = World(4)
+    for name in "abcd" * MISSED_CHECKS:
+        world.health.checked(TENANT, name, well=False)
+    assert len(world.left_out()) == 2
+    world.health.forget(TENANT, "a")
+    assert "a" not in world.left_out()
 
 
 def test_failures_among_many_successes_or_far_apart_are_borne() -> None:

@@ -12,6 +12,7 @@ from processes import eventually
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_common import errors
 from kvscout_common.channel import call
+from kvscout_gateway import coalesced_stream
 from kvscout_gateway.indexer_client import match_stream
 from kvscout_gateway.indexer_client.match_stream import MatchStream
 
@@ -64,7 +65,7 @@ class Answering(indexer_pb2_grpc.IndexerServicer):
 async def streaming() -> AsyncIterator[tuple[MatchStream, Answering]]:
     servicer = Answering()  # type: ignore[abstract]  # the rest answers UNIMPLEMENTED
     async with serving(lambda server: indexer_pb2_grpc.add_IndexerServicer_to_server(servicer, server)) as channel:
-        stream = MatchStream(indexer_pb2_grpc.IndexerStub(channel))
+        stream = MatchStream(channel)
         try:
             yield stream, servicer
         finally:
@@ -72,7 +73,7 @@ async def streaming() -> AsyncIterator[tuple[MatchStream, Answering]]:
 
 
 async def ask(stream: MatchStream, *hashes: int, timeout_seconds: float = 10.0) -> int:
-    request = indexer_pb2.FindMatchesRequest(model="m", block_hashes=hashes)
+    request = indexer_pb2.FindMatchesRequest(model="m", block_hashes=hashes).SerializeToString()
     return (await call(stream, request, timeout=timeout_seconds)).num_blocks
 
 
@@ -85,7 +86,7 @@ async def test_requests_of_one_turn_go_together_and_find_their_own_answers() -> 
 
 
 async def test_what_waits_while_a_message_is_long_under_way_is_split_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(match_stream, "MESSAGE_BLOCKS", 10)
+    monkeypatch.setattr(coalesced_stream, "MESSAGE_BYTES", 90)
     async with streaming() as (stream, servicer):
         assert await asyncio.gather(*(ask(stream, *[7] * n) for n in (4, 4, 4, 30, 1))) == [4, 4, 4, 30, 1]
         assert servicer.messages == [2, 1, 1, 1]
@@ -134,7 +135,7 @@ async def test_where_a_stream_breaks_the_unary_rpc_answers_and_a_stream_is_tried
 
 async def test_a_stream_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(match_stream, "RENEW_SECONDS", 0.1)
-    monkeypatch.setattr(match_stream, "STUCK_SECONDS", 0.2)
+    monkeypatch.setattr(match_stream, "CLOSE_SECONDS", 0.2)
     async with streaming() as (stream, servicer):
         servicer.goes_on.clear()
         hanging = asyncio.create_task(ask(stream, 7, 7))

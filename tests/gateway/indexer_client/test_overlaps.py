@@ -14,7 +14,7 @@ from kvscout_common import errors
 from kvscout_common.channel import PLAINTEXT
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import Member
-from kvscout_gateway.indexer_client.indexers import Indexers
+from kvscout_gateway.indexer_client.indexers import IndexerLink, Indexers
 from kvscout_gateway.indexer_client.overlaps import Found, OverlapQuery, unite
 from kvscout_gateway.request.prompt import Geometry
 
@@ -104,8 +104,9 @@ async def asking(shards: int, timeout_seconds: float = 10.0) -> AsyncIterator[tu
                 indexer_pb2_grpc.add_IndexerServicer_to_server(servicer, server)
 
             channel = await stack.enter_async_context(serving(add))
-            shard.members.append(Member("indexer", servicer.worker, channel, indexer_pb2_grpc.IndexerStub(channel)))
+            shard.members.append(Member("indexer", servicer.worker, channel, IndexerLink(channel)))
         yield OverlapQuery(indexers, timeout_seconds=timeout_seconds, resync=lambda member: None), servicers
+        await indexers.close()
 
 
 async def test_every_shard_is_asked_and_the_rows_are_united_for_each_geometry() -> None:

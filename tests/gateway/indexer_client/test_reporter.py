@@ -18,7 +18,7 @@ from kvscout_common.shards import shard_of
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import Member
 from kvscout_gateway.indexer_client import reporter
-from kvscout_gateway.indexer_client.indexers import Indexers
+from kvscout_gateway.indexer_client.indexers import IndexerLink, Indexers
 from kvscout_gateway.indexer_client.reporter import BATCH_DECISIONS, MAX_AGE_SECONDS, Decision, DecisionQueue, Reporter
 from kvscout_gateway.request.prompt import Geometry
 
@@ -140,8 +140,7 @@ async def telling(shards: int = 1, replicas: int = 1) -> AsyncIterator[Told]:
                     indexer_pb2_grpc.add_IndexerServicer_to_server(servicer, server)
 
                 channel = await stack.enter_async_context(serving(add))
-                stub: indexer_pb2_grpc.IndexerAsyncStub = indexer_pb2_grpc.IndexerStub(channel)
-                shard.members.append(Member("indexer", f"{len(servicers)}", channel, stub))
+                shard.members.append(Member("indexer", f"{len(servicers)}", channel, IndexerLink(channel)))
                 servicers.append(servicer)
 
         def suspect(member: Member[Any]) -> None:

@@ -11,10 +11,12 @@ from processes import eventually
 from scheduler_builders import ManualClock
 from scripted_scheduler import FULL, ScriptedScheduler, scripted_scheduler
 
-from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
+from kvscout.v1 import scheduler_pb2
 from kvscout_common import errors
+from kvscout_gateway import coalesced_stream
 from kvscout_gateway.scheduler_client import lifecycle
 from kvscout_gateway.scheduler_client.lifecycle import LifecycleStream, Operation, name_of
+from kvscout_gateway.scheduler_client.link import SchedulerLink
 
 
 @asynccontextmanager
@@ -22,14 +24,14 @@ async def streaming(
     *in_flight: str, stuck_seconds: float = 10.0, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[tuple[LifecycleStream, ScriptedScheduler]]:
     async with scripted_scheduler() as (scheduler, channel):
-        stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)
         scheduler.booked["known"] = "w"
-        stream = LifecycleStream(stub.Lifecycle, "me", map(ref, in_flight), stuck_seconds=stuck_seconds, clock=clock)
+        opening = SchedulerLink(channel).open_lifecycle
+        stream = LifecycleStream(opening, "me", map(ref, in_flight), stuck_seconds=stuck_seconds, clock=clock)
         try:
             yield stream, scheduler
         finally:
             scheduler.goes_on.set()
-            await stream.close()
+            await stream.close(lifecycle.CLOSE_SECONDS)
 
 
 def ref(request_id: str) -> scheduler_pb2.RequestRef:
@@ -38,7 +40,7 @@ def ref(request_id: str) -> scheduler_pb2.RequestRef:
 
 def book(stream: LifecycleStream, request_id: str, model: str = "m", blocks: int = 0) -> Operation:
     request = scheduler_pb2.SelectRequest(model=model, request_id=request_id, block_hashes=range(blocks))
-    return stream.put("select_and_reserve", request)
+    return stream.tell("select_and_reserve", request)
 
 
 async def worker_of(operation: Operation) -> str:
@@ -73,13 +75,13 @@ async def test_operations_of_one_turn_go_together_and_find_their_own_answers() -
 async def test_what_comes_while_a_message_is_under_way_goes_in_the_next_one_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lifecycle, "PACE_SECONDS", 100.0)
+    monkeypatch.setattr(coalesced_stream, "PACE_SECONDS", 100.0)
     async with streaming() as (stream, scheduler):
         await stream.hello
         scheduler.goes_on.clear()
         first = book(stream, "a")
         await until(lambda: stream.messages == 1)
-        later = [book(stream, "b"), stream.put("prefill_complete", ref("b")), stream.put("free", ref("b"))]
+        later = [book(stream, "b"), stream.tell("prefill_complete", ref("b")), stream.tell("free", ref("b"))]
         await asyncio.sleep(0)
         assert stream.messages == 1
         scheduler.goes_on.set()
@@ -88,8 +90,8 @@ async def test_what_comes_while_a_message_is_under_way_goes_in_the_next_one_in_o
 
 
 async def test_a_long_message_is_split_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "MESSAGE_BLOCKS", 10)
-    monkeypatch.setattr(lifecycle, "MESSAGE_OPERATIONS", 3)
+    monkeypatch.setattr(coalesced_stream, "MESSAGE_BYTES", 110)
+    monkeypatch.setattr(coalesced_stream, "MESSAGE_OPERATIONS", 3)
     async with streaming() as (stream, scheduler):
         sizes = (4, 4, 4, 30, 0, 0, 0, 0)
         await asyncio.gather(*(book(stream, f"{n}", blocks=size).answer for n, size in enumerate(sizes)))
@@ -173,8 +175,7 @@ async def test_a_stream_that_breaks_says_why() -> None:
         assert not stream.draining
     async with scripted_scheduler() as (scheduler, channel):
         scheduler.refuses = errors.PermissionDenied("no")
-        stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)
-        stream = LifecycleStream(stub.Lifecycle, "me", ())
+        stream = LifecycleStream(SchedulerLink(channel).open_lifecycle, "me", ())
         assert await stream.hello is None
         assert isinstance(stream.error, errors.PermissionDenied)
 
@@ -182,9 +183,9 @@ async def test_a_stream_that_breaks_says_why() -> None:
 async def test_why_a_stream_ended_is_known_though_a_write_failed_because_of_it() -> None:
     async with scripted_scheduler() as (scheduler, channel):
         scheduler.refuses = errors.Unimplemented("no Lifecycle")
-        rpc: Any = scheduler_pb2_grpc.SchedulerStub(channel).Lifecycle
+        rpc: Any = SchedulerLink(channel).open_lifecycle
 
-        def lifecycle() -> Any:
+        def opening() -> Any:
             call = rpc()
 
             async def write(message: object) -> None:
@@ -196,7 +197,7 @@ async def test_why_a_stream_ended_is_known_though_a_write_failed_because_of_it()
             call.write = write
             return call
 
-        stream = LifecycleStream(lifecycle, "me", ())
+        stream = LifecycleStream(opening, "me", ())
         assert await stream.hello is None
         assert isinstance(stream.error, errors.Unimplemented)
 
@@ -207,8 +208,8 @@ async def test_a_scheduler_that_drains_says_so_and_is_served_to_the_end() -> Non
         await scheduler.drain()
         await stream.changed.wait()
         assert (stream.draining, stream.ended) == (True, False)
-        freeing = stream.put("free", ref("r"))
-        await stream.close()
+        freeing = stream.tell("free", ref("r"))
+        await stream.close(lifecycle.CLOSE_SECONDS)
         assert await freeing.answer is not None
         assert stream.ended
 

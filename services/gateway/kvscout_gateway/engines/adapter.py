@@ -4,7 +4,7 @@
 
     ClientRequest ──write──▶ HttpRequest ──▶ engine ──▶ HttpAnswer ──relay──▶ client
      (of a front)    │                                      │
-                     └───────────── EngineAdapter ──────────┘ dialect, usage
+                     └───────────── EngineAdapter ──────────┘ dialect
 
 A request has a few legs at most (`plan`); what a leg changes in the client's request are fields of its body.
 """
@@ -32,23 +32,23 @@ class Address(NamedTuple):
     request_id: str
     dp_rank: int | None
     """None = the engine has one rank, and is told nothing."""
+    lora_name: str = ""
+    """`model`, if that is an adapter."""
 
 
-class Usage(NamedTuple):
-    """What an engine says of a prompt."""
-
-    prompt_tokens: int
-    cached_tokens: int | None
-    """None = it does not say."""
+def common_headers(to: Address) -> list[tuple[str, str]]:
+    """What the engines that there are agree on."""
+    headers = [("Content-Type", "application/json"), ("X-Request-Id", to.request_id)]
+    if to.dp_rank is not None:
+        headers.append(("X-data-parallel-rank", str(to.dp_rank)))
+    return headers
 
 
 class EngineAdapter(Protocol):
     """One kind of engine."""
 
     dialect: Dialect
-    """Of the events that it streams."""
-    account: str
-    """The field of a whole answer that holds what `StreamReport.usage` holds of a stream."""
+    """Of what it answers to a `completion`."""
 
     def headers(self, to: Address) -> list[tuple[str, str]]:
         """What every request to it carries, whatever its body."""
@@ -65,9 +65,6 @@ class EngineAdapter(Protocol):
             changes: What the leg changes.
         """
 
-    def usage(self, account: Mapping[str, Any]) -> Usage | None:
-        """Reads what `StreamReport.usage` holds; None = it says nothing of the prompt."""
-
 
 class ClientRequest(Protocol):
     """What a client wants run, as its front has it."""
@@ -83,6 +80,9 @@ class ClientRequest(Protocol):
     @property
     def at_once(self) -> bool:
         """The answer comes as a whole when it is complete, and no stream."""
+
+    def dialect(self, adapter: EngineAdapter) -> Dialect:
+        """Of what the engine answers to it."""
 
     async def write(self, adapter: EngineAdapter, to: Address, changes: Changes) -> HttpRequest:
         """The request of a leg. Long ones are written in slices, between which others have their turn."""
@@ -103,6 +103,10 @@ class TokenRequest:
     def max_tokens(self) -> int | None:
         """See `ClientRequest`."""
         return self.parameters.get("max_tokens")
+
+    def dialect(self, adapter: EngineAdapter) -> Dialect:
+        """See `ClientRequest`."""
+        return adapter.dialect
 
     async def write(self, adapter: EngineAdapter, to: Address, changes: Changes) -> HttpRequest:
         """See `ClientRequest`."""

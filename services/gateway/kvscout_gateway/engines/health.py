@@ -4,8 +4,10 @@
 
     in ── at least 3 failures, and half of what it was given within 30 s ──▶ out: 10 s, doubled each time, up to 60 s
     ▲                                                                         │ the time is over
-    └── its first token ── on probation: one request at a time ◀──────────────┘
-                                └── that fails: out again
+    └─ slow start ◀── its first token ── on probation: one request at a time ◀┘
+       10 s, a growing share of requests      └── that fails: out again
+
+Beside that, a worker that does not answer its health checks gets nothing until it does (`health_checks`).
 
 What is known starts with a failure, so that a worker that never fails costs nothing. No more than half of the workers
 that could take a request are left out of it, whatever they did: where all fail, the cause is somewhere else.
@@ -13,9 +15,11 @@ that could take a request are left out of it, whatever they did: where all fail,
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TypeAlias
 
 from kvscout_common.service_info import TenantWarning, Warned
@@ -29,11 +33,26 @@ MIN_SHARE = 0.5
 OUT_SECONDS = 10.0
 MAX_OUT_SECONDS = 60.0
 """A worker that lasted this long after it was out is out for `OUT_SECONDS` again the next time."""
+SLOW_START_SECONDS = 10.0
+"""How long a worker that is back gets fewer requests than the others: its caches are cold, and all would go to it."""
+SLOW_START_SHARE = 0.1
+"""Of the requests that may go to it, at first."""
+MISSED_CHECKS = 3
+"""Health checks in a row that a worker that is well may miss, less one."""
 MAX_LEFT_OUT = 0.5
 """Share of the workers that are left out at most."""
 BUSY_SECONDS = 1.0
 """How long a worker is left alone that is overloaded and does not say for how long."""
 MAX_BUSY_SECONDS = 30.0
+
+
+class _Ground(IntEnum):
+    """Why a worker is left out; the first ones matter most."""
+
+    OUT = 0
+    BUSY = 1
+    SLOW_START = 2
+
 
 Key: TypeAlias = tuple[str, WorkerRank]
 """Tenant and worker rank."""
@@ -69,9 +88,17 @@ class _Standing:
             self.before = self.now if age < WINDOW_SECONDS else _Counts(now)
             self.now = _Counts(now)
 
-    def barred(self, now: float) -> bool:
-        """Whether it should get nothing now."""
-        return now < self.busy_until or (self.out_until is not None and (now < self.out_until or self.probing))
+    def ground(self, now: float, draw: Callable[[], float]) -> _Ground | None:
+        """Why it should not get a request now; None = it may."""
+        if self.out_until is not None and (now < self.out_until or self.probing):
+            return _Ground.OUT
+        if now < self.busy_until:
+            return _Ground.BUSY
+        if self.out_until is None and self.out_seconds:
+            share = (now - self.back_since) / SLOW_START_SECONDS
+            if share < 1 and draw() >= max(SLOW_START_SHARE, share):
+                return _Ground.SLOW_START
+        return None
 
     def over(self, now: float) -> bool:
         """Whether there is nothing to know of it any more."""
@@ -87,9 +114,18 @@ class _Standing:
 class WorkerHealth:
     """Of the workers of one gateway, as its own requests show it."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random) -> None:
+        """Knows nothing of anybody.
+
+        Args:
+            clock: Seconds.
+            draw: Random numbers, 0 <= x < 1.
+        """
         self._clock = clock
+        self._draw = draw
         self._standings: dict[Key, _Standing] = {}
+        self._missed: dict[tuple[str, str], int] = {}
+        """Health checks in a row, by tenant and worker id."""
 
     def left_out(self, tenant: str, candidates: Callable[[], Sequence[WorkerSpec]]) -> tuple[str, ...]:
         """Ids of the workers that should not get a request now: those none of whose ranks should.
@@ -98,20 +134,39 @@ class WorkerHealth:
             tenant: Whose request.
             candidates: Gives the workers that could take it; not asked while all are well.
         """
-        if not self._standings:
+        if not (self._standings or self._missed):
             return ()
         now, workers = self._clock(), candidates()
-        barred = [spec.worker_id for spec in workers if all(self._barred((tenant, r), now) for r in spec.ranks)]
-        return tuple(barred[: int(len(workers) * MAX_LEFT_OUT)])
+        grounds = [(self._ground(tenant, spec, now), spec.worker_id) for spec in workers]
+        barred = sorted((ground, worker_id) for ground, worker_id in grounds if ground is not None)
+        return tuple(worker_id for _, worker_id in barred[: int(len(workers) * MAX_LEFT_OUT)])
 
     def warnings(self) -> list[Warned]:
         """Who is left out because it failed, in sentences."""
         now = self._clock()
-        return [
+        failing: list[Warned] = [
             TenantWarning(tenant, f"worker {rank.worker_id}/{rank.dp_rank} {_sentence(standing, now)}")
             for (tenant, rank), standing in self._standings.items()
             if standing.out_until is not None
         ]
+        silent = [
+            TenantWarning(tenant, f"worker {worker_id} does not answer its health checks: no requests")
+            for (tenant, worker_id), missed in self._missed.items()
+            if missed >= MISSED_CHECKS
+        ]
+        return [*failing, *silent]
+
+    def checked(self, tenant: str, worker_id: str, *, well: bool) -> bool:
+        """A health check has ended.
+
+        Returns:
+            Whether that changes if it gets requests.
+        """
+        who = (tenant, worker_id)
+        if well:
+            return self._missed.pop(who, 0) >= MISSED_CHECKS
+        self._missed[who] = self._missed.get(who, 0) + 1
+        return self._missed[who] == MISSED_CHECKS
 
     def sent(self, key: Key) -> None:
         """A request goes to it."""
@@ -187,6 +242,7 @@ class WorkerHealth:
 
     def forget(self, tenant: str, worker_id: str) -> None:
         """Drops what is known of a removed worker."""
+        self._missed.pop((tenant, worker_id), None)
         for key in [key for key in self._standings if key[0] == tenant and key[1].worker_id == worker_id]:
             del self._standings[key]
 
@@ -198,9 +254,18 @@ class WorkerHealth:
             standing = self._standings[key] = _Standing(_Counts(now), _Counts(now))
         return standing
 
-    def _barred(self, key: Key, now: float) -> bool:
-        standing = self._standings.get(key)
-        return standing is not None and standing.barred(now)
+    def _ground(self, tenant: str, spec: WorkerSpec, now: float) -> _Ground | None:
+        """The weakest of its ranks': it may get what one of them may."""
+        if self._missed.get((tenant, spec.worker_id), 0) >= MISSED_CHECKS:
+            return _Ground.OUT
+        weakest = _Ground.OUT
+        for rank in spec.ranks:
+            standing = self._standings.get((tenant, rank))
+            ground = standing.ground(now, self._draw) if standing is not None else None
+            if ground is None:
+                return None
+            weakest = max(weakest, ground)
+        return weakest
 
     def _out(self, key: Key) -> bool:
         standing = self._standings.get(key)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvscout_common.transport.http import Dialect, HttpRequest
-from kvscout_gateway.engines.adapter import Address, Changes, Usage
+from kvscout_gateway.engines.adapter import Address, Changes, common_headers
 
 TOKENS_A_TURN = 16_384
 """Of a prompt, written at a time: about a millisecond, after which others have their turn."""
@@ -19,22 +19,10 @@ class VllmAdapter:
     """See `EngineAdapter`."""
 
     dialect = Dialect.OPENAI
-    account = "usage"
-
-    def __init__(self, own_headers: Callable[[], Iterable[tuple[str, str]]] = tuple) -> None:
-        """Speaks to engines of one key.
-
-        Args:
-            own_headers: What each request carries besides, such as that key.
-        """
-        self._own_headers = own_headers
 
     def headers(self, to: Address) -> list[tuple[str, str]]:
         """See `EngineAdapter`."""
-        headers = [("Content-Type", "application/json"), ("X-Request-Id", to.request_id), *self._own_headers()]
-        if to.dp_rank is not None:
-            headers.append(("X-data-parallel-rank", str(to.dp_rank)))
-        return headers
+        return common_headers(to)
 
     async def completion(
         self, to: Address, token_ids: memoryview, parameters: Mapping[str, Any], changes: Changes
@@ -45,24 +33,10 @@ class VllmAdapter:
             f"{to.endpoint}/v1/completions", headers=self.headers(to), body=await body_of("prompt", token_ids, rest)
         )
 
-    def usage(self, account: Mapping[str, Any]) -> Usage | None:
-        """See `EngineAdapter`."""
-        prompt = account.get("prompt_tokens")
-        details = account.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        return usage_of(prompt, cached)
-
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that there are."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def usage_of(prompt_tokens: object, cached_tokens: object) -> Usage | None:
-    """What an engine says, if it is numbers."""
-    if not isinstance(prompt_tokens, int):
-        return None
-    return Usage(prompt_tokens, cached_tokens if isinstance(cached_tokens, int) else None)
 
 
 async def body_of(field: str, token_ids: memoryview, rest: Mapping[str, Any]) -> bytes:

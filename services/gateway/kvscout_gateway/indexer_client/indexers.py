@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
@@ -14,8 +14,22 @@ from kvscout_common.shards import Shard, shard_of
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.indexer_client.match_stream import MatchStream
 
-Replicas: TypeAlias = "Failover[indexer_pb2_grpc.IndexerAsyncStub]"
-IndexerMember: TypeAlias = "Member[indexer_pb2_grpc.IndexerAsyncStub]"
+if TYPE_CHECKING:
+    _Stub = indexer_pb2_grpc.IndexerAsyncStub
+else:
+    _Stub = indexer_pb2_grpc.IndexerStub
+
+
+class IndexerLink(_Stub):
+    """An indexer's stub, and FindMatches over its stream."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        super().__init__(channel)
+        self.find_matches = MatchStream(channel)
+
+
+Replicas: TypeAlias = "Failover[IndexerLink]"
+IndexerMember: TypeAlias = "Member[IndexerLink]"
 
 
 class Indexers:
@@ -28,11 +42,10 @@ class Indexers:
             shards: Addresses of each shard's replicas in order of preference; empty = there is no indexer.
             security: How they are called.
         """
-        self._streams: list[MatchStream] = []
         count = len(shards)
         names = [str(Shard(index, count)) if count > 1 else "" for index in range(count)]
         self.shards: tuple[Replicas, ...] = tuple(
-            Failover("indexer", addresses, self._stub, security, shard=name)
+            Failover("indexer", addresses, IndexerLink, security, shard=name)
             for name, addresses in zip(names, shards, strict=True)
         )
 
@@ -47,12 +60,5 @@ class Indexers:
 
     async def close(self) -> None:
         """Ends every stream and closes every channel."""
-        await asyncio.gather(*(stream.close() for stream in self._streams))
+        await asyncio.gather(*(member.stub.find_matches.close() for member in self.members))
         await asyncio.gather(*(shard.close() for shard in self.shards))
-
-    def _stub(self, channel: grpc.aio.Channel) -> indexer_pb2_grpc.IndexerAsyncStub:
-        """A stub whose FindMatches goes over a stream."""
-        stub: Any = indexer_pb2_grpc.IndexerStub(channel)
-        stub.FindMatches = MatchStream(stub)
-        self._streams.append(stub.FindMatches)
-        return stub  # type: ignore[no-any-return]

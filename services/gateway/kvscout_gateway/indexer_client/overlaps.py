@@ -84,7 +84,7 @@ class OverlapQuery:
         requests = [
             indexer_pb2.FindMatchesRequest(
                 model=model, tenant=tenant, block_size=pool.block_size, eagle=pool.eagle, block_hashes=hashes[pool]
-            )
+            ).SerializeToString()
             for pool in pools
         ]
         calls = [self._ask(shard, request, problems) for request in requests for shard in shards]
@@ -98,11 +98,11 @@ class OverlapQuery:
         return Found(overlaps, problems, answers)
 
     async def _ask(
-        self, shard: Replicas, request: indexer_pb2.FindMatchesRequest, problems: dict[str, str]
+        self, shard: Replicas, request: bytes, problems: dict[str, str]
     ) -> indexer_pb2.FindMatchesResponse | None:
         try:
             answer, _ = await shard.call(
-                lambda stub: stub.FindMatches, request, timeout_seconds=self._timeout, uninformed=self._uninformed
+                lambda stub: stub.find_matches, request, timeout_seconds=self._timeout, uninformed=self._uninformed
             )
         except HelperDown as error:
             problems[shard.name] = str(error)

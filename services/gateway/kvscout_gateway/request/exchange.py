@@ -22,6 +22,7 @@ from typing import TypeAlias
 
 from kvscout_common.errors import (
     Draining,
+    FailedPrecondition,
     InternalError,
     InvalidArgument,
     KvscoutError,
@@ -97,22 +98,14 @@ class Exchanges:
         """
         return Exchange(self, wish if wish.request_id else replace(wish, request_id=f"gen-{uuid.uuid4().hex}"))
 
-    def require_open(self) -> None:
-        """Nothing, as long as requests are taken.
-
-        Raises:
-            Draining: They are not any more.
-        """
-        if self.draining:
-            raise Draining("the gateway is draining")
-
     def admit(self) -> None:
         """One more is in flight.
 
         Raises:
             Draining, ResourceExhausted: This gateway takes nothing now.
         """
-        self.require_open()
+        if self.draining:
+            raise Draining("the gateway is draining")
         if self.in_flight >= self._max_in_flight:
             raise ResourceExhausted(f"{self.in_flight} requests are in flight (limit)", retry_after_seconds=1.0)
         self.in_flight += 1
@@ -187,6 +180,18 @@ class Exchange:
         wish = wish or self.wish
         return await self._open(replace(wish, excluded=(*wish.excluded, *self._left_out(wish))), lambda: None)
 
+    async def probe(self, wish: Wish) -> Placement:
+        """Where a request would go: nothing is booked.
+
+        Args:
+            wish: What would be asked.
+
+        Raises:
+            KvscoutError: As `RoutingFlow.place`.
+        """
+        excluded = (*wish.excluded, *self._left_out(wish))
+        return await self._means.routing.place(replace(wish, request_id="", excluded=excluded))
+
     def failed(self, leg: Leg, error: EngineFailed) -> None:
         """A leg of `place` was sent and came to nothing: its worker pays, where it is at fault.
 
@@ -243,10 +248,24 @@ class Exchange:
     async def _open(self, wish: Wish, on_output: Callable[[], None]) -> Leg:
         attempt, self._next_attempt = self._next_attempt, self._next_attempt + 1
         wish = replace(wish, attempt_id=attempt, owned=True, lease_seconds=self._all.lease_seconds)
-        placement = await self._means.routing.place(wish)
+        placement = await self._nearest(wish) or await self._means.routing.place(wish)
         leg = Leg(self._means, wish, placement, started=self._started, on_output=on_output)
         self._legs.append(leg)
         return leg
+
+    async def _nearest(self, wish: Wish) -> Placement | None:
+        """A place among the workers that are preferred; None = none of them takes it."""
+        preferred = tuple(
+            worker_id
+            for worker_id in wish.preferred
+            if worker_id not in wish.excluded and (not wish.allowed or worker_id in wish.allowed)
+        )
+        if not preferred or wish.pinned:
+            return None
+        try:
+            return await self._means.routing.place(replace(wish, allowed=preferred))
+        except (Unavailable, ResourceExhausted, FailedPrecondition):
+            return None
 
     def _left_out(self, wish: Wish) -> tuple[str, ...]:
         if wish.pinned:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
-from kvscout_common.transport.http import HttpAnswer, Sink, SinkStalled, StreamReport
-from kvscout_common.worker import EngineKind, WorkerSpec
-from kvscout_gateway.engines.adapter import UNCHANGED, Address, Changes, ClientRequest, EngineAdapter, Usage
+from kvscout_common.transport.http import Dialect, HttpAnswer, Sink, SinkStalled, StreamReport
+from kvscout_common.worker import EngineKind
+from kvscout_gateway.engines.adapter import UNCHANGED, Address, Changes, ClientRequest, EngineAdapter
 from kvscout_gateway.engines.engine_call import EngineCall, Engines
 from kvscout_gateway.engines.failure import EngineFailed, reported
 from kvscout_gateway.engines.health import Key, WorkerHealth
+from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.observation import Observations, computes_a_block, predicted_cached_tokens
 from kvscout_gateway.request.placement import Placement, Wish
@@ -51,10 +52,6 @@ class Means:
     health: WorkerHealth
     metrics: GatewayMetrics
     clock: Callable[[], float] = time.perf_counter
-
-    def adapter_of(self, spec: WorkerSpec | None) -> EngineAdapter:
-        """That of a worker's engine; vLLM's for a worker that this gateway does not know yet."""
-        return self.adapters.get(spec.engine if spec is not None else EngineKind.VLLM, self.adapters[EngineKind.VLLM])
 
 
 class Leg:
@@ -109,12 +106,15 @@ class Leg:
                 f"worker {placement.worker.worker_id!r} has no HTTP endpoint: Route places requests on it, "
                 "Generate cannot run them"
             )
-        return Address(placement.endpoint, placement.engine_model, self.wish.request_id, placement.rank_header)
+        spec, model = placement.spec, placement.engine_model
+        lora_name = model if spec is not None and spec.model != model else ""
+        return Address(placement.endpoint, model, self.wish.request_id, placement.rank_header, lora_name)
 
     @property
     def adapter(self) -> EngineAdapter:
-        """That of its engine."""
-        return self._means.adapter_of(self.placement.spec)
+        """That of its engine; vLLM's for a worker that this gateway does not know yet."""
+        spec, adapters = self.placement.spec, self._means.adapters
+        return adapters.get(spec.engine if spec is not None else EngineKind.VLLM, adapters[EngineKind.VLLM])
 
     def sent(self) -> None:
         """It goes to its engine."""
@@ -130,6 +130,7 @@ class Leg:
             EngineFailed: None does.
             FailedPrecondition: The worker has no HTTP endpoint.
         """
+        self._end_call()  # of another try with the same worker
         to, placement = self.address, self.placement
         written = await request.write(self.adapter, to, changes)
         self.sent()
@@ -152,16 +153,17 @@ class Leg:
         """
         sink = await reply.begin(answer)
         if request.at_once:
-            await self._hand_over(answer, sink)
+            await self._hand_over(answer, sink, request.dialect(self.adapter))
             return
         assert self._call is not None
         self._report = answer.report
+        dialect = request.dialect(self.adapter)
         try:
             await self._call.relay(
                 answer,
                 sink,
                 request.form,
-                dialect=self.adapter.dialect,
+                dialect=dialect,
                 max_tokens=request.max_tokens,
                 on_first_output=self.first_output,
             )
@@ -169,7 +171,7 @@ class Leg:
             seconds = self._means.engines.client_write_seconds
             raise DeadlineExceeded(f"the client has read nothing for {seconds:g} s") from error
         self._answer = None
-        self.ended(_object(answer.report.usage))
+        self.ended(usage_of_stream(dialect, _object(answer.report.usage)))
 
     async def read(self, answer: HttpAnswer) -> dict[str, Any]:
         """All of an answer that is no stream: its JSON object, which is empty where it is none.
@@ -191,18 +193,29 @@ class Leg:
         if self.placement.booking is not None:
             self._means.bookings.mark_prefill_complete(self.placement.booking)
 
-    def ended(self, account: Mapping[str, Any]) -> None:
+    def prefilled(self, document: Mapping[str, Any], request: ClientRequest) -> None:
+        """The engine has computed the prompt, which was all that it was asked for.
+
+        Args:
+            document: Its answer.
+            request: What it answers to.
+        """
+        self._means.health.ran(self.key)
+        self._on_output()
+        self.ended(usage_of_answer(request.dialect(self.adapter), document))
+
+    def ended(self, usage: Usage | None) -> None:
         """The engine has sent everything.
 
         Args:
-            account: What it says of tokens, as its adapter reads it; empty = nothing.
+            usage: What it says of the prompt; None = nothing.
         """
-        usage = self.adapter.usage(account)
+        if self.wish.prefill_elsewhere:
+            return  # what it says of the prompt is another worker's doing
         if usage is not None:
             self._check(usage)
         cached = usage.cached_tokens if usage is not None else None
-        isl_tokens = self.wish.prompt.isl_tokens if usage is None else usage.prompt_tokens
-        if computes_a_block(isl_tokens, cached or 0, self.placement.block_size):
+        if computes_a_block(self.wish.prompt.isl_tokens, cached or 0, self.placement.block_size):
             self.seen.eventful.append(self._sent_at)
 
     def free(self) -> None:
@@ -211,14 +224,18 @@ class Leg:
             return
         self._freed = True
         self._means.health.withdrawn(self.key)
-        if self._answer is not None:
-            self._answer.abort()
-        if self._call is not None:
-            self._call.end()
+        self._end_call()
         if self._report is not None and self._report.outputs > 1:
             self._observe_itl(self._report)
         if self.placement.booking is not None:
             self._means.bookings.free(self.placement.booking)
+
+    def _end_call(self) -> None:
+        if self._answer is not None:
+            self._answer.abort()
+            self._answer = None
+        if self._call is not None:
+            self._call.end()
 
     async def freed(self) -> None:
         """Waits until its scheduler knows that, at most as long as one answer may take: the request id can be booked
@@ -226,14 +243,13 @@ class Leg:
         if self.placement.booking is not None:
             await self._means.bookings.freed(self.placement.booking)
 
-    async def _hand_over(self, answer: HttpAnswer, sink: Sink) -> None:
+    async def _hand_over(self, answer: HttpAnswer, sink: Sink, dialect: Dialect) -> None:
         assert self._call is not None
         body = await self._call.read(answer, MAX_ANSWER_BYTES)
         document = self._told(body)
         self.first_output()
         await sink.write(body)
-        account = document.get(self.adapter.account)
-        self.ended(account if isinstance(account, dict) else {})
+        self.ended(usage_of_answer(dialect, document))
 
     def _told(self, body: bytes) -> dict[str, Any]:
         document = _object(body)
@@ -243,15 +259,14 @@ class Leg:
         return document
 
     def _check(self, usage: Usage) -> None:
-        placement, prompt, isl_tokens = self.placement, self.wish.prompt, usage.prompt_tokens
-        # Only what events confirm is checked: a prediction is allowed to fail. Nor is one of other tokens.
-        checked = placement.confirmed_blocks is not None and not prompt.unknown and prompt.isl_tokens == isl_tokens
+        placement, isl_tokens = self.placement, self.wish.prompt.isl_tokens
         self._means.observations.reported(
             *self.key,
             isl_tokens=isl_tokens,
             cached=usage.cached_tokens,
-            predicted=predicted_cached_tokens(placement.confirmed_blocks or 0, isl_tokens, placement.block_size)
-            if checked
+            # Only what events confirm is checked: a prediction is allowed to fail.
+            predicted=predicted_cached_tokens(placement.confirmed_blocks, isl_tokens, placement.block_size)
+            if placement.confirmed_blocks is not None
             else None,
         )
 

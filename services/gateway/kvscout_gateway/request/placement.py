@@ -37,6 +37,8 @@ class Wish:
     attempt_id: int = 0
     allowed: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
+    preferred: tuple[str, ...] = ()
+    """Workers that are asked for first; the others, if none of these takes it."""
     pinned: str = ""
     pinned_rank: int | None = None
     required_labels: Mapping[str, str] = field(default_factory=dict)

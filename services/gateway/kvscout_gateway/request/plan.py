@@ -24,6 +24,14 @@ class Plan(Protocol):
             KvscoutError: It cannot be.
         """
 
+    async def place(self, exchange: Exchange) -> tuple[Leg, Leg | None]:
+        """Books its legs, for a front that has them sent by others: that which answers, and that which computes the
+        prompt for it (None: the first does).
+
+        Raises:
+            KvscoutError: It cannot be.
+        """
+
 
 class Aggregated:
     """One leg: the worker computes the prompt, and continues it."""
@@ -36,3 +44,7 @@ class Aggregated:
             await leg.relay(await leg.send(request), request, reply)
 
         await exchange.attempt(exchange.wish, on)
+
+    async def place(self, exchange: Exchange) -> tuple[Leg, Leg | None]:
+        """See `Plan`."""
+        return await exchange.place(), None

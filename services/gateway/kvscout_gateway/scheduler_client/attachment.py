@@ -32,7 +32,7 @@ from kvscout_common.errors import DeadlineExceeded, Draining, KvscoutError, NotF
 from kvscout_gateway.failover import Member
 from kvscout_gateway.request.placement import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.scheduler_client.bookings import Bookings
-from kvscout_gateway.scheduler_client.lifecycle import PROBE_SECONDS, LifecycleStream
+from kvscout_gateway.scheduler_client.lifecycle import CLOSE_SECONDS, PROBE_SECONDS, LifecycleStream
 from kvscout_gateway.scheduler_client.link import error_of
 
 log = logging.getLogger("kvscout.gateway")
@@ -148,7 +148,7 @@ class Attachment:
         listed = self._bookings.in_flight()
         self._opened_at = max(time.time_ns() // 1000, self._opened_at + 1)
         stream = LifecycleStream(
-            link.Lifecycle,
+            link.open_lifecycle,
             self.owner_id,
             [booking.ref for booking in listed],
             opened_at=self._opened_at,
@@ -235,7 +235,7 @@ class Attachment:
                 return
 
     async def _rebook_some(self, member: SchedulerMember, stream: LifecycleStream, strays: list[Booking]) -> None:
-        asked = [(booking, stream.put("reserve", booking.reserve_request())) for booking in strays]
+        asked = [(booking, stream.tell("reserve", booking.reserve_request())) for booking in strays]
         _, late = await asyncio.wait([operation.answer for _, operation in asked], timeout=self._timeout)
         if late:
             stream.break_off(DeadlineExceeded("no answer on the stream"))
@@ -292,6 +292,6 @@ class Attachment:
     def _leave(self, member: SchedulerMember) -> None:
         stream = member.stub.drop_stream()
         if stream is not None:
-            task = asyncio.get_running_loop().create_task(stream.close(), name=f"leave {member.name}")
+            task = asyncio.get_running_loop().create_task(stream.close(CLOSE_SECONDS), name=f"leave {member.name}")
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

@@ -1,7 +1,4 @@
-"""One Lifecycle stream to one scheduler: operations in, each with an answer of its own, several a message.
-
-What comes while a message is under way goes in the next one. A message is under way until something of it is answered,
-or for `PACE_SECONDS`: what waits in line at the scheduler is answered late, and must hold up nobody.
+"""One Lifecycle stream to one scheduler: what this gateway has in flight, then its operations.
 
 How "waits in line" is told from "the scheduler is stuck": the scheduler carries operations out in the order in which
 they were sent, so that an answer to a later one says that an earlier one was carried out. Where nothing else is asked,
@@ -13,23 +10,19 @@ it.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-import grpc
+from google.protobuf.message import Message
 
 from kvscout.v1 import scheduler_pb2, types_pb2
-from kvscout_common.errors import DeadlineExceeded, KvscoutError, Unavailable
-from kvscout_common.first_status import FirstStatus
+from kvscout_common.errors import DeadlineExceeded
+from kvscout_common.wire_fields import bytes_field
 from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_gateway.coalesced_stream import CoalescedStream
+from kvscout_gateway.coalesced_stream import Operation as AnyOperation
 
-MESSAGE_OPERATIONS = 1024
-MESSAGE_BLOCKS = 65_536
-"""In one message, unless one operation has more: half a MiB."""
-PACE_SECONDS = 0.005
 PROBE_SECONDS = 0.25
 """Silence after which a probe is sent, where an answer is due."""
 HEARTBEAT_SECONDS = 2.0
@@ -41,24 +34,23 @@ CLOSE_SECONDS = 0.5
 
 Name: TypeAlias = tuple[str, str, int, str, int]
 """Model, tenant, role, request id and attempt."""
+Operation: TypeAlias = "AnyOperation[scheduler_pb2.LifecycleResult]"
 
-_PROBE = scheduler_pb2.RequestRef(model="-", request_id="-")
-
-
-class Operation:
-    """One operation; its answer is None if the stream ended before it came."""
-
-    __slots__ = ("answer", "id", "kind", "message")
-
-    def __init__(self, id: int, kind: str, message: Any, answer: asyncio.Future[scheduler_pb2.LifecycleResult | None]):
-        self.id = id
-        self.kind = kind
-        self.message = message
-        self.answer = answer
+_KINDS = {field.name: field.number for field in scheduler_pb2.LifecycleOperation.DESCRIPTOR.oneofs[0].fields}
+_PROBE = scheduler_pb2.RenewRequest(requests=[scheduler_pb2.RequestRef(model="-", request_id="-")])
 
 
-class LifecycleStream:
-    """One stream, from its hello to its end."""
+class LifecycleStream(CoalescedStream[scheduler_pb2.LifecycleResult]):
+    """One stream, from its hello to its end.
+
+    Args:
+        open_stream: The rpc, over bytes.
+        owner_id: Who holds the bookings made here.
+        in_flight: What it has in flight; what it does not list of its bookings ends.
+        opened_at: When that was so, microseconds since the Unix epoch; more from stream to stream of an owner.
+        stuck_seconds: Silence after which the stream is broken off, where an answer is due.
+        clock: Monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -70,88 +62,56 @@ class LifecycleStream:
         stuck_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Opens it.
-
-        Args:
-            open_stream: The rpc.
-            owner_id: Who holds the bookings made here.
-            in_flight: What it has in flight; what it does not list of its bookings ends.
-            opened_at: When that was so, microseconds since the Unix epoch; more from stream to stream of an owner.
-            stuck_seconds: Silence after which the stream is broken off, where an answer is due.
-            clock: Monotonic seconds.
-        """
-        self._clock = clock
         self._stuck_seconds = stuck_seconds
-        self._loop = asyncio.get_running_loop()
-        self._ids = itertools.count(1)
-        self._unsent: dict[int, Operation] = {}
-        self._pending: dict[int, Operation] = {}
-        """Sent or not, and not answered."""
-        self._heard = 0
-        """Every operation up to this one was carried out."""
-        self._sent: deque[tuple[int, float]] = deque()
-        """Last operation and time of the messages that are not known to be carried out, oldest first."""
-        self._sent_at = clock()
-        """When the last message was sent."""
         self._suspect = 0
-        self._under_way = 0
-        """First operation of the message that is under way; 0 = none."""
-        self._pace: asyncio.TimerHandle | None = None
-        self._wake = asyncio.Event()
-        self._closing = False
-        self.hello: asyncio.Future[frozenset[Name] | None] = self._loop.create_future()
+        self._probing = 0
+        """Id of the last probe."""
+        self.hello: asyncio.Future[frozenset[Name] | None] = asyncio.get_running_loop().create_future()
         """Names of the listed requests that are not active there; None = it came to nothing."""
         self.changed = asyncio.Event()
         """Set when the scheduler drains, and when the stream ends."""
         self.draining = False
-        self.ended = False
-        self.error: KvscoutError = Unavailable("the stream is closed")
-        """Why it ended."""
-        self.operations = 0
-        self.messages = 0
-        hello = scheduler_pb2.LifecycleRequest(
-            hello=scheduler_pb2.LifecycleHello(
-                owner_id=owner_id,
-                in_flight=in_flight,
-                opened_at=opened_at,
-                # It is sent when its time is over, by a loop that may be busy: half as much again is promised.
-                heartbeat_ms=int(HEARTBEAT_SECONDS * 1500),
-            )
+        hello = scheduler_pb2.LifecycleHello(
+            owner_id=owner_id,
+            in_flight=in_flight,
+            opened_at=opened_at,
+            # It is sent when its time is over, by a loop that may be busy: half as much again is promised.
+            heartbeat_ms=int(HEARTBEAT_SECONDS * 1500),
         )
-        self._task = self._loop.create_task(self._run(open_stream, hello), name="lifecycle")
+        super().__init__(
+            open_stream,
+            "lifecycle",
+            field=scheduler_pb2.LifecycleRequest.OPERATIONS_FIELD_NUMBER,
+            id_field=scheduler_pb2.LifecycleOperation.ID_FIELD_NUMBER,
+            first=scheduler_pb2.LifecycleRequest(hello=hello).SerializeToString(),
+            on_end=self._ended,
+            clock=clock,
+        )
 
-    def put(self, kind: str, message: Any) -> Operation:
+    def tell(self, kind: str, message: Message) -> Operation:
         """Sends an operation with the next message; returns at once.
 
         Args:
             kind: Field of `LifecycleOperation`.
-            message: Its value; must not change any more.
+            message: Its value.
         """
-        operation = Operation(next(self._ids), kind, message, self._loop.create_future())
-        if self.ended or self._closing:
-            operation.answer.set_result(None)
-            return operation
-        self._pending[operation.id] = self._unsent[operation.id] = operation
-        if not self._under_way:
-            self._wake.set()
-        elif self._pace is None:
-            self._pace = self._loop.call_later(PACE_SECONDS, self._arrived)
-        return operation
-
-    def drop(self, operation: Operation) -> None:
-        """Nobody waits for an operation any more; what was not sent is not."""
-        self._pending.pop(operation.id, None)
-        self._unsent.pop(operation.id, None)
+        return self.put(body_of(kind, message))
 
     def carried_out(self, operation: Operation) -> bool:
         """Whether the scheduler has seen to an operation, be it that it waits in line."""
         return operation.id <= self._heard
 
+    @property
+    def waiting(self) -> int:
+        """Operations that were carried out and are not answered: they wait in line."""
+        return sum(number < self._heard for number in self._pending)
+
     def probe(self) -> None:
         """Asks for a sign of life, unless one is on its way."""
-        if all(operation.kind != "renew" for operation in self._unsent.values()):
-            probe = self.put("renew", scheduler_pb2.RenewRequest(requests=[_PROBE]))
+        if self._probing not in self._unsent:
+            probe = self.tell("renew", _PROBE)
             self._pending.pop(probe.id, None)  # that something comes is all of its answer
+            self._probing = probe.id
 
     def check(self) -> None:
         """Asks for a sign of life where an answer is due or nothing was said for long, and breaks the stream off where
@@ -170,125 +130,25 @@ class LifecycleStream:
         if (self._pending and not self._unsent) or now - self._sent_at >= HEARTBEAT_SECONDS:
             self.probe()
 
-    @property
-    def waiting(self) -> int:
-        """Operations that were carried out and are not answered: they wait in line."""
-        return sum(number < self._heard for number in self._pending)
-
-    def break_off(self, error: KvscoutError) -> None:
-        """Ends the stream; what waits for answers gets none."""
-        self.error = error
-        self._task.cancel()
-
-    async def close(self) -> None:
-        """Sends what is there, waits for the answers that come soon, ends the stream."""
-        self._closing = True
-        self._wake.set()
-        await asyncio.wait([self._task], timeout=CLOSE_SECONDS)
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
-    async def _run(self, open_stream: Callable[[], Any], hello: scheduler_pb2.LifecycleRequest) -> None:
-        stream = open_stream()
-        status = FirstStatus(stream)
-        reading = self._loop.create_task(self._read(stream, status), name="lifecycle answers")
-        try:
-            await stream.write(hello)
-            await self._write(stream, reading)
-        except asyncio.CancelledError:
-            pass  # `break_off` has said why
-        except grpc.aio.AioRpcError as error:
-            self.error = status.of(error)
-        except (grpc.aio.UsageError, asyncio.InvalidStateError):
-            await asyncio.wait([reading], timeout=CLOSE_SECONDS)  # it ended: the reader is told why
-        finally:
-            # Before anything else: who waits must not wait for this to end.
-            self._end()
-            stream.cancel()
-            if not reading.done():
-                reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-
-    def _end(self) -> None:
-        self.ended = True
-        if self._pace is not None:
-            self._pace.cancel()
-        for operation in self._pending.values():
-            if not operation.answer.done():
-                operation.answer.set_result(None)
-        self._pending.clear()
-        self._unsent.clear()
+    def _ended(self) -> None:
         if not self.hello.done():
             self.hello.set_result(None)
         self.changed.set()
 
-    async def _write(self, stream: Any, reading: asyncio.Task[None]) -> None:
-        while not reading.done():
-            await self._wake.wait()
-            self._wake.clear()
-            while self._unsent and (self._closing or not self._under_way):
-                await stream.write(self._message())
-            if self._closing:
-                await stream.done_writing()
-                await asyncio.wait([reading])
-
-    def _message(self) -> scheduler_pb2.LifecycleRequest:
-        message = scheduler_pb2.LifecycleRequest()
-        blocks = 0
-        while self._unsent and len(message.operations) < MESSAGE_OPERATIONS:
-            number, operation = next(iter(self._unsent.items()))
-            more = len(operation.message.block_hashes) if operation.kind in _WITH_BLOCKS else 0
-            if blocks and blocks + more > MESSAGE_BLOCKS:
-                break
-            blocks += more
-            del self._unsent[number]
-            added = message.operations.add(id=number)
-            getattr(added, operation.kind).CopyFrom(operation.message)
-        self._under_way = message.operations[0].id
-        self._sent_at = self._clock()
-        self._sent.append((message.operations[-1].id, self._sent_at))
-        self.operations += len(message.operations)
-        self.messages += 1
-        return message
-
-    def _arrived(self) -> None:
-        """The next message may go."""
-        self._under_way = 0
-        if self._pace is not None:
-            self._pace.cancel()
-            self._pace = None
-        if self._unsent:
-            self._wake.set()
-
-    async def _read(self, stream: Any, status: FirstStatus) -> None:
-        try:
-            async for response in stream:
-                self._take(response)
-            self.error = Unavailable("the scheduler ended the stream")
-        except grpc.aio.AioRpcError as error:
-            self.error = status.of(error)
-        finally:
-            self._under_way = 0
-            self._wake.set()
-
-    def _take(self, response: scheduler_pb2.LifecycleResponse) -> None:
+    def _take(self, message: bytes) -> None:
+        response = scheduler_pb2.LifecycleResponse.FromString(message)
         if response.draining:
             self.draining = True
             self.changed.set()
         if not self.hello.done():
             self.hello.set_result(frozenset(map(name_of, response.unknown_in_flight)))
         for result in response.results:
-            self._heard = max(self._heard, result.id)
-            operation = self._pending.pop(result.id, None)
-            if operation is not None and not operation.answer.done():
-                operation.answer.set_result(result)
-        while self._sent and self._sent[0][0] <= self._heard:
-            self._sent.popleft()
-        if self._under_way and self._under_way <= self._heard:
-            self._arrived()
+            self._answered(result.id, result)
 
 
-_WITH_BLOCKS = frozenset({"select", "select_and_reserve", "reserve"})
+def body_of(kind: str, message: Message | bytes) -> bytes:
+    """An operation as streams take it."""
+    return bytes_field(_KINDS[kind], message if isinstance(message, bytes) else message.SerializeToString())
 
 
 def name_of(ref: scheduler_pb2.RequestRef) -> Name:

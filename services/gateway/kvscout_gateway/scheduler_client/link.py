@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
+from google.protobuf.message import Message
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.channel import call, to_error
@@ -28,7 +29,7 @@ from kvscout_common.errors import (
     from_status,
 )
 from kvscout_gateway.failover import is_member_fault
-from kvscout_gateway.scheduler_client.lifecycle import LifecycleStream, Operation
+from kvscout_gateway.scheduler_client.lifecycle import LifecycleStream, Operation, body_of
 
 REFRESH_SECONDS = 1.0
 """Wait after which overlaps are refreshed; doubles each time, up to the next."""
@@ -38,6 +39,7 @@ ALIVE_SECONDS = 1.0
 RETRY_SECONDS = 1.0
 """What callers are told where the stream does not say when to try again."""
 
+SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 if TYPE_CHECKING:
@@ -81,6 +83,8 @@ class SchedulerLink(_Stub):
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         super().__init__(channel)
+        self.open_lifecycle: Callable[[], Any] = channel.stream_stream(f"/{SERVICE}/Lifecycle")
+        """Opens the stream, over bytes."""
         self._stream: LifecycleStream | None = None
         self._operations = 0
         self._messages = 0
@@ -122,7 +126,7 @@ class SchedulerLink(_Stub):
     def tell(self, kind: str, message: Any) -> Operation | None:
         """Sends an operation over the stream; None = there is none."""
         stream = self.stream
-        return stream.put(kind, message) if stream is not None else None
+        return stream.tell(kind, message) if stream is not None else None
 
     async def place(
         self,
@@ -153,7 +157,7 @@ class SchedulerLink(_Stub):
         deadline = time.monotonic() + timeout
         try:
             if not books:
-                return Reserved(await self._select(request, timeout), leased=False)
+                return Reserved(await self._ask("select", request, timeout, self.Select), leased=False)
             await asyncio.gather(*(self.free(ref, timeout=timeout) for ref in given_up))
             if owned:
                 return await self._reserve(request, line, _left(deadline))
@@ -171,26 +175,25 @@ class SchedulerLink(_Stub):
         self, ref: scheduler_pb2.RequestRef, *, timeout: float
     ) -> scheduler_pb2.MarkPrefillCompleteResponse:
         """MarkPrefillComplete."""
-        deadline = time.monotonic() + timeout
-        result = await self._ask("prefill_complete", ref, timeout)
-        if result is not None:
-            return result.prefill_complete
-        return await self.MarkPrefillComplete(ref, timeout=_left(deadline))
+        answer: scheduler_pb2.MarkPrefillCompleteResponse = await self._ask(
+            "prefill_complete", ref, timeout, self.MarkPrefillComplete
+        )
+        return answer
 
     async def free(self, ref: scheduler_pb2.RequestRef, *, timeout: float) -> scheduler_pb2.FreeResponse:
         """Free."""
-        deadline = time.monotonic() + timeout
-        result = await self._ask("free", ref, timeout)
-        if result is not None:
-            return result.free
-        return await self.Free(ref, timeout=_left(deadline))
+        answer: scheduler_pb2.FreeResponse = await self._ask("free", ref, timeout, self.Free)
+        return answer
 
-    async def _select(self, request: scheduler_pb2.SelectRequest, timeout: float) -> scheduler_pb2.SelectResponse:
+    async def _ask(self, kind: str, message: Message, timeout: float, unary: Callable[..., Any]) -> Any:
+        """The answer to an operation over the stream; to the unary rpc if there is none, or it ends."""
         deadline = time.monotonic() + timeout
-        result = await self._ask("select", request, timeout)
-        if result is not None:
-            return result.select
-        return await self.Select(request, timeout=_left(deadline))
+        stream = self.stream
+        if stream is not None:
+            result = await stream.ask(body_of(kind, message), timeout)
+            if result is not None:
+                return getattr(_checked(result, stream), kind)
+        return await unary(message, timeout=_left(deadline))
 
     async def _reserve(self, request: scheduler_pb2.SelectRequest, line: Line, timeout: float) -> Reserved:
         deadline = time.monotonic() + timeout
@@ -240,42 +243,29 @@ class SchedulerLink(_Stub):
     async def _reserve_over(
         self, stream: LifecycleStream, request: scheduler_pb2.SelectRequest, line: Line, timeout: float
     ) -> scheduler_pb2.LifecycleResult | None:
-        operation = stream.put("select_and_reserve", request)
+        operation = stream.tell("select_and_reserve", request)
         try:
-            if await _within(operation, timeout / 2):
+            if await operation.within(timeout / 2):
                 return operation.answer.result()
             stream.probe()
-            if await _within(operation, timeout / 2):
+            if await operation.within(timeout / 2):
                 return operation.answer.result()
             if not stream.carried_out(operation):
                 raise DeadlineExceeded("no answer on the stream")
             line.waited = True
             pause = max(0.0, REFRESH_SECONDS - timeout)
             next_pause = REFRESH_SECONDS
-            while not await _within(operation, min(pause, _left(line.ends_at))):
+            while not await operation.within(min(pause, _left(line.ends_at))):
                 if not _left(line.ends_at):
-                    stream.put("free", ref_of(request))
+                    stream.tell("free", ref_of(request))
                     raise _waited_too_long()
                 fresh = await line.refresh()
                 if not operation.answer.done():
                     stream.drop(operation)
-                    operation = stream.put("select_and_reserve", fresh)
+                    operation = stream.tell("select_and_reserve", fresh)
                     line.sent = fresh
                 pause, next_pause = next_pause, min(2 * next_pause, MAX_REFRESH_SECONDS)
             return operation.answer.result()
-        finally:
-            stream.drop(operation)
-
-    async def _ask(self, kind: str, message: Any, timeout: float) -> scheduler_pb2.LifecycleResult | None:
-        stream = self.stream
-        if stream is None:
-            return None
-        operation = stream.put(kind, message)
-        try:
-            if not await _within(operation, timeout):
-                raise DeadlineExceeded("no answer on the stream")
-            result = operation.answer.result()
-            return _checked(result, stream) if result is not None else None
         finally:
             stream.drop(operation)
 
@@ -318,13 +308,6 @@ def _checked(result: scheduler_pb2.LifecycleResult, stream: LifecycleStream) -> 
     if result.code:
         raise error_of(result, draining=stream.draining)
     return result
-
-
-async def _within(operation: Operation, seconds: float) -> bool:
-    """Whether an answer came in time, be it that the stream ended."""
-    if not operation.answer.done():
-        await asyncio.wait((operation.answer,), timeout=seconds)
-    return operation.answer.done()
 
 
 def ref_of(request: scheduler_pb2.SelectRequest) -> scheduler_pb2.RequestRef:

@@ -10,7 +10,7 @@ import grpc
 
 from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_common.identity import current_identity
+from kvscout_common.identity import AccessRole, current_identity
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_to_proto, spec_from_proto
@@ -101,11 +101,41 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     async def Free(self, request: scheduler_pb2.RequestRef, context: Any) -> scheduler_pb2.FreeResponse:
         return await self._gateway.fanout.free(self._ref(request))
 
-    def _ref(self, request: scheduler_pb2.RequestRef) -> scheduler_pb2.RequestRef:
-        """The reference as the scheduler has it: an adapter's name stands for its base model."""
+    async def Renew(self, request: scheduler_pb2.RenewRequest, context: Any) -> scheduler_pb2.RenewResponse:
+        if not request.requests:
+            raise InvalidArgument("names no request", field="requests")
+        onward = scheduler_pb2.RenewRequest(
+            tenant=request.tenant,
+            requests=[self._ref(one, request.tenant) for one in request.requests],
+            lease_seconds=request.lease_seconds,
+        )
+        return await self._gateway.fanout.renew(onward)
+
+    async def AddOutput(self, request: scheduler_pb2.AddOutputRequest, context: Any) -> scheduler_pb2.AddOutputResponse:
+        onward = scheduler_pb2.AddOutputRequest(
+            request=self._ref(request.request, request.tenant), blocks=request.blocks, tenant=request.tenant
+        )
+        return await self._gateway.fanout.add_output(onward)
+
+    async def ListActiveRequests(
+        self, request: scheduler_pb2.ListActiveRequestsRequest, context: Any
+    ) -> scheduler_pb2.ListActiveRequestsResponse:
+        answer = await self._scheduler(lambda stub: stub.ListActiveRequests, request)
+        if current_identity().role is not AccessRole.ADMIN:  # the scheduler was asked by this gateway, which is one
+            for one in answer.requests:
+                one.ClearField("owner_id")
+        return answer
+
+    def _ref(self, request: scheduler_pb2.RequestRef, tenant: str = "") -> scheduler_pb2.RequestRef:
+        """The reference as the scheduler has it: an adapter's name stands for its base model.
+
+        Args:
+            request: As a caller named it.
+            tenant: Of the message that it is in; "" = it is the message.
+        """
         if not request.request_id:
             raise InvalidArgument("must not be empty", field="request_id")
-        target = self._gateway.catalog.tenant(request.tenant or DEFAULT_TENANT).resolve(request.model, "")
+        target = self._gateway.catalog.tenant(request.tenant or tenant or DEFAULT_TENANT).resolve(request.model, "")
         ref = scheduler_pb2.RequestRef()
         ref.CopyFrom(request)
         ref.model = target.model

@@ -1,0 +1,43 @@
+"""`kvscout requests`: what is booked now."""
+
+from __future__ import annotations
+
+import click
+from rich.table import Table
+
+from kvscout_cli.connection import Connection, connection_flags, json_flag, option
+from kvscout_cli.lifetime import run
+from kvscout_cli.output import print_json, stdout
+from kvscout_client import ActiveRequest
+from kvscout_common.flags import SectionedCommand
+
+
+@click.command(name="requests", cls=SectionedCommand)
+@option("--model", default="", help="Only of this model.")
+@option("--worker-id", default="", help="Only on this worker.")
+@option("--limit", default=0, type=click.IntRange(min=0), help="At most so many; 0 = 1,000.")
+@json_flag
+@connection_flags
+def command(connection: Connection, model: str, worker_id: str, limit: int, as_json: bool) -> None:
+    """List the requests that are booked, whoever booked them."""
+
+    async def ask() -> list[ActiveRequest]:
+        async with connection.router() as router:
+            return await router.active_requests(model=model, worker_id=worker_id, limit=limit)
+
+    requests = run(ask())
+    if as_json:
+        print_json(requests)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("request", "model", "role", "worker", "phase"):
+        table.add_column(column)
+    for column in ("blocks", "output blocks", "uncached tokens", "age"):
+        table.add_column(column, justify="right")
+    for one in requests:
+        table.add_row(
+            *(one.request_id, one.model, one.role.value, f"{one.worker.worker_id}/{one.worker.dp_rank}"),
+            one.phase.value if one.phase is not None else "–",
+            *(str(one.blocks), str(one.output_blocks), str(one.uncached_tokens), f"{one.age_seconds:.1f} s"),
+        )
+    stdout().print(table)

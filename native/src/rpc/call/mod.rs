@@ -1,0 +1,306 @@
+//! One call: a stream of HTTP/2 whose frames are gRPC messages, on either side of it.
+//!
+//! What comes is made into messages, whose window opens again when they were handled (`consumed`). What is sent waits in
+//! a queue until the peer's windows take it, so that the protocol core never buffers more than it can send.
+
+mod receive;
+mod send;
+
+use std::collections::VecDeque;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use h2::client::ResponseFuture;
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream, SendStream};
+use http::Request;
+use http::header::{HeaderMap, HeaderValue};
+
+use super::framing::Deframer;
+use super::metadata::Metadata;
+use super::status::{self, Seen, Status};
+use super::wake::Bell;
+
+pub const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
+
+/// How many messages each side sends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kind {
+    pub request_streaming: bool,
+    pub response_streaming: bool,
+}
+
+/// What a call has to tell.
+#[derive(Debug, PartialEq, Eq)]
+pub enum News {
+    /// The caller's one message, or that a stream of messages begins.
+    Begins(Option<Bytes>),
+    Message(Bytes),
+    /// The caller sends no more.
+    HalfClosed,
+    Headers(Metadata),
+    /// How the call ended, for the caller; whether the peer may have looked at it.
+    Ended(Status, Metadata, Seen),
+    /// All that there is to a call of one answer, at once.
+    Answered(Box<Answer>),
+    /// The caller has gone.
+    Reset,
+    /// There is room again for what is to be sent.
+    Writable,
+}
+
+/// See `News::Answered`.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Answer {
+    pub headers: Metadata,
+    pub message: Bytes,
+    pub status: Status,
+    pub trailers: Metadata,
+}
+
+impl News {
+    /// What a call told in one go, as little of it as says the same.
+    pub fn joined(mut told: Vec<Self>) -> Vec<Self> {
+        if let [Self::Headers(headers), Self::Message(message), Self::Ended(status, trailers, _)] =
+            &mut told[..]
+        {
+            let answer = Answer {
+                headers: std::mem::take(headers),
+                message: std::mem::take(message),
+                status: Status { code: status.code, message: std::mem::take(&mut status.message) },
+                trailers: std::mem::take(trailers),
+            };
+            told = vec![Self::Answered(Box::new(answer))];
+        }
+        told
+    }
+}
+
+enum Role {
+    Server {
+        kind: Kind,
+        /// Until headers were sent.
+        respond: Option<SendResponse<Bytes>>,
+        /// It was told that it begins.
+        begun: bool,
+        /// The caller's one message, until it is told.
+        request: Option<Bytes>,
+    },
+    Client {
+        response: Option<ResponseFuture>,
+    },
+}
+
+/// What ends the sending side behind the queue.
+enum Ending {
+    Trailers(HeaderMap),
+    /// The caller's half-close.
+    Close,
+}
+
+/// What is told with the beginning of a call that came.
+pub struct Meta {
+    pub listener: u64,
+    pub method: u32,
+    pub metadata: Metadata,
+    pub timeout_us: Option<u64>,
+}
+
+pub struct Call {
+    pub connection: u64,
+    pub bell: Bell,
+    /// Until that it begins was told.
+    pub meta: Option<Meta>,
+    /// What opens the stream of a call that waits.
+    pub request: Option<Request<()>>,
+    role: Role,
+    receive: Option<RecvStream>,
+    send: Option<SendStream<Bytes>>,
+    deframer: Deframer,
+    /// Complete messages that were told and are not handled: how many, and their bytes.
+    unhandled: usize,
+    unhandled_bytes: usize,
+    /// Bytes that came and whose window is shut.
+    shut: usize,
+    /// With more shut by a message that is still coming, its window opens: it could not come through otherwise.
+    shut_limit: usize,
+    queue: VecDeque<Bytes>,
+    queued: usize,
+    ending: Option<Ending>,
+    sent_all: bool,
+    /// Somebody waits for room in the queue.
+    full: bool,
+    send_limit: usize,
+    /// There is room for messages larger than the window.
+    pub may_grow: bool,
+    /// Whether the peer may have looked at it, if it ended now.
+    seen: Seen,
+    /// Nothing is to be told any more, and nothing is left to do.
+    pub over: bool,
+}
+
+impl Call {
+    pub fn accepted(
+        connection: u64,
+        bell: Bell,
+        kind: Kind,
+        receive: RecvStream,
+        respond: SendResponse<Bytes>,
+        deframer: Deframer,
+        windows: (usize, usize),
+    ) -> Self {
+        let role = Role::Server { kind, respond: Some(respond), begun: false, request: None };
+        Self::new(connection, bell, role, Some(receive), deframer, windows)
+    }
+
+    /// A call that waits until it is `opened`.
+    pub fn waiting(
+        connection: u64,
+        bell: Bell,
+        request: Request<()>,
+        deframer: Deframer,
+        windows: (usize, usize),
+    ) -> Self {
+        let call = Self::new(connection, bell, Role::Client { response: None }, None, deframer, windows);
+        Self { request: Some(request), ..call }
+    }
+
+    fn new(
+        connection: u64,
+        bell: Bell,
+        role: Role,
+        receive: Option<RecvStream>,
+        deframer: Deframer,
+        windows: (usize, usize),
+    ) -> Self {
+        Self {
+            connection,
+            bell,
+            meta: None,
+            request: None,
+            role,
+            receive,
+            send: None,
+            deframer,
+            unhandled: 0,
+            unhandled_bytes: 0,
+            shut: 0,
+            shut_limit: windows.0,
+            queue: VecDeque::new(),
+            queued: 0,
+            ending: None,
+            sent_all: false,
+            full: false,
+            send_limit: windows.1,
+            may_grow: true,
+            seen: Seen::Maybe,
+            over: false,
+        }
+    }
+
+    /// The client's stream is open.
+    pub fn opened(&mut self, response: ResponseFuture, send: SendStream<Bytes>) {
+        self.role = Role::Client { response: Some(response) };
+        self.send = Some(send);
+        self.bell.ring();
+    }
+
+    pub fn is_server(&self) -> bool {
+        matches!(self.role, Role::Server { .. })
+    }
+
+    /// Bytes that came and are not handled.
+    pub fn held(&self) -> usize {
+        self.unhandled_bytes + self.deframer.waiting()
+    }
+
+    /// Gets on as far as is possible now.
+    pub fn drive(&mut self, tell: &mut dyn FnMut(News)) {
+        self.bell.taken();
+        let waker = self.bell.waker().clone();
+        let mut context = Context::from_waker(&waker);
+        if !self.over {
+            self.receive_all(&mut context, tell);
+        }
+        if !self.over {
+            self.send_all(&mut context, tell);
+        }
+        if !self.over {
+            self.look_for_reset(&mut context, tell);
+        }
+    }
+
+    /// The stream broke.
+    pub fn broke(&mut self, error: &h2::Error, tell: &mut dyn FnMut(News)) {
+        if self.is_server() {
+            return self.gone(tell);
+        }
+        self.seen = Seen::at_end(error);
+        self.end(status::of_error(error), Vec::new(), tell);
+    }
+
+    /// It ends for the caller.
+    pub fn end(&mut self, status: Status, metadata: Metadata, tell: &mut dyn FnMut(News)) {
+        self.over = true;
+        let seen = if self.request.is_some() { Seen::NotSent } else { self.seen };
+        tell(News::Ended(status, metadata, seen));
+    }
+
+    /// The caller has gone.
+    pub fn gone(&mut self, tell: &mut dyn FnMut(News)) {
+        self.over = true;
+        if let Role::Server { begun: true, .. } = self.role
+            && !self.sent_all
+        {
+            tell(News::Reset);
+        }
+    }
+
+    /// What the peer sends makes no sense: who began a call is told, whoever answers it is told that the caller has gone.
+    fn fail(&mut self, status: Status, tell: &mut dyn FnMut(News)) {
+        if !self.is_server() {
+            self.reset(Reason::CANCEL);
+            return self.end(status, Vec::new(), tell);
+        }
+        self.gone(tell);
+        self.over = false;
+        self.queue.clear();
+        self.queued = 0;
+        self.finish(&status, HeaderMap::new());
+        self.receive = None;
+        if let Role::Server { begun, .. } = &mut self.role {
+            *begun = false;
+        }
+    }
+
+    /// Tells that a stream of messages begins, before any of them came.
+    pub fn begin(&mut self, tell: &mut dyn FnMut(News)) {
+        if let Role::Server { begun, .. } = &mut self.role {
+            *begun = true;
+            tell(News::Begins(None));
+        }
+    }
+
+    /// Breaks it off.
+    pub fn reset(&mut self, reason: Reason) {
+        if let Role::Server { respond: Some(respond), .. } = &mut self.role {
+            respond.send_reset(reason);
+        }
+        if let Some(send) = &mut self.send {
+            send.send_reset(reason);
+        }
+        self.over = true;
+    }
+
+    fn look_for_reset(&mut self, context: &mut Context<'_>, tell: &mut dyn FnMut(News)) {
+        let Role::Server { respond, .. } = &mut self.role else { return };
+        let reset = match (respond, &mut self.send) {
+            (Some(respond), _) => respond.poll_reset(context),
+            (None, Some(send)) => send.poll_reset(context),
+            (None, None) => Poll::Pending,
+        };
+        if reset.is_ready() {
+            self.gone(tell);
+        }
+    }
+}

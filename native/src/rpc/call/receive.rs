@@ -1,0 +1,165 @@
+//! What comes on a call: headers, messages, its end; and when the peer may send more.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use h2::RecvStream;
+use http::header::HeaderValue;
+use http::{Response, StatusCode};
+
+use super::super::framing::{Encoding, PREFIX};
+use super::super::metadata;
+use super::super::status::{self, INTERNAL, Status, UNKNOWN};
+use super::{Call, Kind, News, Role};
+
+impl Call {
+    pub(super) fn receive_all(&mut self, context: &mut Context<'_>, tell: &mut dyn FnMut(News)) {
+        if let Role::Client { response: pending @ Some(_) } = &mut self.role {
+            let Poll::Ready(result) = Pin::new(pending.as_mut().expect("matched")).poll(context) else {
+                return;
+            };
+            *pending = None;
+            match result {
+                Err(error) => return self.broke(&error, tell),
+                Ok(response) => {
+                    if !self.headers_came(response, tell) {
+                        return;
+                    }
+                }
+            }
+        }
+        loop {
+            let Some(receive) = &mut self.receive else { return };
+            match receive.poll_data(context) {
+                Poll::Pending => return,
+                Poll::Ready(Some(Ok(bytes))) => {
+                    if !self.take(bytes, tell) {
+                        return;
+                    }
+                }
+                Poll::Ready(Some(Err(error))) => return self.broke(&error, tell),
+                Poll::Ready(None) => return self.received_all(context, tell),
+            }
+        }
+    }
+
+    /// False if the call is over with that.
+    fn headers_came(&mut self, response: Response<RecvStream>, tell: &mut dyn FnMut(News)) -> bool {
+        let (head, receive) = response.into_parts();
+        if head.status != StatusCode::OK {
+            self.end(status::of_http(head.status), metadata::visible(&head.headers), tell);
+            return false;
+        }
+        if let Some(status) = metadata::status_of(&head.headers)
+            && receive.is_end_stream()
+        {
+            tell(News::Headers(Vec::new()));
+            self.end(status, metadata::visible(&head.headers), tell);
+            return false;
+        }
+        self.deframer
+            .set_encoding(Encoding::named(head.headers.get("grpc-encoding").map(HeaderValue::as_bytes)));
+        tell(News::Headers(metadata::visible(&head.headers)));
+        self.receive = Some(receive);
+        true
+    }
+
+    /// False if the call is over with that.
+    fn take(&mut self, bytes: Bytes, tell: &mut dyn FnMut(News)) -> bool {
+        self.shut += bytes.len();
+        let role = &mut self.role;
+        let (mut completed, mut completed_bytes, mut one_too_many) = (0, 0, false);
+        let taken = self.deframer.take(bytes, |message| {
+            completed += 1;
+            completed_bytes += message.len();
+            match role {
+                Role::Server { kind: Kind { request_streaming: false, .. }, request, .. } => {
+                    one_too_many = request.replace(message).is_some() || one_too_many;
+                }
+                _ => tell(News::Message(message)),
+            }
+        });
+        self.unhandled += completed;
+        self.unhandled_bytes += completed_bytes;
+        self.open_for_one();
+        if let Err(status) = taken {
+            self.fail(status, tell);
+            return false;
+        }
+        if let Role::Server { kind, begun, request, .. } = &mut self.role
+            && !kind.request_streaming
+        {
+            if one_too_many || (*begun && completed > 0) {
+                self.fail(Status::new(INTERNAL, "more than one message came where one is expected"), tell);
+                return false;
+            }
+            if let Some(message) = request.take() {
+                *begun = true;
+                tell(News::Begins(Some(message)));
+            }
+        }
+        true
+    }
+
+    fn received_all(&mut self, context: &mut Context<'_>, tell: &mut dyn FnMut(News)) {
+        let cut = self.deframer.waiting() > 0;
+        match &mut self.role {
+            Role::Server { kind, begun, .. } => {
+                let missing = !kind.request_streaming && !*begun;
+                if cut || missing {
+                    let what = if cut {
+                        "the last message is cut off"
+                    } else {
+                        "no message came where one is expected"
+                    };
+                    return self.fail(Status::new(INTERNAL, what), tell);
+                }
+                if kind.request_streaming {
+                    tell(News::HalfClosed);
+                }
+                self.receive = None;
+            }
+            Role::Client { .. } => {
+                let Some(receive) = &mut self.receive else { return };
+                match receive.poll_trailers(context) {
+                    Poll::Pending => {}
+                    Poll::Ready(Err(error)) => self.broke(&error, tell),
+                    Poll::Ready(Ok(trailers)) => {
+                        let trailers = trailers.unwrap_or_default();
+                        let missing = || Status::new(UNKNOWN, "the peer sent no status");
+                        let status = metadata::status_of(&trailers).unwrap_or_else(missing);
+                        self.end(status, metadata::visible(&trailers), tell);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Lets a message that is larger than the window come, if it is the only one that is here and there is room for it.
+    pub fn open_for_one(&mut self) {
+        if self.may_grow && self.unhandled == 0 && self.shut >= self.shut_limit {
+            self.release(self.shut);
+        }
+    }
+
+    fn release(&mut self, length: usize) {
+        self.shut -= length;
+        if let Some(receive) = &mut self.receive
+            && let Err(error) = receive.flow_control().release_capacity(length)
+        {
+            debug_assert!(false, "released more than came: {error}");
+        }
+    }
+
+    /// A message of so many bytes was handled: the peer may send more. Returns what is no longer held.
+    pub fn consumed(&mut self, bytes: usize) -> usize {
+        let bytes = bytes.min(self.unhandled_bytes);
+        self.unhandled = self.unhandled.saturating_sub(1);
+        self.unhandled_bytes -= bytes;
+        self.release((bytes + PREFIX).min(self.shut));
+        self.open_for_one();
+        bytes
+    }
+}

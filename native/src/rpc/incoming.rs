@@ -1,0 +1,163 @@
+//! Listeners, and calls that come to them.
+
+use std::io;
+use std::net::SocketAddr;
+
+use http::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
+use http::{Method, Response, StatusCode};
+use mio::{Interest, Token};
+use tokio_rustls::TlsAcceptor;
+
+use super::Rpc;
+use super::call::{self, Call, Kind};
+use super::connection::{Incoming, Side};
+use super::framing::{Deframer, Encoding};
+use super::listener::{LISTENER, Listener};
+use super::metadata::{self, Metadata};
+use super::status::{self, Status};
+use super::wake::{Bell, Due};
+
+impl Rpc {
+    /// Listens; returns the listener and the port.
+    ///
+    /// # Errors
+    /// The address cannot be bound.
+    pub fn listen(
+        &mut self,
+        address: SocketAddr,
+        methods: Vec<(String, Kind)>,
+        tls: Option<TlsAcceptor>,
+    ) -> io::Result<(u64, u16)> {
+        let (listener, port) = Listener::bind(address, methods, tls)?;
+        let key = self.listeners.insert_with(|_| listener);
+        let listener = self.listeners.get_mut(key).expect("just stored");
+        self.poll.registry().register(
+            &mut listener.socket,
+            Token(key as usize | LISTENER),
+            Interest::READABLE,
+        )?;
+        Ok((key, port))
+    }
+
+    /// New connections use other certificates.
+    pub fn set_tls(&mut self, listener: u64, tls: Option<TlsAcceptor>) {
+        if let Some(listener) = self.listeners.get_mut(listener) {
+            listener.tls = tls;
+        }
+    }
+
+    /// Takes no new connections any more.
+    pub fn stop_listening(&mut self, listener: u64) {
+        self.listeners.remove(listener);
+    }
+
+    /// Tells the peers of a listener to open no more calls on the connections they have.
+    pub fn leave(&mut self, listener: u64) {
+        for key in self.connections_of(listener) {
+            self.connections.get_mut(key).expect("a key in use").leave();
+        }
+    }
+
+    /// Closes the connections of a listener at once.
+    pub fn close_connections(&mut self, listener: u64) {
+        for key in self.connections_of(listener) {
+            self.end_connection(key, "the server closes it");
+        }
+    }
+
+    /// Calls that came to a listener and are not over.
+    pub fn open_calls(&self, listener: u64) -> usize {
+        let calls = |key| self.connections.get(key).map_or(0, |connection| connection.streams.len());
+        self.connections_of(listener).into_iter().map(calls).sum()
+    }
+
+    fn connections_of(&self, listener: u64) -> Vec<u64> {
+        let of = |key: &u64| {
+            let connection = self.connections.get(*key);
+            connection.is_some_and(|connection| matches!(connection.side, Side::Server(by) if by == listener))
+        };
+        self.connections.keys().into_iter().filter(of).collect()
+    }
+
+    /// Answers or begins a call that came.
+    pub(super) fn begin(&mut self, connection: u64, (request, mut respond): Incoming) {
+        let Some(from) = self.connections.get_mut(connection) else { return };
+        let Side::Server(by) = from.side else { return };
+        let (head, receive) = request.into_parts();
+        if !is_grpc(&head.method, &head.headers) {
+            let mut response = Response::new(());
+            *response.status_mut() = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+            // An error says that the caller has gone.
+            let _ = respond.send_response(response, true);
+            return;
+        }
+        let method = self.listeners.get(by).and_then(|listener| listener.method(head.uri.path()));
+        let encoding = Encoding::named(head.headers.get("grpc-encoding").map(HeaderValue::as_bytes));
+        let refused = if self.held > self.limits.queue {
+            self.refused_calls += 1;
+            Some(Status::new(status::RESOURCE_EXHAUSTED, "too many requests wait to be handled"))
+        } else if encoding == Encoding::Unknown {
+            Some(Status::new(status::UNIMPLEMENTED, "gzip is the only compression here"))
+        } else if method.is_none() {
+            Some(Status::new(status::UNIMPLEMENTED, format!("there is no method {}", head.uri.path())))
+        } else {
+            None
+        };
+        let kind =
+            method.map_or(Kind { request_streaming: true, response_streaming: true }, |(_, kind)| kind);
+        let deframer = Deframer::new(self.limits.max_message, encoding);
+        let (queue, windows) = (&self.queue, self.limits.windows());
+        let key = self.calls.insert_with(|key| {
+            let bell = Bell::new(queue, Due::Stream(key));
+            Call::accepted(connection, bell, kind, receive, respond, deframer, windows)
+        });
+        from.streams.insert(key);
+        let call = self.calls.get_mut(key).expect("just stored");
+        if let Some(status) = refused {
+            call.finish(&status, HeaderMap::new());
+        } else if let Some((place, _)) = method {
+            call.meta = Some(call::Meta {
+                listener: by,
+                method: place,
+                metadata: metadata::visible(&head.headers),
+                timeout_us: head
+                    .headers
+                    .get("grpc-timeout")
+                    .and_then(|value| metadata::timeout_us(value.as_bytes())),
+            });
+            if kind.request_streaming {
+                self.tell(key, |call, tell| call.begin(tell));
+            }
+        }
+        self.tell(key, Call::drive);
+    }
+
+    /// Sends headers, unless they are sent.
+    ///
+    /// # Errors
+    /// The metadata's name that cannot be sent.
+    pub fn headers(&mut self, call: u64, metadata: &Metadata) -> Result<(), String> {
+        let mut headers = HeaderMap::new();
+        metadata::add(&mut headers, metadata)?;
+        if let Some(call) = self.calls.get_mut(call) {
+            call.send_headers(headers);
+        }
+        Ok(())
+    }
+
+    /// Ends a call that came.
+    ///
+    /// # Errors
+    /// The metadata's name that cannot be sent.
+    pub fn finish(&mut self, call: u64, status: &Status, metadata: &Metadata) -> Result<(), String> {
+        let mut trailers = HeaderMap::new();
+        metadata::add(&mut trailers, metadata)?;
+        self.tell(call, |call, _| call.finish(status, trailers));
+        Ok(())
+    }
+}
+
+fn is_grpc(method: &Method, headers: &HeaderMap) -> bool {
+    let content = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+    method == Method::POST && content.is_some_and(|content| content.starts_with(b"application/grpc"))
+}

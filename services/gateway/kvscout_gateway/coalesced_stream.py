@@ -1,0 +1,263 @@
+"""One open stream to a helper: operations in, each with an answer of its own, several a message.
+
+What is put in one turn of the event loop goes in one message; what comes while a message is under way goes in the next
+one. A message is under way until something of it is answered, or for `PACE_SECONDS`: what takes long is answered late,
+and must hold up nobody.
+
+Messages are bytes: an operation is serialised once, by whoever asks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from kvscout_common.errors import DeadlineExceeded, KvscoutError, Unavailable
+from kvscout_common.first_status import FirstStatus
+from kvscout_common.wire_fields import bytes_field, number_field
+
+MESSAGE_OPERATIONS = 1024
+MESSAGE_BYTES = 512 * 1024
+"""In one message, unless one operation has more."""
+PACE_SECONDS = 0.005
+STATUS_SECONDS = 0.5
+"""Longest wait for the status of a stream that takes nothing more."""
+
+Result = TypeVar("Result")
+
+
+class Operation(Generic[Result]):
+    """One operation; its answer is None if the stream ended before it came."""
+
+    __slots__ = ("answer", "body", "id")
+
+    def __init__(self, id: int, body: bytes, answer: asyncio.Future[Result | None]) -> None:
+        self.id = id
+        self.body = body
+        self.answer = answer
+
+    async def within(self, seconds: float) -> bool:
+        """Whether the answer comes in time, be it that the stream ends."""
+        if not self.answer.done():
+            await asyncio.wait((self.answer,), timeout=seconds)
+        return self.answer.done()
+
+
+class CoalescedStream(ABC, Generic[Result]):
+    """One stream, from its first message to its end.
+
+    Args:
+        open_stream: The rpc, over bytes.
+        name: Of its task.
+        field: Number of the repeated field of a message that holds its operations.
+        id_field: Number of the field of an operation that holds its id.
+        first: Message that comes before all operations; b"" = there is none.
+        on_end: Called once, when it has ended.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[], Any],
+        name: str,
+        *,
+        field: int,
+        id_field: int,
+        first: bytes = b"",
+        on_end: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._field = field
+        self._id_field = id_field
+        self._on_end = on_end
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._ids = itertools.count(1)
+        self._unsent: dict[int, Operation[Result]] = {}
+        self._pending: dict[int, Operation[Result]] = {}
+        """Sent or not, and not answered."""
+        self._heard = 0
+        """The last operation that is known to have been seen to."""
+        self._sent: deque[tuple[int, float]] = deque()
+        """Last operation and time of the messages that are not known to have been, oldest first."""
+        self._sent_at = clock()
+        """When the last message was sent."""
+        self._under_way = 0
+        """First operation of the message that is under way; 0 = none."""
+        self._pace: asyncio.TimerHandle | None = None
+        self._wake = asyncio.Event()
+        self._closing = False
+        self.ended = False
+        self._owed = False
+        """It ended with answers owed."""
+        self.error: KvscoutError = Unavailable("the stream is closed")
+        """Why it ended."""
+        self.operations = 0
+        self.messages = 0
+        self._task = self._loop.create_task(self._run(open_stream, first), name=name)
+
+    @abstractmethod
+    def _take(self, message: bytes) -> None:
+        """A message came: calls `_answered` for each result in it."""
+
+    def put(self, body: bytes) -> Operation[Result]:
+        """Sends an operation with the next message; returns at once.
+
+        Args:
+            body: Serialised, without its id.
+        """
+        operation = Operation[Result](next(self._ids), body, self._loop.create_future())
+        if self.ended or self._closing:
+            operation.answer.set_result(None)
+            return operation
+        self._pending[operation.id] = self._unsent[operation.id] = operation
+        if not self._under_way:
+            self._wake.set()
+        elif self._pace is None:
+            self._pace = self._loop.call_later(PACE_SECONDS, self._arrived)
+        return operation
+
+    def drop(self, operation: Operation[Result]) -> None:
+        """Nobody waits for an operation any more; what was not sent is not."""
+        self._pending.pop(operation.id, None)
+        self._unsent.pop(operation.id, None)
+
+    async def ask(self, body: bytes, seconds: float) -> Result | None:
+        """Sends an operation and waits for its answer; None = the stream ended.
+
+        Raises:
+            DeadlineExceeded: It did not come in time.
+        """
+        operation = self.put(body)
+        late = self._loop.call_later(seconds, _give_up, operation.answer)
+        try:
+            result = await operation.answer
+        finally:
+            late.cancel()
+            self.drop(operation)
+        if result is _LATE:
+            raise DeadlineExceeded("no answer on the stream")
+        return result
+
+    def break_off(self, error: KvscoutError) -> None:
+        """Ends the stream; what waits for answers gets none."""
+        self.error = error
+        self._task.cancel()
+
+    async def close(self, seconds: float) -> None:
+        """Sends what is there, waits so long for the answers that come, ends the stream."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.wait([self._task], timeout=seconds)
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    @property
+    def broke(self) -> bool:
+        """Whether it ended before it was closed, or with answers owed."""
+        return self.ended and (not self._closing or self._owed)
+
+    async def _run(self, open_stream: Callable[[], Any], first: bytes) -> None:
+        stream = open_stream()
+        status = FirstStatus(stream)
+        reading = self._loop.create_task(self._read(stream, status), name=f"{self._task.get_name()} answers")
+        try:
+            if first:
+                await stream.write(first)
+            await self._write(stream, reading)
+        except asyncio.CancelledError:
+            pass  # `break_off` has said why, or nobody is to know
+        except grpc.aio.AioRpcError as error:
+            self.error = status.of(error)
+        except (grpc.aio.UsageError, asyncio.InvalidStateError):
+            await asyncio.wait([reading], timeout=STATUS_SECONDS)  # it ended: the reader is told why
+        finally:
+            # Before anything else: who waits must not wait for this to end.
+            self._end()
+            stream.cancel()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    def _end(self) -> None:
+        self.ended = True
+        self._owed = bool(self._pending)
+        if self._pace is not None:
+            self._pace.cancel()
+        for operation in self._pending.values():
+            if not operation.answer.done():
+                operation.answer.set_result(None)
+        self._pending.clear()
+        self._unsent.clear()
+        self._on_end()
+
+    async def _write(self, stream: Any, reading: asyncio.Task[None]) -> None:
+        while not reading.done():
+            await self._wake.wait()
+            self._wake.clear()
+            while self._unsent and (self._closing or not self._under_way):
+                await stream.write(self._message())
+            if self._closing:
+                await stream.done_writing()
+                await asyncio.wait([reading])
+
+    def _message(self) -> bytes:
+        taken: list[Operation[Result]] = []
+        size = 0
+        for operation in itertools.islice(self._unsent.values(), MESSAGE_OPERATIONS):
+            if taken and size + len(operation.body) > MESSAGE_BYTES:
+                break
+            size += len(operation.body)
+            taken.append(operation)
+        for operation in taken:
+            del self._unsent[operation.id]
+        self._under_way = taken[0].id
+        self._sent_at = self._clock()
+        self._sent.append((taken[-1].id, self._sent_at))
+        self.operations += len(taken)
+        self.messages += 1
+        return b"".join(bytes_field(self._field, each.body + number_field(self._id_field, each.id)) for each in taken)
+
+    def _arrived(self) -> None:
+        """The next message may go."""
+        self._under_way = 0
+        if self._pace is not None:
+            self._pace.cancel()
+            self._pace = None
+        if self._unsent:
+            self._wake.set()
+
+    async def _read(self, stream: Any, status: FirstStatus) -> None:
+        try:
+            async for message in stream:
+                self._take(message)
+                while self._sent and self._sent[0][0] <= self._heard:
+                    self._sent.popleft()
+                if self._under_way and self._under_way <= self._heard:
+                    self._arrived()
+            self.error = Unavailable("the other side ended the stream")
+        except grpc.aio.AioRpcError as error:
+            self.error = status.of(error)
+        finally:
+            self._under_way = 0
+            self._wake.set()
+
+    def _answered(self, number: int, result: Result) -> None:
+        self._heard = max(self._heard, number)
+        operation = self._pending.pop(number, None)
+        if operation is not None and not operation.answer.done():
+            operation.answer.set_result(result)
+
+
+_LATE: Any = object()
+
+
+def _give_up(answer: asyncio.Future[Any]) -> None:
+    if not answer.done():
+        answer.set_result(_LATE)

@@ -1,0 +1,104 @@
+"""Asking engines whether they are well, so that no request has to find out.
+
+Each worker with an API that has `/health` is asked once a period, at moments of its own. What puts out tokens is well
+and is not asked; what has no such path answers, which is enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable
+
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.transport.http import HttpClient, HttpFailed, HttpRequest
+from kvscout_common.worker import EngineKind, WorkerSpec
+from kvscout_gateway.engines.health import WorkerHealth
+
+log = logging.getLogger("kvscout.gateway")
+
+CHECKED = frozenset({EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK})
+"""Engines that have a health URL."""
+TIMEOUT_SECONDS = 2.0
+AT_ONCE = 32
+"""Checks under way: a fleet that hangs costs no more connections."""
+BODY_BYTES = 64 * 1024
+
+
+class HealthChecks:
+    """The health checks of one gateway."""
+
+    def __init__(
+        self,
+        client: HttpClient,
+        health: WorkerHealth,
+        workers: Callable[[], Iterable[WorkerSpec]],
+        heard: Callable[[WorkerSpec, float], bool],
+        *,
+        period_seconds: float,
+    ) -> None:
+        """Asks nobody yet.
+
+        Args:
+            client: Reaches engines.
+            health: Told of what is found.
+            workers: Those that are registered now.
+            heard: Whether a worker has put out something in the last so many seconds.
+            period_seconds: Between two checks of a worker.
+        """
+        self._client = client
+        self._health = health
+        self._workers = workers
+        self._heard = heard
+        self._period = period_seconds
+        self._places = asyncio.Semaphore(AT_ONCE)
+        self._warnings = RateLimitedLog(log, period_seconds=10.0)
+
+    async def run(self) -> None:
+        """Checks, for ever."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self.round(group)
+
+    async def round(self, group: asyncio.TaskGroup) -> None:
+        """Begins one check of each worker, spread over a period."""
+        due = [spec for spec in self._workers() if spec.http_endpoint and spec.engine in CHECKED]
+        random.shuffle(due)
+        pause = self._period / max(1, len(due))
+        for spec in due:
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            if self._heard(spec, self._period):
+                self._told(spec, well=True)
+                continue
+            await self._places.acquire()
+            group.create_task(self._check(spec), name=f"check {spec.worker_id}")
+        if not due:
+            await asyncio.sleep(self._period)
+
+    async def _check(self, spec: WorkerSpec) -> None:
+        try:
+            problem = await self._ask(spec)
+        finally:
+            self._places.release()
+        if problem:
+            self._warnings.warning(spec.worker_id, "worker %s: %s", spec.worker_id, problem)
+        self._told(spec, well=not problem)
+
+    async def _ask(self, spec: WorkerSpec) -> str:
+        """What is wrong with it; "" = nothing."""
+        request = HttpRequest(f"{spec.http_endpoint}/health", method="GET")
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                answer = await self._client.send(request, connect_seconds=TIMEOUT_SECONDS)
+                await answer.read(BODY_BYTES)
+        except HttpFailed as error:
+            return f"{request.url}: {error}"
+        except TimeoutError:
+            return f"{request.url}: no answer within {TIMEOUT_SECONDS:g} s"
+        return f"{request.url} answers {answer.status}" if answer.status >= 500 else ""
+
+    def _told(self, spec: WorkerSpec, *, well: bool) -> None:
+        if self._health.checked(spec.tenant, spec.worker_id, well=well):
+            gets = "requests again" if well else "no requests: it does not answer its health checks"
+            log.warning("worker %s gets %s", spec.worker_id, gets)

@@ -1,0 +1,68 @@
+"""SGLang's own API: `/generate`, with token ids in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvscout_common.transport.http import Dialect, HttpRequest
+from kvscout_gateway.engines.adapter import Address, Changes, common_headers
+from kvscout_gateway.engines.vllm import body_of, without_none
+
+_SAMPLING = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    **{
+        name: name
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "skip_special_tokens",
+        )
+    },
+}
+"""vLLM's names of sampling parameters, and SGLang's."""
+
+
+class SglangAdapter:
+    """See `EngineAdapter`."""
+
+    dialect = Dialect.SGLANG
+
+    def headers(self, to: Address) -> list[tuple[str, str]]:
+        """See `EngineAdapter`."""
+        return common_headers(to)
+
+    async def completion(
+        self, to: Address, token_ids: memoryview, parameters: Mapping[str, Any], changes: Changes
+    ) -> HttpRequest:
+        """See `EngineAdapter`."""
+        sampling = {theirs: parameters[ours] for ours, theirs in _SAMPLING.items() if ours in parameters}
+        rest = {
+            "rid": to.request_id,
+            "stream": True,
+            "sampling_params": sampling,
+            "lora_path": to.lora_name or None,
+            "extra_key": parameters.get("cache_salt"),
+            # What it was called before, and since: either is passed over by releases that do not know it.
+            "data_parallel_rank": to.dp_rank,
+            "routed_dp_rank": to.dp_rank,
+            **_logprobs(parameters),
+            **changes,
+        }
+        body = await body_of("input_ids", token_ids, without_none(rest))
+        return HttpRequest(f"{to.endpoint}/generate", headers=self.headers(to), body=body)
+
+
+def _logprobs(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    wanted = parameters.get("logprobs")
+    return {} if wanted is None else {"return_logprob": True, "top_logprobs_num": wanted}

@@ -1,0 +1,267 @@
+"""Prefill on one worker, decode on another: the order of things, whatever the engines' handshake is.
+
+::
+
+    conditional? ── short or mostly cached on a decode worker that can compute it ──▶ that worker alone
+        │
+    book decode: on load alone, no prefill charged     all busy ─▶ refused, no prefill has run
+        │
+    book prefill: on overlap, no decode blocks         failed ─▶ once more, on another prefill worker
+        │                                                 └ no use ─▶ a decode worker that can compute prompts: booked
+    handover ── send prefill, free it, send decode                    anew, on overlap, prefill charged
+        │                                                        └ none ─▶ an aggregated worker, or UNAVAILABLE
+    decode streams
+
+What passes between the legs is the `Handover`'s: `vllm_handover`, `sglang_handover`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from kvscout.v1 import types_pb2
+from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, ResourceExhausted, Unavailable
+from kvscout_common.worker import EngineKind, Role, WorkerSpec
+from kvscout_gateway.catalog import Catalog
+from kvscout_gateway.engines.adapter import ClientRequest
+from kvscout_gateway.metrics import GatewayMetrics
+from kvscout_gateway.request.leg import Leg, Reply
+from kvscout_gateway.request.placement import Wish
+
+if TYPE_CHECKING:
+    from kvscout_gateway.request.exchange import Exchange
+
+TRANSFER_DOMAIN = "kv_transfer_domain"
+"""The label of workers between which blocks travel fast: prefill is preferred in the domain of the decode worker."""
+LOCAL_TOKENS = 2048
+LOCAL_SHARE = 0.7
+"""A prompt of which fewer tokens, and a smaller share, are not cached on the decode worker is not worth a transfer."""
+
+_ON_LOAD_ALONE = types_pb2.RouterConfigOverride(overlap_score_weight=0.0)
+_NO_ONE: tuple[type[KvscoutError], ...] = (Unavailable, ResourceExhausted, NotFound, FailedPrecondition)
+"""What it is called that no worker of a role did its part; anything else is the client's trouble, or ours."""
+
+
+Use: TypeAlias = Callable[[Leg], Awaitable[None]]
+
+
+class Path(StrEnum):
+    """How a request of a model with prefill and decode workers was served."""
+
+    REMOTE = "remote"
+    """Prefill on one worker, decode on another."""
+    LOCAL = "local"
+    """On a decode worker alone, because the transfer was not worth it."""
+    FALLBACK_DECODE = "fallback_decode"
+    """On a decode worker alone, because no prefill worker did its part."""
+    FALLBACK_AGGREGATED = "fallback_aggregated"
+    """On an aggregated worker, because no prefill worker did its part."""
+    REFUSED = "refused"
+    """Nowhere: no decode worker takes it, or no prefill worker did its part and no other worker can."""
+
+
+class PrefillFailed(Exception):
+    """No prefill worker did its part; nothing has been passed on to the client.
+
+    Args:
+        error: What there is to be told of it.
+    """
+
+    def __init__(self, error: KvscoutError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Handover(Protocol):
+    """What passes between a prefill and a decode engine."""
+
+    async def run(self, exchange: Exchange, prefill: Wish, decode: Leg, request: ClientRequest, reply: Reply) -> None:
+        """Has the prompt computed by a prefill worker, and continued on the decode leg, to its end.
+
+        Args:
+            exchange: The request.
+            prefill: What is asked of the prefill worker.
+            decode: The decode leg, booked.
+            request: What the client wants run.
+            reply: The client.
+
+        Raises:
+            PrefillFailed: No prefill worker did its part.
+            EngineFailed: The decode engine did not.
+            KvscoutError: The client's or this gateway's trouble.
+        """
+
+
+def computes_here(isl_tokens: int, overlap_tokens: int) -> bool:
+    """Whether a decode worker had better compute a prompt itself than have it transferred.
+
+    Args:
+        isl_tokens: Prompt length.
+        overlap_tokens: Of it, those cached on the decode worker.
+    """
+    missing = isl_tokens - overlap_tokens
+    return missing < LOCAL_TOKENS and missing < LOCAL_SHARE * isl_tokens
+
+
+class Disaggregated:
+    """See `Plan`."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        metrics: GatewayMetrics,
+        handovers: Callable[[WorkerSpec | None], Handover],
+        *,
+        conditional: bool,
+    ) -> None:
+        """Knows the workers.
+
+        Args:
+            catalog: The registered workers.
+            metrics: Counts the paths that requests took.
+            handovers: What suits a decode worker; None: one that this gateway does not know yet.
+            conditional: Whether prompts that a decode worker has nearly all of stay there.
+        """
+        self._catalog = catalog
+        self._metrics = metrics
+        self._handovers = handovers
+        self._conditional = conditional
+
+    async def run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> None:
+        """See `Plan`."""
+        path = Path.REFUSED
+        try:
+            path = await self._run(exchange, request, reply)
+        finally:
+            self._metrics.disaggregation.labels(path).inc()
+
+    async def place(self, exchange: Exchange) -> tuple[Leg, Leg | None]:
+        """See `Plan`."""
+        if await self._stays(exchange):
+            return await exchange.place(self._alone(exchange.wish)), None
+        decode = await exchange.place(_decode_wish(exchange.wish))
+        try:
+            return decode, await exchange.place(self._prefill_wish(exchange.wish, decode))
+        except _NO_ONE as error:
+            decode.free()
+            await decode.freed()
+            for _, wish in self._others(exchange.wish):
+                with suppress(*_NO_ONE):
+                    return await exchange.place(wish), None
+            raise Unavailable(f"no prefill worker takes it: {error}", retry_after_seconds=1.0) from error
+
+    async def _run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> Path:
+        async def alone(leg: Leg) -> None:
+            await reply.placed(leg.placement)
+            await leg.relay(await leg.send(request), request, reply)
+
+        if await self._stays(exchange):
+            await exchange.attempt(self._alone(exchange.wish), alone)
+            return Path.LOCAL
+        if not self._prefillers(exchange.wish):
+            return await self._instead(exchange, alone, Unavailable("no prefill worker", retry_after_seconds=1.0))
+        decoding: list[Leg] = []
+
+        async def decode(leg: Leg) -> None:
+            decoding.append(leg)
+            handover = self._handovers(leg.placement.spec)
+            await handover.run(exchange, self._prefill_wish(exchange.wish, leg), leg, request, reply)
+
+        try:
+            await exchange.attempt(_decode_wish(exchange.wish), decode)
+            return Path.REMOTE
+        except PrefillFailed as failed:
+            await decoding[-1].freed()
+            return await self._instead(exchange, alone, failed.error)
+        except Unavailable as error:  # no decode worker did its part; all busy is another error, and stays one
+            return await self._instead(exchange, alone, error, among=(Path.FALLBACK_AGGREGATED,))
+
+    async def _instead(
+        self, exchange: Exchange, alone: Use, error: KvscoutError, *, among: tuple[Path, ...] = tuple(Path)
+    ) -> Path:
+        """Has one worker do all of it; raises the error if there is none."""
+        for path, wish in self._others(exchange.wish):
+            if path in among:
+                try:
+                    await exchange.attempt(wish, alone)
+                    return path
+                except _NO_ONE as worse:
+                    error = worse
+        if isinstance(error, (Unavailable, ResourceExhausted)):
+            raise error
+        raise Unavailable(str(error), retry_after_seconds=1.0) from error.__cause__
+
+    async def _stays(self, exchange: Exchange) -> bool:
+        """Whether a decode worker had better compute the prompt itself. All busy: that is seen when one is booked."""
+        wish = exchange.wish
+        if not self._conditional or wish.prompt.unknown or not self._able(wish):
+            return False
+        try:
+            probed = await exchange.probe(self._alone(wish))
+        except _NO_ONE:
+            return False
+        return computes_here(wish.prompt.isl_tokens, probed.overlap_blocks * probed.block_size)
+
+    def _alone(self, wish: Wish) -> Wish:
+        """Decode workers that can compute prompts, with the prompt charged to them."""
+        return replace(wish, role=Role.DECODE, allowed=self._able(wish))
+
+    def _others(self, wish: Wish) -> list[tuple[Path, Wish]]:
+        """Who else can serve a request that no prefill worker did its part for."""
+        others = [(Path.FALLBACK_DECODE, self._alone(wish))] if self._able(wish) else []
+        if not wish.pinned and any(spec.role is Role.AGGREGATED for spec in self._specs(wish)):
+            others.append((Path.FALLBACK_AGGREGATED, replace(wish, role=Role.AGGREGATED)))
+        return others
+
+    def _able(self, wish: Wish) -> tuple[str, ...]:
+        return tuple(
+            spec.worker_id
+            for spec in self._specs(wish)
+            if spec.role is Role.DECODE
+            and spec.can_fallback
+            and wish.pinned in ("", spec.worker_id)
+            and (not wish.allowed or spec.worker_id in wish.allowed)
+        )
+
+    def _prefill_wish(self, wish: Wish, decode: Leg) -> Wish:
+        """What is asked of the prefill worker: one whose engine can hand over to the decode worker's, in its transfer
+        domain if there is one. An allow-list that names no prefill worker is about the worker that answers."""
+        spec, workers = decode.placement.spec, self._prefillers(wish)
+        strangers = [other.worker_id for other in workers if not _same_family(other, spec)]
+        domain = spec.labels.get(TRANSFER_DOMAIN) if spec is not None else None
+        near = [other.worker_id for other in workers if domain and other.labels.get(TRANSFER_DOMAIN) == domain]
+        allowed = tuple(other.worker_id for other in workers if other.worker_id in wish.allowed)
+        return replace(
+            wish,
+            role=Role.PREFILL,
+            pinned="",
+            pinned_rank=None,
+            allowed=allowed,
+            excluded=(*wish.excluded, *strangers),
+            preferred=tuple(near),
+            expected_output_tokens=1,
+        )
+
+    def _prefillers(self, wish: Wish) -> list[WorkerSpec]:
+        return [spec for spec in self._specs(wish) if spec.role is Role.PREFILL]
+
+    def _specs(self, wish: Wish) -> tuple[WorkerSpec, ...]:
+        view = self._catalog.tenant(wish.tenant)
+        return view.serving(view.resolve(wish.model, wish.lora_name).model).specs
+
+
+def _decode_wish(wish: Wish) -> Wish:
+    """The decode leg: its cache is of no use, and the prompt costs it nothing."""
+    override = types_pb2.RouterConfigOverride()
+    if wish.override is not None:
+        override.CopyFrom(wish.override)
+    override.MergeFrom(_ON_LOAD_ALONE)
+    return replace(wish, role=Role.DECODE, prefill_elsewhere=True, override=override)
+
+
+def _same_family(one: WorkerSpec, other: WorkerSpec | None) -> bool:
+    return other is None or (one.engine is EngineKind.SGLANG) == (other.engine is EngineKind.SGLANG)

@@ -1,0 +1,54 @@
+"""Which plan a request gets: that which the registered workers of its model allow, at this moment."""
+
+from __future__ import annotations
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.worker import Role, WorkerSpec
+from kvscout_gateway.catalog import Catalog
+from kvscout_gateway.metrics import GatewayMetrics
+from kvscout_gateway.request.disaggregated import Disaggregated, Handover
+from kvscout_gateway.request.placement import Wish
+from kvscout_gateway.request.plan import Aggregated, Plan
+from kvscout_gateway.request.vllm_handover import VllmHandover
+
+
+class PlanChoice:
+    """Prefill and decode are apart for a model from its first decode worker on, until the last one is gone.
+
+    Without a prefill worker the same plan says who else can compute the prompt.
+    """
+
+    def __init__(
+        self, catalog: Catalog, metrics: GatewayMetrics, warnings: RateLimitedLog, *, conditional: bool
+    ) -> None:
+        """Knows the workers.
+
+        Args:
+            catalog: The registered workers.
+            metrics: Counts the paths that requests took.
+            warnings: Of engines that hand nothing over.
+            conditional: See `Disaggregated`.
+        """
+        self._catalog = catalog
+        self._vllm = VllmHandover(warnings)
+        self._aggregated = Aggregated()
+        self._disaggregated = Disaggregated(catalog, metrics, self._handover, conditional=conditional)
+
+    def plan_of(self, wish: Wish) -> Plan:
+        """The plan for a request.
+
+        Raises:
+            InvalidArgument: It is pinned to a worker that only computes prompts for others.
+        """
+        view = self._catalog.tenant(wish.tenant)
+        serving = view.serving(view.resolve(wish.model, wish.lora_name).model)
+        pinned = view.specs.get(wish.pinned)
+        if pinned is not None and pinned.role is Role.PREFILL:
+            raise InvalidArgument(f"{wish.pinned!r} is a prefill worker: it answers nobody", field="worker_id")
+        if pinned is not None:
+            return self._disaggregated if pinned.role is Role.DECODE else self._aggregated
+        return self._disaggregated if Role.DECODE in serving.driven_roles else self._aggregated
+
+    def _handover(self, decode: WorkerSpec | None) -> Handover:
+        return self._vllm

@@ -1,0 +1,65 @@
+"""vLLM's handshake (NIXL and its likes): prefill answers with an opaque object, decode is sent it with the request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvscout_common.errors import InvalidArgument, KvscoutError
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_gateway.engines.adapter import Changes, ClientRequest
+from kvscout_gateway.request.disaggregated import PrefillFailed
+from kvscout_gateway.request.leg import Leg, Reply
+from kvscout_gateway.request.placement import Wish
+
+if TYPE_CHECKING:
+    from kvscout_gateway.request.exchange import Exchange
+
+PREFILL: Changes = {
+    "kv_transfer_params": {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    },
+    "stream": False,
+    "stream_options": None,
+    "max_tokens": 1,
+    "max_completion_tokens": 1,
+    "min_tokens": None,
+    "n": None,
+}
+"""What makes a client's request one that only computes its prompt, and keeps it for another engine."""
+
+
+@dataclass(slots=True)
+class VllmHandover:
+    """See `Handover`."""
+
+    warnings: RateLimitedLog
+
+    async def run(self, exchange: Exchange, prefill: Wish, decode: Leg, request: ClientRequest, reply: Reply) -> None:
+        """See `Handover`."""
+        transfer: Any = None
+
+        async def compute(leg: Leg) -> None:
+            nonlocal transfer
+            document = await leg.read(await leg.send(request, PREFILL))
+            leg.prefilled(document, request)
+            transfer = document.get("kv_transfer_params")
+            if not transfer:
+                worker = leg.placement.worker.worker_id
+                self.warnings.warning(worker, "%s answers without kv_transfer_params: decode computes anew", worker)
+
+        try:
+            await exchange.attempt(prefill, compute)
+        except InvalidArgument:
+            raise
+        except KvscoutError as error:
+            raise PrefillFailed(error) from error
+        await reply.placed(decode.placement)
+        # The client's own request: without an object the decode engine computes the prompt, as it does for any other.
+        changes: Changes = {"kv_transfer_params": transfer} if transfer else {}
+        await decode.relay(await decode.send(request, changes), request, reply)

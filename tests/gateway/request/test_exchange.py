@@ -1,0 +1,320 @@
+"""Exchanges: legs are tried, charged and freed, however they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from scripted_engine import Script, answer, begin, drop, refuse, scripted_engine, send_tokens
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2
+from kvscout_common.errors import Draining, InternalError, InvalidArgument, ResourceExhausted, Unavailable
+from kvscout_common.transport.http import HttpAnswer, Sink, SinkGone, connect
+from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
+from kvscout_gateway.engines.adapter import ClientRequest, TokenRequest
+from kvscout_gateway.engines.engine_call import Engines
+from kvscout_gateway.engines.failure import EngineFailed, Fault
+from kvscout_gateway.engines.health import WorkerHealth
+from kvscout_gateway.engines.patience import Patience
+from kvscout_gateway.engines.usage import Usage
+from kvscout_gateway.engines.vllm import VllmAdapter
+from kvscout_gateway.metrics import GatewayMetrics
+from kvscout_gateway.request.exchange import Exchange, Exchanges, failure_behind
+from kvscout_gateway.request.leg import Leg, Means, Reply
+from kvscout_gateway.request.observation import Observations
+from kvscout_gateway.request.placement import Booking, Placement, Wish
+from kvscout_gateway.request.plan import Aggregated, Plan
+from kvscout_gateway.request.prompt import Prompt
+
+WISH = Wish(model="m", tenant="default", prompt=Prompt(isl_tokens=2, token_ids=bytes(8)), request_id="r")
+REQUEST = TokenRequest(bytes(8), {"max_tokens": 2})
+
+
+class Helpers:
+    """A scheduler that places on the workers in turn, and notes what is booked and freed."""
+
+    def __init__(self) -> None:
+        self.urls: list[str] = []
+        self.log: list[str] = []
+        self.open: set[int] = set()
+
+    def spec(self, index: int) -> WorkerSpec:
+        return WorkerSpec(worker_id=f"w{index}", model="m", block_size=16, http_endpoint=self.urls[index])
+
+    async def place(self, wish: Wish) -> Placement:
+        for index in range(len(self.urls)):
+            if f"w{index}" not in wish.excluded:
+                break
+        else:
+            raise Unavailable("nobody is left")
+        await asyncio.sleep(0)
+        ref = scheduler_pb2.RequestRef(request_id=wish.request_id, attempt_id=wish.attempt_id)
+        self.log.append(f"book {wish.role} w{index}")
+        return Placement(
+            worker=WorkerRank(f"w{index}", 0),
+            endpoint=self.urls[index],
+            spec=self.spec(index),
+            engine_model="m",
+            num_blocks=0,
+            block_size=16,
+            booking=Booking(ref),
+        )
+
+    def undriven(self, wish: Wish) -> tuple[str, ...]:
+        return ()
+
+    def candidates(self, wish: Wish) -> list[WorkerSpec]:
+        return [self.spec(index) for index in range(len(self.urls))]
+
+    def dispatched(self, placement: Placement) -> None:
+        self.log.append(f"send {placement.worker.worker_id}")
+
+    def failed(self, placement: Placement) -> None:
+        self.log.append(f"withdraw {placement.worker.worker_id}")
+
+    def add(self, booking: Booking) -> None:
+        self.open.add(booking.ref.attempt_id)
+
+    def mark_prefill_complete(self, booking: Booking) -> None:
+        self.log.append("prefilled")
+
+    def free(self, booking: Booking) -> None:
+        self.open.remove(booking.ref.attempt_id)
+
+    async def freed(self, booking: Booking) -> None:
+        assert booking.ref.attempt_id not in self.open
+
+
+class Client:
+    """A reply that keeps what it is given."""
+
+    def __init__(self, gone_after: int | None = None) -> None:
+        self.placements: list[str] = []
+        self.bodies: list[bytes] = []
+        self._gone_after = gone_after
+
+    async def placed(self, placement: Placement) -> None:
+        self.placements.append(placement.worker.worker_id)
+
+    async def begin(self, answer: HttpAnswer) -> Sink:
+        return self
+
+    async def write(self, data: bytes) -> None:
+        if len(self.bodies) == self._gone_after:
+            raise SinkGone
+        self.bodies.append(data)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for body in self.bodies for token in gateway_pb2.GenerateResponse.FromString(body).token_ids]
+
+
+class World:
+    """Exchanges between helpers and engines of this process."""
+
+    def __init__(self, helpers: Helpers, engines: Engines) -> None:
+        self.helpers = helpers
+        self.reported: list[tuple[str, Fault]] = []
+        self.plan: Plan = Aggregated()
+        fake = cast(Any, helpers)
+        self.means = Means(
+            routing=fake,
+            bookings=fake,
+            engines=engines,
+            adapters={EngineKind.VLLM: VllmAdapter()},
+            observations=Observations(lambda tenant, worker_id: True),
+            health=WorkerHealth(),
+            metrics=GatewayMetrics(CollectorRegistry()),
+        )
+        self.exchanges = Exchanges(
+            self.means,
+            plan=lambda wish: self.plan,
+            report_failure=lambda tenant, placement, error, seconds: self.reported.append(
+                (placement.worker.worker_id, error.fault)
+            ),
+            draw_attempt=lambda: 256,
+            migration_limit=1,
+            max_in_flight=2,
+            lease_seconds=300,
+        )
+
+    async def run(self, client: Client | None = None, request: ClientRequest = REQUEST, **fields: Any) -> Client:
+        client = client or Client()
+        with self.exchanges.begin(replace(WISH, **fields)) as exchange:
+            await exchange.run(request, client)
+        return client
+
+    def assert_over(self) -> None:
+        assert not self.helpers.open
+        assert self.exchanges.in_flight == 0
+        assert self.exchanges.idle.is_set()
+
+
+@pytest_asyncio.fixture
+async def world() -> AsyncIterator[World]:
+    engines = Engines(connect(), Patience(), client_write_seconds=5.0)
+    made = World(Helpers(), engines)
+    try:
+        yield made
+    finally:
+        await engines.close()
+        made.assert_over()
+
+
+@pytest_asyncio.fixture
+async def serve(world: World) -> AsyncIterator[Callable[..., Any]]:
+    """Makes the workers w0, w1, …, one a script."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*scripts: Script) -> None:
+            for script in scripts:
+                world.helpers.urls.append((await stack.enter_async_context(scripted_engine(script))).url)
+
+        yield start
+
+
+async def one_token_then_drop(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    response = await begin(request)
+    await send_tokens(response, 7)
+    return await drop(request, body)
+
+
+async def test_a_leg_is_booked_sent_told_of_its_first_token_and_freed(world: World, serve: Any) -> None:
+    await serve(answer)
+    client = await world.run()
+    assert client.token_ids == [1, 2]
+    assert world.helpers.log == ["book aggregated w0", "send w0", "prefilled"]
+
+
+async def test_what_fails_before_the_client_has_a_byte_is_tried_elsewhere(world: World, serve: Any) -> None:
+    await serve(drop, answer)
+    client = await world.run()
+    assert (client.placements, client.token_ids) == (["w0", "w1"], [1, 2])
+    assert world.helpers.log[:3] == ["book aggregated w0", "send w0", "withdraw w0"]
+    assert world.reported == [("w0", Fault.WORKER)]
+
+
+async def test_what_fails_after_that_is_not(world: World, serve: Any) -> None:
+    await serve(one_token_then_drop, answer)
+    client = Client()
+    with pytest.raises(InternalError, match="after its first token") as failed:
+        await world.run(client)
+    assert client.placements == ["w0"]
+    behind = failure_behind(failed.value)
+    assert behind is not None
+    assert behind.fault is Fault.WORKER
+
+
+async def test_a_client_learns_what_the_engine_answered(world: World, serve: Any) -> None:
+    await serve(refuse(400, "too long"), answer)
+    with pytest.raises(InvalidArgument, match="too long") as failed:
+        await world.run()
+    behind = failure_behind(failed.value)
+    assert behind is not None
+    assert behind.answer is not None
+    assert (behind.answer[0], b"too long" in behind.answer[2]) == (400, True)
+    assert not world.reported
+
+
+async def test_a_client_that_goes_is_no_failure_of_anybody(world: World, serve: Any) -> None:
+    await serve(answer)
+    with pytest.raises(SinkGone):
+        await world.run(Client(gone_after=0))
+    assert (world.reported, world.exchanges.failures) == ([], 0)
+
+
+async def test_an_answer_that_comes_at_once_can_break_off_and_be_had_elsewhere(world: World, serve: Any) -> None:
+    async def half(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "100"})
+        await response.prepare(request)
+        await response.write(b'{"usage": ')
+        return await drop(request, body)
+
+    async def whole(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        usage = {"prompt_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
+        return web.json_response({"choices": [], "usage": usage})
+
+    await serve(half, whole)
+    client = await world.run(request=replace(REQUEST, at_once=True))
+    assert client.placements == ["w0", "w1"]
+    assert len(client.bodies) == 1
+    assert world.means.observations.of("default", WorkerRank("w1", 0)).reports.cached_tokens == 1
+
+
+async def test_a_front_that_sends_a_leg_itself_tells_what_happens(world: World, serve: Any) -> None:
+    await serve(answer, answer)
+    with world.exchanges.begin(WISH) as exchange:
+        leg = await exchange.place()
+        leg.sent()
+        leg.first_output()
+        leg.first_output()
+        leg.ended(Usage(2, 0))
+        assert len(world.helpers.open) == 1
+        leg.free()
+        leg.free()
+        again = await exchange.place(replace(exchange.wish, excluded=("w0",)))
+        again.sent()
+        exchange.failed(again, EngineFailed("gone"))
+    assert world.helpers.log.count("prefilled") == 1
+    assert (world.reported, again.placement.worker.worker_id) == ([("w1", Fault.WORKER)], "w1")
+
+
+class PrefillFirst:
+    """A plan of two legs: what the first one answers goes with the second."""
+
+    async def run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> None:
+        async def prefill(leg: Leg) -> None:
+            async for _ in (await leg.send(request)).chunks():
+                pass
+
+        async def decode(leg: Leg) -> None:
+            await exchange.attempt(replace(exchange.wish, role=Role.PREFILL), prefill)
+            await leg.relay(await leg.send(request), request, reply)
+
+        await exchange.attempt(replace(exchange.wish, role=Role.DECODE), decode)
+
+    async def place(self, exchange: Exchange) -> tuple[Leg, Leg | None]:
+        raise NotImplementedError
+
+
+async def test_legs_nest_and_each_has_its_own_tries(world: World, serve: Any) -> None:
+    world.plan = PrefillFirst()
+    times = iter(range(100))
+
+    async def every_other(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await (answer if next(times) % 2 else drop)(request, body)
+
+    await serve(every_other, answer)
+    client = await world.run()
+    assert client.token_ids == [1, 2]
+    booked = [line for line in world.helpers.log if line.startswith("book")]
+    assert booked == ["book decode w0", "book prefill w0", "book prefill w1"]
+
+
+async def test_what_an_inner_leg_gives_up_on_is_not_the_outer_workers_failure(world: World, serve: Any) -> None:
+    world.plan = PrefillFirst()
+    await serve(drop, drop)
+    with pytest.raises(Unavailable):
+        await world.run()
+    assert sorted(world.reported) == [("w0", Fault.WORKER), ("w1", Fault.WORKER)]
+
+
+async def test_more_than_may_run_are_refused_as_is_everything_while_draining(world: World) -> None:
+    with world.exchanges.begin(WISH), world.exchanges.begin(WISH):
+        with pytest.raises(ResourceExhausted), world.exchanges.begin(WISH):
+            pass
+    world.exchanges.draining = True
+    with pytest.raises(Draining), world.exchanges.begin(WISH):
+        pass
+
+
+async def test_whoever_names_no_request_id_gets_one(world: World) -> None:
+    ids = {world.exchanges.begin(replace(WISH, request_id="")).request_id for _ in range(10)}
+    assert len(ids) == 10

@@ -1,0 +1,49 @@
+"""Many deadlines behind one timer: each comes in time, and those that are taken back leave nothing."""
+
+import asyncio
+import random
+
+from processes import eventually
+
+from kvscout_common.transport.deadlines import SPARE, Deadlines
+
+
+async def test_deadlines_come_in_order_whenever_they_were_set() -> None:
+    loop = asyncio.get_running_loop()
+    deadlines, came = Deadlines(loop), []
+    now = loop.time()
+    for after in (0.03, 0.01, 0.02):
+        deadlines.add(now + after, lambda after=after: came.append((after, loop.time() - now)))  # type: ignore[misc]
+
+    async def all_came() -> bool:
+        return len(came) == 3
+
+    await eventually(all_came)
+    assert [after for after, _ in came] == [0.01, 0.02, 0.03]
+    assert all(waited >= after - 0.002 for after, waited in came)
+
+
+async def test_a_deadline_that_is_taken_back_does_not_come_and_those_behind_it_do() -> None:
+    loop = asyncio.get_running_loop()
+    deadlines, came = Deadlines(loop), []
+    first = deadlines.add(loop.time() + 0.01, lambda: came.append("first"))
+    deadlines.add(loop.time() + 0.02, lambda: came.append("second"))
+    deadlines.drop(first)
+    deadlines.drop(first)
+
+    async def one_came() -> bool:
+        return bool(came)
+
+    await eventually(one_came)
+    assert came == ["second"]
+
+
+async def test_calls_that_end_long_before_their_deadline_leave_no_more_than_a_bounded_rest() -> None:
+    loop = asyncio.get_running_loop()
+    deadlines, open_ones = Deadlines(loop), list[int]()
+    for number in range(20_000):
+        open_ones.append(deadlines.add(loop.time() + 3600 + random.random(), lambda: None))
+        if len(open_ones) > 10:
+            deadlines.drop(open_ones.pop(random.randrange(10)))
+        assert len(deadlines._heap) <= 2 * (len(open_ones) + 1) + SPARE + 1, number
+    deadlines.close()
