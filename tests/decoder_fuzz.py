@@ -6,6 +6,8 @@ Native twins take part where the extension is built.
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 import struct
 import tempfile
@@ -29,6 +31,8 @@ from kvscout_blocks.wire import MalformedBatch, decode_batch, parse_message, par
 from kvscout_common import hashing_reference
 from kvscout_common.errors import ConfigError, FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.hashing import native_available
+from kvscout_common.transport.event_relay import EventRelay
+from kvscout_common.transport.http import Dialect, Form, StreamReport
 from kvscout_common.workers_file import load_workers
 
 if native_available():
@@ -299,6 +303,63 @@ def check_file(read: Callable[[Path], object]) -> Callable[[bytes], None]:
     return check
 
 
+# Events of engines
+
+STREAMS = [
+    b": ping\n\ndata: " + b"\n\ndata: ".join(documents) + b"\n\ndata: [DONE]\n\n"
+    for documents in (
+        [
+            b'{"choices": [{"token_ids": [1, 2], "text": "a\\u00e9", "finish_reason": null}], "usage": null}',
+            b'{"choices": [{"token_ids": [3], "text": "b", "finish_reason": "stop"}, {"text": "c"}]}',
+            b'{"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3, '
+            b'"prompt_tokens_details": {"cached_tokens": 4}}}',
+        ],
+        [
+            b'{"object": "x", "choices": [{"delta": {"role": "assistant", "content": ""}}]}',
+            b'{"choices": [{"delta": {"content": "\\ud83d\\ude00 \\ud800"}}]}',
+            b'{"choices": [{"delta": {"reasoning_content": "hm", "tool_calls": [{"index": 0}]}}]}',
+            b'{"error": {"message": "gone", "code": 400}}',
+            b'{"object": "error", "message": "gone"}',
+        ],
+        [
+            b'{"text": "a", "output_ids": [10], "meta_info": {"completion_tokens": 1, "finish_reason": null}}',
+            b'{"text": "ab", "output_ids": [10, 11], "meta_info": {"completion_tokens": 2, "prompt_tokens": 9}}',
+            b'{"text": "c", "output_ids": [12], "meta_info": {"completion_tokens": 3, "finish_reason": "length"}}',
+            b'{"text": "abcd", "output_ids": [10, 11, 12, 13], "meta_info": {"completion_tokens": 4, '
+            b'"cached_tokens": 8, "prompt_tokens": 9, "finish_reason": {"type": "length", "length": 4}}}',
+            b'{"text": "", "meta_info": {"finish_reason": {"type": "abort", "status_code": 500}}}',
+        ],
+        [b"[[[[[[[[[[", b"{}", b'{"a": [1.5e-7, -0, NaN, -Infinity, 1E400, "\\/\\b\\f\\t"]}', b'{"usage": {}}'],
+    )
+]
+
+
+def passed_on(relay: Any, pieces: Sequence[bytes]) -> tuple[Any, ...]:
+    """What a relay makes of a stream that comes so."""
+    passed = [relay.feed(piece, 1.0) for piece in pieces if not relay.over]
+    passed.append(relay.feed(b"", 2.0, ends=True) if isinstance(relay, kvscout_native.EventRelay) else relay.end(2.0))
+    report = relay.report if isinstance(relay.report, StreamReport) else StreamReport(*relay.report)
+    told = asdict(report)
+    for name in ("usage", "error"):
+        told[name] = told[name] and repr(json.loads(told[name]))
+    return passed, relay.over, bool(relay.failure), told
+
+
+def check_events(data: bytes) -> None:
+    """Both relays pass the same on, and notice the same, in every form and dialect."""
+    rng = random.Random(data)
+    cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice([0, 0, 1, 5])))
+    pieces = [data[start:end] for start, end in itertools.pairwise([0, *cuts, len(data)])]
+    max_tokens = rng.choice([None, None, 0, 1, 3])
+    for form, dialect in itertools.product(Form, Dialect):
+        reference = EventRelay(form, dialect, max_tokens, StreamReport())
+        expected = passed_on(reference, pieces) if native_available() else reference.feed(data, 1.0)
+        if native_available():
+            native = kvscout_native.EventRelay(form.value, dialect.value, max_tokens)
+            found = passed_on(native, pieces)
+            assert found == expected, f"{form} {dialect}: native {found!r}, reference {expected!r}"
+
+
 def decoders() -> dict[str, Decoder]:
     """All decoders by name; those of native code alone are left out where the extension is not built."""
     payloads = list(golden_payloads().values())
@@ -313,6 +374,7 @@ def decoders() -> dict[str, Decoder]:
         ),
         "hashing": Decoder(numbers, check_hashing),
         "workers file": Decoder(WORKERS_FILES, check_file(load_workers)),
+        "events of engines": Decoder(STREAMS, check_events),
         "trace": Decoder([TRACE], check_file(lambda path: list(read_trace(path)))),
     }
     if native_available():

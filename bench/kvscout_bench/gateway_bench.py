@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,7 +94,7 @@ def _request(costs: tuple[Cost, ...]) -> Cost:
     return Cost({name: one.parts[name] - chunk.parts[name] for name in one.parts}, one.p99)
 
 
-def _load(name: str, per_second: float, send: Callable[[Any], Send], *, http: bool = False) -> Load:
+def load_of(name: str, per_second: float, send: Callable[[Any], Send], *, http: bool = False) -> Load:
     return Load(name=f"{name}/{per_second:g}", per_second=per_second, send=send, http=http)
 
 
@@ -111,20 +111,28 @@ def _case(name: str, title: str, goal_us: float, cost: Callable[[tuple[Cost, ...
     )
 
 
-def _streams(kind: str, title: str, send: Callable[[int], Callable[[Any], Send]], *, http: bool) -> list[GatewayCase]:
-    loads = tuple(_load(f"{kind}/{chunks}", 40, send(chunks), http=http) for chunks in (1, CHUNKS))
+def streams(
+    kind: str,
+    title: str,
+    send: Callable[[int], Callable[[Any], Send]],
+    *,
+    http: bool,
+    goals_us: tuple[float, float] = (1_200.0, 30.0),
+) -> list[GatewayCase]:
+    """Rows of streams at 40/s: what a request costs, and what a chunk."""
+    loads = tuple(load_of(f"{kind}/{chunks}", 40, send(chunks), http=http) for chunks in (1, CHUNKS))
     return [
-        _case(f"{kind}/40/request", f"{title}, 40/s, a request", 1_200.0, _request, *loads),
-        _case(f"{kind}/40/chunk", f"{title}, 40/s, a chunk of {CHUNKS}", 30.0, _chunk, *loads),
+        _case(f"{kind}/40/request", f"{title}, 40/s, a request", goals_us[0], _request, *loads),
+        _case(f"{kind}/40/chunk", f"{title}, 40/s, a chunk of {CHUNKS}", goals_us[1], _chunk, *loads),
     ]
 
 
 CASES = [
-    _case("route/40", "Route query, 40/s", 600.0, _one, _load("route", 40, lambda client: client.route)),
-    _case("route/300", "Route query, 300/s", 400.0, _one, _load("route", 300, lambda client: client.route)),
-    _case("life/40", "Route, prefill complete, free, 40/s", 1_000.0, _one, _load("life", 40, lambda c: c.life)),
-    *_streams("generate", "Generate", lambda chunks: lambda client: client.generate(chunks), http=False),
-    *_streams("completion", "OpenAI completion", lambda chunks: lambda client: client.complete(chunks), http=True),
+    _case("route/40", "Route query, 40/s", 600.0, _one, load_of("route", 40, lambda client: client.route)),
+    _case("route/300", "Route query, 300/s", 400.0, _one, load_of("route", 300, lambda client: client.route)),
+    _case("life/40", "Route, prefill complete, free, 40/s", 1_000.0, _one, load_of("life", 40, lambda c: c.life)),
+    *streams("generate", "Generate", lambda chunks: lambda client: client.generate(chunks), http=False),
+    *streams("completion", "OpenAI completion", lambda chunks: lambda client: client.complete(chunks), http=True),
 ]
 
 
@@ -148,14 +156,30 @@ class GatewayBench(Selection):
 
     def __post_init__(self) -> None:
         Selection.__post_init__(self)
+        known = self.peer_stacks()
         for peer in self.peers:
-            if peer not in PEERS:
-                raise InvalidArgument(f"{peer!r} is none of {', '.join(PEERS)}", field="peer")
+            if peer not in known:
+                raise InvalidArgument(f"{peer!r} is none of {', '.join(known)}", field="peer")
+
+    @classmethod
+    def cases(cls) -> Sequence[GatewayCase]:
+        """What there is to measure."""
+        return CASES
+
+    @classmethod
+    def our_stack(cls, engines: list[str]) -> Any:
+        """What is measured, before these engines: a context manager."""
+        return OurStack(engines, "native" if native_available() else "grpcio")
+
+    @classmethod
+    def peer_stacks(cls) -> Mapping[str, Callable[[list[str]], Any]]:
+        """What may be measured beside it, by name."""
+        return _PEERS
 
     @classmethod
     def rows(cls) -> Iterable[str]:
         """See `Selection.rows`."""
-        return [case.name for case in CASES]
+        return [case.name for case in cls.cases()]
 
     def run(self, say: Callable[[str], None]) -> Iterator[Row]:
         """Measures every side of every workload in turns, then tells; blocks.
@@ -167,11 +191,11 @@ class GatewayBench(Selection):
             DriverFailed: A process cannot be started, or a request fails.
         """
         machine = this_machine()
-        cases = [case for case in CASES if self.wanted(case.name)]
+        cases = [case for case in self.cases() if self.wanted(case.name)]
         with ExitStack() as running:
             engines = running.enter_context(Engines()).addresses
-            sides: dict[str, Any] = {OURS: lambda: OurStack(engines, "native" if native_available() else "grpcio")}
-            sides.update({peer: partial(_PEERS[peer], engines) for peer in self.peers})
+            sides: dict[str, Any] = {OURS: partial(self.our_stack, engines)}
+            sides.update({peer: partial(self.peer_stacks()[peer], engines) for peer in self.peers})
             stacks: dict[str, Stack] = {}
             for name, make in sides.items():
                 say(f"starting {name}")

@@ -605,3 +605,221 @@ class Rpc:
 
     def peer(self, call: int) -> str | None:
         """Address of the other side; None: the call is over."""
+
+HTTP_EVENTS: dict[str, int]
+"""Kinds of what `Http.turn` and `flush` return, by name; each event is a tuple that begins with its kind.
+
+* (REQUEST, call, listener, method, target, headers, peer, body or None): a request came to a server; the body, if all of it
+  came with the head; say `want_body` for it otherwise.
+* (BODY, call, bytes) or (BODY_FAILED, call, status, text): after `want_body`.
+* (GONE, call): the client has gone.
+* (WRITABLE, call): there is room again after `write` said False.
+* (ANSWER, answer, status, headers): the head of an answer; say what is to become of its body, or `abort`.
+* (FIRST, answer): output began.
+* (PIECE, answer, bytes): some of a body, after `tell`; say `resume` for the next.
+* (FULL, answer): the gRPC call that an answer goes to takes no more; say `resume` when it does.
+* (ENDED, answer, what went wrong or "", text, report, body): comes once, last; the body, after `keep`. A report has the
+  fields of `StreamReport`. What may go wrong is named as a `FailureKind`, or "sink gone", "sink stalled".
+* (ACCEPT_FAILED, errno, text): connections wait; they are accepted with the next `tick` that can.
+* (RPC_DUE, rpc): that `Rpc` has something to tell: call its `turn`.
+* (AGAIN,): there is more to do: call `flush` soon.
+"""
+
+class Http:
+    """HTTP/1.1, clients and servers, and what is passed from one to the other, driven by one event loop, from one thread.
+
+    Nothing blocks, nothing runs beside it. Calls (requests that came) and answers (to requests that were sent) are known by
+    numbers that are never used twice: one that is over is ignored by every method.
+    """
+
+    def __init__(self, clock: float) -> None:
+        """Opens its epoll.
+
+        Args:
+            clock: What the loop's clock says now: times in reports are its.
+
+        Raises:
+            OSError: There is no descriptor for it.
+        """
+
+    def fileno(self) -> int:
+        """Is readable when `turn` has something to do."""
+
+    def turn(self) -> list[tuple[Any, ...]]:
+        """Reads and drives what is ready; returns what happened, see `HTTP_EVENTS`.
+
+        Raises:
+            OSError: The kernel refuses to poll.
+        """
+
+    def flush(self) -> list[tuple[Any, ...]]:
+        """Sends what was said since the last time, in one write a connection; returns what happened."""
+
+    def tick(self) -> None:
+        """Gives up and accepts what is due; to be called a few times a second, `turn` after it."""
+
+    def stats(self) -> dict[str, int]:
+        """connections, calls and answers now; connections_refused until now."""
+
+    def listen(
+        self,
+        host: str,
+        port: int,
+        *,
+        connections: int,
+        head_bytes: int,
+        headers: int,
+        body_bytes: int,
+        idle_seconds: float,
+        body_seconds: float,
+        write_seconds: float,
+        tls: ServerTls | None = None,
+    ) -> tuple[int, int]:
+        """Listens at a numeric address, with the limits of `HttpLimits`; returns the listener and the port.
+
+        Raises:
+            OSError: It cannot be bound.
+        """
+
+    def set_tls(self, listener: int, tls: ServerTls) -> None:
+        """New connections are answered with other certificates."""
+
+    def stop_listening(self, listener: int) -> None:
+        """Takes no new connections; those there are end behind the answer that runs, idle ones at once."""
+
+    def close_connections(self, listener: int) -> None:
+        """Closes those of a listener at once."""
+
+    def open_connections(self, listener: int) -> int:
+        """How many connections came to a listener and are open."""
+
+    def want_body(self, call: int) -> None:
+        """Asks for a body that did not come with its head; BODY or BODY_FAILED follows."""
+
+    def start(self, call: int, status: int, headers: list[tuple[str, str]]) -> None:
+        """Begins an answer; its head leaves with the first bytes of the body, or the end.
+
+        Raises:
+            ValueError: A header cannot be sent.
+        """
+
+    def respond(self, call: int, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+        """Answers with a body. Raises as `start`."""
+
+    def write(self, call: int, data: bytes) -> bool | None:
+        """Writes some of a body that was started. False: wait for WRITABLE; None: the client has gone."""
+
+    def end(self, call: int) -> None:
+        """Ends what was started."""
+
+    def handled(self, call: int) -> None:
+        """Nothing more is said of a call: unless it was answered, its connection is closed."""
+
+    def send(
+        self,
+        origin: str,
+        peer: tuple[str, int] | None,
+        connect_seconds: float,
+        method: str,
+        target: str,
+        host: str,
+        headers: list[tuple[str, str]],
+        body: bytes,
+        tls: ClientTls | None = None,
+        server_name: str = "",
+    ) -> int | None:
+        """Sends a request on an idle connection of this origin, or else on a new one; returns the answer to come.
+
+        Args:
+            origin: Whatever tells connections apart that must not be used for one another.
+            peer: Numeric address and port for a new connection; None = only an idle one will do.
+            connect_seconds: Longest wait for a new one.
+            method: Of the request, as the next ones.
+            target: Path and query.
+            host: The header.
+            headers: The others.
+            body: All of it.
+            tls: None = plaintext.
+            server_name: What the server's certificate has to say.
+
+        Returns:
+            None = no connection is idle, and there was no address for a new one.
+
+        Raises:
+            ValueError: Something of it cannot be sent.
+            OSError: There is no socket to be had, or no way to the address.
+        """
+
+    def keep(self, answer: int, most: int) -> None:
+        """Has a body kept until it is whole, up to so many bytes; it comes with ENDED."""
+
+    def tell(
+        self, answer: int, form: str | None = None, dialect: str = "openai", max_tokens: int | None = None
+    ) -> None:
+        """Has a body told piece by piece.
+
+        Args:
+            answer: Of which.
+            form: A `Form`; None = as it comes, and nothing is noticed.
+            dialect: A `Dialect`.
+            max_tokens: See `HttpAnswer.relay`.
+
+        Raises:
+            ValueError: There is no such form or dialect.
+        """
+
+    def pass_to_call(
+        self,
+        answer: int,
+        call: int,
+        write_seconds: float,
+        form: str | None = None,
+        dialect: str = "openai",
+        max_tokens: int | None = None,
+    ) -> None:
+        """Has a body passed on to a call whose answer was started, which it does not end. As `tell`."""
+
+    def pass_to_messages(
+        self,
+        answer: int,
+        server: Rpc,
+        call: int,
+        write_seconds: float,
+        form: str,
+        dialect: str = "openai",
+        max_tokens: int | None = None,
+    ) -> None:
+        """Has a body passed on as messages of a call of a gRPC server, which it does not end. As `tell`."""
+
+    def resume(self, answer: int) -> None:
+        """What came was handled: the next may come."""
+
+    def report(self, answer: int) -> tuple[Any, ...] | None:
+        """What was noticed until now; None = it is over."""
+
+    def abort(self, answer: int) -> None:
+        """Closes the connection; ENDED follows, unless it came already."""
+
+    def close_idle(self, origins: str) -> None:
+        """Closes idle connections whose origin begins so."""
+
+class EventRelay:
+    """The twin of `kvscout_common.transport.event_relay.EventRelay`, which is what passes events on inside `Http`."""
+
+    def __init__(self, form: str, dialect: str = "openai", max_tokens: int | None = None) -> None:
+        """As `Http.tell`."""
+
+    def feed(self, data: bytes, now: float, ends: bool = False) -> bytes:
+        """Takes the next bytes, the last if it `ends`; returns what is to be passed on."""
+
+    @property
+    def over(self) -> bool:
+        """Nothing more is to be passed on."""
+
+    @property
+    def failure(self) -> str:
+        """Why it ended before its end; "" = it has not."""
+
+    @property
+    def report(self) -> tuple[Any, ...]:
+        """The fields of `StreamReport`."""

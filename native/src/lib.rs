@@ -6,6 +6,7 @@ pub mod acceptance;
 pub mod codec;
 pub mod events;
 pub mod hashing;
+pub mod http;
 pub mod index;
 pub mod ingest;
 pub mod load;

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from kvscout_bench.gateway_bench import GatewayBench
 from kvscout_bench.harness import Row
+from kvscout_bench.http_bench import HttpBench
 from kvscout_bench.index_bench import IndexBench
 from kvscout_bench.ingest import IngestBench
 from kvscout_bench.machine import Machine
@@ -35,7 +36,7 @@ ROW = Row(
 )
 
 
-Bench = IndexBench | IngestBench | SchedulerBench | GatewayBench | RpcBench
+Bench = IndexBench | IngestBench | SchedulerBench | GatewayBench | RpcBench | HttpBench
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Bench]:
         say("native/hot")
         yield ROW
 
-    for bench in (IndexBench, IngestBench, SchedulerBench, GatewayBench, RpcBench):
+    for bench in (IndexBench, IngestBench, SchedulerBench, GatewayBench, RpcBench, HttpBench):
         monkeypatch.setattr(bench, "run", run)
     return benches
 
@@ -56,12 +57,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Bench]:
 def test_without_a_subcommand_everything_is_measured_once(asked: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench"])
     assert result.exit_code == 0, result.output
-    assert asked == [IndexBench(), IngestBench(), SchedulerBench(), GatewayBench(), RpcBench()]
+    assert asked == [IndexBench(), IngestBench(), SchedulerBench(), GatewayBench(), RpcBench(), HttpBench()]
 
 
 @pytest.mark.parametrize(
     ("name", "bench"),
-    [("ingest", IngestBench), ("scheduler", SchedulerBench), ("gateway", GatewayBench), ("rpc", RpcBench)],
+    [
+        ("ingest", IngestBench),
+        ("scheduler", SchedulerBench),
+        ("gateway", GatewayBench),
+        ("rpc", RpcBench),
+        ("http", HttpBench),
+    ],
 )
 def test_every_subcommand_measures_its_own(asked: list[Bench], name: str, bench: type[IngestBench]) -> None:
     result = CliRunner().invoke(main, ["bench", name, "--rounds", "2", "--quick"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeAlias
 
+from kvscout_common.hashing import native_available
+from kvscout_common.transport import Transport, choose, chosen
 from kvscout_common.transport.http import HttpCall, HttpHandler, HttpLimits, HttpServer, serve_http
 
 Script: TypeAlias = Callable[["RawEngine", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -36,6 +38,20 @@ USAGE = event(
 )
 DONE = b"data: [DONE]\n\n"
 WHOLE = tokens(1, text="a") + tokens(2, 3, text="b", finish="stop") + USAGE + DONE
+
+
+TRANSPORTS = [Transport.GRPCIO, *([Transport.NATIVE] if native_available() else [])]
+
+
+@contextmanager
+def made_of(transport: Transport) -> Iterator[None]:
+    """Clients and servers that are made meanwhile are of this."""
+    before = chosen()
+    choose(transport)
+    try:
+        yield
+    finally:
+        choose(before)
 
 
 class RawEngine:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import resource
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transport.http_peers import (
     DONE,
     LAST_CHUNK,
     STREAM_HEAD,
+    TRANSPORTS,
     USAGE,
     WHOLE,
     Gathered,
@@ -19,6 +21,7 @@ from transport.http_peers import (
     event,
     exchange,
     get,
+    made_of,
     raw_engine,
     says,
     says_and_waits,
@@ -28,6 +31,7 @@ from transport.http_peers import (
 )
 
 from kvscout.v1 import gateway_pb2
+from kvscout_common.transport import Transport
 from kvscout_common.transport.http import (
     Dialect,
     FailureKind,
@@ -44,8 +48,14 @@ from kvscout_common.transport.http import (
 )
 
 
+@pytest.fixture(autouse=True, params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    with made_of(request.param):
+        yield request.param
+
+
 @pytest.fixture
-async def client() -> Any:
+async def client(transport: Transport) -> Any:
     client = connect()
     yield client
     await client.close()

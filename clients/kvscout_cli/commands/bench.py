@@ -11,6 +11,8 @@ from rich.table import Table
 from kvscout_bench.gateway_bench import PEERS as GATEWAY_PEERS
 from kvscout_bench.gateway_bench import GatewayBench
 from kvscout_bench.harness import Row
+from kvscout_bench.http_bench import PEERS as HTTP_PEERS
+from kvscout_bench.http_bench import HttpBench
 from kvscout_bench.index_bench import PEERS, IndexBench
 from kvscout_bench.ingest import IngestBench
 from kvscout_bench.rpc_bench import PEERS as RPC_PEERS
@@ -31,6 +33,7 @@ def command(context: click.Context) -> None:
         context.invoke(scheduler)
         context.invoke(gateway)
         context.invoke(rpc)
+        context.invoke(http)
 
 
 @command.command(cls=SectionedCommand)
@@ -90,6 +93,23 @@ def gateway(peers: tuple[str, ...], as_json: bool, rounds: int, only: tuple[str,
 def rpc(peer: str | None, as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
     """Measure what calls cost the transport: server and client, by rate."""
     _print(RpcBench(peer=peer or "", rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
+
+
+@command.command(cls=SectionedCommand)
+@option(
+    "--peer",
+    "peers",
+    multiple=True,
+    type=click.Choice(HTTP_PEERS),
+    help="Measure this one too, in turns with ours; may be repeated.",
+)
+@option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+@option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
+@option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
+@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
+def http(peers: tuple[str, ...], as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
+    """Measure what it costs to pass engines' streams on, and nothing else."""
+    _print(HttpBench(peers=peers, rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
 
 
 def _say(text: str) -> None:

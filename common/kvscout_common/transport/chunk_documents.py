@@ -7,10 +7,13 @@ not mind, who makes messages of them does.
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_DEPTH = 200
+"""Arrays and objects within one another."""
 _TEXTS = ("reasoning", "reasoning_content", "refusal")
 """Of a chat's delta: output, but not the text of the answer."""
 
@@ -61,12 +64,23 @@ def load(payload: bytes) -> dict[str, Any]:
         NoDocument: It is no JSON object.
     """
     try:
-        document = json.loads(str(payload, "utf-8"))
+        text = str(payload, "utf-8")
+        if text.count("[") + text.count("{") > MAX_DEPTH:
+            _check_depth(text)
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise NoDocument(str(error)) from error
     if not isinstance(document, dict):
         raise NoDocument("it is no object")
     return document
+
+
+def _check_depth(text: str) -> None:
+    depth = 0
+    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
+        depth += (found[0] in "[{") - (found[0] in "]}")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} arrays and objects within one another")
 
 
 class OpenAiDocuments:

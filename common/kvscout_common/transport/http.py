@@ -20,6 +20,7 @@ from enum import Enum, StrEnum
 from typing import Protocol, TypeAlias
 
 from kvscout_common.tls import Pem
+from kvscout_common.transport import Transport, chosen
 
 Headers: TypeAlias = Sequence[tuple[str, str]]
 """Names in any case, in the order in which they travel; those of ours that frame a message are the transport's."""
@@ -152,8 +153,10 @@ class HttpAnswer(Protocol):
 
     status: int
     headers: Headers
-    report: StreamReport
-    """Of its relay."""
+
+    @property
+    def report(self) -> StreamReport:
+        """Of its relay, also while that runs."""
 
     async def read(self, limit: int) -> bytes:
         """All of the body.
@@ -184,7 +187,7 @@ class HttpAnswer(Protocol):
             sink: Where to; its client gone, or this cancelled, the engine's connection is closed at once.
             form: What becomes of it.
             dialect: Of its events.
-            on_first_output: Called when output begins, before it is passed on.
+            on_first_output: Called when output begins.
             max_tokens: The output ends with so many, whatever the engine sends; None = the engine knows when.
             write_seconds: Longest wait for the sink.
 
@@ -291,6 +294,10 @@ def connect(*, ca: bytes | None = None) -> HttpClient:
     Args:
         ca: PEM of whom to trust; None = whom this machine trusts.
     """
+    if chosen() is Transport.NATIVE:
+        from kvscout_common.transport.native_http_client import NativeHttpClient
+
+        return NativeHttpClient(ca)
     from kvscout_common.transport.aiohttp_client import AiohttpClient
 
     return AiohttpClient(ca)
@@ -298,6 +305,10 @@ def connect(*, ca: bytes | None = None) -> HttpClient:
 
 def serve_http(handler: HttpHandler, limits: HttpLimits | None = None) -> HttpServer:
     """A server that does not listen yet, on the running loop."""
+    if chosen() is Transport.NATIVE:
+        from kvscout_common.transport.native_http_server import NativeHttpServer
+
+        return NativeHttpServer(handler, limits or HttpLimits())
     from kvscout_common.transport.aiohttp_server import AiohttpServer
 
     return AiohttpServer(handler, limits or HttpLimits())

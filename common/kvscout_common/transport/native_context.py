@@ -35,8 +35,8 @@ class NativeContext:
         self._loop = core.loop
         self._task: asyncio.Task[None] | None = None
         self._inbox = Inbox(core.loop)
-        self._room = Notice(core.loop)
-        """For what is to be sent."""
+        self.room = Notice(core.loop)
+        """There is some again for what is to be sent, after the extension said that there is none."""
         self._trailers: list[tuple[str, str | bytes]] = []
         self._code: grpc.StatusCode | None = None
         self._details = ""
@@ -49,6 +49,21 @@ class NativeContext:
         self.closed = False
         """The handler has returned."""
         core.calls[number] = self
+
+    @property
+    def core(self) -> NativeCore:
+        """What brings its events; whoever has it can send messages of the call without this context."""
+        return self._core
+
+    @property
+    def number(self) -> int:
+        """Of the call."""
+        return self._number
+
+    @property
+    def takes_messages(self) -> bool:
+        """Whether its messages are sent as they are."""
+        return self._serialize is None
 
     def waits(self, task: asyncio.Task[None]) -> None:
         """Says that the handler has not returned at once, and which task runs it, to be cancelled with the call."""
@@ -63,7 +78,7 @@ class NativeContext:
         elif kind == HALF_CLOSED:
             self._inbox.end()
         elif kind == WRITABLE:
-            self._room.tell()
+            self.room.tell()
         elif kind == RESET:
             self._finished = True
             self._end()
@@ -128,7 +143,7 @@ class NativeContext:
         room = self._core.rpc.send(self._number, self._serialize(message) if self._serialize is not None else message)
         self._core.flush()
         if not room:
-            await self._room.wait()
+            await self.room.wait()
 
     async def read(self) -> Any:
         """The next message of the caller, in bytes; `grpc.aio.EOF` = there are no more."""

@@ -15,9 +15,9 @@ from typing import Any, Final, Protocol
 from kvscout_common.keepalive import TIME_MS, TIMEOUT_MS
 from kvscout_common.statuses import Status
 from kvscout_common.transport.deadlines import Deadlines
-from kvscout_native import RPC_EVENTS, ClientTls, Rpc, ServerTls
+from kvscout_native import HTTP_EVENTS, RPC_EVENTS, ClientTls, Http, Rpc, ServerTls
 
-__all__ = ["ClientTls", "NativeCore", "ServerTls"]
+__all__ = ["HTTP_EVENTS", "ClientTls", "Http", "NativeCore", "ServerTls"]
 
 OPEN: Final = RPC_EVENTS["OPEN"]
 MESSAGE: Final = RPC_EVENTS["MESSAGE"]

@@ -19,11 +19,15 @@ class Notice:
         self._loop = loop
         self._waiting: list[asyncio.Future[None]] = []
 
-    async def wait(self) -> None:
-        """Returns when it happens."""
+    def next(self) -> asyncio.Future[None]:
+        """Is done when it happens."""
         future = self._loop.create_future()
         self._waiting.append(future)
-        await future
+        return future
+
+    async def wait(self) -> None:
+        """Returns when it happens."""
+        await self.next()
 
     def tell(self) -> None:
         """It happens."""

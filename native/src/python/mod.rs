@@ -4,6 +4,7 @@ mod batch;
 mod codec;
 mod errors;
 mod hashing;
+mod http;
 mod index;
 mod ingest;
 mod load;
@@ -36,6 +37,7 @@ fn fault_name(kind: FaultKind) -> &'static str {
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     hashing::register(module)?;
+    http::register(module)?;
     batch::register(module)?;
     codec::register(module)?;
     index::register(module)?;

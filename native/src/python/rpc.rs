@@ -45,8 +45,8 @@ const SEEN_NOT_SENT: u8 = 2;
 
 /// Certificates of a server; see the stub.
 #[pyclass(frozen, module = "kvscout_native")]
-struct ServerTls {
-    acceptor: TlsAcceptor,
+pub(super) struct ServerTls {
+    pub(super) acceptor: TlsAcceptor,
 }
 
 #[pymethods]
@@ -61,8 +61,8 @@ impl ServerTls {
 
 /// Certificates of a client; see the stub.
 #[pyclass(frozen, module = "kvscout_native")]
-struct ClientTls {
-    connector: TlsConnector,
+pub(super) struct ClientTls {
+    pub(super) connector: TlsConnector,
 }
 
 #[pymethods]
@@ -77,8 +77,8 @@ impl ClientTls {
 
 /// gRPC driven by an event loop; see the stub.
 #[pyclass(unsendable, module = "kvscout_native", name = "Rpc")]
-struct RpcLoop {
-    rpc: Rpc,
+pub(super) struct RpcLoop {
+    pub(super) rpc: Rpc,
 }
 
 type PyMetadata = Vec<(String, MetadataValue)>;
@@ -296,7 +296,7 @@ impl RpcLoop {
     }
 }
 
-fn address(host: &str, port: u16) -> PyResult<SocketAddr> {
+pub(super) fn address(host: &str, port: u16) -> PyResult<SocketAddr> {
     let ip = host.parse().map_err(|_| PyValueError::new_err(format!("{host:?} is no IP address")))?;
     Ok(SocketAddr::new(ip, port))
 }

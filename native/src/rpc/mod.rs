@@ -18,14 +18,14 @@ mod call;
 mod connection;
 mod framing;
 mod incoming;
-mod keyed;
+pub(crate) mod keyed;
 mod limits;
 mod listener;
 mod metadata;
 mod outgoing;
-mod socket;
+pub(crate) mod socket;
 mod status;
-mod tls;
+pub(crate) mod tls;
 mod wake;
 
 use std::io;

@@ -102,6 +102,18 @@ impl Socket {
         Rc::clone(&self.ready)
     }
 
+    /// Writes for somebody who has collected it already: what the kernel takes now.
+    pub fn write_through(&mut self, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        while self.ready.writable.get() {
+            match self.stream.write(bytes) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.ready.writable.set(false),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                other => return Poll::Ready(other),
+            }
+        }
+        Poll::Pending
+    }
+
     fn drain(&mut self) -> Poll<io::Result<()>> {
         while self.written < self.out.len() {
             if !self.ready.writable.get() {

@@ -1,0 +1,141 @@
+"""What `kvscout bench http` measures: a service that is nothing but the pump, as a process.
+
+Over HTTP it passes every request to an engine and the answer back, byte for byte. Over gRPC its `Generate` asks an
+engine for as many chunks as the request says, and makes pieces of what comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from kvscout.v1 import gateway_pb2
+from kvscout_bench.gateway_engines import MODEL
+from kvscout_bench.peer import DriverFailed
+from kvscout_bench.service_process import cpu_of
+from kvscout_common.config import ServerConfig
+from kvscout_common.serving import App, run
+from kvscout_common.transport import Transport
+from kvscout_common.transport.http import Form, HttpCall, HttpRequest, HttpServer, connect, serve_http
+
+CONNECT_SECONDS = 5.0
+_SERVICE = "kvscout.v1.Gateway"
+_JSON = (("content-type", "application/json"),)
+
+
+class PumpStack:
+    """The process; a context manager that ends it.
+
+    Args:
+        engines: Addresses; the first is used.
+        transport: What it is made of.
+
+    Raises:
+        DriverFailed: It does not become ready.
+    """
+
+    def __init__(self, engines: list[str], transport: str) -> None:
+        command = [sys.executable, "-m", "kvscout_bench.http_pump", "--engine", engines[0], "--transport", transport]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.communicate()
+            raise DriverFailed("the pump ended before it was ready")
+        ready = json.loads(line)
+        self.grpc_address = f"127.0.0.1:{ready['port']}"
+        self.http_address = f"127.0.0.1:{ready['http_port']}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+    def cpu_seconds(self) -> Mapping[str, float]:
+        """See `gateway_stack.Stack`."""
+        return {"pump": cpu_of(Path(f"/proc/{self._process.pid}/stat"))}
+
+
+class _Pump:
+    """Both fronts.
+
+    Args:
+        engine: Address.
+    """
+
+    def __init__(self, engine: str) -> None:
+        self._url = f"http://{engine}"
+        self._client = connect()
+        self._server: HttpServer | None = None
+
+    async def listen(self) -> int:
+        """Serves HTTP; returns the port."""
+        self._server = serve_http(self._pass_on)
+        return await self._server.listen("127.0.0.1", 0)
+
+    def add_to(self, server: Any) -> None:
+        """Serves gRPC."""
+        handler: Any = grpc.unary_stream_rpc_method_handler(self._generate)
+        handlers = {"Generate": handler}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+        server.add_registered_method_handlers(_SERVICE, handlers)
+
+    async def close(self) -> None:
+        """Ends what `listen` began."""
+        if self._server is not None:
+            await self._server.stop(0.0)
+        await self._client.close()
+
+    async def _pass_on(self, call: HttpCall) -> None:
+        request = HttpRequest(self._url + call.path, method=call.method, headers=_JSON, body=await call.body())
+        answer = await self._client.send(request, connect_seconds=CONNECT_SECONDS)
+        await call.start(answer.status, answer.headers)
+        await answer.relay(call, Form.BYTES)
+        await call.end()
+
+    async def _generate(self, request: bytes, context: Any) -> None:
+        asked = gateway_pb2.GenerateRequest.FromString(request)
+        prompt = str(list(asked.token_ids))
+        limit = asked.stop_conditions.max_tokens
+        body = f'{{"model": "{MODEL}", "prompt": {prompt}, "max_tokens": {limit}, "stream": true}}'.encode()
+        sent = HttpRequest(f"{self._url}/v1/completions", headers=_JSON, body=body)
+        answer = await self._client.send(sent, connect_seconds=CONNECT_SECONDS)
+        await answer.relay(context, Form.PIECES, max_tokens=limit)
+
+
+def _build(engine: str) -> Callable[[], Any]:
+    async def build() -> App:
+        pump = _Pump(engine)
+        return App(
+            name="pump",
+            services=[(_SERVICE, pump.add_to)],
+            close=pump.close,
+            ready={"http_port": await pump.listen()},
+        )
+
+    return build
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serves until SIGTERM; the first line of its output has the ports."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", required=True)
+    parser.add_argument("--transport", choices=list(Transport), type=Transport, required=True)
+    options = parser.parse_args(arguments)
+    run(ServerConfig(transport=options.transport, log_level="error"), _build(options.engine))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

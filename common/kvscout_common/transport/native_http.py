@@ -1,0 +1,144 @@
+"""HTTP by the extension, on the running event loop: what its clients and servers share, so that what one of them reads
+can be passed on by the other without Python.
+
+::
+
+    epoll ──▶ turn ──▶ events ──▶ the call, answer or listener that they are of
+                 flush ◀── once a turn of the loop, after everybody has said what is to be sent
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final, Protocol
+from weakref import WeakKeyDictionary
+
+from kvscout_common.transport.http import StreamReport
+from kvscout_common.transport.native_core import HTTP_EVENTS, Http, NativeCore
+
+REQUEST: Final = HTTP_EVENTS["REQUEST"]
+BODY: Final = HTTP_EVENTS["BODY"]
+BODY_FAILED: Final = HTTP_EVENTS["BODY_FAILED"]
+GONE: Final = HTTP_EVENTS["GONE"]
+WRITABLE: Final = HTTP_EVENTS["WRITABLE"]
+ANSWER: Final = HTTP_EVENTS["ANSWER"]
+FIRST: Final = HTTP_EVENTS["FIRST"]
+PIECE: Final = HTTP_EVENTS["PIECE"]
+FULL: Final = HTTP_EVENTS["FULL"]
+ENDED: Final = HTTP_EVENTS["ENDED"]
+ACCEPT_FAILED: Final = HTTP_EVENTS["ACCEPT_FAILED"]
+RPC_DUE: Final = HTTP_EVENTS["RPC_DUE"]
+AGAIN: Final = HTTP_EVENTS["AGAIN"]
+
+_OF_CALLS = frozenset({BODY, BODY_FAILED, GONE, WRITABLE})
+
+TICK_SECONDS = 0.25
+
+
+class Hearer(Protocol):
+    """Hears of one call, answer or listener."""
+
+    def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
+        """Something happened; `event` is as the extension's stub says."""
+
+
+class HttpCore:
+    """One epoll of its own, read by the loop that was running when it was made; see `shared`."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.http = Http(self.loop.time())
+        self.calls: dict[int, Hearer] = {}
+        self.answers: dict[int, Hearer] = {}
+        self.listeners: dict[int, Hearer] = {}
+        self.rpc_cores: dict[Any, NativeCore] = {}
+        """Of gRPC servers that answers were passed to."""
+        self._users = 0
+        self._flushing = False
+        self._turning = False
+        self._fd = self.http.fileno()
+        self._tick_timer: asyncio.TimerHandle | None = None
+
+    def used(self) -> HttpCore:
+        """Notes one more user."""
+        if self._users == 0:
+            self.loop.add_reader(self._fd, self._turn)
+            self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
+        self._users += 1
+        return self
+
+    def release(self) -> None:
+        """A user needs it no more; the last closes it."""
+        self._users -= 1
+        if self._users == 0:
+            self._handle(self.http.flush())
+            self.loop.remove_reader(self._fd)
+            if self._tick_timer is not None:
+                self._tick_timer.cancel()
+            self.rpc_cores.clear()
+
+    def flush(self) -> None:
+        """Sends what was said, once everybody had their turn."""
+        if not self._flushing:
+            self._flushing = True
+            if not self._turning:
+                self.loop.call_soon(self._flush)
+
+    def report(self, answer: int) -> StreamReport | None:
+        """What was noticed of an answer until now; None = it is over."""
+        found = self.http.report(answer)
+        return None if found is None else StreamReport(*found)
+
+    def _turn(self) -> None:
+        # What is said meanwhile leaves at the end of this, and not of the loop's next turn.
+        self._turning = True
+        try:
+            self._handle(self.http.turn())
+        finally:
+            self._turning = False
+            if self._flushing:
+                self._flush()
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._users:
+            self._handle(self.http.flush())
+
+    def _tick(self) -> None:
+        self.http.tick()
+        self._turn()
+        self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
+
+    def _handle(self, events: list[tuple[Any, ...]]) -> None:
+        for event in events:
+            kind = event[0]
+            if kind == REQUEST:
+                hearer = self.listeners.get(event[2])
+            elif kind in _OF_CALLS:
+                hearer = self.calls.get(event[1])
+            elif kind == AGAIN:
+                self.loop.call_soon(self._flush)
+                continue
+            elif kind == RPC_DUE:
+                self.rpc_cores[event[1]].turn()
+                continue
+            elif kind == ACCEPT_FAILED:
+                for listener in self.listeners.values():
+                    listener.on_event(kind, event)
+                continue
+            else:
+                hearer = self.answers.get(event[1])
+            if hearer is not None:
+                hearer.on_event(kind, event)
+
+
+_cores: WeakKeyDictionary[asyncio.AbstractEventLoop, HttpCore] = WeakKeyDictionary()
+
+
+def shared() -> HttpCore:
+    """That of the running loop; say `release` when it is needed no more."""
+    loop = asyncio.get_running_loop()
+    core = _cores.get(loop)
+    if core is None:
+        core = _cores[loop] = HttpCore()
+    return core.used()

@@ -1,0 +1,385 @@
+//! Reads JSON as Python's `json` does (`NaN` and the like included), in one pass, keeping what is asked for.
+//!
+//! Every byte is checked, also of what is passed over: a document is valid or it is none.
+
+use std::borrow::Cow;
+
+/// Arrays and objects within one another.
+pub const MAX_DEPTH: usize = 200;
+/// Python refuses to make a number of more digits.
+const MAX_DIGITS: usize = 4300;
+
+/// A field of an object: what was looked for, or that it has another type. `null` is as good as absent.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Field<T> {
+    #[default]
+    Absent,
+    Wrong,
+    Is(T),
+}
+
+impl<T> Field<T> {
+    /// What it is; notes if it has the wrong type.
+    pub fn get(self, wrong: &mut bool) -> Option<T> {
+        match self {
+            Self::Absent => None,
+            Self::Wrong => {
+                *wrong = true;
+                None
+            }
+            Self::Is(value) => Some(value),
+        }
+    }
+}
+
+/// A place in a text. Everything returns `None` where the text is no JSON.
+#[derive(Debug)]
+pub struct Cursor<'a> {
+    text: &'a str,
+    at: usize,
+    depth: usize,
+}
+
+impl<'a> Cursor<'a> {
+    pub fn new(text: &'a str) -> Self {
+        let mut cursor = Self { text, at: 0, depth: 0 };
+        cursor.space();
+        cursor
+    }
+
+    /// Whether nothing but space is left.
+    pub fn at_end(&mut self) -> bool {
+        self.space();
+        self.at == self.text.len()
+    }
+
+    fn bytes(&self) -> &'a [u8] {
+        self.text.as_bytes()
+    }
+
+    pub fn peek(&self) -> Option<u8> {
+        self.bytes().get(self.at).copied()
+    }
+
+    fn space(&mut self) {
+        while matches!(self.peek(), Some(b' ' | b'\t' | b'\n' | b'\r')) {
+            self.at += 1;
+        }
+    }
+
+    fn eat(&mut self, byte: u8) -> Option<()> {
+        (self.peek()? == byte).then(|| self.at += 1)
+    }
+
+    /// An object; `each` consumes the value of every key.
+    pub fn object(&mut self, mut each: impl FnMut(&mut Self, &str) -> Option<()>) -> Option<()> {
+        self.within(b'{', b'}', |cursor| {
+            let key = cursor.string()?;
+            cursor.space();
+            cursor.eat(b':')?;
+            cursor.space();
+            each(cursor, &key)
+        })
+    }
+
+    /// An array; `each` consumes every value.
+    pub fn array(&mut self, each: impl FnMut(&mut Self) -> Option<()>) -> Option<()> {
+        self.within(b'[', b']', each)
+    }
+
+    fn within(&mut self, open: u8, close: u8, mut each: impl FnMut(&mut Self) -> Option<()>) -> Option<()> {
+        self.eat(open)?;
+        self.depth += 1;
+        if self.depth > MAX_DEPTH {
+            return None;
+        }
+        self.space();
+        if self.peek()? != close {
+            loop {
+                each(self)?;
+                self.space();
+                if self.eat(b',').is_none() {
+                    break;
+                }
+                self.space();
+            }
+        }
+        self.eat(close)?;
+        self.depth -= 1;
+        Some(())
+    }
+
+    /// Passes over a value; returns its text.
+    pub fn skip(&mut self) -> Option<&'a str> {
+        let start = self.at;
+        match self.peek()? {
+            b'{' => self.object(|cursor, _| cursor.skip().map(drop))?,
+            b'[' => self.array(|cursor| cursor.skip().map(drop))?,
+            b'"' => self.string().map(drop)?,
+            b'-' | b'0'..=b'9' => self.number().map(drop)?,
+            _ => self.word()?,
+        }
+        Some(&self.text[start..self.at])
+    }
+
+    fn word(&mut self) -> Option<()> {
+        let rest = &self.bytes()[self.at..];
+        let words = ["null", "true", "false", "NaN", "Infinity", "-Infinity"];
+        let word = words.into_iter().find(|word| rest.starts_with(word.as_bytes()))?;
+        self.at += word.len();
+        Some(())
+    }
+
+    /// A number that is not negative and has neither fraction nor exponent; Some(None): another one.
+    pub fn number(&mut self) -> Option<Option<u64>> {
+        let start = self.at;
+        let negative = self.eat(b'-').is_some();
+        if negative && self.peek() == Some(b'I') {
+            self.at = start;
+            return self.word().map(|()| None);
+        }
+        let digits = self.at;
+        match self.peek()? {
+            b'0' => self.at += 1,
+            b'1'..=b'9' => self.digits(),
+            _ => return None,
+        }
+        let integer = &self.text[digits..self.at];
+        let mut whole = true;
+        if self.peek() == Some(b'.') && self.bytes().get(self.at + 1).is_some_and(u8::is_ascii_digit) {
+            whole = false;
+            self.at += 1;
+            self.digits();
+        }
+        if matches!(self.peek(), Some(b'e' | b'E')) {
+            let sign = matches!(self.bytes().get(self.at + 1), Some(b'+' | b'-'));
+            let first = self.at + 1 + usize::from(sign);
+            if self.bytes().get(first).is_some_and(u8::is_ascii_digit) {
+                whole = false;
+                self.at = first;
+                self.digits();
+            }
+        }
+        if whole && integer.len() > MAX_DIGITS {
+            return None;
+        }
+        let value = integer.parse().ok().filter(|value| whole && (!negative || *value == 0));
+        Some(value)
+    }
+
+    fn digits(&mut self) {
+        while self.peek().is_some_and(|byte| byte.is_ascii_digit()) {
+            self.at += 1;
+        }
+    }
+
+    /// A string; a lone surrogate in it becomes a question mark.
+    pub fn string(&mut self) -> Option<Cow<'a, str>> {
+        self.eat(b'"')?;
+        let start = self.at;
+        let bytes = self.bytes();
+        loop {
+            match self.peek()? {
+                b'"' => {
+                    self.at += 1;
+                    return Some(Cow::Borrowed(&self.text[start..self.at - 1]));
+                }
+                b'\\' => break,
+                0..0x20 => return None,
+                _ => self.at += 1,
+            }
+        }
+        let mut decoded = self.text[start..self.at].to_owned();
+        loop {
+            let plain = self.at;
+            while !matches!(bytes.get(self.at)?, b'"' | b'\\' | 0..0x20) {
+                self.at += 1;
+            }
+            decoded.push_str(&self.text[plain..self.at]);
+            self.at += 1;
+            match bytes[self.at - 1] {
+                b'"' => return Some(Cow::Owned(decoded)),
+                b'\\' => decoded.push(self.escaped()?),
+                _ => return None,
+            }
+        }
+    }
+
+    fn escaped(&mut self) -> Option<char> {
+        let escape = self.peek()?;
+        self.at += 1;
+        Some(match escape {
+            b'"' | b'\\' | b'/' => escape as char,
+            b'b' => '\u{8}',
+            b'f' => '\u{c}',
+            b'n' => '\n',
+            b'r' => '\r',
+            b't' => '\t',
+            b'u' => {
+                let unit = self.unit()?;
+                if (0xd800..0xdc00).contains(&unit) && self.bytes()[self.at..].starts_with(b"\\u") {
+                    let behind = self.at;
+                    self.at += 2;
+                    let low = self.unit()?;
+                    if (0xdc00..0xe000).contains(&low) {
+                        return char::from_u32(0x10000 + ((unit - 0xd800) << 10) + (low - 0xdc00));
+                    }
+                    self.at = behind;
+                }
+                char::from_u32(unit).unwrap_or('?')
+            }
+            _ => return None,
+        })
+    }
+
+    fn unit(&mut self) -> Option<u32> {
+        let digits = self.bytes().get(self.at..self.at + 4)?;
+        if !digits.iter().all(u8::is_ascii_hexdigit) {
+            return None;
+        }
+        self.at += 4;
+        u32::from_str_radix(&self.text[self.at - 4..self.at], 16).ok()
+    }
+
+    /// A field that is a string.
+    pub fn text_field(&mut self) -> Option<Field<Cow<'a, str>>> {
+        match self.peek()? {
+            b'"' => self.string().map(Field::Is),
+            _ => self.other(),
+        }
+    }
+
+    /// A field that counts something.
+    pub fn count_field(&mut self) -> Option<Field<u32>> {
+        match self.peek()? {
+            b'-' | b'0'..=b'9' => {
+                let count = self.number()?.and_then(|count| u32::try_from(count).ok());
+                Some(count.map_or(Field::Wrong, Field::Is))
+            }
+            _ => self.other(),
+        }
+    }
+
+    /// A field that is a list of token ids.
+    pub fn tokens_field(&mut self) -> Option<Field<Vec<u32>>> {
+        if self.peek()? != b'[' {
+            return self.other();
+        }
+        let (mut tokens, mut right) = (Vec::new(), true);
+        self.array(|cursor| {
+            match cursor.count_field()? {
+                Field::Is(token) => tokens.push(token),
+                _ => right = false,
+            }
+            Some(())
+        })?;
+        Some(if right { Field::Is(tokens) } else { Field::Wrong })
+    }
+
+    /// A field that is an object; `each` as in `object`.
+    pub fn object_field(
+        &mut self,
+        each: impl FnMut(&mut Self, &str) -> Option<()>,
+    ) -> Option<Field<&'a str>> {
+        if self.peek()? != b'{' {
+            return self.other();
+        }
+        let start = self.at;
+        self.object(each)?;
+        Some(Field::Is(&self.text[start..self.at]))
+    }
+
+    /// A field that is an array; `each` as in `array`.
+    pub fn array_field(&mut self, each: impl FnMut(&mut Self) -> Option<()>) -> Option<Field<()>> {
+        if self.peek()? != b'[' {
+            return self.other();
+        }
+        self.array(each)?;
+        Some(Field::Is(()))
+    }
+
+    /// Passes over a value of another type than was looked for.
+    pub fn other<T>(&mut self) -> Option<Field<T>> {
+        let value = self.skip()?;
+        Some(if value == "null" { Field::Absent } else { Field::Wrong })
+    }
+}
+
+/// Whether Python takes a value for true.
+pub fn is_true(value: &str) -> bool {
+    let inside = |value: &str| !value[1..value.len() - 1].trim_ascii().is_empty();
+    match value.as_bytes() {
+        b"null" | b"false" => false,
+        [b'"' | b'[' | b'{', ..] => inside(value) || value.len() > 2 && value.starts_with('"'),
+        [b'-' | b'0'..=b'9', ..] => value.parse::<f64>() != Ok(0.0),
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn valid(text: &str) -> bool {
+        let mut cursor = Cursor::new(text);
+        cursor.skip().is_some() && cursor.at_end()
+    }
+
+    #[test]
+    fn what_python_reads_is_valid_and_nothing_else() {
+        for text in [
+            " {\"a\" : [1, -0, 1.5e-7, 1E5, null, true, false, NaN, -Infinity, Infinity, \"\\u00e9\\n\"] } ",
+            "0",
+            "[]",
+            "{}",
+            "\"\\ud83d\\ude00 \\ud800\"",
+        ] {
+            assert!(valid(text), "{text}");
+        }
+        for text in [
+            "",
+            "{",
+            "[1,]",
+            "{\"a\":1,}",
+            "01",
+            "1.",
+            ".5",
+            "+1",
+            "1e",
+            "-",
+            "nul",
+            "\"\u{1}\"",
+            "\"\\x\"",
+            "\"\\u12g4\"",
+            "\"\\ud800\\u12\"",
+            "[1 2]",
+            "{1: 2}",
+            "{\"a\" 1}",
+            "1 2",
+            "'a'",
+            "--1",
+        ] {
+            assert!(!valid(text), "{text}");
+        }
+        assert!(valid(&("[".repeat(MAX_DEPTH) + &"]".repeat(MAX_DEPTH))));
+        assert!(!valid(&("[".repeat(MAX_DEPTH + 1) + &"]".repeat(MAX_DEPTH + 1))));
+        assert!(valid(&"9".repeat(MAX_DIGITS)));
+        assert!(!valid(&"9".repeat(MAX_DIGITS + 1)));
+    }
+
+    #[test]
+    fn strings_are_decoded() {
+        let text = r#""a\u00e9\ud83d\ude00\ud800b\udc00\ud800\u0041\/""#;
+        assert_eq!(Cursor::new(text).string().as_deref(), Some("aé😀?b??A/"));
+    }
+
+    #[test]
+    fn truth_is_pythons() {
+        for value in ["null", "false", "0", "-0.0", "0e7", "\"\"", "[ ]", "{}"] {
+            assert!(!is_true(value), "{value}");
+        }
+        for value in ["true", "1", "1e-9", "\" \"", "[0]", "{\"a\":0}", "NaN", "-Infinity"] {
+            assert!(is_true(value), "{value}");
+        }
+    }
+}
