@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
-from fuzz_seeds import POOL, WORKER, dumps, golden_payloads, requests
+from fuzz_seeds import POOL, STREAMS, WORKER, dumps, golden_payloads, requests
 from google.protobuf.message import DecodeError
 
 from kvscout.v1 import events_pb2, indexer_pb2
@@ -304,34 +304,6 @@ def check_file(read: Callable[[Path], object]) -> Callable[[bytes], None]:
 
 
 # Events of engines
-
-STREAMS = [
-    b": ping\n\ndata: " + b"\n\ndata: ".join(documents) + b"\n\ndata: [DONE]\n\n"
-    for documents in (
-        [
-            b'{"choices": [{"token_ids": [1, 2], "text": "a\\u00e9", "finish_reason": null}], "usage": null}',
-            b'{"choices": [{"token_ids": [3], "text": "b", "finish_reason": "stop"}, {"text": "c"}]}',
-            b'{"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3, '
-            b'"prompt_tokens_details": {"cached_tokens": 4}}}',
-        ],
-        [
-            b'{"object": "x", "choices": [{"delta": {"role": "assistant", "content": ""}}]}',
-            b'{"choices": [{"delta": {"content": "\\ud83d\\ude00 \\ud800"}}]}',
-            b'{"choices": [{"delta": {"reasoning_content": "hm", "tool_calls": [{"index": 0}]}}]}',
-            b'{"error": {"message": "gone", "code": 400}}',
-            b'{"object": "error", "message": "gone"}',
-        ],
-        [
-            b'{"text": "a", "output_ids": [10], "meta_info": {"completion_tokens": 1, "finish_reason": null}}',
-            b'{"text": "ab", "output_ids": [10, 11], "meta_info": {"completion_tokens": 2, "prompt_tokens": 9}}',
-            b'{"text": "c", "output_ids": [12], "meta_info": {"completion_tokens": 3, "finish_reason": "length"}}',
-            b'{"text": "abcd", "output_ids": [10, 11, 12, 13], "meta_info": {"completion_tokens": 4, '
-            b'"cached_tokens": 8, "prompt_tokens": 9, "finish_reason": {"type": "length", "length": 4}}}',
-            b'{"text": "", "meta_info": {"finish_reason": {"type": "abort", "status_code": 500}}}',
-        ],
-        [b"[[[[[[[[[[", b"{}", b'{"a": [1.5e-7, -0, NaN, -Infinity, 1E400, "\\/\\b\\f\\t"]}', b'{"usage": {}}'],
-    )
-]
 
 
 def passed_on(relay: Any, pieces: Sequence[bytes]) -> tuple[Any, ...]:

@@ -19,6 +19,41 @@ DATA = Path(__file__).parent / "data"
 POOL = PoolKey("m", "default", 4, False)
 WORKER = WorkerRank("w", 0)
 RANDOM_SEEDS = 64
+STREAMS = [
+    b": ping\n\ndata: " + b"\n\ndata: ".join(documents) + b"\n\ndata: [DONE]\n\n"
+    for documents in (
+        [
+            b'{"choices": [{"token_ids": [1, 2], "text": "a\\u00e9", "finish_reason": null}], "usage": null}',
+            b'{"choices": [{"token_ids": [3], "text": "b", "finish_reason": "stop"}, {"text": "c"}]}',
+            b'{"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3, '
+            b'"prompt_tokens_details": {"cached_tokens": 4}}}',
+        ],
+        [
+            b'{"object": "x", "choices": [{"delta": {"role": "assistant", "content": ""}}]}',
+            b'{"choices": [{"delta": {"content": "\\ud83d\\ude00 \\ud800"}}]}',
+            b'{"choices": [{"delta": {"reasoning_content": "hm", "tool_calls": [{"index": 0}]}}]}',
+            b'{"error": {"message": "gone", "code": 400}}',
+            b'{"object": "error", "message": "gone"}',
+        ],
+        [
+            b'{"text": "a", "output_ids": [10], "meta_info": {"completion_tokens": 1, "finish_reason": null}}',
+            b'{"text": "ab", "output_ids": [10, 11], "meta_info": {"completion_tokens": 2, "prompt_tokens": 9}}',
+            b'{"text": "c", "output_ids": [12], "meta_info": {"completion_tokens": 3, "finish_reason": "length"}}',
+            b'{"text": "abcd", "output_ids": [10, 11, 12, 13], "meta_info": {"completion_tokens": 4, '
+            b'"cached_tokens": 8, "prompt_tokens": 9, "finish_reason": {"type": "length", "length": 4}}}',
+            b'{"text": "", "meta_info": {"finish_reason": {"type": "abort", "status_code": 500}}}',
+        ],
+        [b"[[[[[[[[[[", b"{}", b'{"a": [1.5e-7, -0, NaN, -Infinity, 1E400, "\\/\\b\\f\\t"]}', b'{"usage": {}}'],
+    )
+]
+
+HTTP = [
+    b"POST /v1/completions?a=b HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\nabc",
+    b"GET http://a/ HTTP/1.0\r\nConnection: keep-alive, x\r\nTransfer-Encoding: chunked\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n",
+    b"HTTP/1.1 204 No Content\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+    b'3\r\nabc\r\nA;x="y"\r\n0123456789\r\n0\r\nX: 1\r\n\r\nrest',
+]
 
 
 def golden_payloads() -> dict[str, bytes]:
@@ -64,6 +99,9 @@ def write_corpus(folder: Path) -> None:
         "state": [b"\0" + b"".join(messages) for messages in dumps()],
         "hashing": noise,
         "operations": noise,
+        # Where the bytes are cut; of streams also whether there is a limit, and which.
+        "http": [b"\7" + seed for seed in HTTP],
+        "event_stream": [b"\7" + limit + seed for seed in STREAMS for limit in (b"\0", b"\1\3")],
     }
     for target, seeds in corpora.items():
         (folder / target).mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import math
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -28,6 +29,7 @@ from kvscout_common.transport.http import (
 )
 
 MAX_HEADER_BYTES = 32 * 1024
+LONG_BODY = 1024 * 1024
 _OWN_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Ports are not among them: they run out for one address at a time, and another engine has its own.
 
@@ -62,7 +64,8 @@ class AiohttpClient:
             response = await self._session.request(
                 request.method,
                 request.url,
-                data=request.body or None,
+                # A long one is written piece by piece.
+                data=io.BytesIO(request.body) if len(request.body) > LONG_BODY else request.body or None,
                 headers=request.headers,
                 allow_redirects=False,
                 timeout=timeout,

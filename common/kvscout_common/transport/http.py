@@ -156,7 +156,7 @@ class HttpAnswer(Protocol):
 
     @property
     def report(self) -> StreamReport:
-        """Of its relay, also while that runs."""
+        """Of its relay, also while that runs: as of now, to be asked for again."""
 
     async def read(self, limit: int) -> bytes:
         """All of the body.

@@ -18,7 +18,7 @@ PATIENCE = Patience(
 def followed(watch: Watch) -> StreamReport:
     """What a pump notices of the request's answer."""
     report = StreamReport()
-    watch.follow(report)
+    watch.follow(lambda: report)
     return report
 
 

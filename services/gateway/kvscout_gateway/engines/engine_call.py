@@ -128,7 +128,7 @@ class EngineCall:
             self._watch.output(self._now())
             on_first_output()
 
-        self._watch.follow(answer.report)
+        self._watch.follow(lambda: answer.report)
         with self._failing():
             async with bounded(self._watch):
                 report = await answer.relay(

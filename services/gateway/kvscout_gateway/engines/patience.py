@@ -9,7 +9,7 @@ request is that of its worker rank, up to a limit; and the prompts that came bef
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -73,7 +73,7 @@ class Watch:
         self._since = now
         self._uncached = uncached_tokens
         self._seconds = patience.answer_seconds if at_once else patience.first_output_seconds
-        self._report: StreamReport | None = None
+        self._noticed: Callable[[], StreamReport] | None = None
         pulse.prefilling[self] = uncached_tokens
 
     def end(self) -> None:
@@ -84,9 +84,9 @@ class Watch:
             pulse.decoding.remove(self)
             pulse.beat_at = max(pulse.beat_at, self.heard_at)
 
-    def follow(self, report: StreamReport) -> None:
-        """The answer begins: what a pump notices of it counts, too."""
-        self._report = report
+    def follow(self, noticed: Callable[[], StreamReport]) -> None:
+        """The answer begins: what a pump has noticed of it counts, too, whenever it is asked for."""
+        self._noticed = noticed
 
     def output(self, now: float) -> None:
         """There was some."""
@@ -98,12 +98,12 @@ class Watch:
     @property
     def heard_at(self) -> float:
         """When it last put out something, or else began."""
-        return max(self._since, self._report.progress_at) if self._report is not None else self._since
+        return max(self._since, self._noticed().progress_at) if self._noticed is not None else self._since
 
     @property
     def silent_since(self) -> float:
         """Since when the engine could have been heard, and was not; infinity while nobody listens."""
-        return max(self.heard_at, self._report.listening_since) if self._report is not None else self._since
+        return max(self.heard_at, self._noticed().listening_since) if self._noticed is not None else self._since
 
     @property
     def seconds(self) -> float:

@@ -80,7 +80,7 @@ class Leg:
         self._call: EngineCall | None = None
         self._answer: HttpAnswer | None = None
         """Of which not all has been read."""
-        self._report: StreamReport | None = None
+        self._relayed: HttpAnswer | None = None
         self._freed = False
         self.has_output = False
         self.failure: EngineFailed | None = None
@@ -91,7 +91,7 @@ class Leg:
     @property
     def passed(self) -> bool:
         """Whether the client has something of its answer: it cannot be had from elsewhere any more."""
-        return self.has_output or (self._report is not None and self._report.passed > 0)
+        return self.has_output or (self._relayed is not None and self._relayed.report.passed > 0)
 
     @property
     def address(self) -> Address:
@@ -156,7 +156,7 @@ class Leg:
             await self._hand_over(answer, sink, request.dialect(self.adapter))
             return
         assert self._call is not None
-        self._report = answer.report
+        self._relayed = answer
         dialect = request.dialect(self.adapter)
         try:
             await self._call.relay(
@@ -225,8 +225,8 @@ class Leg:
         self._freed = True
         self._means.health.withdrawn(self.key)
         self._end_call()
-        if self._report is not None and self._report.outputs > 1:
-            self._observe_itl(self._report)
+        if self._relayed is not None and (report := self._relayed.report).outputs > 1:
+            self._observe_itl(report)
         if self.placement.booking is not None:
             self._means.bookings.free(self.placement.booking)
 
