@@ -12,6 +12,7 @@ from kvscout_blocks.events import Tier
 from kvscout_blocks.holdings import Counts, Holdings, Orphan, copies_of, level_of, twins
 from kvscout_blocks.index import (
     GHOST_LIMIT,
+    GROUP_LIMIT,
     MAX_COPIES,
     ORPHAN_LIMIT,
     SLICE,
@@ -75,6 +76,12 @@ def check(dump: WorkerDump) -> Slices[None]:
     Raises:
         InvalidArgument: Naming the first entry that contradicts another.
     """
+    numbers = [group for group, _ in dump.groups]
+    for position in range(1, len(numbers)):
+        if numbers[position - 1] >= numbers[position]:
+            raise InvalidArgument("does not come after the one before it", field=f"groups.{position}")
+    if len(numbers) > GROUP_LIMIT:
+        raise InvalidArgument(f"more than {GROUP_LIMIT}", field="groups")
     full = {group for group, is_full in dump.groups if is_full}
     hashes: set[int] = set()
     for position, block in enumerate(dump.blocks):

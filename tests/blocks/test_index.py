@@ -463,6 +463,9 @@ ONE = (Copies(0, Tier.DEVICE, 1),)
         ("blocks.0", {"blocks": (DumpedBlock(1, -1, 1, (Copies(0, Tier.DEVICE, 0),)),)}),
         ("orphans.0", {"orphans": (DumpedOrphan(1, 2, 3, ()),)}),
         ("orphans.0", {"blocks": (DumpedBlock(1, -1, 1, ONE),), "orphans": (DumpedOrphan(2, 1, 3, ONE),)}),
+        ("groups.1", {"groups": ((0, True), (0, False))}),
+        ("groups.2", {"groups": ((0, True), (2, True), (1, True))}),
+        ("groups", {"groups": tuple((group, True) for group in range(GROUP_LIMIT + 1))}),
     ],
 )
 def test_a_dump_that_contradicts_itself_is_refused_and_changes_nothing(
@@ -471,7 +474,7 @@ def test_a_dump_that_contradicts_itself_is_refused_and_changes_nothing(
     index = new(index_factory)
     apply(index, run(5))
     with pytest.raises(InvalidArgument, match=field):
-        index.load(replace(WorkerDump(W0, groups=((0, True),)), **parts))  # type: ignore[arg-type]
+        index.load(WorkerDump(W0, **{"groups": ((0, True),), **parts}))  # type: ignore[arg-type]
     assert device(index, 5) == {W0: 1}
 
 

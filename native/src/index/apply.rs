@@ -6,7 +6,7 @@ use crate::acceptance::Rules;
 use crate::events::{Batch, Event, Removed, Stored};
 
 /// Cache groups known for each worker rank.
-const GROUP_LIMIT: usize = 64;
+pub(super) const GROUP_LIMIT: usize = 64;
 
 /// Blocks of one batch.
 const BATCH_LIMIT: usize = 1 << 20;

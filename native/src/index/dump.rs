@@ -4,6 +4,7 @@ use std::fmt;
 
 use hashbrown::HashSet;
 
+use super::apply::GROUP_LIMIT;
 use super::worker::{Counts, ORPHAN_LIMIT};
 
 /// One block of a dump: an engine hash bound to a prefix, or a hole above one.
@@ -68,6 +69,12 @@ impl fmt::Display for LoadError {
 }
 
 pub fn check(dump: &WorkerDump) -> Result<(), LoadError> {
+    if let Some(at) = dump.groups.windows(2).position(|pair| pair[0].0 >= pair[1].0) {
+        return contradiction(format!("groups.{}", at + 1), "does not come after the one before it");
+    }
+    if dump.groups.len() > GROUP_LIMIT {
+        return contradiction("groups".into(), &format!("more than {GROUP_LIMIT}"));
+    }
     let full: Vec<u32> = dump.groups.iter().filter(|(_, full)| *full).map(|(group, _)| *group).collect();
     let mut seen = HashSet::new();
     for (position, block) in dump.blocks.iter().enumerate() {

@@ -252,7 +252,7 @@ impl BlockIndex {
 pub fn read_dump(
     epoch: u64,
     last_event_id: Option<u64>,
-    mut groups: Vec<(u32, bool)>,
+    groups: Vec<(u32, bool)>,
     blocks: Blocks,
     orphans: Orphans,
     incompatible: String,
@@ -268,7 +268,6 @@ pub fn read_dump(
         DumpedOrphan { engine_hash, parent_engine_hash, local_hash, counts: counts_from_python(counts) }
     });
     let (blocks, orphans) = (blocks.collect(), orphans.collect());
-    groups.sort_unstable();
     WorkerDump { epoch, last_event_id, groups, blocks, orphans, incompatible }
 }
 
