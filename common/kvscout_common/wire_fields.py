@@ -32,3 +32,39 @@ def varint(value: int) -> bytes:
 
 
 _ONE_BYTE = tuple(bytes((value,)) for value in range(0x80))
+
+
+def bytes_of_field(message: bytes, field: int) -> bytes:
+    """The value of the last field of a number that is of bytes; b"" = there is none.
+
+    Args:
+        message: As protobuf has written it: nothing in it is checked.
+        field: Its number.
+    """
+    at, found = 0, b""
+    while at < len(message):
+        tag, at = _read_varint(message, at)
+        match tag & 7:
+            case 0:
+                _, at = _read_varint(message, at)
+            case 1:
+                at += 8
+            case 5:
+                at += 4
+            case _:
+                size, at = _read_varint(message, at)
+                if tag >> 3 == field:
+                    found = message[at : at + size]
+                at += size
+    return found
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7

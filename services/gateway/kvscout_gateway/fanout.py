@@ -7,12 +7,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
-from kvscout.v1 import events_pb2, indexer_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from kvscout.v1 import events_pb2, indexer_pb2, scheduler_pb2, types_pb2
 from kvscout_common.channel import stream
 from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_gateway.failover import HelperDown, is_member_fault
 from kvscout_gateway.indexer_client.indexers import Indexers, Replicas
 from kvscout_gateway.request.placement import Schedulers
+from kvscout_gateway.scheduler_client.link import SchedulerLink
 
 Answer = TypeVar("Answer")
 
@@ -39,7 +40,7 @@ class Fanout:
             NotFound: None has it.
             HelperDown: None that answers has it, and not all answer.
         """
-        return await self._wherever_booked(lambda stub: stub.MarkPrefillComplete, ref, lambda _: True)
+        return await self._wherever_booked(lambda stub: stub.prefill_complete, ref, lambda _: True)
 
     async def free(self, ref: scheduler_pb2.RequestRef) -> scheduler_pb2.FreeResponse:
         """Ends a request that Route booked, at whichever scheduler has it.
@@ -48,7 +49,7 @@ class Fanout:
             HelperDown: None that answers has it, and not all answer.
         """
         return await self._wherever_booked(
-            lambda stub: stub.Free, ref, lambda answer: answer.outcome != scheduler_pb2.FREE_OUTCOME_UNKNOWN
+            lambda stub: stub.free, ref, lambda answer: answer.outcome != scheduler_pb2.FREE_OUTCOME_UNKNOWN
         )
 
     async def add_output(self, request: scheduler_pb2.AddOutputRequest) -> scheduler_pb2.AddOutputResponse:
@@ -147,7 +148,7 @@ class Fanout:
 
     async def _wherever_booked(
         self,
-        method: Callable[[scheduler_pb2_grpc.SchedulerAsyncStub], Callable[..., Awaitable[Answer]]],
+        method: Callable[[SchedulerLink], Callable[..., Awaitable[Answer]]],
         request: object,
         has_it: Callable[[Answer], bool],
     ) -> Answer:

@@ -52,6 +52,7 @@ from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.scheduler_client.attachment import Attachment
 from kvscout_gateway.scheduler_client.bookings import Bookings
 from kvscout_gateway.scheduler_client.link import SchedulerLink
+from kvscout_gateway.scheduler_client.placing import Placing
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -102,11 +103,15 @@ class Gateway:
             self.reporter,
             self.schedulers,
             self.metrics,
-            bookings=self.bookings,
+            placing=Placing(
+                self.schedulers,
+                self.bookings,
+                timeout_seconds=config.scheduler_timeout_seconds,
+                queue_wait_seconds=config.queue_wait_seconds,
+                resync=self._resync,
+                draw_attempt=_draw_attempt,
+            ),
             scheduler_timeout_seconds=config.scheduler_timeout_seconds,
-            queue_wait_seconds=config.queue_wait_seconds,
-            resync=self._resync,
-            draw_attempt=_draw_attempt,
         )
         self.engines = Engines(connect(), config.patience, client_write_seconds=config.client_write_seconds)
         self.fanout = Fanout(self.indexers, self.schedulers, timeout_seconds=config.scheduler_timeout_seconds)

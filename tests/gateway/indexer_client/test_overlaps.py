@@ -19,6 +19,8 @@ from kvscout_gateway.indexer_client.overlaps import Found, OverlapQuery, unite
 from kvscout_gateway.request.prompt import Geometry
 
 POOL = Geometry(16, eagle=False)
+TWO = bytes(16)
+"""The hashes of two blocks."""
 
 
 def columns(overlaps: types_pb2.Overlaps) -> dict[str, list[Any]]:
@@ -112,7 +114,7 @@ async def asking(shards: int, timeout_seconds: float = 10.0) -> AsyncIterator[tu
 async def test_every_shard_is_asked_and_the_rows_are_united_for_each_geometry() -> None:
     async with asking(3) as (query, _):
         other = Geometry(32, eagle=True)
-        found = await query.find("m", "default", {POOL: [1, 2], other: [3], Geometry(64, eagle=False): []})
+        found = await query.find("m", "default", {POOL: TWO, other: TWO[:8], Geometry(64, eagle=False): b""})
         assert not found.problems
         assert {pool: columns(rows) for pool, rows in found.overlaps.items()} == {
             POOL: {"worker_ids": ["of 0", "of 1", "of 2"], "device_blocks": [2, 2, 2]},
@@ -124,9 +126,9 @@ async def test_a_shard_that_hangs_or_fails_costs_its_own_rows_only() -> None:
     async with asking(3, timeout_seconds=0.2) as (query, servicers):
         servicers[0].hangs = True
         servicers[2].error = errors.NotFound("model was never registered")
-        found = await query.find("m", "default", {POOL: [1, 2]})
+        found = await query.find("m", "default", {POOL: TWO})
         assert columns(found.overlaps[POOL]) == {"worker_ids": ["of 1"], "device_blocks": [2]}
         assert set(found.problems) == {"indexer 0/3", "indexer 2/3"}
         assert found.problems["indexer 2/3"] == "indexer 2/3: model was never registered"
         servicers[1].hangs = True
-        assert not (await query.find("m", "default", {POOL: [1, 2]})).overlaps
+        assert not (await query.find("m", "default", {POOL: TWO})).overlaps

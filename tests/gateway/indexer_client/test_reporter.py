@@ -26,11 +26,11 @@ POOL = Geometry(16, eagle=False)
 
 
 def decision(number: int = 0, *, worker: str = "w0", blocks: int = 2, model: str = "m") -> Decision:
-    return Decision("default", model, WorkerRank(worker, 0), POOL, [number] * blocks)
+    return Decision("default", model, WorkerRank(worker, 0), POOL, number.to_bytes(8, "little") * blocks)
 
 
 def taken(queue: DecisionQueue, now: float = 0.0) -> list[int]:
-    return [entry.block_hashes[0] for _, entry in queue.take(now)]
+    return [int.from_bytes(entry.block_hashes[:8], "little") for _, entry in queue.take(now)]
 
 
 def test_a_queue_drops_the_oldest_and_counts_them() -> None:

@@ -19,12 +19,13 @@ from kvscout_common import errors
 from kvscout_common.channel import PLAINTEXT
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import Failover, Member
+from kvscout_gateway.indexer_client.overlaps import NOTHING_FOUND
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.placement import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.scheduler_client import attachment
 from kvscout_gateway.scheduler_client.attachment import Attachment
 from kvscout_gateway.scheduler_client.bookings import Bookings
-from kvscout_gateway.scheduler_client.link import LeftInLine, Line, Reserved, SchedulerLink, WaitedTooLong
+from kvscout_gateway.scheduler_client.link import Asking, LeftInLine, Reserved, SchedulerLink, Selection, WaitedTooLong
 
 
 @dataclass
@@ -93,14 +94,15 @@ async def until(condition: Callable[[], object], what: str = "condition") -> Non
 async def ask(world: World, request_id: str, *, model: str = "m", timeout: float = 5.0, **line: Any) -> Reserved:
     """Has a request booked that this gateway runs."""
     request = scheduler_pb2.SelectRequest(model=model, request_id=request_id)
+    selection = Selection(request.SerializeToString(), NOTHING_FOUND)
 
-    async def refresh() -> scheduler_pb2.SelectRequest:
-        return request
+    async def refresh() -> Selection:
+        return selection
 
-    given = Line(time.monotonic() + line.get("wait", 20.0), refresh)
-    stub = world.schedulers.members[line.get("member", 0)].stub
-    reserved: Reserved = await stub.place(request, line=given, books=True, owned=True, timeout=timeout)
-    return reserved
+    ref = scheduler_pb2.RequestRef(model=model, request_id=request_id)
+    asking = Asking(selection, ref, time.monotonic() + line.get("wait", 20.0), refresh)
+    link: SchedulerLink = world.schedulers.members[line.get("member", 0)].stub
+    return await link.place(asking, timeout=timeout)
 
 
 async def test_what_a_scheduler_does_not_know_is_booked_there_again_with_its_phase() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
-from kvscout.v1 import indexer_pb2_grpc
+from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_common.channel import ClientSecurity
 from kvscout_common.shards import Shard, shard_of
 from kvscout_gateway.failover import Failover, Member
-from kvscout_gateway.indexer_client.match_stream import MatchStream
+from kvscout_gateway.indexer_client.match_stream import SERVICE, MatchStream
 
 if TYPE_CHECKING:
     _Stub = indexer_pb2_grpc.IndexerAsyncStub
@@ -21,11 +21,14 @@ else:
 
 
 class IndexerLink(_Stub):
-    """An indexer's stub, and FindMatches over its stream."""
+    """An indexer's stub, FindMatches over its stream, and what else is told in bytes."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         super().__init__(channel)
         self.find_matches = MatchStream(channel)
+        self.record_routing: Any = channel.unary_unary(
+            f"/{SERVICE}/RecordRouting", response_deserializer=indexer_pb2.RecordRoutingResponse.FromString
+        )
 
 
 Replicas: TypeAlias = "Failover[IndexerLink]"

@@ -23,7 +23,7 @@ UNARY_SECONDS = 1.0
 CLOSE_SECONDS = 1.0
 """Longest wait for the last answers of a stream."""
 
-_SERVICE = indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name
+SERVICE = indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -37,9 +37,9 @@ class MatchStream:
 
     def __init__(self, channel: grpc.aio.Channel, *, clock: Callable[[], float] = time.monotonic) -> None:
         read = indexer_pb2.FindMatchesResponse.FromString
-        unary: Any = channel.unary_unary(f"/{_SERVICE}/FindMatches", response_deserializer=read)
+        unary: Any = channel.unary_unary(f"/{SERVICE}/FindMatches", response_deserializer=read)
         self._unary: Callable[..., Awaitable[indexer_pb2.FindMatchesResponse]] = unary
-        self._open: Any = channel.stream_stream(f"/{_SERVICE}/StreamFindMatches")
+        self._open: Any = channel.stream_stream(f"/{SERVICE}/StreamFindMatches")
         self._clock = clock
         self._current: _Matches | None = None
         self._streams: set[_Matches] = set()

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from kvscout.v1 import indexer_pb2, types_pb2
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.shards import shard_of
+from kvscout_common.wire_fields import bytes_field
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import HelperDown, Member
 from kvscout_gateway.indexer_client.indexers import Indexers, Replicas
@@ -74,7 +75,7 @@ class OverlapQuery:
         self._timeout = timeout_seconds
         self._resync = resync
 
-    async def find(self, model: str, tenant: str, hashes: Mapping[Geometry, list[int]]) -> Found:
+    async def find(self, model: str, tenant: str, hashes: Mapping[Geometry, bytes]) -> Found:
         """The overlaps of a prompt with every cache; nothing is asked for a prompt without a complete block."""
         pools = [pool for pool in hashes if hashes[pool]]
         shards = self._indexers.shards
@@ -83,8 +84,9 @@ class OverlapQuery:
         problems: dict[str, str] = {}
         requests = [
             indexer_pb2.FindMatchesRequest(
-                model=model, tenant=tenant, block_size=pool.block_size, eagle=pool.eagle, block_hashes=hashes[pool]
+                model=model, tenant=tenant, block_size=pool.block_size, eagle=pool.eagle
             ).SerializeToString()
+            + bytes_field(indexer_pb2.FindMatchesRequest.BLOCK_HASHES_FIELD_NUMBER, hashes[pool])
             for pool in pools
         ]
         calls = [self._ask(shard, request, problems) for request in requests for shard in shards]

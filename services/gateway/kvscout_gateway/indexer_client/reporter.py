@@ -20,11 +20,12 @@ from kvscout.v1 import indexer_pb2
 from kvscout_common.channel import call
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unimplemented
 from kvscout_common.service_info import TenantWarning, Warned
+from kvscout_common.wire_fields import bytes_field
 from kvscout_common.worker import WorkerRank
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.failover import Member, is_member_fault
 from kvscout_gateway.indexer_client.indexers import IndexerMember, Indexers
-from kvscout_gateway.request.prompt import Geometry
+from kvscout_gateway.request.prompt import HASH_BYTES, Geometry
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -56,10 +57,15 @@ class Decision:
     model: str
     worker: WorkerRank
     pool: Geometry
-    block_hashes: Sequence[int]
-    """Local hashes of its complete blocks, in the worker's own geometry."""
+    block_hashes: bytes
+    """Local hashes of its complete blocks, in the worker's own geometry: little-endian u64s."""
     withdrawn: bool = False
     """The worker failed before it had anything to cache: not reported any more, if it has not been."""
+
+    @property
+    def blocks(self) -> int:
+        """Its complete blocks."""
+        return len(self.block_hashes) // HASH_BYTES
 
 
 @dataclass(slots=True)
@@ -79,7 +85,7 @@ class DecisionQueue:
     def put(self, decision: Decision, now: float) -> None:
         """Adds one; the oldest go if there are too many."""
         self._waiting.append((now, decision))
-        self._blocks += len(decision.block_hashes)
+        self._blocks += decision.blocks
         while len(self._waiting) > self.max_decisions or (self._blocks > self.max_blocks and len(self._waiting) > 1):
             self._pop()
             self.lost += 1
@@ -90,7 +96,7 @@ class DecisionQueue:
         blocks = 0
         while self._waiting and len(taken) < BATCH_DECISIONS:
             since, decision = self._waiting[0]
-            if taken and blocks + len(decision.block_hashes) > BATCH_BLOCKS:
+            if taken and blocks + decision.blocks > BATCH_BLOCKS:
                 break
             self._pop()
             if decision.withdrawn:
@@ -99,13 +105,13 @@ class DecisionQueue:
                 self.lost += 1
                 continue
             taken.append((since, decision))
-            blocks += len(decision.block_hashes)
+            blocks += decision.blocks
         return taken
 
     def restore(self, taken: Sequence[tuple[float, Decision]]) -> None:
         """Puts back what could not be delivered, as far as there is room."""
         for since, decision in reversed(taken):
-            blocks = len(decision.block_hashes)
+            blocks = decision.blocks
             if len(self._waiting) >= self.max_decisions or self._blocks + blocks > self.max_blocks:
                 self.lost += 1
                 continue
@@ -119,11 +125,11 @@ class DecisionQueue:
             for since, decision in self._waiting
             if (decision.tenant, decision.model) != (tenant, model)
         )
-        self._blocks = sum(len(decision.block_hashes) for _, decision in self._waiting)
+        self._blocks = sum(decision.blocks for _, decision in self._waiting)
 
     def _pop(self) -> None:
         _, decision = self._waiting.popleft()
-        self._blocks -= len(decision.block_hashes)
+        self._blocks -= decision.blocks
 
 
 class ReplicaReports:
@@ -185,7 +191,7 @@ class ReplicaReports:
             (tenant, model), entries = models.popitem()
             try:
                 answer = await call(
-                    self.member.stub.RecordRouting,
+                    self.member.stub.record_routing,
                     _message(tenant, model, [decision for _, decision in entries]),
                     timeout=CALL_SECONDS,
                 )
@@ -275,17 +281,13 @@ def _since(entry: tuple[float, Decision]) -> float:
     return entry[0]
 
 
-def _message(tenant: str, model: str, decisions: Sequence[Decision]) -> indexer_pb2.RecordRoutingRequest:
-    return indexer_pb2.RecordRoutingRequest(
-        tenant=tenant,
-        model=model,
-        prompts=[
-            indexer_pb2.RoutedPrompt(
-                worker=rank_to_proto(decision.worker),
-                block_hashes=decision.block_hashes,
-                block_size=decision.pool.block_size,
-                eagle=decision.pool.eagle,
-            )
-            for decision in decisions
-        ],
-    )
+def _message(tenant: str, model: str, decisions: Sequence[Decision]) -> bytes:
+    kind, prompt = indexer_pb2.RecordRoutingRequest, indexer_pb2.RoutedPrompt
+    fields = [kind(tenant=tenant, model=model).SerializeToString()]
+    for decision in decisions:
+        told = prompt(
+            worker=rank_to_proto(decision.worker), block_size=decision.pool.block_size, eagle=decision.pool.eagle
+        ).SerializeToString()
+        hashes = bytes_field(prompt.BLOCK_HASHES_FIELD_NUMBER, decision.block_hashes)
+        fields.append(bytes_field(kind.PROMPTS_FIELD_NUMBER, told + hashes))
+    return b"".join(fields)

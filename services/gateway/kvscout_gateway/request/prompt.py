@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvscout_common.errors import FailedPrecondition
-from kvscout_common.hashing import MmItem, block_hashes
+from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.worker import WorkerSpec
+
+HASH_BYTES = 8
 
 
 class Geometry(NamedTuple):
@@ -25,7 +27,8 @@ class Prompt:
     isl_tokens: int
     token_ids: bytes = b""
     """Little-endian u32, four bytes a token; empty where only hashes are known."""
-    given_hashes: tuple[int, ...] = ()
+    given_hashes: bytes = b""
+    """Little-endian u64, eight bytes a block."""
     given_block_size: int = 0
     cache_salt: str = ""
     mm_items: tuple[MmItem, ...] = ()
@@ -42,8 +45,8 @@ def geometries(workers: Iterable[WorkerSpec]) -> tuple[Geometry, ...]:
     return tuple(sorted(counts, key=lambda key: (-counts[key], key)))
 
 
-def hash_prompt(prompt: Prompt, pools: Sequence[Geometry], lora_name: str) -> dict[Geometry, list[int]]:
-    """Local hashes of a prompt for each geometry, in the order of `pools`.
+def hash_prompt(prompt: Prompt, pools: Sequence[Geometry], lora_name: str) -> dict[Geometry, bytes]:
+    """Local hashes of a prompt for each geometry, in the order of `pools`, little-endian u64s.
 
     Args:
         prompt: Token ids, or the hashes of one geometry; other geometries then get none. Hashes are taken for
@@ -56,7 +59,7 @@ def hash_prompt(prompt: Prompt, pools: Sequence[Geometry], lora_name: str) -> di
     """
     if not prompt.given_block_size:
         return {
-            pool: block_hashes(
+            pool: block_hashes_packed(
                 prompt.token_ids,
                 pool.block_size,
                 lora_name=lora_name,
@@ -67,11 +70,11 @@ def hash_prompt(prompt: Prompt, pools: Sequence[Geometry], lora_name: str) -> di
             for pool in pools
         }
     if not pools:
-        return {Geometry(prompt.given_block_size, eagle=False): list(prompt.given_hashes)}
+        return {Geometry(prompt.given_block_size, eagle=False): prompt.given_hashes}
     fitting = sorted(pool for pool in pools if pool.block_size == prompt.given_block_size)
     if not fitting:
         sizes = ", ".join(str(size) for size in sorted({pool.block_size for pool in pools}))
         raise FailedPrecondition(
             f"block_size is {prompt.given_block_size}, the model's workers have {sizes}", field="block_size"
         )
-    return {pool: list(prompt.given_hashes) if pool == fitting[0] else [] for pool in pools}
+    return {pool: prompt.given_hashes if pool == fitting[0] else b"" for pool in pools}

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.wire_fields import bytes_field, number_field
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import role_to_proto
 from kvscout_gateway.catalog import Catalog, Serving, Target, TenantView
-from kvscout_gateway.failover import HelperDown, Member
+from kvscout_gateway.failover import HelperDown
 from kvscout_gateway.indexer_client.overlaps import NOTHING_FOUND, Found, OverlapQuery
 from kvscout_gateway.indexer_client.reporter import Decision, Reporter
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.request.placement import UNBOOKED_ATTEMPT, Booking, Placement, SchedulerMember, Schedulers, Wish
-from kvscout_gateway.request.prompt import Geometry, hash_prompt
-from kvscout_gateway.scheduler_client.bookings import Bookings
-from kvscout_gateway.scheduler_client.link import LeftInLine, Line, Reserved, ref_of
+from kvscout_gateway.request.placement import UNBOOKED_ATTEMPT, Booking, Placement, Schedulers, Wish
+from kvscout_gateway.request.prompt import HASH_BYTES, Geometry, hash_prompt
+from kvscout_gateway.scheduler_client.link import Selection
+from kvscout_gateway.scheduler_client.placing import Placing
 from kvscout_gateway.scheduler_client.turns import Turns, eligible
 
 log = logging.getLogger("kvscout.gateway")
@@ -41,7 +39,7 @@ class _Asked:
     target: Target
     view: TenantView
     serving: Serving
-    hashes: Mapping[Geometry, list[int]]
+    hashes: Mapping[Geometry, bytes]
     found: Found = NOTHING_FOUND
 
 
@@ -56,11 +54,8 @@ class RoutingFlow:
         schedulers: Schedulers,
         metrics: GatewayMetrics,
         *,
-        bookings: Bookings,
+        placing: Placing,
         scheduler_timeout_seconds: float,
-        queue_wait_seconds: float,
-        resync: Callable[[Member[Any]], object],
-        draw_attempt: Callable[[], int],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Places prompts.
@@ -71,23 +66,17 @@ class RoutingFlow:
             reporter: How indexers are told.
             schedulers: In order of preference.
             metrics: Where latencies and degraded decisions are counted.
-            bookings: Told of what is being booked, and frees what may have been although the answer did not come.
-            scheduler_timeout_seconds: Longest wait for all schedulers together.
-            queue_wait_seconds: Longest wait in line at one of them.
-            resync: Told of a scheduler that does not know workers which this gateway knows.
-            draw_attempt: An attempt id that no other booking call has.
+            placing: How they are asked for a worker.
+            scheduler_timeout_seconds: Longest wait for all of them together, for anything else.
             clock: Seconds.
         """
         self._catalog = catalog
         self._overlaps = overlaps
         self._reporter = reporter
         self._schedulers = schedulers
-        self._bookings = bookings
         self._metrics = metrics
         self._scheduler_timeout = scheduler_timeout_seconds
-        self._queue_wait = queue_wait_seconds
-        self._resync = resync
-        self._draw_attempt = draw_attempt
+        self._placing = placing
         self._clock = clock
         self._turns = Turns()
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
@@ -112,9 +101,8 @@ class RoutingFlow:
             asked = replace(asked, found=found)
             self._count_missed(found)
         matched = self._clock()
-        request = _select_request(asked, wish)
         try:
-            placement = await self._select(asked, wish, request)
+            placement = await self._select(asked, wish)
         except HelperDown as error:
             placement = self._take_turn(asked, wish, str(error))
         except NotFound as error:
@@ -159,13 +147,14 @@ class RoutingFlow:
         asked = self._prepare(wish)
         found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
         self._count_missed(found)
-        request = scheduler_pb2.PotentialLoadsRequest(
+        kind = scheduler_pb2.PotentialLoadsRequest
+        request = kind(
             model=asked.target.model,
             tenant=wish.tenant,
             role=role_to_proto(wish.role),
             isl_tokens=wish.prompt.isl_tokens,
-            **_hashed(replace(asked, found=found)),
         )
+        request.MergeFromString(_hashed(kind, replace(asked, found=found)))
         answer, _ = await self._schedulers.call(
             lambda stub: stub.GetPotentialLoads, request, timeout_seconds=self._scheduler_timeout
         )
@@ -225,23 +214,33 @@ class RoutingFlow:
             return None
         return Decision(wish.tenant, asked.target.model, rank, pool, hashes)
 
-    async def _select(self, asked: _Asked, wish: Wish, request: scheduler_pb2.SelectRequest) -> Placement:
-        booking = Booking(ref_of(request)) if wish.request_id else None
-        reserved, member, found = await self._ask_scheduler(asked, wish, request, booking)
-        answer = reserved.response
+    async def _select(self, asked: _Asked, wish: Wish) -> Placement:
+        async def refresh() -> Selection:
+            if not self._wants_overlaps(wish):
+                return _selection(asked, wish)
+            found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
+            return _selection(replace(asked, found=found), wish)
+
+        answer, found, booking = await self._placing.place(
+            _ref(asked, wish),
+            _selection(asked, wish),
+            owned=wish.owned,
+            knows_workers=bool(asked.serving.specs),
+            refresh=refresh,
+        )
         worker = WorkerRank(answer.worker.worker_id, answer.worker.dp_rank)
         spec = asked.view.specs.get(worker.worker_id)
-        geometry = Geometry(answer.block_size or request.block_size, bool(spec and spec.eagle))
-        hashes = asked.hashes.get(geometry, ())
+        block_size = answer.block_size or next((pool.block_size for pool in asked.hashes), 0)
+        geometry = Geometry(block_size, bool(spec and spec.eagle))
+        hashes = asked.hashes.get(geometry, b"")
         if booking is not None:
-            booking.scheduler, booking.leased = member, reserved.leased
             _describe(booking, wish, worker, hashes, cached_tokens=wish.prompt.isl_tokens - answer.uncached_tokens)
         return Placement(
             worker=worker,
             endpoint=answer.http_endpoint,
             spec=spec,
-            engine_model=request.lora_name or request.model,
-            num_blocks=len(hashes),
+            engine_model=asked.target.lora_name or asked.target.model,
+            num_blocks=len(hashes) // HASH_BYTES,
             block_size=geometry.block_size,
             overlap_blocks=answer.overlap_blocks,
             confirmed_blocks=found.confirmed(geometry, wish.tenant, worker, answer.overlap_blocks),
@@ -254,84 +253,15 @@ class RoutingFlow:
             decision=self._decision(asked, wish, worker, geometry),
         )
 
-    async def _ask_scheduler(
-        self, asked: _Asked, wish: Wish, request: scheduler_pb2.SelectRequest, booking: Booking | None
-    ) -> tuple[Reserved, SchedulerMember, Found]:
-        """Also returns the overlaps on which the scheduler decided."""
-        tried = [(request, asked.found)]
-
-        async def refresh() -> scheduler_pb2.SelectRequest:
-            if not self._wants_overlaps(wish):
-                return request
-            found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
-            fresh = _select_request(replace(asked, found=found), replace(wish, attempt_id=request.attempt_id))
-            tried.append((fresh, found))
-            return fresh
-
-        given_up: list[scheduler_pb2.RequestRef] = []
-        undecided: list[SchedulerMember] = []
-
-        def lost(member: SchedulerMember) -> None:
-            if booking is None:
-                return
-            if not wish.owned:
-                undecided.append(member)
-                return
-            # One that only hung goes on with this attempt, and with its Free. Schedulers may share their bookings: what
-            # the next one books is another attempt, which neither of them can mean.
-            self._bookings.free_lost(Booking(booking.ref, member))
-            given_up.append(booking.ref)
-            request.attempt_id = self._draw_attempt()
-            booking.ref = ref_of(request)
-
-        def uninformed(member: SchedulerMember, error: KvscoutError) -> bool:
-            """It may have restarted, with the workers that this gateway knows still under way to it."""
-            if not isinstance(error, NotFound) or not asked.serving.specs:
-                return False
-            self._resync(member)
-            return True
-
-        line = Line(time.monotonic() + self._queue_wait, refresh)
-        asking: AbstractContextManager[None] = (
-            self._bookings.asking(booking) if booking and wish.owned else nullcontext()
-        )
-        with asking:
-            while True:
-                try:
-                    reserved, member = await self._schedulers.call(
-                        lambda stub: partial(
-                            stub.place,
-                            line=line,
-                            books=booking is not None,
-                            owned=wish.owned,
-                            given_up=tuple(given_up),
-                        ),
-                        request,
-                        timeout_seconds=self._scheduler_timeout,
-                        lost=lost,
-                        uninformed=uninformed,
-                    )
-                except LeftInLine as error:
-                    log.debug("%s is asked for anew: %s", wish.request_id, error)
-                    request = await refresh()
-                    continue
-                except BaseException:
-                    # Its caller frees it by the attempt that it named: unless it is booked nowhere, that is left to it.
-                    for member in undecided:
-                        self._bookings.free_lost(Booking(ref_of(request), member))
-                    raise
-                [found] = [found for sent, found in tried if sent is line.sent]
-                return reserved, member, found
-
     def _take_turn(self, asked: _Asked, wish: Wish, problem: str) -> Placement:
         spec, rank = self._turns.take(wish, asked.target, asked.serving)
         pool = Geometry(spec.block_size, spec.eagle)
         self._metrics.degraded("scheduler")
         self._warnings.warning("turns", "workers take turns, nothing is booked: %s", problem)
-        hashes = asked.hashes.get(pool, ())
+        hashes = asked.hashes.get(pool, b"")
         booking: Booking | None = None
         if wish.owned and wish.request_id:
-            ref = ref_of(_select_request(asked, wish))
+            ref = _ref(asked, wish)
             ref.attempt_id |= UNBOOKED_ATTEMPT
             booking = Booking(ref)
             _describe(booking, wish, rank, hashes)
@@ -340,7 +270,7 @@ class RoutingFlow:
             endpoint=spec.http_endpoint,
             spec=spec,
             engine_model=asked.target.lora_name or asked.target.model,
-            num_blocks=len(hashes),
+            num_blocks=len(hashes) // HASH_BYTES,
             block_size=spec.block_size,
             uncached_tokens=wish.prompt.isl_tokens,
             degraded=(*_degraded(wish, asked.found), problem),
@@ -365,27 +295,41 @@ def _degraded(wish: Wish, found: Found) -> tuple[str, ...]:
     return (*((unknown,) if unknown else ()), *found.problems.values())
 
 
-def _hashed(asked: _Asked) -> dict[str, Any]:
+_HasPrompt: TypeAlias = type[scheduler_pb2.SelectRequest | scheduler_pb2.PotentialLoadsRequest]
+
+
+def _hashed(kind: _HasPrompt, asked: _Asked) -> bytes:
     """The fields of a scheduler's message that tell the prompt, for each kind of the model's workers."""
-    overlaps, pools = asked.found.overlaps, list(asked.hashes)
-    first = pools[0] if pools else None
-    return {
-        "block_hashes": asked.hashes[first] if first else (),
-        "block_size": first.block_size if first else 0,
-        "overlaps": overlaps.get(first) if first else None,
-        "other_pools": [_pool_prompt(pool, asked.hashes[pool], overlaps.get(pool)) for pool in pools[1:]],
-    }
+    fields: list[bytes] = []
+    for pool, hashes in asked.hashes.items():
+        overlaps = asked.found.overlaps.get(pool)
+        if not fields:
+            fields.append(number_field(kind.BLOCK_SIZE_FIELD_NUMBER, pool.block_size))
+            fields += _prompt(kind, hashes, overlaps)
+            continue
+        other = scheduler_pb2.PoolPrompt(block_size=pool.block_size, eagle=pool.eagle).SerializeToString()
+        other += b"".join(_prompt(scheduler_pb2.PoolPrompt, hashes, overlaps))
+        fields.append(bytes_field(kind.OTHER_POOLS_FIELD_NUMBER, other))
+    return b"".join(fields)
 
 
-def _select_request(asked: _Asked, wish: Wish) -> scheduler_pb2.SelectRequest:
-    return scheduler_pb2.SelectRequest(
+def _prompt(
+    kind: _HasPrompt | type[scheduler_pb2.PoolPrompt], hashes: bytes, overlaps: types_pb2.Overlaps | None
+) -> Iterator[bytes]:
+    if hashes:
+        yield bytes_field(kind.BLOCK_HASHES_FIELD_NUMBER, hashes)
+    if overlaps is not None:
+        yield bytes_field(kind.OVERLAPS_FIELD_NUMBER, overlaps.SerializeToString())
+
+
+def _selection(asked: _Asked, wish: Wish) -> Selection:
+    kind = scheduler_pb2.SelectRequest
+    request = kind(
         model=asked.target.model,
         tenant=wish.tenant,
         role=role_to_proto(wish.role),
         request_id=wish.request_id,
-        attempt_id=wish.attempt_id,
         isl_tokens=wish.prompt.isl_tokens,
-        **_hashed(asked),
         allowed_worker_ids=wish.allowed,
         pinned_worker_id=wish.pinned,
         pinned_dp_rank=wish.pinned_rank,
@@ -399,21 +343,25 @@ def _select_request(asked: _Asked, wish: Wish) -> scheduler_pb2.SelectRequest:
         lease_seconds=wish.lease_seconds,
         prefill_elsewhere=wish.prefill_elsewhere,
     )
+    return Selection(request.SerializeToString() + _hashed(kind, asked), asked.found)
 
 
-def _describe(
-    booking: Booking, wish: Wish, worker: WorkerRank, hashes: Sequence[int], *, cached_tokens: int = 0
-) -> None:
+def _ref(asked: _Asked, wish: Wish) -> scheduler_pb2.RequestRef:
+    """The name of the booking that is asked for."""
+    return scheduler_pb2.RequestRef(
+        model=asked.target.model,
+        tenant=wish.tenant,
+        role=role_to_proto(wish.role),
+        request_id=wish.request_id,
+        attempt_id=wish.attempt_id,
+    )
+
+
+def _describe(booking: Booking, wish: Wish, worker: WorkerRank, hashes: bytes, *, cached_tokens: int = 0) -> None:
     """Notes what books a request anew; of one that this gateway does not run, its caller knows."""
     if wish.owned:
         booking.worker = worker
-        booking.block_hashes = array("Q", hashes).tobytes()
+        booking.block_hashes = hashes
         booking.isl_tokens = wish.prompt.isl_tokens
         booking.cached_tokens = cached_tokens
         booking.expected_output_tokens = wish.expected_output_tokens
-
-
-def _pool_prompt(pool: Geometry, hashes: list[int], overlaps: types_pb2.Overlaps | None) -> scheduler_pb2.PoolPrompt:
-    return scheduler_pb2.PoolPrompt(
-        block_size=pool.block_size, eagle=pool.eagle, block_hashes=hashes, overlaps=overlaps
-    )

@@ -88,12 +88,12 @@ class LifecycleStream(CoalescedStream[scheduler_pb2.LifecycleResult]):
             clock=clock,
         )
 
-    def tell(self, kind: str, message: Message) -> Operation:
+    def tell(self, kind: str, message: Message | bytes) -> Operation:
         """Sends an operation with the next message; returns at once.
 
         Args:
             kind: Field of `LifecycleOperation`.
-            message: Its value.
+            message: Its value, serialised or not.
         """
         return self.put(body_of(kind, message))
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
@@ -28,7 +28,9 @@ from kvscout_common.errors import (
     Unavailable,
     from_status,
 )
+from kvscout_common.wire_fields import number_field
 from kvscout_gateway.failover import is_member_fault
+from kvscout_gateway.indexer_client.overlaps import Found
 from kvscout_gateway.scheduler_client.lifecycle import LifecycleStream, Operation, body_of
 
 REFRESH_SECONDS = 1.0
@@ -56,18 +58,40 @@ class LeftInLine(ResourceExhausted):
     """A request stood in line at a scheduler that is gone, and has to be asked for anew, with all the time for that."""
 
 
-@dataclass(slots=True)
-class Line:
-    """How one request waits in line."""
+class Selection(NamedTuple):
+    """What wants a worker, and what is known of it now."""
 
+    fields: bytes
+    """A serialised `SelectRequest` without its attempt."""
+    found: Found
+    """The overlaps in it."""
+
+
+@dataclass(slots=True, eq=False)
+class Asking:
+    """One request that wants a worker, as schedulers are asked one after the other."""
+
+    selection: Selection
+    """What was sent last."""
+    ref: scheduler_pb2.RequestRef
+    """Its name, and the attempt that is made now."""
     ends_at: float
-    """On the monotonic clock: it is given up then."""
-    refresh: Callable[[], Awaitable[scheduler_pb2.SelectRequest]]
-    """The request with overlaps of now."""
+    """On the monotonic clock: it is not left in line for longer."""
+    refresh: Callable[[], Awaitable[Selection]]
+    """The same with overlaps of now."""
+    books: bool = True
+    """It is to be booked."""
+    owned: bool = True
+    """For this gateway, as long as that is connected; else for a caller, with a lease."""
     waited: bool = False
     """It was in line."""
-    sent: scheduler_pb2.SelectRequest | None = None
-    """What was sent last: on its overlaps the decision is made."""
+    given_up: list[scheduler_pb2.RequestRef] = field(default_factory=list)
+    """Attempts at other schedulers, of which the next one may have heard: freed first."""
+
+    def message(self) -> bytes:
+        """The serialised `SelectRequest`."""
+        attempt = scheduler_pb2.SelectRequest.ATTEMPT_ID_FIELD_NUMBER
+        return self.selection.fields + number_field(attempt, self.ref.attempt_id)
 
 
 class Reserved(NamedTuple):
@@ -85,6 +109,9 @@ class SchedulerLink(_Stub):
         super().__init__(channel)
         self.open_lifecycle: Callable[[], Any] = channel.stream_stream(f"/{SERVICE}/Lifecycle")
         """Opens the stream, over bytes."""
+        read = scheduler_pb2.SelectResponse.FromString
+        self._select: Any = channel.unary_unary(f"/{SERVICE}/Select", response_deserializer=read)
+        self._select_and_reserve: Any = channel.unary_unary(f"/{SERVICE}/SelectAndReserve", response_deserializer=read)
         self._stream: LifecycleStream | None = None
         self._operations = 0
         self._messages = 0
@@ -128,46 +155,33 @@ class SchedulerLink(_Stub):
         stream = self.stream
         return stream.tell(kind, message) if stream is not None else None
 
-    async def place(
-        self,
-        request: scheduler_pb2.SelectRequest,
-        *,
-        line: Line,
-        books: bool,
-        owned: bool,
-        timeout: float,
-        given_up: Sequence[scheduler_pb2.RequestRef] = (),
-    ) -> Reserved:
+    async def place(self, asking: Asking, *, timeout: float) -> Reserved:
         """Select, or SelectAndReserve.
 
         Args:
-            request: What wants a worker.
-            line: How it waits.
-            books: It is to be booked.
-            owned: For this gateway, as long as that is connected; else for a caller, with a lease.
+            asking: What wants a worker.
             timeout: Longest wait in seconds for a sign that the scheduler has seen to it.
-            given_up: Attempts of the request at other schedulers, of which this one may have heard: freed first.
 
         Raises:
             WaitedTooLong: There was no room.
             LeftInLine: The scheduler was gone before there was.
             KvscoutError: As the scheduler answers, or it does not.
         """
-        line.sent = request
         deadline = time.monotonic() + timeout
         try:
-            if not books:
-                return Reserved(await self._ask("select", request, timeout, self.Select), leased=False)
-            await asyncio.gather(*(self.free(ref, timeout=timeout) for ref in given_up))
-            if owned:
-                return await self._reserve(request, line, _left(deadline))
-            return Reserved(await self._lease(request, line, _left(deadline)), leased=True)
+            if not asking.books:
+                return Reserved(await self._ask("select", asking.message(), timeout, self._select), leased=False)
+            if asking.given_up:
+                await asyncio.gather(*(self.free(ref, timeout=timeout) for ref in asking.given_up))
+            if asking.owned:
+                return await self._reserve(asking, _left(deadline))
+            return Reserved(await self._lease(asking, _left(deadline)), leased=True)
         except grpc.aio.AioRpcError as error:
             failed = to_error(error)
         except KvscoutError as error:
             failed = error
-        if line.waited and is_member_fault(failed):
-            line.waited = False
+        if asking.waited and is_member_fault(failed):
+            asking.waited = False
             raise LeftInLine(str(failed)) from failed
         raise failed
 
@@ -185,7 +199,7 @@ class SchedulerLink(_Stub):
         answer: scheduler_pb2.FreeResponse = await self._ask("free", ref, timeout, self.Free)
         return answer
 
-    async def _ask(self, kind: str, message: Message, timeout: float, unary: Callable[..., Any]) -> Any:
+    async def _ask(self, kind: str, message: Message | bytes, timeout: float, unary: Callable[..., Any]) -> Any:
         """The answer to an operation over the stream; to the unary rpc if there is none, or it ends."""
         deadline = time.monotonic() + timeout
         stream = self.stream
@@ -195,29 +209,27 @@ class SchedulerLink(_Stub):
                 return getattr(_checked(result, stream), kind)
         return await unary(message, timeout=_left(deadline))
 
-    async def _reserve(self, request: scheduler_pb2.SelectRequest, line: Line, timeout: float) -> Reserved:
+    async def _reserve(self, asking: Asking, timeout: float) -> Reserved:
         deadline = time.monotonic() + timeout
         stream = self.stream
         if stream is not None:
-            result = await self._reserve_over(stream, request, line, timeout)
+            result = await self._reserve_over(stream, asking, timeout)
             if result is not None:
                 return Reserved(_checked(result, stream).select, leased=False)
-            if line.waited:
+            if asking.waited:
                 raise Unavailable("the stream ended while the request waited in line")
-        return Reserved(await self._lease(request, line, _left(deadline)), leased=True)
+        return Reserved(await self._lease(asking, _left(deadline)), leased=True)
 
-    async def _lease(
-        self, request: scheduler_pb2.SelectRequest, line: Line, timeout: float
-    ) -> scheduler_pb2.SelectResponse:
+    async def _lease(self, asking: Asking, timeout: float) -> scheduler_pb2.SelectResponse:
         """By a unary call. What waits in line keeps its overlaps."""
-        calling: Any = self.SelectAndReserve(request, timeout=_left(line.ends_at))
+        calling: Any = self._select_and_reserve(asking.message(), timeout=_left(asking.ends_at))
         watches: list[asyncio.Task[None]] = []
         stuck = False
 
         async def watch() -> None:
             nonlocal stuck
             while await self._alive(timeout / 2):
-                line.waited = True
+                asking.waited = True
                 await asyncio.sleep(ALIVE_SECONDS)
             stuck = True
             calling.cancel()
@@ -232,7 +244,7 @@ class SchedulerLink(_Stub):
                 raise
             raise DeadlineExceeded(f"no answer within {timeout:.3g} s") from None
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and line.waited and not _left(line.ends_at):
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and asking.waited and not _left(asking.ends_at):
                 raise _waited_too_long() from None
             raise
         finally:
@@ -241,9 +253,9 @@ class SchedulerLink(_Stub):
                 task.cancel()
 
     async def _reserve_over(
-        self, stream: LifecycleStream, request: scheduler_pb2.SelectRequest, line: Line, timeout: float
+        self, stream: LifecycleStream, asking: Asking, timeout: float
     ) -> scheduler_pb2.LifecycleResult | None:
-        operation = stream.tell("select_and_reserve", request)
+        operation = stream.tell("select_and_reserve", asking.message())
         try:
             if await operation.within(timeout / 2):
                 return operation.answer.result()
@@ -252,18 +264,18 @@ class SchedulerLink(_Stub):
                 return operation.answer.result()
             if not stream.carried_out(operation):
                 raise DeadlineExceeded("no answer on the stream")
-            line.waited = True
+            asking.waited = True
             pause = max(0.0, REFRESH_SECONDS - timeout)
             next_pause = REFRESH_SECONDS
-            while not await operation.within(min(pause, _left(line.ends_at))):
-                if not _left(line.ends_at):
-                    stream.tell("free", ref_of(request))
+            while not await operation.within(min(pause, _left(asking.ends_at))):
+                if not _left(asking.ends_at):
+                    stream.tell("free", asking.ref)
                     raise _waited_too_long()
-                fresh = await line.refresh()
+                fresh = await asking.refresh()
                 if not operation.answer.done():
                     stream.drop(operation)
-                    operation = stream.tell("select_and_reserve", fresh)
-                    line.sent = fresh
+                    asking.selection = fresh
+                    operation = stream.tell("select_and_reserve", asking.message())
                 pause, next_pause = next_pause, min(2 * next_pause, MAX_REFRESH_SECONDS)
             return operation.answer.result()
         finally:
@@ -308,17 +320,6 @@ def _checked(result: scheduler_pb2.LifecycleResult, stream: LifecycleStream) -> 
     if result.code:
         raise error_of(result, draining=stream.draining)
     return result
-
-
-def ref_of(request: scheduler_pb2.SelectRequest) -> scheduler_pb2.RequestRef:
-    """The name of the booking that a request asks for."""
-    return scheduler_pb2.RequestRef(
-        model=request.model,
-        tenant=request.tenant,
-        role=request.role,
-        request_id=request.request_id,
-        attempt_id=request.attempt_id,
-    )
 
 
 def _waited_too_long() -> WaitedTooLong:

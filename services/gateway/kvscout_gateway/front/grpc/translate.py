@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from kvscout.v1 import gateway_pb2, types_pb2
 from kvscout_common.errors import InvalidArgument, Unimplemented
 from kvscout_common.hashing import MmItem
+from kvscout_common.wire_fields import bytes_of_field
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_to_proto, role_from_proto
 from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.prompt import Prompt
 
 MAX_REQUEST_ID = 256
-TOKEN_BYTES = 4
 FLOAT_DIGITS = range(6, 10)
 """Significant digits that tell every two single-precision numbers apart: six do for some, nine for all."""
 
@@ -34,14 +34,7 @@ def pack_tokens(request: WithTokens, max_prompt_tokens: int) -> bytes:
     """
     count = len(request.token_ids)
     _check_length(count, max_prompt_tokens, "token_ids")
-    alone = type(request)()
-    alone.CopyFrom(request)
-    alone.DiscardUnknownFields()
-    for field, _ in alone.ListFields():
-        if field.name != "token_ids":
-            alone.ClearField(field.name)  # type: ignore[arg-type]
-    serialised = alone.SerializeToString()
-    return serialised[len(serialised) - TOKEN_BYTES * count :]
+    return bytes_of_field(request.SerializeToString(), request.TOKEN_IDS_FIELD_NUMBER)
 
 
 def _check_length(tokens: int, max_prompt_tokens: int, field: str) -> None:
@@ -87,7 +80,7 @@ def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int) -> Wis
             raise InvalidArgument(f"is below the {least} tokens of block_hashes", field="isl_tokens")
         prompt = Prompt(
             isl_tokens=request.isl_tokens or least,
-            given_hashes=tuple(request.block_hashes),
+            given_hashes=bytes_of_field(request.SerializeToString(), request.BLOCK_HASHES_FIELD_NUMBER),
             given_block_size=request.block_size,
         )
     else:
