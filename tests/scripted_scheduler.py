@@ -40,6 +40,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.draining = False
         self._waiting: dict[str, tuple[int, Any]] = {}
         self._contexts: list[Any] = []
+        self._writing = asyncio.Lock()
         self._readers: set[asyncio.Task[Any]] = set()
         self._cut: set[asyncio.Task[Any]] = set()
 
@@ -47,7 +48,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         """Tells every stream that it drains."""
         self.draining = True
         for context in self._contexts:
-            await context.write(scheduler_pb2.LifecycleResponse(draining=True))
+            await self._write(context, scheduler_pb2.LifecycleResponse(draining=True))
 
     def cut(self) -> None:
         """Breaks every stream."""
@@ -60,8 +61,12 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         for request_id, (number, context) in self._waiting.items():
             self.booked[request_id] = "late"
             result = scheduler_pb2.LifecycleResult(id=number, select=_selected("late"))
-            await context.write(scheduler_pb2.LifecycleResponse(results=[result]))
+            await self._write(context, scheduler_pb2.LifecycleResponse(results=[result]))
         self._waiting.clear()
+
+    async def _write(self, context: Any, message: scheduler_pb2.LifecycleResponse) -> None:
+        async with self._writing:  # grpc takes one at a time
+            await context.write(message)
 
     # It writes to its context, which grpc allows and its stubs do not know.
     async def Lifecycle(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
@@ -79,18 +84,18 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             self.booked = {name: worker for name, worker in self.booked.items() if name in listed}
             unknown = [ref for ref in first.hello.in_flight if ref.request_id not in self.booked]
             hello = scheduler_pb2.LifecycleResponse(unknown_in_flight=unknown, draining=self.draining)
-            await context.write(hello)
+            await self._write(context, hello)
             self._contexts.append(context)
             if self.draining and not hello.draining:
                 # The owner has heard of us already, and the test after it.
-                await context.write(scheduler_pb2.LifecycleResponse(draining=True))
+                await self._write(context, scheduler_pb2.LifecycleResponse(draining=True))
             async for message in request_iterator:
                 await self.goes_on.wait()
                 self.messages.append(len(message.operations))
                 response = scheduler_pb2.LifecycleResponse()
                 for operation in reversed(message.operations):  # in no order
                     self._carry_out(operation, response, context)
-                await context.write(response)
+                await self._write(context, response)
         except asyncio.CancelledError:
             if reader not in self._cut:
                 raise
