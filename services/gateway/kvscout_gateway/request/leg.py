@@ -136,7 +136,8 @@ class Leg:
         self.sent()
         self._call = self._means.engines.call(
             to.endpoint,
-            uncached_tokens=placement.uncached_tokens,
+            # What is computed elsewhere is waited for here, or computed here after all.
+            uncached_tokens=self.wish.prompt.isl_tokens if self.wish.prefill_elsewhere else placement.uncached_tokens,
             pulse=self.seen.pulse,
             at_once=request.at_once,
         )

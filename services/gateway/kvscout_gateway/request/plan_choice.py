@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.worker import Role, WorkerSpec
+from kvscout_common.worker import EngineKind, Role, WorkerSpec
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.disaggregated import Disaggregated, Handover
 from kvscout_gateway.request.placement import Wish
 from kvscout_gateway.request.plan import Aggregated, Plan
+from kvscout_gateway.request.sglang_handover import SglangHandover
 from kvscout_gateway.request.vllm_handover import VllmHandover
 
 
@@ -31,7 +32,7 @@ class PlanChoice:
             conditional: See `Disaggregated`.
         """
         self._catalog = catalog
-        self._vllm = VllmHandover(warnings)
+        self._vllm, self._sglang = VllmHandover(warnings), SglangHandover()
         self._aggregated = Aggregated()
         self._disaggregated = Disaggregated(catalog, metrics, self._handover, conditional=conditional)
 
@@ -51,4 +52,4 @@ class PlanChoice:
         return self._disaggregated if Role.DECODE in serving.driven_roles else self._aggregated
 
     def _handover(self, decode: WorkerSpec | None) -> Handover:
-        return self._vllm
+        return self._sglang if decode is not None and decode.engine is EngineKind.SGLANG else self._vllm

@@ -1,0 +1,143 @@
+"""SGLang's handshake: both engines get the client's request at once, and meet in a room of the prefill worker's.
+
+Each engine waits for the other, so that the end of one is soon that of both, and what each of them says of it is not
+who began: a worker that is gone, hangs or talks nonsense is to blame before one that refuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import urlsplit
+
+from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
+from kvscout_gateway.engines.adapter import Changes, ClientRequest
+from kvscout_gateway.engines.failure import EngineFailed, Fault
+from kvscout_gateway.request.disaggregated import PrefillFailed
+from kvscout_gateway.request.leg import Leg, Reply
+from kvscout_gateway.request.placement import Placement, Wish
+
+if TYPE_CHECKING:
+    from kvscout_gateway.request.exchange import Exchange
+
+DEFAULT_BOOTSTRAP_PORT = 8998
+"""SGLang's `--disaggregation-bootstrap-port`."""
+BLAME_SECONDS = 0.25
+"""When one leg fails, the other may have so much longer to fail, too, before it is decided which began."""
+ROOMS = 1 << 63
+_AT_ONCE: Changes = {"stream": False, "stream_options": None}
+"""Prefill's one token is decode's first, too: nobody needs it, and nobody waits for it."""
+
+
+_Job: TypeAlias = Coroutine[Any, Any, None]
+
+
+class _DecodeEnded(Exception):
+    """The decode leg came to an end that is none of the prefill worker's."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class SglangHandover:
+    """See `Handover`.
+
+    Args:
+        draw: A random number below that.
+    """
+
+    def __init__(self, draw: Callable[[int], int] = secrets.randbelow) -> None:
+        self._draw = draw
+
+    async def run(self, exchange: Exchange, prefill: Wish, decode: Leg, request: ClientRequest, reply: Reply) -> None:
+        """See `Handover`."""
+        tries = 0
+        await reply.placed(decode.placement)
+
+        async def both(leg: Leg) -> None:
+            nonlocal tries
+            meeting = self.meeting(leg.placement)
+            # An engine refuses an id of which it has not heard the end.
+            again: Changes = {"rid": f"{exchange.request_id}-{tries}"} if tries else {}
+            tries += 1
+
+            async def compute() -> None:
+                document = await leg.read(await leg.send(request, {**meeting, **_AT_ONCE}))
+                leg.prefilled(document, request)
+                leg.free()
+
+            async def generate() -> None:
+                await decode.relay(await decode.send(request, {**meeting, **again}), request, reply)
+
+            await _run_both(compute(), generate(), decode)
+
+        try:
+            await exchange.attempt(prefill, both)
+        except _DecodeEnded as ended:
+            raise ended.error from ended.error.__cause__
+        except InvalidArgument:
+            raise
+        except KvscoutError as error:
+            raise PrefillFailed(error) from error
+
+    def meeting(self, placement: Placement) -> Changes:
+        """Where the legs meet: a room whose number says which rank of the prefill worker it is on.
+
+        Raises:
+            FailedPrecondition: Nobody knows where the prefill worker can be met.
+        """
+        spec = placement.spec
+        host = (spec.bootstrap_host if spec is not None else "") or urlsplit(placement.endpoint).hostname
+        if spec is None or not host:
+            raise FailedPrecondition(f"worker {placement.worker.worker_id!r} has no bootstrap host")
+        room = self._draw(ROOMS // spec.dp_size) * spec.dp_size + placement.worker.dp_rank - spec.dp_start_rank
+        return {
+            "bootstrap_host": host,
+            "bootstrap_port": spec.bootstrap_port or DEFAULT_BOOTSTRAP_PORT,
+            "bootstrap_room": room,
+        }
+
+
+async def _run_both(compute: _Job, generate: _Job, decode: Leg) -> None:
+    """Raises EngineFailed for the prefill leg's failures, `_DecodeEnded` for everything that ends the decode leg."""
+    computing = asyncio.create_task(compute, name="prefill-leg")
+    generating = asyncio.create_task(generate, name="decode-leg")
+    legs = (computing, generating)
+    try:
+        await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
+        if not computing.done() and _error_of(generating) is not None:
+            await asyncio.wait(legs, timeout=BLAME_SECONDS)
+        elif not generating.done():
+            if _error_of(computing) is not None and not decode.passed:
+                await asyncio.wait(legs, timeout=BLAME_SECONDS)
+            if _error_of(computing) is None or decode.passed:
+                await asyncio.wait((generating,))  # the prompt is across: its engine matters no more
+    finally:
+        for leg in legs:
+            leg.cancel()
+        # Cancelled legs close their connections, by which the engines know; that has to happen before another try.
+        await asyncio.gather(*legs, return_exceptions=True)
+    computed, generated = _error_of(computing), _error_of(generating)
+    if generating.cancelled() and computed is not None:
+        raise computed  # decode waits still
+    if generated is None:
+        return
+    if not decode.passed and _began(computed, generated):
+        assert computed is not None
+        raise computed
+    raise _DecodeEnded(generated)
+
+
+def _began(computed: BaseException | None, generated: BaseException) -> bool:
+    """Whether the prefill leg's failure is the cause of the other."""
+    if not isinstance(generated, EngineFailed) or not isinstance(computed, EngineFailed):
+        return False
+    return computed.fault is Fault.WORKER or generated.fault is not Fault.WORKER
+
+
+def _error_of(task: asyncio.Task[None]) -> BaseException | None:
+    """How a task that is done failed; one that was cancelled did not."""
+    return None if task.cancelled() else task.exception()

@@ -1,0 +1,42 @@
+"""Where SGLang's legs meet."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvscout_common.errors import FailedPrecondition
+from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
+from kvscout_gateway.request.placement import Placement
+from kvscout_gateway.request.sglang_handover import SglangHandover
+
+
+def placed(rank: int, **fields: object) -> Placement:
+    known = {"worker_id": "p", "model": "m", "block_size": 16, "role": Role.PREFILL, "engine": EngineKind.SGLANG}
+    spec = WorkerSpec(**known | fields)  # type: ignore[arg-type]
+    return Placement(WorkerRank("p", rank), "http://10.0.0.7:30000", spec, "m", 1, 16)
+
+
+@pytest.mark.parametrize(("dp_size", "start"), [(1, 0), (3, 0), (8, 8)])
+def test_the_number_of_a_room_says_the_rank_that_was_chosen(dp_size: int, start: int) -> None:
+    draw = random.Random(7)
+    handover = SglangHandover(draw.randrange)
+    for rank in range(dp_size):
+        where = handover.meeting(placed(start + rank, dp_size=dp_size, dp_start_rank=start))
+        assert where["bootstrap_room"] % dp_size == rank
+        assert 0 <= where["bootstrap_room"] < 2**63
+    assert len({handover.meeting(placed(start))["bootstrap_room"] for _ in range(50)}) == 50
+
+
+def test_a_worker_is_met_at_its_bootstrap_server_or_where_it_serves() -> None:
+    handover = SglangHandover()
+    told = handover.meeting(placed(0, bootstrap_host="10.1.1.1", bootstrap_port=9000))
+    assert (told["bootstrap_host"], told["bootstrap_port"]) == ("10.1.1.1", 9000)
+    untold = handover.meeting(placed(0))
+    assert (untold["bootstrap_host"], untold["bootstrap_port"]) == ("10.0.0.7", 8998)
+
+
+def test_a_worker_of_which_nothing_is_known_cannot_be_met() -> None:
+    with pytest.raises(FailedPrecondition, match="bootstrap"):
+        SglangHandover().meeting(Placement(WorkerRank("p", 0), "http://10.0.0.7:1", None, "m", 1, 16))
