@@ -59,7 +59,7 @@ class SidePort:
     """0 = any free one."""
     services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]]
     """As those of the app; there is no reflection here."""
-    pem: Pem | None
+    make_pem: Callable[[], Pem] | None
     """What it proves itself with where the service has no certificate of its own; None = plaintext, in any case."""
     needs_token: bool = True
     """Where the service has tokens; else whoever reaches it may call."""
@@ -232,7 +232,8 @@ async def _start_side(
     guard: Guard,
 ) -> _Listening:
     server, probe = _server(config, side.services, guard)
-    port = await _bind(server, config, side.port, (certificates or side.pem) if side.pem is not None else None)
+    secured = None if side.make_pem is None else certificates or side.make_pem()
+    port = await _bind(server, config, side.port, secured)
     started = await _started(server, probe, port, ("", *(name for name, _ in side.services), *side.ready_names))
     await started.set_health(side.alive_names, serving=True)
     return started

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import grpc
 
 from kvscout_common.handlers import Handler
+from kvscout_common.transport.answering import Answer
 from kvscout_common.transport.native_core import HALF_CLOSED, MESSAGE, RESET, WRITABLE, Metadata, NativeCore
 from kvscout_common.transport.waiting import Inbox, Notice
 
@@ -37,6 +38,8 @@ class NativeContext:
         self._inbox = Inbox(core.loop)
         self.room = Notice(core.loop)
         """There is some again for what is to be sent, after the extension said that there is none."""
+        self._answer: Answer | None = None
+        """Asked first about a message that comes, while the handler waits for one."""
         self._trailers: list[tuple[str, str | bytes]] = []
         self._code: grpc.StatusCode | None = None
         self._details = ""
@@ -74,7 +77,8 @@ class NativeContext:
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
         """See `native_core.Sink`."""
         if kind == MESSAGE:
-            self._inbox.put(event[2])
+            if self._answer is None or not self._answered(self._answer(event[2]), event[2]):
+                self._inbox.put(event[2])
         elif kind == HALF_CLOSED:
             self._inbox.end()
         elif kind == WRITABLE:
@@ -153,6 +157,24 @@ class NativeContext:
         self._core.rpc.consumed(self._number, len(message))
         self._core.flush()
         return message
+
+    async def read_unanswered(self, answer: Answer) -> Any:
+        """See `answering.read_unanswered`."""
+        self._answer = None if len(self._inbox) else answer
+        try:
+            return await self.read()
+        finally:
+            self._answer = None
+
+    def _answered(self, answer: bytes | None, message: bytes) -> bool:
+        if answer is None:
+            self._answer = None  # what comes next stays behind it
+            return False
+        self._core.rpc.consumed(self._number, len(message))
+        if not self._core.rpc.send(self._number, answer):
+            self._answer = None  # the handler waits for room, behind its own answer to the next one
+        self._core.flush()
+        return True
 
     async def abort(
         self,

@@ -11,6 +11,7 @@ from kvscout_common.errors import ConfigError
 from kvscout_common.nats_link import NatsConfig
 from kvscout_common.shards import Shard
 from kvscout_gateway.engines.patience import Patience
+from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class GatewayConfig:
     """Requests that Generate runs at once; more are refused."""
     lease_seconds: int = 300
     """Lease of the gateway's own bookings where it has no stream to the scheduler; renewed while a request runs."""
+    endpoint_picker: EndpointPickerConfig | None = None
+    """None = off."""
 
 
 def addresses(flag: str, given: Sequence[str]) -> tuple[str, ...]:

@@ -148,6 +148,8 @@ class Gateway:
             max_in_flight=config.max_in_flight,
             lease_seconds=config.lease_seconds,
         )
+        self.on_drain: list[Callable[[], object]] = []
+        """Called when nothing new is taken any more, by whom something would wait for longer than it has to."""
         metrics.register(ObservationCollector(self.observations, lambda: self.exchanges.in_flight))
         metrics.register(ReportCollector(self.reporter))
         metrics.register(StreamCollector(self.schedulers))
@@ -186,6 +188,8 @@ class Gateway:
     async def drain(self) -> None:
         """Refuses new requests; waits until none is in flight and every Free is delivered."""
         self.exchanges.draining = True
+        for let_go in self.on_drain:
+            let_go()
         await self.exchanges.idle.wait()
         await self.bookings.settle()
 

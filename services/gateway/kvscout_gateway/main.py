@@ -14,6 +14,7 @@ from kvscout_common.nats_link import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards
 from kvscout_gateway.engines.patience import Patience
+from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig, endpoint_picker_flags
 
 
 @click.command(cls=SectionedCommand)
@@ -140,6 +141,7 @@ from kvscout_gateway.engines.patience import Patience
     section=BEHAVIOUR,
     help="Lease of bookings made without a stream.",
 )
+@endpoint_picker_flags()
 @client_flags()
 @nats_flags()
 @server_flags("gateway", port=7050, metrics_port=9093)
@@ -172,6 +174,7 @@ def main(**values: Any) -> None:
             client_write_seconds=values["client_write_seconds"],
             max_in_flight=values["max_in_flight"],
             lease_seconds=values["lease_seconds"],
+            endpoint_picker=EndpointPickerConfig.from_flags(values),
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
@@ -187,6 +190,11 @@ async def build(config: GatewayConfig) -> App:
 
     metrics = CollectorRegistry()
     gateway = Gateway(config, metrics)
+    side_ports = []
+    if config.endpoint_picker is not None:
+        from kvscout_gateway.front.endpoint_picker.front import endpoint_picker
+
+        side_ports.append(endpoint_picker(config.endpoint_picker, gateway, metrics))
     return App(
         name="gateway",
         services=[(SERVICE, GatewayServicer(gateway).add_to)],
@@ -195,6 +203,7 @@ async def build(config: GatewayConfig) -> App:
         drain=gateway.drain,
         close=gateway.close,
         metrics=metrics,
+        side_ports=side_ports,
     )
 
 

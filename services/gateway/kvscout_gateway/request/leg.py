@@ -191,6 +191,10 @@ class Leg:
         self._means.health.ran(self.key)
         self._on_output()
         self._means.metrics.ttft.observe(self._means.clock() - self._started)
+        self.prefill_over()
+
+    def prefill_over(self) -> None:
+        """Its prompt is computed, as far as anybody knows."""
         if self.placement.booking is not None:
             self._means.bookings.mark_prefill_complete(self.placement.booking)
 

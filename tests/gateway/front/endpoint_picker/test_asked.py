@@ -8,20 +8,23 @@ from array import array
 import pytest
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_gateway.front.endpoint_picker.asked import Asked, asked_of
+from kvscout_gateway.front.endpoint_picker.asked import asked_of
 
 JSON = {"content-type": "application/json"}
 
 
 def test_token_ids_are_taken_as_they_are() -> None:
-    asked = asked_of(JSON, b'{"model": "m", "prompt": [1, 2, 70000], "max_tokens": 8}', ("10.0.0.1:80",))
-    assert asked == Asked("m", array("I", [1, 2, 70000]).tobytes(), 3, 8, ("10.0.0.1:80",))
+    body = b'{"model": "m", "prompt": [1, 2, 70000], "max_tokens": 8}'
+    asked = asked_of({**JSON, ":path": "/v1/completions?a=b"}, body, ("10.0.0.1:80",))
+    assert asked[:2] == ("m", "/v1/completions")
+    assert asked[3:] == (len(body), ("10.0.0.1:80",))
+    assert (asked.token_ids, asked.max_tokens) == (array("I", [1, 2, 70000]).tobytes(), 8)
 
 
 def test_one_prompt_in_a_list_is_that_prompt_and_of_several_the_length_is_estimated() -> None:
     assert asked_of(JSON, b'{"model": "m", "prompt": [[1, 2]]}', None).token_ids == array("I", [1, 2]).tobytes()
     several = asked_of(JSON, b'{"model": "m", "prompt": [[1, 2], [3, 4]]}', None)
-    assert (several.token_ids, several.isl_tokens) == (b"", 4)
+    assert (several.token_ids, several.estimated_tokens) == (b"", 4)
 
 
 @pytest.mark.parametrize("body", [
@@ -35,7 +38,7 @@ def test_one_prompt_in_a_list_is_that_prompt_and_of_several_the_length_is_estima
 ])  # fmt: skip
 def test_of_text_the_length_is_estimated_and_no_image_is_counted(body: dict[str, object]) -> None:
     asked = asked_of(JSON, json.dumps({"model": "m", **body}).encode(), None)
-    assert (asked.token_ids, asked.isl_tokens) == (b"", 10)
+    assert (asked.token_ids, asked.estimated_tokens) == (b"", 10)
 
 
 @pytest.mark.parametrize("prompt", ['[1, "a"]', "[-1]", "[4294967296]", "[1.5]", "{}", "null", "[]"])

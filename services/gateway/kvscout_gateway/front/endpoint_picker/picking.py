@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvscout_gateway.front.endpoint_picker.asked import Asked
-from kvscout_gateway.front.endpoint_picker.usage import Usage
 
 
 class Pick(Protocol):
@@ -33,8 +32,13 @@ class Pick(Protocol):
         """The first output came by."""
         ...
 
-    def ended(self, usage: Usage | None) -> None:
-        """The response has ended; whole, as far as the proxy shows it."""
+    def ended(self, account: Mapping[str, Any] | None) -> None:
+        """The response has ended.
+
+        Args:
+            account: What the engine says of tokens (`usage`), which may be nothing; None = the proxy does not show the
+                response, it may have been given up as well.
+        """
         ...
 
     def aborted(self) -> None:

@@ -27,7 +27,9 @@ from kvscout_common.errors import (
     Unauthenticated,
     Unimplemented,
 )
+from kvscout_common.transport.answering import read_unanswered
 from kvscout_gateway.front.endpoint_picker import wire
+from kvscout_gateway.front.endpoint_picker.account import last_account
 from kvscout_gateway.front.endpoint_picker.asked import asked_of
 from kvscout_gateway.front.endpoint_picker.picking import Pick, Picker
 from kvscout_gateway.front.endpoint_picker.stream import (
@@ -42,7 +44,6 @@ from kvscout_gateway.front.endpoint_picker.stream import (
     RequestStream,
     Step,
 )
-from kvscout_gateway.front.endpoint_picker.usage import usage_of
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -90,7 +91,8 @@ class ExternalProcessor:
         self._follow = follow
         self._limits = limits
         self._count = count
-        self._held_bytes = 0
+        self.held_bytes = 0
+        """Of bodies that wait for their picks."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the rpc, under Envoy's own name."""
@@ -106,8 +108,9 @@ class ExternalProcessor:
             InvalidArgument: The proxy sends what is none of the protocol's messages, or not in its order.
         """
         call = _Call(self._follow(), self._limits)
+        echo = call.stream.echo
         try:
-            while not call.is_over and (message := await context.read()) is not grpc.aio.EOF:
+            while not call.is_over and (message := await read_unanswered(context, echo)) is not grpc.aio.EOF:
                 step = await self._taken(call, message)
                 for answer in step.answers:
                     await context.write(answer)
@@ -161,9 +164,9 @@ class ExternalProcessor:
 
     def _hold(self, call: _Call, held_bytes: int) -> bool:
         """Notes what a call holds of its request's body; False if that is too much of all."""
-        self._held_bytes += held_bytes - call.held_bytes
+        self.held_bytes += held_bytes - call.held_bytes
         call.held_bytes = held_bytes
-        return self._held_bytes <= self._limits.held_bytes
+        return self.held_bytes <= self._limits.held_bytes
 
 
 class _Call:
@@ -186,7 +189,7 @@ class _Call:
                 pick.first_output()
             case Ended():
                 self.pick = None
-                pick.ended(usage_of(event.tail))
+                pick.ended(last_account(event.tail))
 
     def leave(self) -> None:
         """The stream is ended from here."""

@@ -202,6 +202,19 @@ class RequestStream:
                 return Step((wire.ANSWER_RESPONSE_TRAILERS,), self._end())
         raise InvalidArgument(f"{kind or 'nothing'} came in phase {self._phase.name.lower()}", field="request")
 
+    def echo(self, message: bytes) -> bytes | None:
+        """The answer to a piece in the middle of a response; None = the message is anything else, for `receive`."""
+        if not self._has_output or self._phase is not _Phase.RESPONDING:
+            return None
+        piece = wire.response_piece(message)
+        if piece is None or piece.last or piece.body_bytes > wire.PIECE_BYTES:
+            return None
+        if piece.body_bytes:
+            self._tail.append(piece.fields)
+        if self._response_mode == pb.BODY_MODE_FULL_DUPLEX_STREAMED:
+            return wire.duplex_response_answer(piece.fields)
+        return wire.ANSWER_RESPONSE_PIECE
+
     def picked(self, headers: Mapping[str, str]) -> Step:
         """Lets the request go where it was picked to go.
 

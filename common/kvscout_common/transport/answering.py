@@ -1,0 +1,34 @@
+"""Answering the messages of a stream as they come, for handlers that have something to think about now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import grpc
+
+Answer: TypeAlias = Callable[[bytes], bytes | None]
+"""Makes an answer of a message, or has none. Waits for nothing and raises nothing."""
+
+
+async def read_unanswered(context: Any, answer: Answer) -> Any:
+    """As `context.read`, but for the messages that there is an answer to: it is sent, and the next one is read.
+
+    On the native transport that takes place as they come: the handler sleeps on.
+
+    Args:
+        context: Of a handler of bytes, whose both sides send many messages.
+        answer: Asked about each message, in order.
+
+    Returns:
+        The first message that has none, or `grpc.aio.EOF`.
+    """
+    native = getattr(context, "read_unanswered", None)
+    if native is not None:
+        return await native(answer)
+    while (message := await context.read()) is not grpc.aio.EOF:
+        reply = answer(message)
+        if reply is None:
+            break
+        await context.write(reply)
+    return message

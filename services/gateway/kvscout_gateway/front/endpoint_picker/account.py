@@ -1,0 +1,32 @@
+"""What an engine says at the end of a response about the tokens it took. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from typing import Any
+
+_USAGE = re.compile(r'(?<!\\)"usage"\s*:\s*(?={)')
+"""Not within a string, where quotes are escaped; and not null, as it is before a stream's last event."""
+MAX_BYTES = 256 * 1024
+"""Of a response's end that are looked at."""
+_DECODER = json.JSONDecoder()
+
+
+def last_account(tail: bytes) -> dict[str, Any]:
+    """The last `usage` in the last bytes of a response, whole or in events; empty if there is none.
+
+    Args:
+        tail: May begin anywhere.
+    """
+    text = tail[-MAX_BYTES:].decode("utf-8", "replace")
+    last = deque(_USAGE.finditer(text), maxlen=1)
+    if not last:
+        return {}
+    try:
+        usage, _ = _DECODER.raw_decode(text, last[0].end())
+    except (ValueError, RecursionError):
+        return {}
+    assert isinstance(usage, dict)
+    return usage

@@ -1,0 +1,298 @@
+"""Picks by the gateway's own routing: each request is an exchange that others send, and this front tells what happens.
+
+What is booked for a request ends with its stream. Where nobody shows its end, it ends when its lease does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, PermissionDenied, Unavailable
+from kvscout_common.identity import ALL_TENANTS, current_identity
+from kvscout_common.transport.http import Dialect
+from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_gateway.catalog import Catalog, Serving, TenantView
+from kvscout_gateway.engines.failure import EngineFailed, fault_of_status
+from kvscout_gateway.engines.usage import usage_of_stream
+from kvscout_gateway.front.endpoint_picker import wire
+from kvscout_gateway.front.endpoint_picker.addresses import address_of, reachable
+from kvscout_gateway.front.endpoint_picker.asked import Asked
+from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig
+from kvscout_gateway.request.exchange import Exchange, Exchanges
+from kvscout_gateway.request.leg import Leg
+from kvscout_gateway.request.placement import Wish
+from kvscout_gateway.request.prompt import Prompt
+from kvscout_gateway.scheduler_client.turns import eligible
+
+log = logging.getLogger("kvscout.gateway")
+
+TOKEN_BYTES = 4
+TOKENS_UNKNOWN = "the prompt is no list of token ids"
+LOOKED_AT = 3
+"""Workers for each fallback that is wanted: some drain, or are left alone."""
+
+
+class PickerMetrics:
+    """What the picker counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.picks = Counter(
+            "kvscout_endpoint_picks", "Requests of proxies, by outcome", ["outcome"], registry=registry
+        )
+        self.elsewhere = Counter(
+            "kvscout_endpoint_picks_served_elsewhere", "Requests that a fallback served", registry=registry
+        )
+        self.left = Gauge(
+            "kvscout_endpoint_picks_left", "Requests that nobody tells the end of, until their lease", registry=registry
+        )
+
+
+class ExchangePicker:
+    """A `Picker`."""
+
+    def __init__(
+        self,
+        exchanges: Exchanges,
+        catalog: Catalog,
+        config: EndpointPickerConfig,
+        metrics: PickerMetrics,
+        *,
+        max_prompt_tokens: int,
+        prefill_tokens_per_second: float,
+        draw: random.Random,
+    ) -> None:
+        """Picks endpoints.
+
+        Args:
+            exchanges: The gateway's.
+            catalog: Its workers.
+            config: Of the front.
+            metrics: Where it counts.
+            max_prompt_tokens: Longer prompts are refused.
+            prefill_tokens_per_second: How fast the slowest engine computes a prompt that nobody shows the output of.
+            draw: Which fallbacks are named is left to chance, so that the load of a lost worker spreads.
+        """
+        self._exchanges = exchanges
+        self._catalog = catalog
+        self._config = config
+        self.metrics = metrics
+        self._max_prompt_tokens = max_prompt_tokens
+        self.prefill_tokens_per_second = prefill_tokens_per_second
+        self._draw = draw
+        self._left: set[ExchangePick] = set()
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long one of those lasts."""
+        return self._config.lease_seconds
+
+    async def pick(self, asked: Asked) -> ExchangePick:
+        """See `Picker`."""
+        tenant = self._tenant()
+        view = self._catalog.tenant(tenant)
+        if not asked.model:
+            return self._any(view, asked)
+        wish = self._wish(asked, tenant, view)
+        with ExitStack() as stack:
+            exchange = stack.enter_context(self._exchanges.begin(wish))
+            leg = await exchange.place()
+            first = address_of(leg.placement.endpoint)
+            if not first:
+                raise FailedPrecondition(
+                    f"worker {leg.placement.worker.worker_id!r} has no HTTP endpoint with an IP address"
+                )
+            headers = {wire.DESTINATION: ",".join((first, *self._fallbacks(exchange.wish, view, first)))}
+            if leg.placement.rank_header is not None:
+                headers[wire.RANK] = str(leg.placement.rank_header)
+            leg.sent()
+            return ExchangePick(self, headers, stack.pop_all(), exchange, leg)
+
+    def worker_at(self, wish: Wish, address: str) -> str:
+        """The id of the worker of a request's model that has an address; "" = there is none."""
+        view = self._catalog.tenant(wish.tenant)
+        specs = view.serving(view.resolve(wish.model, wish.lora_name).model).specs
+        return next((spec.worker_id for spec in specs if address_of(spec.http_endpoint) == address), "")
+
+    def keep(self, pick: ExchangePick) -> None:
+        """Nobody will tell its end."""
+        self._left.add(pick)
+        self.metrics.left.inc()
+        if self._exchanges.draining:
+            pick.over()
+
+    def let_go(self, pick: ExchangePick) -> None:
+        """It is over; of one that somebody tells the end of, nothing was kept."""
+        if pick in self._left:
+            self._left.remove(pick)
+            self.metrics.left.dec()
+
+    def forget(self) -> None:
+        """Ends all that nobody will tell the end of: this gateway is leaving."""
+        for pick in list(self._left):
+            pick.over()
+
+    def _tenant(self) -> str:
+        if self._config.tenant:
+            return self._config.tenant
+        identity = current_identity()
+        if not identity.may_call("Route"):
+            raise PermissionDenied(f"role {identity.role} may not call Route")
+        return DEFAULT_TENANT if identity.tenant == ALL_TENANTS else identity.tenant
+
+    def _wish(self, asked: Asked, tenant: str, view: TenantView) -> Wish:
+        specs = view.serving(view.resolve(asked.model, "").model).specs
+        # A worker that only schedulers know is found out about when it was picked.
+        allowed = reachable(specs, asked.subset)
+        if not allowed and (specs or asked.subset is not None):
+            why = "that the proxy allows" if asked.subset is not None else "with an IP address in its HTTP endpoint"
+            raise Unavailable(f"there is no worker of model {asked.model!r} {why}", retry_after_seconds=1.0)
+        token_ids = asked.token_ids
+        isl_tokens = len(token_ids) // TOKEN_BYTES
+        if isl_tokens > self._max_prompt_tokens:
+            raise InvalidArgument(
+                f"{isl_tokens} tokens, --max-prompt-tokens is {self._max_prompt_tokens}", field="prompt"
+            )
+        return Wish(
+            model=asked.model,
+            tenant=tenant,
+            prompt=Prompt(isl_tokens, token_ids)
+            if token_ids
+            else Prompt(max(1, asked.estimated_tokens), unknown=TOKENS_UNKNOWN),
+            allowed=() if len(allowed) == len(specs) else tuple(spec.worker_id for spec in allowed),
+            expected_output_tokens=asked.max_tokens,
+        )
+
+    def _any(self, view: TenantView, asked: Asked) -> ExchangePick:
+        specs = [spec for spec in reachable(view.specs.values(), asked.subset) if not spec.draining]
+        if not specs:
+            raise Unavailable("there is no worker that the request could go to", retry_after_seconds=1.0)
+        drawn = self._draw.sample(specs, min(len(specs), 1 + self._config.fallbacks))
+        return ExchangePick(self, {wire.DESTINATION: ",".join(address_of(spec.http_endpoint) for spec in drawn)})
+
+    def _fallbacks(self, wish: Wish, view: TenantView, first: str) -> list[str]:
+        """The addresses of some other workers that could take a request: not all are looked at, there may be a
+        thousand."""
+        wanted = self._config.fallbacks
+        target = view.resolve(wish.model, wish.lora_name)
+        specs = view.serving(target.model).specs
+        some = self._draw.sample(specs, min(len(specs), 1 + LOOKED_AT * wanted))
+        fit = eligible(wish, target, Serving(tuple(some)))
+        out = self._exchanges.means.health.left_out(wish.tenant, lambda: specs)
+        others = dict.fromkeys(address_of(spec.http_endpoint) for spec in fit if spec.worker_id not in out)
+        return [address for address in others if address not in ("", first)][:wanted]
+
+
+class ExchangePick:
+    """A `Pick`; what is held for it ends when it does."""
+
+    def __init__(
+        self,
+        picker: ExchangePicker,
+        headers: Mapping[str, str],
+        held: ExitStack | None = None,
+        exchange: Exchange | None = None,
+        leg: Leg | None = None,
+    ) -> None:
+        """A pick.
+
+        Args:
+            picker: Made it.
+            headers: To be set.
+            held: Its exchange, entered; None = nothing is booked.
+            exchange: The same.
+            leg: Where it goes.
+        """
+        self._picker = picker
+        self.headers = headers
+        self._held = held
+        self._exchange = exchange
+        self._leg = leg
+        self._has_output = False
+        self._moving: asyncio.Task[None] | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def answering(self, status: int, served: str) -> None:
+        """See `Pick`."""
+        leg, exchange = self._leg, self._exchange
+        if leg is None or exchange is None:
+            return
+        first = self.headers[wire.DESTINATION].partition(",")[0]
+        if served and served != first:
+            self._picker.metrics.elsewhere.inc()
+            exchange.failed(leg, EngineFailed(f"{first}: the proxy went to {served} in its place"))
+            self._leg = None
+            self._moving = asyncio.get_running_loop().create_task(self._move(exchange, leg, served))
+        elif status >= HTTPStatus.BAD_REQUEST:
+            fault = fault_of_status(status, retry_after=False)
+            exchange.failed(leg, EngineFailed(f"{first} answered {status}", fault=fault))
+
+    def first_output(self) -> None:
+        """See `Pick`."""
+        self._has_output = True
+        if self._leg is not None:
+            self._leg.first_output()
+
+    def ended(self, account: Mapping[str, Any] | None) -> None:
+        """See `Pick`."""
+        try:
+            if self._leg is not None and account is not None and not self._leg.wish.prompt.unknown:
+                self._leg.ended(usage_of_stream(Dialect.OPENAI, account))
+        finally:
+            self.over()
+
+    def aborted(self) -> None:
+        """See `Pick`."""
+        self.over(asyncio.CancelledError())
+
+    def left(self) -> None:
+        """See `Pick`."""
+        if self._held is None:
+            return
+        loop, leg = asyncio.get_running_loop(), self._leg
+        self._timers.append(loop.call_later(self._picker.lease_seconds, self.over))
+        if leg is not None and leg.placement.booking is not None:
+            prefill_seconds = leg.placement.uncached_tokens / self._picker.prefill_tokens_per_second
+            self._timers.append(loop.call_later(prefill_seconds, leg.prefill_over))
+        self._picker.keep(self)
+
+    def over(self, error: BaseException | None = None) -> None:
+        """Lets go of what is held; again, nothing."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        for timer in self._timers:
+            timer.cancel()
+        self._picker.let_go(self)
+        kind = type(error) if error is not None else None
+        if self._moving is None or self._moving.done():
+            held.__exit__(kind, error, None)
+            return
+        # What is being booked meanwhile is freed as well.
+        self._moving.add_done_callback(lambda _: held.__exit__(kind, error, None))
+        self._moving.cancel()
+
+    async def _move(self, exchange: Exchange, leg: Leg, served: str) -> None:
+        """Books the request where it runs, instead of where it was meant to."""
+        leg.free()
+        await leg.freed()
+        worker_id = self._picker.worker_at(exchange.wish, served)
+        if not worker_id:
+            return
+        try:
+            moved = await exchange.place(replace(exchange.wish, pinned=worker_id, allowed=()))
+        except KvscoutError as error:
+            log.debug("%s runs at %s, unbooked: %s", exchange.request_id, served, error)
+            return
+        moved.sent()
+        self._leg = moved
+        if self._has_output:
+            moved.first_output()

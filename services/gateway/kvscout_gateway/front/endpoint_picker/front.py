@@ -1,0 +1,55 @@
+"""The endpoint picker, put together: its port, its rpc, and who picks."""
+
+from __future__ import annotations
+
+import datetime
+import random
+
+from prometheus_client import CollectorRegistry
+
+from kvscout_common.serving import SidePort
+from kvscout_gateway.front.endpoint_picker import wire
+from kvscout_gateway.front.endpoint_picker.certificate import self_signed
+from kvscout_gateway.front.endpoint_picker.config import HELD_BODIES, EndpointPickerConfig
+from kvscout_gateway.front.endpoint_picker.exchange_picker import ExchangePicker, PickerMetrics
+from kvscout_gateway.front.endpoint_picker.process import ExternalProcessor, Limits
+from kvscout_gateway.gateway import Gateway
+
+LIVENESS, READINESS = "liveness", "readiness"
+"""What health is asked for, by the protocol, beside the service's name."""
+
+
+def endpoint_picker(config: EndpointPickerConfig, gateway: Gateway, metrics: CollectorRegistry) -> SidePort:
+    """The port that proxies call.
+
+    Args:
+        config: What it was told.
+        gateway: Places the requests.
+        metrics: Where it counts.
+    """
+    counts = PickerMetrics(metrics)
+    picker = ExchangePicker(
+        gateway.exchanges,
+        gateway.catalog,
+        config,
+        counts,
+        max_prompt_tokens=gateway.config.max_prompt_tokens,
+        prefill_tokens_per_second=gateway.config.patience.prefill_tokens_per_second,
+        draw=random.Random(),
+    )
+    gateway.on_drain.append(picker.forget)
+    processor = ExternalProcessor(
+        picker,
+        config.follow(),
+        Limits(config.pick_seconds, config.body_bytes, HELD_BODIES * config.body_bytes),
+        lambda outcome: counts.picks.labels(outcome).inc(),
+    )
+    return SidePort(
+        name="endpoint_picker",
+        port=config.port,
+        services=[(wire.SERVICE, processor.add_to)],
+        make_pem=None if config.plaintext else lambda: self_signed(datetime.datetime.now(datetime.UTC)),
+        needs_token=not config.tenant,
+        alive_names=(LIVENESS,),
+        ready_names=(READINESS,),
+    )

@@ -1,0 +1,482 @@
+"""A real Envoy asks the endpoint picker: with the configuration that is shipped, and as other gateways configure it.
+
+Whatever happens to a request, nothing stays booked for it.
+"""
+
+import asyncio
+import json
+import random
+import signal
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from envoy_process import Change, Envoy, Settings, full_duplex, running_envoy, streamed
+from ext_proc_messages import NONE, parsed, request_headers
+from free_ports import free_ports
+from gateway_stack import MODEL, GatewayClient, Stack, connected, fresh_prompt, mocker_worker, running_stack
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from process_metrics import scrape
+from processes import DEADLINE_SECONDS, Running, eventually, running
+from scripted_engine import ScriptedEngine, answer, begin, hang, scripted_engine, send_tokens
+
+from kvscout.v1 import types_pb2, workers_pb2
+from kvscout_common.channel import call
+from kvscout_gateway.front.endpoint_picker import wire
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MODES: dict[str, Change] = {"shipped": lambda settings: None, "full duplex": full_duplex, "streamed": streamed}
+BY_TURNS = (200, 404, 503)
+"""What is answered to a request that nobody picked for: some engines here have other models, and one is not there."""
+SLOW = ("--model", "slow", "--speedup", "1", "--step-base-ms", "100")
+"""Tokens come slowly enough to do something meanwhile."""
+
+
+class World:
+    """The stack, a scripted engine, a worker that is not there, and an Envoy for each mode."""
+
+    def __init__(self, stack: Stack, scripted: ScriptedEngine, folder: Path) -> None:
+        self.stack = stack
+        self.client: GatewayClient = stack.client
+        self.scripted = scripted
+        self.lost = f"127.0.0.1:{free_ports(1)[0]}"
+        self.engines = [*(address(mocker.url) for mocker in stack.mockers), address(scripted.url), self.lost]
+        self.envoys: dict[str, Envoy] = {}
+        self._folder = folder
+
+    @asynccontextmanager
+    async def envoy(self, change: Change, gateway: Running | None = None) -> AsyncIterator[Envoy]:
+        """One more Envoy."""
+        folder = self._folder / f"{random.randrange(1 << 60):x}"
+        folder.mkdir()
+        port = (gateway or self.stack.gateway).ready["endpoint_picker_port"]
+        async with running_envoy(folder, f"127.0.0.1:{port}", self.engines, change) as envoy:
+            yield envoy
+
+    @asynccontextmanager
+    async def gateway(self, *flags: str) -> AsyncIterator[tuple[Running, GatewayClient]]:
+        """One more gateway, with the workers of models "mock" and "slow"."""
+        stack = self.stack
+        helpers = ("--scheduler", stack.scheduler.address, "--indexer", stack.indexer.address)
+        patience = ("--indexer-timeout-ms", "2000")
+        async with AsyncExitStack() as entered:
+            gateway = await entered.enter_async_context(
+                running("kvscout_gateway.main", *helpers, *patience, "--endpoint-picker-port", "0", *flags)
+            )
+            client = await entered.enter_async_context(connected(gateway, stack.scheduler, stack.indexer))
+            for index, mocker in enumerate(stack.mockers):
+                await client.register(mocker_worker(f"w{index}", mocker, model=MODEL if index < 2 else "slow"))
+            yield gateway, client
+
+    async def until_idle(self) -> None:
+        """Waits until nothing is booked on any worker."""
+        for model in (MODEL, "slow", "scripted"):
+            await self.client.until_idle(model)
+
+
+def address(url: str) -> str:
+    return url.removeprefix("http://")
+
+
+def completion(tokens: int = 64, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": list(fresh_prompt(tokens)), "max_tokens": 4, **fields}
+
+
+async def begin_and_hang(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """An engine that falls silent after its first token."""
+    response = await begin(request)
+    await send_tokens(response, 1)
+    return await hang(request, body)
+
+
+def cached(body: Any) -> int:
+    return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    flags = ("--endpoint-picker-port", "0", "--endpoint-picker-sample-every", "2")
+    async with AsyncExitStack() as entered:
+        stack = await entered.enter_async_context(running_stack(*flags, mockers=((), (), SLOW)))
+        scripted = await entered.enter_async_context(scripted_engine(answer))
+        one = World(stack, scripted, tmp_path_factory.mktemp("envoy"))
+        await one.client.register(mocker_worker("w2", stack.mockers[2], model="slow"))
+        fields: dict[str, Any] = {"engine": workers_pb2.ENGINE_KIND_VLLM, "block_size": 16, "dp_size": 1}
+        for worker_id, url in (("s0", scripted.url), ("ranks", scripted.url)):
+            fields |= {"model": "ranks", "dp_size": 2} if worker_id == "ranks" else {"model": "scripted"}
+            await one.client.register(workers_pb2.Worker(worker_id=worker_id, http_endpoint=url, **fields))
+        for mode, change in MODES.items():
+            one.envoys[mode] = await entered.enter_async_context(one.envoy(change))
+        yield one
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def nothing_stays_booked(world: World) -> AsyncIterator[None]:
+    world.scripted.script = answer
+    yield
+    await world.until_idle()
+
+
+@pytest.fixture(params=MODES)
+def envoy(request: pytest.FixtureRequest, world: World) -> Envoy:
+    return world.envoys[request.param]
+
+
+@pytest.fixture
+def shipped(world: World) -> Envoy:
+    return world.envoys["shipped"]
+
+
+async def test_a_prompt_goes_where_it_is_cached(world: World, envoy: Envoy) -> None:
+    body = completion(256)
+    first = await envoy.post(body)
+    assert (first.status, cached(first.json)) == (200, 0)
+    await world.client.until_indexed(body["prompt"], 16)
+    for _ in range(3):
+        assert cached((await envoy.post(body)).json) == 240
+
+
+async def test_a_stream_comes_whole_and_is_booked_as_long_as_it_runs(world: World, envoy: Envoy) -> None:
+    fields: dict[str, Any] = {"model": "slow", "stream": True, "stream_options": {"include_usage": True}}
+    async with envoy.http.post(envoy.url + "/v1/completions", json=completion(**fields)) as response:
+        assert response.status == 200
+        await world.client.until_active()
+        events = (await response.read()).split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    assert sum(b'"text"' in event for event in events) == 4
+    assert json.loads(events[-3].removeprefix(b"data: "))["usage"]["completion_tokens"] == 4
+
+
+async def test_prefill_is_over_at_the_first_piece_where_the_proxy_shows_it(world: World) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(world.envoys["full duplex"].post(completion(model="slow", stream=True, max_tokens=8)))
+
+        async def prefilled() -> bool:
+            [(requests, prefill_tokens, _)] = await world.client.loads("slow")
+            return requests == 1 and prefill_tokens == 0
+
+        await eventually(prefilled, what="a request that is past its prefill")
+
+
+async def test_a_long_prompt_comes_in_pieces(world: World, envoy: Envoy) -> None:
+    body = json.dumps(completion(4000)).encode()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 1000):
+            yield body[start : start + 1000]
+            await asyncio.sleep(0)
+
+    headers = {"content-type": "application/json"}
+    async with envoy.http.post(envoy.url + "/v1/completions", data=pieces(), headers=headers) as response:
+        assert response.status == 200
+        assert (await response.json())["usage"]["prompt_tokens"] == 4000
+
+
+async def test_a_body_of_megabytes_arrives(world: World, envoy: Envoy) -> None:
+    body = completion(64, model="scripted", user="x" * 1_500_000, max_tokens=1)
+    assert (await envoy.post(body)).status == 200
+    assert world.scripted.requests[-1] == body
+
+
+async def test_a_body_beyond_the_proxy_s_buffer_is_refused_by_it(shipped: Envoy) -> None:
+    assert (await shipped.post(completion(user="x" * (33 << 20)))).status == 413
+
+
+@pytest.mark.parametrize("when", ["before the answer", "in the middle"])
+async def test_a_client_that_goes_away_leaves_nothing_behind(world: World, envoy: Envoy, when: str) -> None:
+    world.scripted.script = hang if when == "before the answer" else begin_and_hang
+    before, aborted = len(world.scripted.requests), world.scripted.aborted
+    request = envoy.http.post(envoy.url + "/v1/completions", json=completion(model="scripted", stream=True))
+    if when == "before the answer":
+        task = asyncio.ensure_future(request)
+
+        async def arrived() -> bool:
+            return len(world.scripted.requests) > before
+
+        await eventually(arrived, what="the request at the engine")
+        await world.client.until_active()
+        task.cancel()
+        await asyncio.wait([task])
+    else:
+        async with request as response:
+            assert await response.content.readany()
+            response.close()
+
+    async def gone() -> bool:
+        return world.scripted.aborted > aborted
+
+    await eventually(gone, what="the engine's request aborted")
+
+
+async def test_an_engine_that_dies_in_the_middle_is_seen_by_the_client(world: World, envoy: Envoy) -> None:
+    seen = asyncio.Event()
+
+    async def dies(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin(request)
+        await send_tokens(response, 1)
+        await seen.wait()
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    world.scripted.script = dies
+    body = completion(model="scripted", stream=True)
+    async with envoy.http.post(envoy.url + "/v1/completions", json=body) as response:
+        assert b'"token_ids": [1]' in await response.content.readany()
+        seen.set()
+        with pytest.raises(aiohttp.ClientError):
+            await response.read()
+
+
+async def test_what_cannot_be_placed_is_answered_in_the_engine_s_place(world: World, envoy: Envoy) -> None:
+    not_json = await envoy.post(b'{"model": ')
+    assert (not_json.status, not_json.json["error"]["param"]) == (400, "body")
+    assert (await envoy.post({"prompt": [1, 2]})).status == 400
+    unknown = await envoy.post(completion(model="nobody-has-it"))
+    assert (unknown.status, unknown.headers["content-type"]) == (404, "application/json")
+    drain = workers_pb2.DrainWorkerRequest(worker_id="s0")
+    await call(world.client.stub.DrainWorker, drain, timeout=DEADLINE_SECONDS)
+    try:
+        answered = await envoy.post(completion(model="scripted"))
+        assert answered.status == 503
+        assert answered.headers["retry-after"] == "1"
+    finally:
+        drain.undo = True
+        await call(world.client.stub.DrainWorker, drain, timeout=DEADLINE_SECONDS)
+    assert (await envoy.post(completion(model="scripted"))).status == 200
+
+
+async def test_where_all_are_busy_the_client_is_told_to_come_again(world: World, envoy: Envoy) -> None:
+    set_threshold = world.client.stub.SetBusyThresholds
+    busy = types_pb2.SetBusyThresholdsRequest(model="scripted", active_prefill_tokens_threshold=1)
+    await call(set_threshold, busy, timeout=DEADLINE_SECONDS)
+    world.scripted.script = hang
+    first = asyncio.ensure_future(envoy.post(completion(model="scripted")))
+    try:
+        await world.client.until_active()
+        second = await envoy.post(completion(model="scripted"))
+        assert second.status == 429
+        assert int(second.headers["retry-after"]) >= 1
+    finally:
+        first.cancel()
+        await asyncio.wait([first])
+        clear = types_pb2.SetBusyThresholdsRequest(model="scripted", clear=["active_prefill_tokens_threshold"])
+        await call(set_threshold, clear, timeout=DEADLINE_SECONDS)
+
+
+async def test_a_request_without_a_body_goes_to_any_worker(envoy: Envoy) -> None:
+    answered = await envoy.get("/v1/models")
+    # One of the engines is scripted, and has no list of models.
+    assert answered.status == 200 or answered.body == b"404: Not Found"
+
+
+async def test_a_client_names_no_destinations(world: World, envoy: Envoy) -> None:
+    forged = dict.fromkeys(wire.OWNED, "10.9.9.9:80")
+    assert (await envoy.post(completion(model="scripted"), headers=forged)).status == 200
+    seen: Mapping[str, str] = world.scripted.headers[-1]
+    assert seen["x-gateway-destination-endpoint"] == address(world.scripted.url)
+    assert not {"x-prefiller-host-port", "x-data-parallel-rank", "x-encoder-hosts-ports"} & {n.lower() for n in seen}
+
+
+async def test_the_rank_is_told_to_an_engine_that_has_several(world: World, envoy: Envoy) -> None:
+    forged = {"x-data-parallel-rank": "7"}
+    assert (await envoy.post(completion(model="ranks"), headers=forged)).status == 200
+    assert world.scripted.headers[-1]["x-data-parallel-rank"] in ("0", "1")
+
+
+async def test_the_next_endpoint_of_a_pick_serves_where_the_first_cannot_be_reached(world: World, envoy: Envoy) -> None:
+    async def elsewhere() -> float:
+        return (await scrape(world.stack.gateway))["kvscout_endpoint_picks_served_elsewhere_total"]
+
+    lost = workers_pb2.Worker(
+        worker_id="lost", model="scripted", http_endpoint=f"http://{world.lost}", engine=workers_pb2.ENGINE_KIND_VLLM,
+        block_size=16,
+    )  # fmt: skip
+    before = await elsewhere()
+    await world.client.register(lost)
+    try:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while await elsewhere() == before:
+                assert (await envoy.post(completion(model="scripted"))).status == 200
+        world.scripted.script = begin_and_hang
+        # What was booked goes along.
+        for _ in range(4):
+            task = asyncio.ensure_future(envoy.post(completion(model="scripted")))
+
+            async def moved() -> bool:
+                return {one.worker.worker_id for one in await world.client.active()} == {"s0"}
+
+            await eventually(moved, what="what is booked to be booked where it runs")
+            task.cancel()
+            await asyncio.wait([task])
+            await world.client.until_idle("scripted")
+    finally:
+        remove = workers_pb2.RemoveWorkerRequest(worker_id="lost")
+        await call(world.client.stub.RemoveWorker, remove, timeout=DEADLINE_SECONDS)
+
+
+async def test_only_the_proxy_s_subset_is_picked_from(world: World) -> None:
+    allowed = world.engines[1]
+
+    def hint(settings: Settings) -> None:
+        settings.manager["http_filters"].insert(0, {
+            "name": "envoy.filters.http.set_metadata",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config",
+                "metadata": [{
+                    "metadata_namespace": wire.SUBSET_NAMESPACE,
+                    "value": {wire.SUBSET: [allowed, "10.9.9.9:80"]},
+                }],
+            },
+        })  # fmt: skip
+
+    async def requests() -> dict[str, int]:
+        return {one.worker.worker_id: one.requests for one in (await world.client.status()).workers}
+
+    async with world.envoy(hint) as envoy:
+        before = await requests()
+        for _ in range(6):
+            assert (await envoy.post(completion())).status == 200
+        after = await requests()
+        assert after["w1"] - before.get("w1", 0) == 6
+        refused = await envoy.post(completion(model="slow"))
+        assert refused.status == 503
+        assert "the proxy allows" in refused.json["error"]["message"]
+
+
+async def test_samples_check_the_predictions(world: World, shipped: Envoy) -> None:
+    async def checked() -> int:
+        return sum(one.checked for one in (await world.client.status()).workers)
+
+    before = await checked()
+    for _ in range(8):
+        assert (await shipped.post(completion())).status == 200
+
+    async def sampled() -> bool:
+        return before + 2 <= await checked() <= before + 6
+
+    await eventually(sampled, what="some of the predictions checked, and not all")
+
+
+async def test_without_its_picker_the_proxy_goes_on_alone(world: World) -> None:
+    async with AsyncExitStack() as entered:
+        gateway, client = await entered.enter_async_context(world.gateway())
+        envoys = {
+            mode: await entered.enter_async_context(world.envoy(change, gateway)) for mode, change in MODES.items()
+        }
+        body = completion(model="slow", stream=True, max_tokens=8)
+        under_way = {mode: asyncio.ensure_future(envoy.post(body)) for mode, envoy in envoys.items()}
+
+        async def all_active() -> bool:
+            return len(await client.active()) == len(MODES)
+
+        await eventually(all_active, what="a request of each proxy")
+        gateway.process.kill()
+        await gateway.process.wait()
+        # What comes before anybody knows, where the picker was to be shown the request only.
+        assert (await envoys["shipped"].post(completion())).status in BY_TURNS
+        assert (await envoys["streamed"].post(completion())).status in BY_TURNS
+        # What runs is not hurt, but where the picker moved its bytes.
+        assert (await under_way["shipped"]).body.endswith(b"data: [DONE]\n\n")
+        await asyncio.wait(under_way.values())
+        assert isinstance(under_way["full duplex"].exception(), aiohttp.ClientError)
+        for envoy in envoys.values():
+            await envoy.until_picker(healthy=False)
+            for _ in range(4):
+                assert (await envoy.post(completion())).status in BY_TURNS
+        await world.until_idle()
+
+
+async def test_a_proxy_may_be_told_to_fail_without_its_picker(world: World) -> None:
+    def closed(settings: Settings) -> None:
+        settings.ext_proc["failure_mode_allow"] = False
+
+    async with world.gateway() as (gateway, _), world.envoy(closed, gateway) as envoy:
+        assert (await envoy.post(completion())).status == 200
+        gateway.process.kill()
+        await gateway.process.wait()
+        assert (await envoy.post(completion())).status == 500
+
+
+async def test_a_picker_that_hangs_is_not_waited_for(world: World) -> None:
+    def impatient(settings: Settings) -> None:
+        settings.ext_proc["message_timeout"] = "0.2s"
+
+    async with world.gateway() as (gateway, _), world.envoy(impatient, gateway) as envoy:
+        gateway.process.send_signal(signal.SIGSTOP)
+        try:
+            for _ in range(3):
+                assert (await envoy.post(completion())).status in BY_TURNS
+            await envoy.until_picker(healthy=False)
+        finally:
+            gateway.process.send_signal(signal.SIGCONT)
+        await envoy.until_picker(healthy=True)
+
+        async def picks() -> bool:
+            # A gateway that has just woken up may be too slow once more.
+            assert (await envoy.post(completion())).status in BY_TURNS
+            return (await scrape(gateway)).get('kvscout_endpoint_picks_total{outcome="picked"}', 0) > 0
+
+        await eventually(picks, what="a picker that picks again")
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_picker_that_leaves_lets_the_lease_end_what_it_booked(world: World, mode: str) -> None:
+    flags = ("--endpoint-picker-watch", "leave", "--endpoint-picker-lease-seconds", "1")
+    async with world.gateway(*flags) as (gateway, client), world.envoy(MODES[mode], gateway) as envoy:
+        answered = await envoy.post(completion(stream=True))
+        assert answered.body.endswith(b"data: [DONE]\n\n")
+        assert await client.active()
+        await client.until_idle()
+
+
+async def test_a_gateway_that_drains_sees_its_requests_to_their_ends(world: World) -> None:
+    async with world.gateway() as (gateway, client), world.envoy(full_duplex, gateway) as envoy:
+        request = asyncio.ensure_future(envoy.post(completion(model="slow", stream=True, max_tokens=8)))
+        await client.until_active()
+        gateway.process.terminate()
+        assert (await request).body.endswith(b"data: [DONE]\n\n")
+        assert await gateway.stop() == 0
+
+
+async def test_health_is_told_by_name(world: World) -> None:
+    async with world.gateway("--endpoint-picker-plaintext") as (gateway, _):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.ready['endpoint_picker_port']}") as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            for name in ("", "liveness", "readiness", wire.SERVICE):
+                status = (await health.Check(health_pb2.HealthCheckRequest(service=name))).status
+                assert status == health_pb2.HealthCheckResponse.SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await health.Check(health_pb2.HealthCheckRequest(service="kvscout.v1.Gateway"))
+            assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_proxy_needs_a_token_unless_all_that_comes_there_is_of_one_tenant(world: World, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    tokens.write_text(
+        'tokens: [{token: proxy, role: client, tenant: default}, {token: eye, role: viewer, tenant: "*"}]'
+    )
+
+    async def first_answer(gateway: Running, metadata: tuple[tuple[str, str], ...] = ()) -> Any:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.ready['endpoint_picker_port']}") as channel:
+            stream: Any = channel.stream_stream(f"/{wire.SERVICE}/Process")(metadata=metadata, timeout=DEADLINE_SECONDS)
+            await stream.write(request_headers(NONE, headers={"x-gateway-model-name": "nobody-has-it"}))
+            return parsed([await stream.read()])[0].immediate_response.status.code
+
+    port = ("--endpoint-picker-port", "0", "--endpoint-picker-plaintext", "--auth-tokens", str(tokens))
+    helpers = ("--scheduler", world.stack.scheduler.address, "--no-indexer")
+    async with running("kvscout_gateway.main", *helpers, *port) as gateway:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await first_answer(gateway)
+        assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await first_answer(gateway, (("authorization", "Bearer eye"),)) == 403
+        assert await first_answer(gateway, (("authorization", "Bearer proxy"),)) == 404
+    async with running("kvscout_gateway.main", *helpers, *port, "--endpoint-picker-tenant", "default") as gateway:
+        assert await first_answer(gateway) == 404
