@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 DEADLINE_SECONDS = 20.0
+HTTP_SERVICES = frozenset({"kvscout_gateway.main"})
+"""Those that serve HTTP as well, whether a test wants it or not."""
 START_SECONDS = 90.0
 """Longest wait for a process to be ready: cold files on a busy machine take most of it."""
 
@@ -56,8 +58,9 @@ async def start(
         environment: Replaces the environment if given.
         stderr: Where its log goes; None = where ours does.
     """
+    ports = ["--port", "0", "--metrics-port", "0", *(["--http-port", "0"] if module in HTTP_SERVICES else [])]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-X", "faulthandler", "-m", module, "--port", "0", "--metrics-port", "0", *flags,
+        sys.executable, "-X", "faulthandler", "-m", module, *ports, *flags,
         stdout=asyncio.subprocess.PIPE, stderr=stderr, env=environment,
     )  # fmt: skip
     assert process.stdout is not None

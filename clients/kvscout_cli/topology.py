@@ -26,7 +26,7 @@ CONNECTED_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where the services of a stack listen; 0 = any free port, -1 for metrics = none."""
+    """Where the services of a stack listen; 0 = any free port, -1 for metrics and HTTP = none."""
 
     gateway: int = 0
     indexer: int = 0
@@ -41,9 +41,10 @@ class Ports:
     bridge: int = 0
     bridge_metrics: int = -1
     nats: int = 0
+    gateway_http: int = -1
 
 
-DEFAULT_PORTS = Ports(7050, 7051, 7052, 9093, 9091, 9092, 8100, 5557, 5657, 7053, 9094, 4222)
+DEFAULT_PORTS = Ports(7050, 7051, 7052, 9093, 9091, 9092, 8100, 5557, 5657, 7053, 9094, 4222, 8000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
         flags = (*nats, *named, "--transport", str(topology.transport), *topology.bridge_flags)
         await stack.start(_service("bridge", ports.bridge, ports.bridge_metrics, flags))
     flags = (
-        *("--indexer", _address(indexer), "--scheduler", _address(scheduler)),
+        *("--indexer", _address(indexer), "--scheduler", _address(scheduler), "--http-port", str(ports.gateway_http)),
         *(nats or named),
         *topology.gateway_flags,
     )

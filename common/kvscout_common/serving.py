@@ -40,6 +40,7 @@ from kvscout_common.stopping import Signals, stop_serving
 from kvscout_common.telemetry import configure_logging
 from kvscout_common.tls import Pem, ServerCertificates
 from kvscout_common.transport import Transport, choose
+from kvscout_common.transport.http import HttpCall, HttpHandler, HttpLimits, HttpServer, serve_http
 from kvscout_common.variables import warn_of_variables
 
 log = logging.getLogger("kvscout.serving")
@@ -69,6 +70,17 @@ class SidePort:
     """And of these, as of the services, once the app is warm."""
 
 
+@dataclass(frozen=True, slots=True)
+class HttpPort:
+    """An HTTP server beside the service's gRPC one; it has the same address, certificate and tokens."""
+
+    port: int
+    """0 = any free one; the ready line has it as `http_port`."""
+    make: Callable[[TokenTable | None], HttpHandler]
+    """Gives what answers; whom it admits is its own to judge, by the service's tokens (None = there are none)."""
+    limits: HttpLimits = field(default_factory=HttpLimits)
+
+
 @dataclass(slots=True)
 class App:
     """What a service brings: its servicers and what runs beside them."""
@@ -87,6 +99,7 @@ class App:
     """Called last, to close what the service holds."""
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
     side_ports: Sequence[SidePort] = ()
+    http: HttpPort | None = None
     ready: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the ready line."""
 
@@ -157,6 +170,10 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         for side in app.side_ports
     }
     listening = (main, *sides.values())
+    http, further_ports = None, {name: side.port for name, side in sides.items()}
+    if app.http is not None:
+        http = serve_http(_counted(app.http.make(tokens), calls), app.http.limits)
+        further_ports["http"] = await _bind_http(http, config, app.http.port, certificates)
     if app.warm is None:
         await _all_ready(listening)
     metrics_port, stop_metrics = None, None
@@ -174,7 +191,7 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
             background += [group.create_task(file.watch(), name=f"follow {file.what}") for file in files]
             background.append(group.create_task(defect.watch(), name="defects"))
             warming = group.create_task(_warm(app.warm, listening), name="warm") if app.warm is not None else None
-            _announce(app, config, main.port, metrics_port, {name: side.port for name, side in sides.items()})
+            _announce(app, config, main.port, metrics_port, further_ports)
             await signals.stop.wait()
             if warming is not None:
                 # Or it would say of a service that drains that it serves.
@@ -182,9 +199,13 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
             for one in listening:
                 await one.probe.enter_graceful_shutdown()
             leaving = [asyncio.ensure_future(side.server.stop(config.grace_seconds)) for side in sides.values()]
+            if http is not None:
+                leaving.append(asyncio.ensure_future(http.stop(config.grace_seconds)))
             await stop_serving(
                 main.server, calls, app.drain, grace_seconds=config.grace_seconds, at_once=signals.at_once
             )
+            if http is not None:
+                await http.stop(0)
             await asyncio.gather(*(side.server.stop(0) for side in sides.values()), *leaving)
             log.info("%s stopped", app.name)
             for task in background:
@@ -192,6 +213,8 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
     finally:
         for one in listening:
             await one.server.stop(0)
+        if http is not None:
+            await http.stop(0)
         if app.close is not None:
             await app.close()
         if stop_metrics is not None:
@@ -309,6 +332,29 @@ async def _bind(server: Any, config: ServerConfig, port: int, secured: ServerCer
     except (RuntimeError, OSError) as error:
         raise OSError(f"cannot bind {address}: {error}") from error
     return int(bound)
+
+
+def _counted(handler: HttpHandler, calls: RunningCalls) -> HttpHandler:
+    async def handle(call: HttpCall) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        calls.begin(task, "HTTP")
+        try:
+            await handler(call)
+        finally:
+            calls.end(task)
+
+    return handle
+
+
+async def _bind_http(
+    server: HttpServer, config: ServerConfig, port: int, certificates: ServerCertificates | None
+) -> int:
+    await wait_for_port(config.host, port)
+    bound = await server.listen(config.host, port, certificates.current if certificates is not None else None)
+    if certificates is not None:
+        certificates.renewed.append(server.renew)
+    return bound
 
 
 async def _warm(warm: Callable[[], Awaitable[None]], listening: Sequence[_Listening]) -> None:

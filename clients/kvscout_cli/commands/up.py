@@ -25,7 +25,7 @@ from kvscout_common.worker import Transport
 
 _FLAGS = relayed_flags()
 
-_FREE_PORTS = Ports(gateway_metrics=0, indexer_metrics=0, scheduler_metrics=0, bridge_metrics=0)
+_FREE_PORTS = Ports(gateway_metrics=0, indexer_metrics=0, scheduler_metrics=0, bridge_metrics=0, gateway_http=0)
 
 state_dir_flag = flag(
     "--state-dir",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.config import ServerConfig
@@ -46,6 +47,20 @@ class GatewayConfig:
     """Longest wait for a client of Generate that does not read what was generated."""
     max_in_flight: int = 10_000
     """Requests that Generate runs at once; more are refused."""
+    engine_key_file: Path | None = None
+    """The key that engines want to see."""
+    engine_ca: Path | None = None
+    """Whom to trust where engines speak https; None = whom this machine trusts."""
+    http_port: int = -1
+    """Of the OpenAI front; 0 = any free one, -1 = none."""
+    tokenizers: Mapping[str, Path] = field(default_factory=dict)
+    """Folder of each model's tokenizer; "" = of all models that have none of their own."""
+    tokenizer_cache_bytes: int = 64 * 1024 * 1024
+    """Of texts and their tokens, for each tenant and model."""
+    tokenize_timeout_seconds: float = 0.05
+    """Longest wait for an engine that tokenizes a prompt, where there is no tokenizer here; 0 = none is asked."""
+    session_affinity: str = ""
+    """Where the name of a session stands: "user" or "header:NAME"; "" = sessions are nothing here."""
     lease_seconds: int = 300
     """Lease of the gateway's own bookings where it has no stream to the scheduler; renewed while a request runs."""
     endpoint_picker: EndpointPickerConfig | None = None
@@ -88,3 +103,21 @@ def indexer_shards(flag: str, given: Sequence[str]) -> tuple[tuple[str, ...], ..
     if missing:
         raise ConfigError(f"names no address of shard {missing}", field=flag)
     return tuple(replicas)
+
+
+def tokenizer_folders(flag: str, given: Sequence[str]) -> dict[str, Path]:
+    """Folders of tokenizers by model, from `DIR` or `MODEL=DIR` each; "" = of all other models.
+
+    Raises:
+        ConfigError: If one is no folder, or a model is given twice; names the flag.
+    """
+    folders: dict[str, Path] = {}
+    for one in given:
+        # A folder may have the sign in its name, a model that is named has none.
+        model, path = ("", Path(one)) if Path(one).is_dir() else (one.partition("=")[0], Path(one.partition("=")[2]))
+        if not path.is_dir() or path == Path():
+            raise ConfigError(f"{one!r} is neither DIR nor MODEL=DIR", field=flag)
+        if model in folders:
+            raise ConfigError(f"names {f'the model {model!r}' if model else 'no model'} twice", field=flag)
+        folders[model] = path
+    return folders

@@ -6,24 +6,27 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.errors import KvscoutError
+from kvscout_common.followed_file import read_file
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import about, service_info, shown
 from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.tls import MAX_BYTES
 from kvscout_common.transport.http import connect
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.engine_call import Engines
+from kvscout_gateway.engines.engine_key import EngineKey
 from kvscout_gateway.engines.failure import EngineFailed
 from kvscout_gateway.engines.health import WorkerHealth
 from kvscout_gateway.engines.health_checks import HealthChecks
@@ -53,6 +56,7 @@ from kvscout_gateway.scheduler_client.attachment import Attachment
 from kvscout_gateway.scheduler_client.bookings import Bookings
 from kvscout_gateway.scheduler_client.link import SchedulerLink
 from kvscout_gateway.scheduler_client.placing import Placing
+from kvscout_gateway.tokens.sources import Tokens
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -113,7 +117,16 @@ class Gateway:
             ),
             scheduler_timeout_seconds=config.scheduler_timeout_seconds,
         )
-        self.engines = Engines(connect(), config.patience, client_write_seconds=config.client_write_seconds)
+        ca = (
+            read_file(config.engine_ca, flag="engine_ca", max_bytes=MAX_BYTES) if config.engine_ca is not None else None
+        )
+        self.engine_key = EngineKey(config.engine_key_file)
+        self.engines = Engines(
+            connect(ca=ca),
+            config.patience,
+            client_write_seconds=config.client_write_seconds,
+            own_headers=lambda: self.engine_key.headers,
+        )
         self.fanout = Fanout(self.indexers, self.schedulers, timeout_seconds=config.scheduler_timeout_seconds)
         self.observations = Observations(lambda tenant, worker_id: worker_id in self.catalog.tenant(tenant).specs)
         self.health = WorkerHealth()
@@ -150,6 +163,7 @@ class Gateway:
         )
         self.on_drain: list[Callable[[], object]] = []
         """Called when nothing new is taken any more, by whom something would wait for longer than it has to."""
+        self.tokens = Tokens(self, metrics)
         metrics.register(ObservationCollector(self.observations, lambda: self.exchanges.in_flight))
         metrics.register(ReportCollector(self.reporter))
         metrics.register(StreamCollector(self.schedulers))
@@ -180,10 +194,16 @@ class Gateway:
             "renew": self.bookings.renew,
             "attachment": self.attachment.run,
             "scheduler-settings": self._follow_settings,
+            **({"engine-key": self.engine_key.file.watch} if self.engine_key.file is not None else {}),
         }
 
     def _keep(self, member: Any) -> Callable[[], Coroutine[Any, Any, None]]:
         return lambda: self.registration.keep(member)
+
+    def reachable(self, tenant: str, workers: Sequence[WorkerSpec]) -> list[WorkerSpec]:
+        """Those of some workers that can be asked something over HTTP, and should be: none that fail or drain."""
+        out = self.health.left_out(tenant, lambda: workers)
+        return [w for w in workers if w.http_endpoint and not w.draining and w.worker_id not in out]
 
     async def drain(self) -> None:
         """Refuses new requests; waits until none is in flight and every Free is delivered."""
@@ -202,6 +222,7 @@ class Gateway:
                     await asyncio.wait(self._reports)
         except TimeoutError:
             log.warning("stopped with requests that no scheduler was told to free")
+        await self.tokens.close()
         await self.attachment.close()
         await self.engines.close()
         await self.indexers.close()
@@ -215,7 +236,13 @@ class Gateway:
         return service_info(
             self.started,
             draining=self.exchanges.draining,
-            warnings=[*members, *self.indexer_check.warnings(), *self.health.warnings(), *self.backends.warnings()],
+            warnings=[
+                *members,
+                *self.indexer_check.warnings(),
+                *self.health.warnings(),
+                *self.backends.warnings(),
+                *self.tokens.parity.warnings(),
+            ],
         )
 
     def helper_statuses(self) -> list[gateway_pb2.HelperStatus]:

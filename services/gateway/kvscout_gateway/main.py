@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,10 +10,10 @@ import click
 from kvscout_common.channel import ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SectionedCommand, client_flags, flag, server_flags
+from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SERVER, SectionedCommand, client_flags, flag, server_flags
 from kvscout_common.nats_link import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
-from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards
+from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards, tokenizer_folders
 from kvscout_gateway.engines.patience import Patience
 from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig, endpoint_picker_flags
 
@@ -142,6 +143,50 @@ from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig, e
     help="Lease of bookings made without a stream.",
 )
 @endpoint_picker_flags()
+@flag(
+    "--http-port",
+    default=8000,
+    type=click.IntRange(-1, 65535),
+    section=SERVER,
+    help="Port of the OpenAI API; 0 = any free one, -1 = none.",
+)
+@flag(
+    "--tokenizer",
+    multiple=True,
+    help="[MODEL=]DIR with tokenizer.json and tokenizer_config.json, for routing texts by their tokens; repeat for"
+    " further models.",
+)
+@flag(
+    "--tokenizer-cache-mib",
+    default=64,
+    type=click.IntRange(1, 65536),
+    section=PERFORMANCE,
+    help="Texts and tokens kept for each tenant and model, so that a conversation is tokenized once.",
+)
+@flag(
+    "--tokenize-timeout-ms",
+    default=50.0,
+    type=click.FloatRange(min=0),
+    section=PERFORMANCE,
+    help="Longest wait for an engine's /tokenize, for models without --tokenizer; 0 = engines are not asked.",
+)
+@flag(
+    "--session-affinity",
+    default="",
+    help="user or header:NAME: requests that have the same there go to the same worker, as long as it is well.",
+)
+@flag(
+    "--engine-key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    section=SERVER,
+    help="File with the API key of the engines.",
+)
+@flag(
+    "--engine-ca",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    section=SERVER,
+    help="CA of engines that speak https, PEM; without it those that this machine trusts.",
+)
 @client_flags()
 @nats_flags()
 @server_flags("gateway", port=7050, metrics_port=9093)
@@ -175,6 +220,13 @@ def main(**values: Any) -> None:
             max_in_flight=values["max_in_flight"],
             lease_seconds=values["lease_seconds"],
             endpoint_picker=EndpointPickerConfig.from_flags(values),
+            engine_key_file=values["engine_key_file"],
+            engine_ca=values["engine_ca"],
+            http_port=values["http_port"],
+            tokenizers=tokenizer_folders("tokenizer", values["tokenizer"]),
+            tokenizer_cache_bytes=values["tokenizer_cache_mib"] << 20,
+            tokenize_timeout_seconds=values["tokenize_timeout_ms"] / 1000,
+            session_affinity=values["session_affinity"],
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
@@ -186,6 +238,7 @@ async def build(config: GatewayConfig) -> App:
     from prometheus_client import CollectorRegistry
 
     from kvscout_gateway.front.grpc.servicer import SERVICE, GatewayServicer
+    from kvscout_gateway.front.openai.port import OpenAiPort
     from kvscout_gateway.gateway import Gateway
 
     metrics = CollectorRegistry()
@@ -195,6 +248,7 @@ async def build(config: GatewayConfig) -> App:
         from kvscout_gateway.front.endpoint_picker.front import endpoint_picker
 
         side_ports.append(endpoint_picker(config.endpoint_picker, gateway, metrics))
+    openai = OpenAiPort(gateway, metrics)
     return App(
         name="gateway",
         services=[(SERVICE, GatewayServicer(gateway).add_to)],
@@ -204,6 +258,7 @@ async def build(config: GatewayConfig) -> App:
         close=gateway.close,
         metrics=metrics,
         side_ports=side_ports,
+        http=openai.port() if config.http_port >= 0 else None,
     )
 
 

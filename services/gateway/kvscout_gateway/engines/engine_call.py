@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.transport.http import (
@@ -32,17 +33,26 @@ REFUSAL_SECONDS = 2.0
 class Engines:
     """The engines of one gateway, all of them."""
 
-    def __init__(self, client: HttpClient, patience: Patience, *, client_write_seconds: float) -> None:
+    def __init__(
+        self,
+        client: HttpClient,
+        patience: Patience,
+        *,
+        client_write_seconds: float,
+        own_headers: Callable[[], Iterable[tuple[str, str]]] = tuple,
+    ) -> None:
         """Asks them.
 
         Args:
             client: What reaches them.
             patience: How long they may be silent.
             client_write_seconds: Longest wait for a client that takes nothing of an answer.
+            own_headers: What every request carries besides its own, such as the engines' key.
         """
         self.client = client
         self.patience = patience
         self.client_write_seconds = client_write_seconds
+        self.own_headers = own_headers
         self.warnings = RateLimitedLog(log)
 
     def call(self, endpoint: str, *, uncached_tokens: int, pulse: Pulse, at_once: bool = False) -> EngineCall:
@@ -80,6 +90,7 @@ class EngineCall:
         Raises:
             EngineFailed: There is none.
         """
+        request = replace(request, headers=(*request.headers, *self._engines.own_headers()))
         with self._failing():
             async with bounded(self._watch):
                 answer = await self._engines.client.send(

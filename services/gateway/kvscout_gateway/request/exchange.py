@@ -98,14 +98,22 @@ class Exchanges:
         """
         return Exchange(self, wish if wish.request_id else replace(wish, request_id=f"gen-{uuid.uuid4().hex}"))
 
+    def require_open(self) -> None:
+        """Nothing, as long as requests are taken.
+
+        Raises:
+            Draining: They are not any more.
+        """
+        if self.draining:
+            raise Draining("the gateway is draining")
+
     def admit(self) -> None:
         """One more is in flight.
 
         Raises:
             Draining, ResourceExhausted: This gateway takes nothing now.
         """
-        if self.draining:
-            raise Draining("the gateway is draining")
+        self.require_open()
         if self.in_flight >= self._max_in_flight:
             raise ResourceExhausted(f"{self.in_flight} requests are in flight (limit)", retry_after_seconds=1.0)
         self.in_flight += 1

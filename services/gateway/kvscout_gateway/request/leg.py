@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
 from kvscout_common.transport.http import Dialect, HttpAnswer, Sink, SinkStalled, StreamReport
-from kvscout_common.worker import EngineKind
+from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.adapter import UNCHANGED, Address, Changes, ClientRequest, EngineAdapter
 from kvscout_gateway.engines.engine_call import EngineCall, Engines
 from kvscout_gateway.engines.failure import EngineFailed, reported
@@ -52,6 +52,10 @@ class Means:
     health: WorkerHealth
     metrics: GatewayMetrics
     clock: Callable[[], float] = time.perf_counter
+
+    def adapter_of(self, spec: WorkerSpec | None) -> EngineAdapter:
+        """That of a worker's engine; vLLM's for a worker that this gateway does not know yet."""
+        return self.adapters.get(spec.engine if spec is not None else EngineKind.VLLM, self.adapters[EngineKind.VLLM])
 
 
 class Leg:
@@ -112,9 +116,8 @@ class Leg:
 
     @property
     def adapter(self) -> EngineAdapter:
-        """That of its engine; vLLM's for a worker that this gateway does not know yet."""
-        spec, adapters = self.placement.spec, self._means.adapters
-        return adapters.get(spec.engine if spec is not None else EngineKind.VLLM, adapters[EngineKind.VLLM])
+        """That of its engine."""
+        return self._means.adapter_of(self.placement.spec)
 
     def sent(self) -> None:
         """It goes to its engine."""
@@ -220,7 +223,8 @@ class Leg:
         if usage is not None:
             self._check(usage)
         cached = usage.cached_tokens if usage is not None else None
-        if computes_a_block(self.wish.prompt.isl_tokens, cached or 0, self.placement.block_size):
+        isl_tokens = self.wish.prompt.isl_tokens if usage is None else usage.prompt_tokens
+        if computes_a_block(isl_tokens, cached or 0, self.placement.block_size):
             self.seen.eventful.append(self._sent_at)
 
     def free(self) -> None:
@@ -264,14 +268,15 @@ class Leg:
         return document
 
     def _check(self, usage: Usage) -> None:
-        placement, isl_tokens = self.placement, self.wish.prompt.isl_tokens
+        placement, prompt, isl_tokens = self.placement, self.wish.prompt, usage.prompt_tokens
+        # Only what events confirm is checked: a prediction is allowed to fail. Nor is one of other tokens.
+        checked = placement.confirmed_blocks is not None and not prompt.unknown and prompt.isl_tokens == isl_tokens
         self._means.observations.reported(
             *self.key,
             isl_tokens=isl_tokens,
             cached=usage.cached_tokens,
-            # Only what events confirm is checked: a prediction is allowed to fail.
-            predicted=predicted_cached_tokens(placement.confirmed_blocks, isl_tokens, placement.block_size)
-            if placement.confirmed_blocks is not None
+            predicted=predicted_cached_tokens(placement.confirmed_blocks or 0, isl_tokens, placement.block_size)
+            if checked
             else None,
         )
 

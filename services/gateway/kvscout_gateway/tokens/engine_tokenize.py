@@ -121,7 +121,10 @@ class EngineTokenize:
             raise Unavailable("half of a surrogate pair is no text") from error
         try:
             answer = await self._http.send(request, connect_seconds=self._connect_seconds)
-            page = await answer.read(MAX_ANSWER_BYTES)
+            try:
+                page = await answer.read(MAX_ANSWER_BYTES)
+            finally:
+                answer.abort()
         except HttpFailed as error:
             raise Unavailable(f"{engine.endpoint} does not tokenize: {printable(str(error))}") from error
         if answer.status in _REQUESTS_FAULT:

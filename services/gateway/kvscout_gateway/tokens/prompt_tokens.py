@@ -78,8 +78,7 @@ class PromptTokenizer:
         async def here(tokenizer: TextTokenizer) -> bytes:
             return await tokenizer.of_text(prompt, add_special_tokens=special, tenant=tenant)
 
-        body = {"model": request.get("model"), "prompt": prompt, "add_special_tokens": special}
-        return await self._find(request, model, tenant, here, lambda: body, whole=whole)
+        return await self._find(request, model, tenant, here, lambda: completion_body(request), whole=whole)
 
     async def of_chat(self, request: Mapping[str, Any], *, size: int, model: str, tenant: str) -> PromptTokens:
         """The tokens of a chat request; unknown where they cannot be had in time.
@@ -94,7 +93,7 @@ class PromptTokenizer:
         async def here(tokenizer: TextTokenizer) -> bytes:
             return await tokenizer.of_conversation(request, size=size, tenant=tenant)
 
-        return await self._find(request, model, tenant, here, lambda: _chat_body(request))
+        return await self._find(request, model, tenant, here, lambda: chat_body(request))
 
     async def _find(
         self,
@@ -138,7 +137,14 @@ def _given(token_ids: list[Any], *, whole: bool) -> PromptTokens:
         return PromptTokens(b"", Source.NONE, "the prompt is no list of token ids", whole)
 
 
-def _chat_body(request: Mapping[str, Any]) -> dict[str, Any]:
+def completion_body(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What /tokenize is asked for a completion request: the tokens of its first prompt."""
+    prompt, _ = _first(request.get("prompt"))
+    special = request.get("add_special_tokens", True) is not False
+    return {"model": request.get("model"), "prompt": prompt, "add_special_tokens": special}
+
+
+def chat_body(request: Mapping[str, Any]) -> dict[str, Any]:
     """What /tokenize is asked for a chat request.
 
     Raises:

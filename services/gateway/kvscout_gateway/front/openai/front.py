@@ -1,0 +1,155 @@
+"""The HTTP front: which path, for whom; every decision is made below."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from kvscout.v1 import types_pb2
+from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied, Unimplemented
+from kvscout_common.identity import ALL_TENANTS, TokenTable
+from kvscout_common.transport.http import HttpCall, HttpRefused, SinkGone, SinkStalled
+from kvscout_gateway.front.openai.access import Caller, caller_of, header
+from kvscout_gateway.front.openai.body import JsonBody
+from kvscout_gateway.front.openai.generation import CHAT, COMPLETIONS, Generation
+from kvscout_gateway.front.openai.models import Models
+from kvscout_gateway.front.openai.passthrough import Passthrough
+from kvscout_gateway.front.openai.refusals import JSON_HEADERS, refusal_of, shaped
+from kvscout_gateway.front.openai.thresholds import change_of, shown
+
+if TYPE_CHECKING:
+    from kvscout_gateway.gateway import Gateway
+
+MODELS: Final = "/v1/models"
+THRESHOLDS: Final = "/busy_threshold"
+INLINE_BODY_BYTES: Final = 256 * 1024
+"""Longer bodies are parsed in a thread: the event loop has a few milliseconds for one request at most."""
+
+
+class OpenAiFront:
+    """Answers HTTP requests."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        generation: Generation,
+        passthrough: Passthrough,
+        metrics: CollectorRegistry,
+        tokens: TokenTable | None,
+    ) -> None:
+        """Answers requests.
+
+        Args:
+            gateway: What it is the front of.
+            generation: For what is placed.
+            passthrough: For everything else.
+            metrics: Shown at /metrics.
+            tokens: Clients' API keys; None = everybody may do everything.
+        """
+        self._gateway = gateway
+        self._generation = generation
+        self._passthrough = passthrough
+        self._models = Models(gateway)
+        self._metrics = metrics
+        self._tokens = tokens
+
+    async def handle(self, call: HttpCall) -> None:
+        """Answers one request, whatever it is."""
+        try:
+            if call.path in ("/health", "/ready"):
+                await self._health(call)
+                return
+            await self._answer(call, caller_of(call.headers, self._tokens))
+        except SinkGone:
+            pass  # nobody is there to be told
+        except SinkStalled:
+            pass  # its connection is closed
+        except HttpRefused as refused:
+            body = shaped(refused.status, str(refused), "invalid_request_error")
+            await call.respond(refused.status, JSON_HEADERS, body)
+        except Exception as error:
+            await call.respond(*refusal_of(error))
+
+    async def _answer(self, call: HttpCall, caller: Caller) -> None:
+        method, path = call.method, call.path
+        if path in (COMPLETIONS, CHAT):
+            _only(method, "POST")
+            caller.require("Generate")
+            self._gateway.exchanges.require_open()
+            await self._generation.run(call, caller, await _json(call))
+        elif path == MODELS or path.startswith(f"{MODELS}/"):
+            _only(method, "GET")
+            caller.require("ListWorkers")
+            await self._tell_models(call, caller, path.removeprefix(MODELS).strip("/"))
+        elif path == THRESHOLDS:
+            await self._thresholds(call, caller)
+        elif path == "/metrics":
+            _only(method, "GET")
+            await self._tell_metrics(call, caller)
+        else:
+            caller.require("Generate")
+            self._gateway.exchanges.require_open()
+            await self._passthrough.run(call, caller, await call.body())
+
+    async def _health(self, call: HttpCall) -> None:
+        """Health: the process answers. Ready: it takes requests."""
+        draining = self._gateway.exchanges.draining
+        ready = call.path == "/health" or not draining
+        status = "ok" if ready else "draining"
+        await call.respond(200 if ready else 503, JSON_HEADERS, json.dumps({"status": status}).encode())
+
+    async def _tell_models(self, call: HttpCall, caller: Caller, name: str) -> None:
+        cards = await self._models.cards(caller.tenant)
+        if not name:
+            await _tell(call, {"object": "list", "data": cards})
+            return
+        found = next((card for card in cards if card["id"] == name), None)
+        if found is None:
+            raise NotFound(f"the model {name!r} does not exist", field="model")
+        await _tell(call, found)
+
+    async def _thresholds(self, call: HttpCall, caller: Caller) -> None:
+        gateway, seconds = self._gateway, self._gateway.config.scheduler_timeout_seconds
+        if call.method == "GET":
+            caller.require("ListBusyThresholds")
+            everything = types_pb2.ListBusyThresholdsRequest(tenant=caller.tenant)
+            listed, _ = await gateway.schedulers.call(
+                lambda stub: stub.ListBusyThresholds, everything, timeout_seconds=seconds
+            )
+            await _tell(call, {"thresholds": [shown(one) for one in listed.thresholds]})
+            return
+        _only(call.method, "POST")
+        change = change_of(await _json(call), caller.tenant)
+        if isinstance(change, types_pb2.SetBusyThresholdsRequest):
+            caller.require("SetBusyThresholds")
+            await _tell(call, shown(await gateway.fanout.set_busy_thresholds(change)))
+            return
+        caller.require("GetBusyThresholds")
+        read, _ = await gateway.schedulers.call(lambda stub: stub.GetBusyThresholds, change, timeout_seconds=seconds)
+        await _tell(call, shown(read))
+
+    async def _tell_metrics(self, call: HttpCall, caller: Caller) -> None:
+        if caller.identity.tenant != ALL_TENANTS:
+            raise PermissionDenied("metrics are of all tenants, this API key is not")
+        encode, content_type = choose_encoder(header(call.headers, "accept"))
+        await call.respond(200, (("Content-Type", content_type),), encode(self._metrics))
+
+
+def _only(method: str, allowed: str) -> None:
+    if method != allowed:
+        raise Unimplemented(f"only {allowed} is for this path")
+
+
+async def _json(call: HttpCall) -> JsonBody:
+    body = await call.body()
+    if not body:
+        raise InvalidArgument("must not be empty", field="body")
+    return JsonBody(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(JsonBody, body)
+
+
+async def _tell(call: HttpCall, document: Any) -> None:
+    await call.respond(200, JSON_HEADERS, json.dumps(document).encode())

@@ -1,0 +1,258 @@
+"""Completions and chat completions: tokens for routing, a wish, an exchange, the engine's own bytes."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from kvscout_common.errors import InvalidArgument, ResourceExhausted, Unavailable
+from kvscout_common.transport.http import Dialect, Form, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
+from kvscout_gateway.engines.adapter import Address, Changes, EngineAdapter
+from kvscout_gateway.front.openai import proxied
+from kvscout_gateway.front.openai.access import Caller, header
+from kvscout_gateway.front.openai.body import JsonBody
+from kvscout_gateway.front.openai.refusals import event_of, refusal_of
+from kvscout_gateway.front.openai.sessions import Affinity, worker_of
+from kvscout_gateway.request.placement import Placement, Wish
+from kvscout_gateway.request.prompt import Prompt
+from kvscout_gateway.tokens.estimate import estimated_tokens, output_bound
+from kvscout_gateway.tokens.prompt_tokens import PromptTokens, Source, chat_body, completion_body
+
+if TYPE_CHECKING:
+    from kvscout_gateway.gateway import Gateway
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+MAX_READ_BYTES: Final = 64 * 1024
+"""Longer answers are not read for their usage once more."""
+REQUEST_ID_HEADER: Final = "X-Request-Id"
+
+
+class OpenAiRequest:
+    """See `ClientRequest`: the client's own body, for the engine's endpoint of the same name."""
+
+    max_tokens: int | None = None
+    """The engine knows when it is done: it reads the same body."""
+
+    def __init__(self, call: HttpCall, body: JsonBody, *, with_key: bool) -> None:
+        """Takes what a client sent.
+
+        Args:
+            call: The client's.
+            body: Its body.
+            with_key: The client's key is the engine's.
+        """
+        self._target = f"{call.path}?{call.query}" if call.query else call.path
+        self._headers = call.headers
+        self._body = body
+        self._with_key = with_key
+        self._request_id = header(call.headers, REQUEST_ID_HEADER.lower())
+        self.at_once = body.get("stream") is not True
+        options = body.get("stream_options")
+        self._options = options if isinstance(options, dict) else {}
+        asked_for = self._options.get("include_usage") is True
+        self.form = Form.BYTES if self.at_once or asked_for else Form.WITHOUT_USAGE
+
+    def dialect(self, adapter: EngineAdapter) -> Dialect:
+        """See `ClientRequest`: OpenAI's, whatever else the engine speaks."""
+        return Dialect.OPENAI
+
+    async def write(self, adapter: EngineAdapter, to: Address, changes: Changes) -> HttpRequest:
+        """See `ClientRequest`."""
+        if self._request_id:
+            to = to._replace(request_id=self._request_id)
+        own: dict[str, Any] = {}
+        if "model" in self._body.fields:
+            own["model"] = to.model
+        if self.form is Form.WITHOUT_USAGE:
+            own["stream_options"] = {**self._options, "include_usage": True}
+        return HttpRequest(
+            f"{to.endpoint}{self._target}",
+            headers=proxied.to_engine(self._headers, adapter.headers(to), with_key=self._with_key),
+            body=self._body.changed({**own, **changes}),
+        )
+
+
+class Client:
+    """See `Reply`: an HTTP client that waits for an answer."""
+
+    def __init__(self, call: HttpCall, *, at_once: bool) -> None:
+        self._call = call
+        self._at_once = at_once
+        self._answer: HttpAnswer | None = None
+        self._answered = False
+        self.request_id = ""
+        self.placement: Placement | None = None
+        self.usage: dict[str, Any] = {}
+        """What the engine said of tokens."""
+
+    async def placed(self, placement: Placement) -> None:
+        """See `Reply`."""
+        self.placement = placement
+
+    async def begin(self, answer: HttpAnswer) -> Sink:
+        """See `Reply`."""
+        self._answer = answer
+        if self._at_once:
+            return self
+        await self._call.start(answer.status, self._headers(answer))
+        return self._call
+
+    async def write(self, data: bytes) -> None:
+        """See `Sink`: all of an answer that comes at once."""
+        assert self._answer is not None
+        self._answered = True
+        self.usage = _usage_of(data)
+        await self._call.respond(self._answer.status, self._headers(self._answer), data)
+
+    async def end(self) -> None:
+        """The engine has sent everything."""
+        if not self._at_once and self._answer is not None:
+            self.usage = _object(self._answer.report.usage)
+            await self._call.end()
+
+    async def fail(self, error: Exception) -> None:
+        """Tells the client that there will be no (further) answer."""
+        refusal = refusal_of(error, request_id=self.request_id)
+        if self._answered:
+            return
+        report = self._answer.report if self._answer is not None and not self._at_once else None
+        if report is None or not report.passed:
+            await self._call.respond(refusal.status, (*refusal.headers, *self._named()), refusal.body)
+            return
+        if not report.error:  # else the engine's own words have been passed on
+            await self._call.write(event_of(refusal))
+        await self._call.end()
+
+    def _headers(self, answer: HttpAnswer) -> list[tuple[str, str]]:
+        headers = proxied.to_client(answer.headers)
+        return headers if header(headers, REQUEST_ID_HEADER.lower()) else [*headers, *self._named()]
+
+    def _named(self) -> tuple[tuple[str, str], ...]:
+        return ((REQUEST_ID_HEADER, self.request_id),) if self.request_id else ()
+
+
+class Generation:
+    """Runs completions and chat completions."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        affinity: Affinity,
+        *,
+        passes_keys: Callable[[], bool],
+    ) -> None:
+        """Runs requests.
+
+        Args:
+            gateway: Where.
+            affinity: Which session a request belongs to.
+            passes_keys: Whether clients' keys are the engines'.
+        """
+        self._gateway = gateway
+        self._affinity = affinity
+        self._passes_keys = passes_keys
+
+    async def run(self, call: HttpCall, caller: Caller, body: JsonBody) -> None:
+        """Answers one request.
+
+        Raises:
+            InvalidArgument: It names no model.
+            SinkGone: Its client has gone.
+        """
+        model = body.get("model")
+        if not isinstance(model, str) or not model:
+            raise InvalidArgument("must be the name of a model", field="model")
+        tokens = await self._tokens_of(call.path, caller.tenant, model, body)
+        wish = self._wish(caller.tenant, model, body, tokens)
+        request = OpenAiRequest(call, body, with_key=self._passes_keys())
+        client = Client(call, at_once=request.at_once)
+        client.request_id = header(call.headers, REQUEST_ID_HEADER.lower()) or wish.request_id
+        try:
+            await self._run(wish, self._affinity.session(call.headers, body.fields), request, client)
+            await client.end()
+        except SinkGone:
+            raise
+        except Exception as error:
+            await client.fail(error)
+            return
+        if client.placement is not None:
+            told = client.usage.get("prompt_tokens")
+            self._gateway.tokens.comparison.compare(
+                (wish.tenant, model),
+                tokens,
+                client.placement.endpoint,
+                lambda: chat_body(body.fields) if call.path == CHAT else completion_body(body.fields),
+                prompt_tokens=told if isinstance(told, int) else None,
+            )
+
+    async def _run(self, wish: Wish, session: str, request: OpenAiRequest, client: Client) -> None:
+        preferred = self._worker_of(session, wish) if session else ""
+        if preferred:
+            try:
+                with self._gateway.exchanges.begin(replace(wish, allowed=(preferred,))) as exchange:
+                    await exchange.run(request, client)
+                return
+            except (ResourceExhausted, Unavailable):
+                # Both say that the client has nothing of an answer: any other worker may give it one.
+                wish = replace(wish, request_id=_new_id())
+        with self._gateway.exchanges.begin(wish) as exchange:
+            await exchange.run(request, client)
+
+    def _worker_of(self, session: str, wish: Wish) -> str:
+        able = self._gateway.reachable(wish.tenant, self._gateway.routing.candidates(wish))
+        return worker_of(session, (spec.worker_id for spec in able))
+
+    async def _tokens_of(self, path: str, tenant: str, model: str, body: JsonBody) -> PromptTokens:
+        view = self._gateway.catalog.tenant(tenant)
+        target = view.resolve(model, "")
+        if target.model not in view.models:
+            return PromptTokens(b"", Source.NONE, "the model is not known here")
+        prompts = self._gateway.tokens.prompts
+        if path == CHAT:
+            found = await prompts.of_chat(body.fields, size=body.size, model=target.model, tenant=tenant)
+        else:
+            found = await prompts.of_completion(body.fields, model=target.model, tenant=tenant)
+        if found.source is Source.NONE:
+            self._gateway.metrics.degraded("tokenizer")
+        return found
+
+    def _wish(self, tenant: str, model: str, body: JsonBody, tokens: PromptTokens) -> Wish:
+        limit = self._gateway.config.max_prompt_tokens
+        if len(tokens) > limit:
+            raise InvalidArgument(f"{len(tokens)} tokens, --max-prompt-tokens is {limit}", field="prompt")
+        salt = body.get("cache_salt")
+        serving = self._gateway.catalog.tenant(tenant).serving(model)
+        estimate = max(1, min(estimated_tokens(body.fields), limit, serving.longest_prompt or limit))
+        return Wish(
+            model=model,
+            tenant=tenant,
+            prompt=Prompt(
+                isl_tokens=len(tokens) or estimate,
+                token_ids=tokens.token_ids,
+                cache_salt=salt if isinstance(salt, str) else "",
+                unknown="" if len(tokens) else f"tokenizer: {tokens.problem or 'the prompt is empty'}",
+            ),
+            request_id=_new_id(),
+            expected_output_tokens=output_bound(body.fields),
+        )
+
+
+def _new_id() -> str:
+    return f"gen-{uuid.uuid4().hex}"
+
+
+def _usage_of(answer: bytes) -> dict[str, Any]:
+    usage = _object(answer).get("usage") if len(answer) <= MAX_READ_BYTES else None
+    return usage if isinstance(usage, dict) else {}
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}

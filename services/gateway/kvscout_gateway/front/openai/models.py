@@ -1,0 +1,78 @@
+"""/v1/models: the models and adapters of a tenant's workers, each in the words of an engine that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+import uuid
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+from kvscout_common.transport.http import HttpFailed, HttpRequest
+from kvscout_common.worker import WorkerSpec
+from kvscout_gateway.catalog import TenantView
+
+if TYPE_CHECKING:
+    from kvscout_gateway.gateway import Gateway
+
+ASK_SECONDS: Final = 1.0
+KEPT_SECONDS: Final = 30.0
+"""How long an engine's words are repeated."""
+MAX_ASKED: Final = 32
+"""Engines at once; models beyond are told of in our own words."""
+MAX_PAGE_BYTES: Final = 1024 * 1024
+MAX_TENANTS: Final = 256
+
+
+class Models:
+    """Tells which models there are."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._kept: dict[str, tuple[float, TenantView, list[dict[str, Any]]]] = {}
+
+    async def cards(self, tenant: str) -> list[dict[str, Any]]:
+        """One card a model and adapter, base models first."""
+        view, now = self._gateway.catalog.tenant(tenant), time.monotonic()
+        kept = self._kept.get(tenant)
+        if kept is not None and kept[1] is view and now < kept[0]:
+            return kept[2]
+        asked = [random.choice(able) for serving in view.models.values() if (able := _reachable(serving.specs))]
+        told: dict[str, dict[str, Any]] = {}
+        for cards in await asyncio.gather(*(self._ask(spec) for spec in asked[:MAX_ASKED])):
+            told.update((card["id"], card) for card in cards)
+        names: list[tuple[str, str | None]] = [(name, None) for name in sorted(view.models)]
+        names += [(name, base) for name, base in sorted(view.base_of.items()) if name not in view.models]
+        cards = [told.get(name) or _card(name, base) for name, base in names]
+        if len(self._kept) >= MAX_TENANTS:
+            self._kept.clear()
+        self._kept[tenant] = (now + KEPT_SECONDS, view, cards)
+        return cards
+
+    async def _ask(self, spec: WorkerSpec) -> list[dict[str, Any]]:
+        gateway = self._gateway
+        headers = (("X-Request-Id", f"models-{uuid.uuid4().hex}"), *gateway.engine_key.headers)
+        request = HttpRequest(f"{spec.http_endpoint}/v1/models", method="GET", headers=headers)
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                answer = await gateway.engines.client.send(
+                    request, connect_seconds=gateway.config.patience.connect_seconds
+                )
+                try:
+                    page = await answer.read(MAX_PAGE_BYTES)
+                finally:
+                    answer.abort()
+            found = json.loads(page)["data"] if answer.status == 200 else []
+            return [card for card in found if isinstance(card, dict) and isinstance(card.get("id"), str)]
+        except (HttpFailed, TimeoutError, ValueError, TypeError, LookupError, RecursionError):
+            return []  # our own words will do
+
+
+def _reachable(specs: Iterable[WorkerSpec]) -> list[WorkerSpec]:
+    return [spec for spec in specs if spec.http_endpoint]
+
+
+def _card(name: str, base: str | None) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "kvscout", "root": base or name, "parent": base}

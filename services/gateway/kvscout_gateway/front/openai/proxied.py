@@ -1,0 +1,56 @@
+"""What of a client's request goes to an engine beside its body, and of an engine's answer back. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from kvscout_common.transport.http import Headers
+
+_OF_ONE_HOP: Final = frozenset(
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+     "transfer-encoding", "upgrade", "host", "content-length", "expect")
+)  # fmt: skip
+_NOT_FOR_ENGINES: Final = frozenset(
+    ("accept-encoding", "authorization", "cookie", "x-api-key", "x-data-parallel-rank", "x-kvscout-tenant")
+)
+"""What is packed cannot be read on its way; keys and tenants are the gateway's; ranks are the scheduler's choice."""
+_NOT_FOR_CLIENTS: Final = frozenset(("date", "server", "set-cookie"))
+
+
+def to_engine(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool) -> list[tuple[str, str]]:
+    """The headers of a request to an engine.
+
+    Args:
+        client: What the client sent.
+        own: What the gateway sends; goes before what the client sent under the same name.
+        with_key: The client's key is the engine's: the gateway wants none, and has none for engines.
+    """
+    mine = [*own, ("Accept-Encoding", "identity")]
+    taken = {name.lower() for name, _ in mine}
+    named = _connection_options(client)
+    return mine + [
+        (name, value)
+        for name, value in client
+        if (lower := name.lower()) not in taken
+        and lower not in _OF_ONE_HOP
+        and lower not in named
+        and (lower not in _NOT_FOR_ENGINES or (with_key and lower == "authorization"))
+    ]
+
+
+def to_client(engine: Headers) -> list[tuple[str, str]]:
+    """The headers of an engine's answer that are the client's to see."""
+    named = _connection_options(engine)
+    return [
+        (name, value)
+        for name, value in engine
+        if (lower := name.lower()) not in _OF_ONE_HOP and lower not in _NOT_FOR_CLIENTS and lower not in named
+    ]
+
+
+def _connection_options(headers: Headers) -> frozenset[str]:
+    """Names of further headers that are for one hop only."""
+    return frozenset(
+        option.strip().lower() for name, value in headers if name.lower() == "connection" for option in value.split(",")
+    )

@@ -1,0 +1,93 @@
+"""What went wrong, in OpenAI's shape; what an engine said of it is passed on in the engine's own words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from typing import Final, NamedTuple
+
+from kvscout_common.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InternalError,
+    InvalidArgument,
+    KvscoutError,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
+from kvscout_common.plain_text import printable
+from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.transport.http import Headers
+from kvscout_gateway.request.exchange import failure_behind
+
+log = logging.getLogger("kvscout.gateway")
+_defects = RateLimitedLog(log, period_seconds=10.0)
+
+JSON_HEADERS: Final = (("Content-Type", "application/json"),)
+STATUSES: Final[dict[type[KvscoutError], tuple[int, str, str | None]]] = {
+    InvalidArgument: (400, "invalid_request_error", None),
+    Unauthenticated: (401, "authentication_error", "invalid_api_key"),
+    PermissionDenied: (403, "permission_error", None),
+    NotFound: (404, "invalid_request_error", "model_not_found"),
+    AlreadyExists: (409, "invalid_request_error", None),
+    FailedPrecondition: (409, "invalid_request_error", None),
+    ResourceExhausted: (429, "rate_limit_error", "overloaded"),
+    Cancelled: (499, "cancelled", None),
+    KvscoutError: (500, "server_error", None),
+    Unimplemented: (501, "server_error", None),
+    Unavailable: (503, "service_unavailable_error", None),
+    DeadlineExceeded: (504, "timeout_error", None),
+}
+"""Status, OpenAI's type and code of each error; of a class that is not here, its nearest base counts."""
+_OURS_TO_SETTLE: Final = frozenset({401, 403, 407})
+"""What an engine says of our own key concerns no client: it would take it for its own."""
+
+
+class Refusal(NamedTuple):
+    """An answer that says what went wrong."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+def refusal_of(error: Exception, *, request_id: str = "") -> Refusal:
+    """What a client is told of an error; an unexpected one is logged, and told of in general terms."""
+    failed = failure_behind(error)
+    if failed is not None and failed.answer is not None:
+        status, headers, body = failed.answer
+        if status >= 400 and status not in _OURS_TO_SETTLE:
+            kept = [(name, value) for name, value in headers if name.lower() in ("content-type", "retry-after")]
+            return Refusal(status, kept, body)
+    if not isinstance(error, KvscoutError):
+        _defects.warning(type(error).__name__, "request %s failed: %r", request_id, error, error=error)
+        error = InternalError("the gateway has failed; its log says how")
+    status, kind, code = next(STATUSES[base] for base in type(error).__mro__ if base in STATUSES)
+    headers = list(JSON_HEADERS)
+    if error.retry_after_seconds is not None or status in (429, 503):
+        headers.append(("Retry-After", str(max(1, math.ceil(error.retry_after_seconds or 1)))))
+    if status == 401:
+        headers.append(("WWW-Authenticate", "Bearer"))
+    return Refusal(status, headers, shaped(status, str(error), kind, code=code, param=error.field))
+
+
+def shaped(status: int, message: str, kind: str, *, code: str | None = None, param: str | None = None) -> bytes:
+    """OpenAI's error object."""
+    error = {"message": printable(message, 1000), "type": kind, "param": param, "code": code or status}
+    return json.dumps({"error": error}).encode()
+
+
+def event_of(refusal: Refusal) -> bytes:
+    """The same as the last event of a stream; begins with the end of what may have been cut off before it."""
+    try:
+        document = json.loads(refusal.body)
+    except (ValueError, RecursionError):
+        document = {"error": {"message": "the engine failed", "type": "server_error", "param": None, "code": 502}}
+    return b"\n\ndata: " + json.dumps(document).encode() + b"\n\n"

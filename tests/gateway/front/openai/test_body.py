@@ -1,0 +1,100 @@
+"""Bodies are changed in place, and what is no body is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_gateway.front.openai.body import JsonBody
+
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+OBJECTS = st.dictionaries(st.text(), VALUES, max_size=6)
+
+
+def written(fields: dict[str, Any], indent: int | None, ascii_only: bool) -> bytes:
+    return json.dumps(fields, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+
+
+@given(fields=OBJECTS, changes=OBJECTS, indent=st.sampled_from([None, 0, 3]), ascii_only=st.just(True))
+def test_changes_change_what_they_name_and_nothing_else(
+    fields: dict[str, Any], changes: dict[str, Any], indent: int | None, ascii_only: bool
+) -> None:
+    data = written(fields, indent, ascii_only)
+    body = JsonBody(data)
+    assert body.fields == fields
+    assert body.changed({}) == data
+    expected = {name: value for name, value in {**fields, **changes}.items() if changes.get(name, 0) is not None}
+    changed = json.loads(body.changed(changes))
+    assert changed == expected
+    assert list(changed) == list(expected)
+
+
+def test_what_is_not_changed_stays_byte_for_byte() -> None:
+    data = (
+        '{ "a" :1.0e2, "täg":"\\u00e4ä\\/" ,\n"big": 123456789012345678901234567890, "model": "x", "z":{"k":[1 , 2]}}'
+    )
+    body = JsonBody(data.encode())
+    changed = body.changed({"model": "y", "new": {"a": 1}, "absent": None}).decode()
+    for kept in ('"a" :1.0e2', '"täg":"\\u00e4ä\\/"', '"big": 123456789012345678901234567890', '"z":{"k":[1 , 2]}'):
+        assert kept in changed
+    assert json.loads(changed)["model"] == "y"
+    assert body.changed({"model": "x"}) == data.encode()
+
+
+def test_a_field_is_taken_out_by_none() -> None:
+    assert JsonBody(b'{"a": 1, "b": 2}').changed({"a": None}) == b'{"b": 2}'
+    assert JsonBody(b'{"a": 1}').changed({"a": None}) == b"{}"
+    assert JsonBody(b"{}").changed({"a": 1}) == b'{"a":1}'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b" ",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"{",
+        b'{"a"',
+        b'{"a":',
+        b'{"a":1',
+        b'{"a":1,',
+        b'{"a":1,}',
+        b'{"a" 1}',
+        b"{a: 1}",
+        b"{1: 1}",
+        b'{"a": 1} x',
+        b'{"a": 1}{',
+        b'{"a": NaN}',
+        b'{"a": [Infinity]}',
+        b'{"a": 1, "a": 2}',
+        b'{"a": "\xff"}',
+        b'\xef\xbb\xbf{"a": 1}',
+        b'{"a":' + b"[" * 100_000,
+        b'{"a": 1}' + b" " * 5000 + b"x",
+    ],
+)
+def test_what_is_no_object_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidArgument, match="body: "):
+        JsonBody(data)
+
+
+def test_white_space_around_is_no_fault() -> None:
+    assert JsonBody(b" \n{ } \r\n").fields == {}
+    assert JsonBody(b' {\t"a" : 1 } ').fields == {"a": 1}
+
+
+def test_fields_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvscout_gateway.front.openai.body.MAX_FIELDS", 3)
+    with pytest.raises(InvalidArgument, match="3 fields"):
+        JsonBody(json.dumps(dict.fromkeys("abcd")).encode())
