@@ -88,8 +88,8 @@ impl<'a> Reader<'a> {
             self.rest = rest;
             value |= u64::from(byte & 0x7f) << shift;
             if byte < 0x80 {
-                // The tenth byte has room for one bit.
-                return (shift < 63 || byte < 2).then_some(value);
+                // Of the tenth byte one bit has room; other readers drop the rest, too.
+                return Some(value);
             }
         }
         None
@@ -246,6 +246,13 @@ mod tests {
     }
 
     #[test]
+    fn of_a_number_64_bits_are_read() {
+        let long = |last| [&[0x08][..], &[0x80; 9], &[last]].concat();
+        assert_eq!(read(&long(1)), Some(vec![(1, Field::Varint(1 << 63))]));
+        assert_eq!(read(&long(0x7e)), Some(vec![(1, Field::Varint(0))]));
+    }
+
+    #[test]
     fn groups_are_passed_over() {
         let group = [0x0b, 0x08, 1, 0x13, 0x1a, 1, 9, 0x14, 0x15, 1, 2, 3, 4, 0x0c];
         let message = [&[0x08, 1][..], &group, &[0x10, 2], &group].concat();
@@ -259,13 +266,13 @@ mod tests {
     #[test]
     fn what_is_no_message_is_refused() {
         for bytes in [
-            &[0x08][..],                                             // no value
-            &[0x0a, 5, 1],                                           // shorter than it says
-            &[0x0b],                                                 // a group without end
-            &[0x0b, 0x14],                                           // with another's end
-            &[0x0c],                                                 // an end without group
-            &[0x00, 1],                                              // field 0
-            &[0x08, 255, 255, 255, 255, 255, 255, 255, 255, 255, 2], // 65 bits
+            &[0x08][..],                                                  // no value
+            &[0x0a, 5, 1],                                                // shorter than it says
+            &[0x0b],                                                      // a group without end
+            &[0x0b, 0x14],                                                // with another's end
+            &[0x0c],                                                      // an end without group
+            &[0x00, 1],                                                   // field 0
+            &[0x08, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 1], // eleven bytes
             &[0x80],
             &[0x88, 0x80, 0x80, 0x80, 0x80, 0x00, 1], // a tag of six bytes
             &[0x0a, 255, 255, 255, 255, 255, 255, 255, 255, 255, 1],
