@@ -773,11 +773,22 @@ class Http:
         answer: int,
         call: int,
         write_seconds: float,
+        first: bytes | None = None,
         form: str | None = None,
         dialect: str = "openai",
         max_tokens: int | None = None,
     ) -> None:
-        """Has a body passed on to a call whose answer was started, which it does not end. As `tell`."""
+        """Has a body passed on to a call whose answer was started, which it does not end.
+
+        Args:
+            answer: As the others, see `tell`. Raises as that.
+            call: Where to.
+            write_seconds: Longest wait for it.
+            first: Goes out before the first bytes, and with them.
+            form: As of `tell`.
+            dialect: As of `tell`.
+            max_tokens: As of `tell`.
+        """
 
     def pass_to_messages(
         self,
@@ -785,11 +796,12 @@ class Http:
         server: Rpc,
         call: int,
         write_seconds: float,
-        form: str,
+        first: bytes | None = None,
+        form: str | None = None,
         dialect: str = "openai",
         max_tokens: int | None = None,
     ) -> None:
-        """Has a body passed on as messages of a call of a gRPC server, which it does not end. As `tell`."""
+        """Has a body passed on as messages of a call of a gRPC server, as `pass_to_call`; its form is that of pieces."""
 
     def resume(self, answer: int) -> None:
         """What came was handled: the next may come."""

@@ -41,6 +41,7 @@ from kvscout_common.transport.http import (
     HttpClient,
     HttpFailed,
     HttpRequest,
+    Preceded,
     SinkGone,
     SinkStalled,
     StreamReport,
@@ -378,6 +379,27 @@ async def test_a_relay_from_an_engine_to_a_client(client: HttpClient) -> None:
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     unchunked = b"".join(body.split(b"\r\n")[1::2])
     assert unchunked == WHOLE
+
+
+@pytest.mark.parametrize("error", [False, True])
+async def test_what_precedes_an_answer_goes_with_the_first_of_it_or_not_at_all(client: HttpClient, error: bool) -> None:
+    sinks: list[Preceded] = []
+
+    async def front(call: HttpCall) -> None:
+        await call.start(200, [])
+        for to in (call, gathered):
+            answer = await ask(client, engine)
+            sinks.append(Preceded(to, b"route "))
+            await answer.relay(sinks[-1], Form.BYTES)
+        await call.end()
+
+    gathered = Gathered()
+    sent = event({"error": {"code": 500}}) if error else WHOLE
+    async with raw_engine(says(stream(sent))) as engine, served(front) as (_, port):
+        got = await exchange(port, get())
+    assert [sink.first for sink in sinks] == ([b"route ", b"route "] if error else [b"", b""])
+    assert gathered.pieces == ([] if error else [b"route " + WHOLE])
+    assert (b"route " + WHOLE in got) is not error
 
 
 async def test_a_client_that_goes_takes_the_engines_request_with_it(client: HttpClient) -> None:

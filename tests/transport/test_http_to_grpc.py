@@ -29,9 +29,10 @@ from transport.http_peers import (
 from kvscout.v1 import gateway_pb2
 from kvscout_common.guard import Guard
 from kvscout_common.transport import Transport
-from kvscout_common.transport.http import Form, HttpFailed, HttpRequest, SinkStalled, StreamReport, connect
+from kvscout_common.transport.http import Form, HttpFailed, HttpRequest, Preceded, SinkStalled, StreamReport, connect
 
 SERVICE = "test.Pump"
+ROUTE = gateway_pb2.GenerateResponse(request_id="r").SerializeToString()
 
 
 class Running(NamedTuple):
@@ -57,7 +58,7 @@ async def running(transport: Transport, script: Script, **options: Any) -> Async
     async def generate(request: bytes, context: Any) -> None:
         try:
             answer = await client.send(HttpRequest(engine.url), connect_seconds=2)
-            reports.append(await answer.relay(context, Form.PIECES, **options))
+            reports.append(await answer.relay(Preceded(context, ROUTE), Form.PIECES, **options))
         except (HttpFailed, SinkStalled) as error:
             reports.append(error)
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
@@ -99,7 +100,7 @@ async def test_a_stream_becomes_pieces(transport: Transport) -> None:
         for _ in range(3):
             whole = await gathered(run.call(b""))
             assert (list(whole.token_ids), whole.engine_finish_reason) == ([1, 2, 3], "stop")
-            assert whole.usage.cached_tokens == 4
+            assert (whole.request_id, whole.usage.cached_tokens) == ("r", 4)
         assert [report.done for report in run.reports if isinstance(report, StreamReport)] == [True] * 3
         assert (len(first), run.engine.connections) == (3, 1)
 

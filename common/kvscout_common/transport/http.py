@@ -148,6 +148,27 @@ class Sink(Protocol):
         """
 
 
+class Preceded:
+    """A sink with bytes of its own, which go out before the first that is passed on, and in the same piece: messages
+    behind one another are one message. They stay here if nothing is passed on.
+
+    Args:
+        sink: Where to.
+        first: These.
+    """
+
+    __slots__ = ("first", "sink")
+
+    def __init__(self, sink: Sink, first: bytes) -> None:
+        self.sink = sink
+        self.first = first
+
+    async def write(self, data: bytes) -> None:
+        """See `Sink`."""
+        first, self.first = self.first, b""
+        await self.sink.write(first + data)
+
+
 class HttpAnswer(Protocol):
     """An engine's answer whose head has come; whoever has it reads all of it or aborts it."""
 

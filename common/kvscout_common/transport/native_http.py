@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any, Final, Protocol
-from weakref import WeakKeyDictionary
 
 from kvscout_common.transport.http import StreamReport
 from kvscout_common.transport.native_core import HTTP_EVENTS, Http, NativeCore
@@ -54,28 +53,26 @@ class HttpCore:
         self.rpc_cores: dict[Any, NativeCore] = {}
         """Of gRPC servers that answers were passed to."""
         self._users = 0
+        self._closed = False
         self._flushing = False
         self._turning = False
         self._fd = self.http.fileno()
-        self._tick_timer: asyncio.TimerHandle | None = None
+        self.loop.add_reader(self._fd, self._turn)
+        self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
 
-    def used(self) -> HttpCore:
+    def use(self) -> None:
         """Notes one more user."""
-        if self._users == 0:
-            self.loop.add_reader(self._fd, self._turn)
-            self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
         self._users += 1
-        return self
 
     def release(self) -> None:
-        """A user needs it no more; the last closes it."""
+        """A user needs it no more; the last closes it. Its sockets are closed when nobody refers to it any more."""
         self._users -= 1
         if self._users == 0:
             self._handle(self.http.flush())
+            self._closed = True
             self.loop.remove_reader(self._fd)
-            if self._tick_timer is not None:
-                self._tick_timer.cancel()
-            self.rpc_cores.clear()
+            self._tick_timer.cancel()
+            _cores.pop(self.loop, None)
 
     def flush(self) -> None:
         """Sends what was said, once everybody had their turn."""
@@ -90,6 +87,8 @@ class HttpCore:
         return None if found is None else StreamReport(*found)
 
     def _turn(self) -> None:
+        if self._closed:
+            return
         # What is said meanwhile leaves at the end of this, and not of the loop's next turn.
         self._turning = True
         try:
@@ -101,13 +100,14 @@ class HttpCore:
 
     def _flush(self) -> None:
         self._flushing = False
-        if self._users:
+        if not self._closed:
             self._handle(self.http.flush())
 
     def _tick(self) -> None:
         self.http.tick()
         self._turn()
-        self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
+        if not self._closed:
+            self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
 
     def _handle(self, events: list[tuple[Any, ...]]) -> None:
         for event in events:
@@ -132,7 +132,7 @@ class HttpCore:
                 hearer.on_event(kind, event)
 
 
-_cores: WeakKeyDictionary[asyncio.AbstractEventLoop, HttpCore] = WeakKeyDictionary()
+_cores: dict[asyncio.AbstractEventLoop, HttpCore] = {}
 
 
 def shared() -> HttpCore:
@@ -141,4 +141,5 @@ def shared() -> HttpCore:
     core = _cores.get(loop)
     if core is None:
         core = _cores[loop] = HttpCore()
-    return core.used()
+    core.use()
+    return core

@@ -22,6 +22,7 @@ from kvscout_common.transport.http import (
     Headers,
     HttpFailed,
     HttpRequest,
+    Preceded,
     Sink,
     SinkGone,
     SinkStalled,
@@ -219,17 +220,17 @@ class NativeAnswer:
         self._begins = on_first_output
         http, number = self._core.http, self._number
         noticed = form.value if form is Form.PIECES or self._is_events() else None
+        to, first = (sink.sink, sink.first) if isinstance(sink, Preceded) else (sink, b"")
+        how = (write_seconds, first, noticed, dialect.value, max_tokens)
         try:
-            if isinstance(sink, NativeHttpCall) and sink.core is self._core:
-                http.pass_to_call(number, sink.number, write_seconds, noticed, dialect.value, max_tokens)
-            elif form is Form.PIECES and isinstance(sink, NativeContext) and sink.takes_messages:
-                self._context = sink
-                self._core.rpc_cores[sink.core.rpc] = sink.core
-                http.pass_to_messages(
-                    number, sink.core.rpc, sink.number, write_seconds, noticed or "", dialect.value, max_tokens
-                )
+            if isinstance(to, NativeHttpCall) and to.core is self._core:
+                http.pass_to_call(number, to.number, *how)
+            elif form is Form.PIECES and isinstance(to, NativeContext) and to.takes_messages:
+                self._context = to
+                self._core.rpc_cores[to.core.rpc] = to.core
+                http.pass_to_messages(number, to.core.rpc, to.number, *how)
             else:
-                http.tell(number, noticed, dialect.value, max_tokens)
+                http.tell(number, *how[2:])
                 self._core.flush()
                 await self._pass_to(sink, write_seconds)
             self._core.flush()
@@ -239,6 +240,8 @@ class NativeAnswer:
             raise
         finally:
             self._begins = None
+            if isinstance(sink, Preceded) and self.report.passed:
+                sink.first = b""
         return self.report
 
     def abort(self) -> None:

@@ -83,7 +83,8 @@ class NativeHttpServer:
                 task.cancel()
             if self._waiting:
                 await asyncio.wait(self._waiting)
-            core.http.flush()
+            core.flush()
+            await asyncio.sleep(0)
             core.http.close_connections(listener)
             del core.listeners[listener]
         self._ready.close()

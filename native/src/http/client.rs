@@ -94,6 +94,8 @@ pub struct Client {
     /// The target takes nothing now.
     pub paused: Option<Instant>,
     pub write_limit: Duration,
+    /// Goes out before the first bytes of the body, and with them.
+    pub first: Vec<u8>,
     pub told_first: bool,
     since: Instant,
     connects_by: Option<Instant>,
@@ -118,6 +120,7 @@ impl Client {
             report: Report::default(),
             paused: None,
             write_limit: Duration::MAX,
+            first: Vec::new(),
             told_first: false,
             since: now,
             connects_by: Some(connects_by),

@@ -401,7 +401,7 @@ impl Http {
                         self.news.push(Event::Answer(answer, head.status, head.headers));
                     }
                 }
-                Step::Passes(data) => self.pass(key, &data, messages, now),
+                Step::Passes(data) => self.pass(key, data, messages, now),
                 Step::Ends(end) => return self.finish(key, end, now),
                 Step::Free => {
                     let origin = client.origin.clone();
@@ -414,7 +414,7 @@ impl Http {
     }
 
     /// Gives some of an answer to whom it goes to.
-    fn pass(&mut self, key: u64, data: &[u8], messages: &mut dyn Messages, now: Instant) {
+    fn pass(&mut self, key: u64, mut data: Vec<u8>, messages: &mut dyn Messages, now: Instant) {
         let Some(Connection { side: Side::Client(client), .. }) = self.connections.get_mut(key) else {
             return;
         };
@@ -425,9 +425,13 @@ impl Http {
         }
         let mut end = client.ending();
         if !data.is_empty() {
+            if !client.first.is_empty() {
+                let rest = std::mem::replace(&mut data, std::mem::take(&mut client.first));
+                data.extend_from_slice(&rest);
+            }
             let room = match &mut client.target {
                 Some(Target::Kept(kept, most)) => {
-                    kept.extend_from_slice(data);
+                    kept.extend_from_slice(&data);
                     if kept.len() > *most {
                         let text = format!("an answer of over {most} bytes");
                         end = Some(End::new(Outcome::Protocol, text));
@@ -435,11 +439,11 @@ impl Http {
                     Room::Yes
                 }
                 Some(Target::Told) => {
-                    self.news.push(Event::Piece(answer, data.to_vec()));
+                    self.news.push(Event::Piece(answer, data));
                     Room::Full
                 }
                 Some(Target::Messages(server, call)) => {
-                    if messages.send(*server, *call, data) {
+                    if messages.send(*server, *call, &data) {
                         Room::Yes
                     } else {
                         self.news.push(Event::Full(answer));
@@ -448,7 +452,7 @@ impl Http {
                 }
                 Some(Target::Call(call)) => {
                     let call = *call;
-                    self.write_from(call, data, Some(key))
+                    self.write_from(call, &data, Some(key))
                 }
                 None => Room::Yes,
             };
@@ -742,36 +746,52 @@ impl Http {
 
     /// Keeps the body of an answer until it is whole, up to so many bytes.
     pub fn keep(&mut self, answer: u64, most: usize) {
-        self.aim(answer, Target::Kept(Vec::new(), most), None, Duration::MAX);
+        self.aim(answer, Target::Kept(Vec::new(), most), None, Duration::MAX, Vec::new());
     }
 
     /// Tells the body of an answer piece by piece, as it is or through a relay; `resume` follows each.
     pub fn tell(&mut self, answer: u64, events: Option<EventRelay>) {
-        self.aim(answer, Target::Told, events, Duration::MAX);
+        self.aim(answer, Target::Told, events, Duration::MAX, Vec::new());
     }
 
-    /// Passes the body of an answer to a call here.
-    pub fn pass_to_call(&mut self, answer: u64, call: u64, events: Option<EventRelay>, write: Duration) {
-        self.aim(answer, Target::Call(call), events, write);
+    /// Passes the body of an answer to a call here; `first` goes out before the first bytes of it, and with them.
+    pub fn pass_to_call(
+        &mut self,
+        answer: u64,
+        call: u64,
+        events: Option<EventRelay>,
+        write: Duration,
+        first: Vec<u8>,
+    ) {
+        self.aim(answer, Target::Call(call), events, write, first);
     }
 
-    /// Passes the body of an answer to a call of a gRPC server.
+    /// Passes the body of an answer to a call of a gRPC server; as `pass_to_call`.
     pub fn pass_to_messages(
         &mut self,
         answer: u64,
         (server, call): (usize, u64),
         events: EventRelay,
         write: Duration,
+        first: Vec<u8>,
     ) {
-        self.aim(answer, Target::Messages(server, call), Some(events), write);
+        self.aim(answer, Target::Messages(server, call), Some(events), write, first);
     }
 
-    fn aim(&mut self, answer: u64, target: Target, events: Option<EventRelay>, write: Duration) {
+    fn aim(
+        &mut self,
+        answer: u64,
+        target: Target,
+        events: Option<EventRelay>,
+        write: Duration,
+        first: Vec<u8>,
+    ) {
         let clock = self.clock(Instant::now());
         let Some((key, client)) = self.answer(answer) else { return };
         client.target = Some(target);
         client.events = events;
         client.write_limit = write;
+        client.first = first;
         client.report_mut().listening_since = clock;
         self.ring(key);
     }

@@ -304,22 +304,32 @@ impl HttpLoop {
         Ok(())
     }
 
-    #[pyo3(signature = (answer, call, write_seconds, form=None, dialect="openai", max_tokens=None))]
+    #[pyo3(signature = (answer, call, write_seconds, first=None, form=None, dialect="openai", max_tokens=None))]
+    #[allow(clippy::too_many_arguments)]
     fn pass_to_call(
         &mut self,
         answer: u64,
         call: u64,
         write_seconds: f64,
+        first: Option<&[u8]>,
         form: Option<&str>,
         dialect: &str,
         max_tokens: Option<u64>,
     ) -> PyResult<()> {
         let events = form.map(|form| relay(form, dialect, max_tokens)).transpose()?;
-        self.http.pass_to_call(answer, call, events, seconds(write_seconds));
+        self.http.pass_to_call(
+            answer,
+            call,
+            events,
+            seconds(write_seconds),
+            first.unwrap_or_default().to_vec(),
+        );
         Ok(())
     }
 
-    #[pyo3(signature = (answer, server, call, write_seconds, form, dialect="openai", max_tokens=None))]
+    #[pyo3(signature = (
+        answer, server, call, write_seconds, first=None, form=None, dialect="openai", max_tokens=None
+    ))]
     #[allow(clippy::too_many_arguments)]
     fn pass_to_messages(
         &mut self,
@@ -327,16 +337,18 @@ impl HttpLoop {
         server: Py<RpcLoop>,
         call: u64,
         write_seconds: f64,
-        form: &str,
+        first: Option<&[u8]>,
+        form: Option<&str>,
         dialect: &str,
         max_tokens: Option<u64>,
     ) -> PyResult<()> {
-        let events = relay(form, dialect, max_tokens)?;
+        let events = relay(form.unwrap_or("pieces"), dialect, max_tokens)?;
         let at = self.servers.add(server);
         if let Some(before) = self.passed_to.insert(answer, at) {
             self.servers.release(before);
         }
-        self.http.pass_to_messages(answer, (at, call), events, seconds(write_seconds));
+        let write = seconds(write_seconds);
+        self.http.pass_to_messages(answer, (at, call), events, write, first.unwrap_or_default().to_vec());
         Ok(())
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.transport.http import HttpAnswer, Sink
+from kvscout_common.transport.http import HttpAnswer, Preceded, Sink
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.adapter import TokenRequest
 from kvscout_gateway.front.grpc import translate
@@ -30,21 +30,16 @@ class _Client:
     def __init__(self, context: Any, request_id: str) -> None:
         self._context = context
         self._request_id = request_id
-        self._told_first = b""
+        self._sink = Preceded(context, b"")
 
     async def placed(self, placement: Placement) -> None:
         """See `Reply`."""
-        if self._told_first:
-            await self._context.write(self._told_first)
-        self._told_first = gateway_pb2.GenerateResponse(
+        if self._sink.first:
+            await self._context.write(self._sink.first)
+        self._sink.first = gateway_pb2.GenerateResponse(
             route=translate.route_response(placement), request_id=self._request_id
         ).SerializeToString()
 
     async def begin(self, answer: HttpAnswer) -> Sink:
         """See `Reply`."""
-        return self
-
-    async def write(self, data: bytes) -> None:
-        """See `Sink`."""
-        told_first, self._told_first = self._told_first, b""
-        await self._context.write(told_first + data)
+        return self._sink
