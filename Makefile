@@ -42,6 +42,9 @@ soak: ## Five million events at the bound of an index: flat counts, flat memory;
 chaos-events: ## Kill, stop and restart engines, bridges, NATS and indexers at random; the index must equal the truth.
 	PYTHONPATH=tests $(PY) -m chaos.events
 
+chaos-gateway: ## Kill and stop workers, helpers and gateways at random under load; no request fails that could be served.
+	PYTHONPATH=tests $(PY) -m chaos.gateway
+
 chaos-replicas: ## Kill and stop schedulers and NATS and lose their messages at random; all replicas must agree exactly.
 	PYTHONPATH=tests $(PY) -m chaos.replicas
 
@@ -69,4 +72,4 @@ native: ## Build the Rust extension in place; fails without cargo.
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test fuzz soak chaos-events chaos-replicas check protos protos-check native bench
+.PHONY: help setup demo up down test fuzz soak chaos-events chaos-gateway chaos-replicas check protos protos-check native bench

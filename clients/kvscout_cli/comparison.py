@@ -1,6 +1,6 @@
-"""One workload under two policies, each on a stack of its own.
+"""One workload under two policies or on two topologies, each on a stack of its own.
 
-A fresh stack for each policy, not one that is reset: caches, index, bookings, event sequences and counters all begin
+A fresh stack for each, not one that is reset: caches, index, bookings, event sequences and counters all begin
 empty, by construction instead of by trust in a reset, for the price of about two seconds.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,9 +26,10 @@ from kvscout_common.variables import PREFIX, SWITCHES
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """What one policy did."""
+    """What one stack did."""
 
     policy: str
+    """What it is called."""
     summary: Summary
     run: Run
     cpu_cores: float | None
@@ -46,12 +47,17 @@ async def replay_under(
     sessions: Callable[[], Iterable[Session]],
     progress: ReplayProgress,
 ) -> PolicyResult:
-    """Starts a stack with a policy, replays the sessions through its gateway, stops it.
+    """Starts a stack, replays the sessions through its gateway, stops it.
+
+    Args:
+        policy: What it is called.
+        topology: What it is.
+        sessions: The workload, from its begin.
+        progress: Told how far it is.
 
     Raises:
         ProcessFailed: A process ended unasked.
     """
-    topology = replace(topology, scheduler_flags=("--router-mode", policy, *topology.scheduler_flags))
     with TemporaryDirectory(prefix="kvscout-") as directory:
         async with Stack(environment=_environment()) as stack:
             progress.status("starting the stack")
@@ -66,7 +72,7 @@ async def replay_under(
                 status = await router.status()
     return PolicyResult(
         policy=policy,
-        summary=summarise(run, running.ranks),
+        summary=summarise(run, running.answering),
         run=run,
         cpu_cores=None if before is None or after is None else (after - before) / elapsed,
         degraded=sum(status.degraded.values()),

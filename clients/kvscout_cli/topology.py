@@ -14,7 +14,7 @@ from kvscout_cli.process import ManagedProcess, Program
 from kvscout_cli.stack import Stack
 from kvscout_client import Router, RouterStatus
 from kvscout_common.errors import KvscoutError, Unavailable
-from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
+from kvscout_common.worker import Role, Transport, WorkerRank, WorkerSpec
 from kvscout_common.workers_file import load_workers
 
 MODEL = "mock-model"
@@ -52,6 +52,8 @@ class Mockers:
     """Simulated engines of one kind."""
 
     count: int = 4
+    prefill: int = 0
+    """Of them, so many compute prompts for the others, which continue them; 0 = each does both."""
     block_size: int = 16
     num_gpu_blocks: int = 4096
     max_num_batched_tokens: int = 2048
@@ -85,9 +87,9 @@ class Running:
     workers: tuple[WorkerSpec, ...]
 
     @property
-    def ranks(self) -> tuple[WorkerRank, ...]:
-        """Every worker rank."""
-        return tuple(rank for worker in self.workers for rank in worker.ranks)
+    def answering(self) -> tuple[WorkerRank, ...]:
+        """Every worker rank that answers clients: those that compute prompts for others do not."""
+        return tuple(rank for worker in self.workers if worker.role is not Role.PREFILL for rank in worker.ranks)
 
 
 async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
@@ -119,7 +121,7 @@ async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
     )
     if workers_file is None:
         workers_file = directory / "workers.yaml"
-        entries = [_worker_entry(topology.mockers, engine) for engine in engines]
+        entries = [_worker_entry(topology.mockers, index, engine) for index, engine in enumerate(engines)]
         workers_file.write_text(yaml.safe_dump({"workers": entries}, sort_keys=False))
         workers = load_workers(workers_file)
     named = ("--workers-file", str(workers_file.absolute()))
@@ -182,15 +184,25 @@ def _mocker(topology: Topology, index: int) -> Program:
         "--max-num-batched-tokens": mockers.max_num_batched_tokens,
     }
     words = [str(word) for flag in flags.items() for word in flag]
+    if (role := _role(mockers, index)) is not Role.AGGREGATED:
+        words += ["--role", role.value]
     return Program(f"mocker-{index}", "kvscout_mocker.main", (*words, *mockers.flags))
 
 
-def _worker_entry(mockers: Mockers, engine: ManagedProcess) -> dict[str, Any]:
-    ranks = engine.ready_line["ranks"]
+def _role(mockers: Mockers, index: int) -> Role:
+    if not mockers.prefill:
+        return Role.AGGREGATED
+    return Role.PREFILL if index < mockers.prefill else Role.DECODE
+
+
+def _worker_entry(mockers: Mockers, index: int, engine: ManagedProcess) -> dict[str, Any]:
+    ranks, role = engine.ready_line["ranks"], _role(mockers, index)
     return {
         "worker_id": engine.program.name,
         "model": MODEL,
         "engine": "mock",
+        "role": role.value,
+        "can_fallback": role is Role.DECODE,
         "http_endpoint": f"http://127.0.0.1:{engine.ready_line['http_port']}",
         "block_size": mockers.block_size,
         "dp_size": len(ranks),

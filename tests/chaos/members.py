@@ -60,6 +60,12 @@ class Member:
         self._draining = asyncio.create_task(_drain(self._process.stdout))
 
     @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         """Whether it has not ended."""
         return self._process is not None and self._process.returncode is None

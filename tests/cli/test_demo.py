@@ -52,6 +52,19 @@ async def test_kv_reuses_at_least_twice_the_tokens_of_round_robin_without_errors
     assert result["improvement"]["token_hit_rate"] >= 2
 
 
+async def test_prefill_and_decode_apart_serve_the_same_sessions_without_errors() -> None:
+    arguments = ("--sessions", "6", "--rate", "5", "--think-seconds", "0.2", "--mockers", "4", "--disagg", "--json")
+    async with demo(*arguments) as process, asyncio.timeout(4 * DEADLINE_SECONDS):
+        out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    policies = json.loads(out)["policies"]
+    assert list(policies) == ["aggregated", "disaggregated"]
+    sent = [(summary["requests"], summary["errors"], summary["prompt_tokens"]) for summary in policies.values()]
+    assert sent[0] == sent[1]
+    assert sent[0][1] == 0
+    assert policies["disaggregated"]["token_hit_rate"] > 0
+
+
 async def test_ctrl_c_in_the_middle_leaves_nothing() -> None:
     children: set[psutil.Process] = set()
 

@@ -1,4 +1,4 @@
-"""`kvscout demo`: KV-aware routing against round-robin, on this machine, with real processes."""
+"""`kvscout demo`: kv-aware routing against round-robin, or prefill and decode apart, on this machine, for real."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from kvscout_bench.report import as_json as summary_json
 from kvscout_bench.report import comparison, errors_by_text, improvements
 from kvscout_bench.trace import TraceOptions, trace_sessions
-from kvscout_bench.workload import MultiTurn, Session, multi_turn
+from kvscout_bench.workload import LogNormal, MultiTurn, Range, Session, multi_turn
 from kvscout_cli.comparison import PolicyResult, replay_under
 from kvscout_cli.connection import option
 from kvscout_cli.lifetime import run
@@ -24,7 +24,8 @@ from kvscout_cli.topology import Mockers, Topology
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import SectionedCommand
 
-BASELINE, CANDIDATE = "round-robin", "kv"
+POLICIES = ("round-robin", "kv")
+AGGREGATED, DISAGGREGATED = "aggregated", "disaggregated"
 
 SESSIONS_PER_SECOND = MultiTurn().sessions_per_second
 ARRIVAL_SECONDS = 20.0
@@ -35,6 +36,16 @@ just room for each of them once, none for all of them. Larger caches hide bad ro
 
 CHAT_STEP_COSTS = ("--step-base-ms", "4", "--prefill-us-per-token", "30", "--decode-us-per-request", "25")
 """A model of about 8B on one current GPU: 33,000 prompt tokens a second, 4 to 5 ms between tokens."""
+
+LONG_PROMPTS = MultiTurn(
+    sessions_per_second=5.0,
+    turns=Range(1, 2),
+    first_message_tokens=LogNormal(median=4096, sigma=0.4, low=1024, high=8192),
+    output_tokens=Range(64, 128),
+)
+"""What prefill and decode are kept apart for: long prompts come while others are being answered at length."""
+LONG_PROMPT_BLOCKS = 4096
+"""Caches that hold what is in flight: they are not the subject."""
 
 TRACE_BLOCKS = 65_536
 """1,048,576 tokens: production traces repeat themselves after minutes, not seconds."""
@@ -87,6 +98,11 @@ class _Workload:
     type=click.FloatRange(min=0, min_open=True),
     help="Times the recorded rate, with engines as much faster.",
 )
+@option(
+    "--disagg",
+    is_flag=True,
+    help="Compare engines that do all with as many of which half compute prompts and half continue them.",
+)
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     *,
@@ -99,9 +115,10 @@ def command(
     blocks: int | None,
     trace: Path | None,
     trace_speed: float,
+    disagg: bool,
     as_json: bool,
 ) -> None:
-    """Compare kv-aware routing with round-robin on this machine.
+    """Compare kv-aware routing with round-robin on this machine, or with --disagg prefill and decode apart.
 
     Starts indexer, scheduler, gateway and simulated engines as real processes, replays the same sessions through the
     gateway under round-robin and under kv, each on a fresh stack, and prints what the engines and the client measured.
@@ -110,15 +127,17 @@ def command(
     if sessions is not None and duration is not None:
         raise click.UsageError("Give --sessions or --duration, not both.")
     if trace is None:
-        rate = rate or SESSIONS_PER_SECOND
-        parameters = MultiTurn(
+        base = LONG_PROMPTS if disagg else MultiTurn()
+        rate = rate or base.sessions_per_second
+        parameters = replace(
+            base,
             sessions=sessions or max(1, round(rate * (duration or ARRIVAL_SECONDS))),
             sessions_per_second=rate,
             seed=seed,
         )
         if think_seconds is not None:
             parameters = replace(parameters, think_seconds=think_seconds)
-        workload = _chat(parameters.validate(), mockers, blocks)
+        workload = _chat(parameters.validate(), mockers, blocks or (LONG_PROMPT_BLOCKS if disagg else CHAT_BLOCKS))
     elif rate is not None or think_seconds is not None:
         raise click.UsageError("A trace has its own times; --trace-speed changes them.")
     else:
@@ -128,11 +147,10 @@ def command(
     total = _requests(workload)
     if not as_json:
         stderr().print(f"{total} requests: {workload.description}", soft_wrap=True)
-    topology = Topology(workload.mockers)
     results = []
-    for policy in (BASELINE, CANDIDATE):
-        with replay_progress(policy, total) as progress:
-            results.append(run(replay_under(policy, topology, workload.sessions, progress)))
+    for name, topology in _topologies(workload.mockers, disagg=disagg):
+        with replay_progress(name, total) as progress:
+            results.append(run(replay_under(name, topology, workload.sessions, progress)))
     baseline, candidate = results
     if as_json:
         print_json(_document(workload, baseline, candidate))
@@ -140,6 +158,17 @@ def command(
         _print(baseline, candidate)
     if baseline.summary.errors or candidate.summary.errors:
         raise SystemExit(1)
+
+
+def _topologies(mockers: Mockers, *, disagg: bool) -> list[tuple[str, Topology]]:
+    if not disagg:
+        return [(policy, Topology(mockers, scheduler_flags=("--router-mode", policy))) for policy in POLICIES]
+    if mockers.count < 2:
+        raise ConfigError("prefill and decode take two engines", field="--mockers")
+    return [
+        (AGGREGATED, Topology(mockers)),
+        (DISAGGREGATED, Topology(replace(mockers, prefill=mockers.count // 2))),
+    ]
 
 
 def _requests(workload: _Workload) -> int:
@@ -155,8 +184,7 @@ def _requests(workload: _Workload) -> int:
     return requests
 
 
-def _chat(parameters: MultiTurn, mockers: int, blocks: int | None) -> _Workload:
-    blocks = blocks or CHAT_BLOCKS
+def _chat(parameters: MultiTurn, mockers: int, blocks: int) -> _Workload:
     return _Workload(
         f"{parameters.sessions} multi-turn sessions of {parameters.apps} apps, {parameters.sessions_per_second:g} new "
         f"ones a second, on {mockers} engines with {blocks:,} blocks of 16 tokens",
@@ -207,7 +235,7 @@ def _document(workload: _Workload, *results: PolicyResult) -> dict[str, object]:
 
 
 def _print(baseline: PolicyResult, candidate: PolicyResult) -> None:
-    table = Table(title="the same sessions under both policies", header_style="bold")
+    table = Table(title="the same sessions, twice", header_style="bold")
     table.add_column("")
     for heading in (baseline.policy, candidate.policy, f"{candidate.policy} is"):
         table.add_column(heading, justify="right")

@@ -38,6 +38,13 @@ state_dir_flag = flag(
 
 @click.command(cls=SectionedCommand)
 @option("--mockers", default=4, show_default=True, type=click.IntRange(0, 64), help="Simulated engines.")
+@option(
+    "--prefill",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 63),
+    help="Of them, so many compute prompts for the others, which continue them.",
+)
 @option("--blocks", default=4096, show_default=True, type=click.IntRange(min=2), help="KV blocks of each of them.")
 @option(
     "--workers-file",
@@ -68,6 +75,7 @@ def command(
     /,
     *,
     mockers: int,
+    prefill: int,
     blocks: int,
     workers_file: Path | None,
     transport: str,
@@ -81,13 +89,15 @@ def command(
 
     Takes the services' own flags, too, and passes them on.
     """
+    if prefill and prefill >= mockers:
+        raise click.UsageError("--prefill leaves no engine that answers: it must be below --mockers.")
     state = StateDirectory(state_dir)
     if detach:
         _detach(state)
         return
     level = ("--log-level", log_level)
     topology = Topology(
-        mockers=Mockers(mockers, num_gpu_blocks=blocks, flags=level),
+        mockers=Mockers(mockers, prefill, num_gpu_blocks=blocks, flags=level),
         workers_file=workers_file,
         ports=_FREE_PORTS if free_ports else DEFAULT_PORTS,
         transport=Transport(transport),
