@@ -6,6 +6,8 @@ made longer by what stands behind it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 _VARINT, _LENGTH = 0, 2
 
 
@@ -34,37 +36,56 @@ def varint(value: int) -> bytes:
 _ONE_BYTE = tuple(bytes((value,)) for value in range(0x80))
 
 
-def bytes_of_field(message: bytes, field: int) -> bytes:
-    """The value of the last field of a number that is of bytes; b"" = there is none.
+def fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field, as it stands there: an integer, or the bytes of everything else.
 
-    Args:
-        message: As protobuf has written it: nothing in it is checked.
-        field: Its number.
+    Raises:
+        ValueError: It is no message.
     """
-    at, found = 0, b""
-    while at < len(message):
+    at, end = 0, len(message)
+    while at < end:
         tag, at = _read_varint(message, at)
         match tag & 7:
             case 0:
-                _, at = _read_varint(message, at)
+                value, at = _read_varint(message, at)
+                yield tag >> 3, value
+                continue
             case 1:
-                at += 8
-            case 5:
-                at += 4
-            case _:
+                size = 8
+            case 2:
                 size, at = _read_varint(message, at)
-                if tag >> 3 == field:
-                    found = message[at : at + size]
-                at += size
+            case 5:
+                size = 4
+            case _:
+                raise ValueError("a group")
+        if size > end - at:
+            raise ValueError("cut short")
+        yield tag >> 3, message[at : at + size]
+        at += size
+
+
+def bytes_of_field(message: bytes, field: int) -> bytes:
+    """The value of the last field of a number that is of bytes; b"" = there is none.
+
+    Raises:
+        ValueError: It is no message.
+    """
+    found = b""
+    for number, value in fields_of(message):
+        if number == field and isinstance(value, bytes):
+            found = value
     return found
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[at]
+    value = 0
+    for shift, byte in zip(range(0, 64, 7), message[at : at + _LONGEST], strict=False):
         at += 1
         value |= (byte & 0x7F) << shift
-        if byte < 0x80:
+        if byte < 0x80 and value < 1 << 64:
             return value, at
-        shift += 7
+    raise ValueError("no varint")
+
+
+_LONGEST = 10
+"""Bytes of a varint."""

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2
-from kvscout_common.wire_fields import bytes_field, bytes_of_field, number_field, varint
+from kvscout_common.wire_fields import bytes_field, bytes_of_field, fields_of, number_field, varint
 
 
 @pytest.mark.parametrize("value", [0, 1, 127, 128, 300, 2**14 - 1, 2**14, 2**32, 2**64 - 1])
@@ -41,3 +41,17 @@ def test_the_bytes_of_a_field_are_found_among_all_kinds_of_others(seed: int) -> 
     )
     packed = b"".join(token.to_bytes(4, "little") for token in request.token_ids)
     assert bytes_of_field(request.SerializeToString(), 3) == packed, f"seed {seed}"
+
+
+def test_every_field_is_told_as_it_stands_there() -> None:
+    message = number_field(1, 2**64 - 1) + bytes_field(2, b"ab") + number_field(1, 0) + bytes((3 << 3 | 5, 1, 2, 3, 4))
+    assert list(fields_of(message)) == [(1, 2**64 - 1), (2, b"ab"), (1, 0), (3, bytes((1, 2, 3, 4)))]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"\x08", b"\x08\xff", b"\x12\x05ab", b"\x0d\x01", b"\x09\x01", b"\x0b", b"\x08" + b"\xff" * 10 + b"\x01"],
+)
+def test_what_is_no_message_is_refused(message: bytes) -> None:
+    with pytest.raises(ValueError, match=r"cut short|no varint|a group"):
+        list(fields_of(message))

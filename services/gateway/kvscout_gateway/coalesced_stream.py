@@ -113,7 +113,7 @@ class CoalescedStream(ABC, Generic[Result]):
         Args:
             body: Serialised, without its id.
         """
-        operation = Operation[Result](next(self._ids), body, self._loop.create_future())
+        operation: Operation[Result] = Operation(next(self._ids), body, self._loop.create_future())
         if self.ended or self._closing:
             operation.answer.set_result(None)
             return operation

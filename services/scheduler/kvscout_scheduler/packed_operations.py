@@ -2,7 +2,7 @@
 
 ::
 
-    message ──extension──▶ booking, prefill complete, free ──▶ scheduler ──extension──▶ results
+    message ──extension──▶ query, booking, prefill complete, free ──▶ scheduler ──extension──▶ results
                   └─ other kinds, rare fields, what is wrong ──▶ operations.py, which words errors
 
 Hashes stay packed, overlaps stay the extension's columns. What comes out is what the plain path says.
@@ -15,7 +15,9 @@ from typing import Any
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_common.hashing import native_available
+from kvscout_common.identity import current_identity
 from kvscout_common.raw_messages import parse_message
+from kvscout_common.wire_fields import fields_of
 from kvscout_common.worker import DEFAULT_TENANT, Role
 from kvscout_common.worker_proto import role_from_proto
 from kvscout_scheduler import native_load, translate
@@ -85,12 +87,35 @@ class PackedOperations:
             if kind == _SELECT_AND_RESERVE:
                 result = self._select_and_reserve(operation)
             elif kind == _PLAIN:
-                result = self._carry_out_plain(parse_message(scheduler_pb2.LifecycleOperation, operation[1]))
+                result = self._query(operation[1]) or self._carry_out_plain(
+                    parse_message(scheduler_pb2.LifecycleOperation, operation[1])
+                )
             else:
                 result = self._carry_out_named(*operation)
             if result:
                 results.append(result)
         return True
+
+    def _query(self, operation: bytes) -> bytes:
+        """The result of a select of the usual shape; empty: it is something else."""
+        try:
+            fields = list(fields_of(operation))
+        except ValueError:
+            return b""
+        match fields:
+            case [(1, int(operation_id)), (2, bytes(message))] | [(2, bytes(message)), (1, int(operation_id))]:
+                read = native_load.select_request(message)
+            case _:
+                return b""
+        if read is None:
+            return b""
+        wanted = selection_of(read, self._tenant)
+        current_identity().require_tenant(wanted.tenant)
+        try:
+            decision = self._scheduler.select(wanted)
+        except KvscoutError as error:
+            return _packed(select_result(operation_id, error))
+        return native_load.select_result(operation_id, columns_of(decision))
 
     def _select_and_reserve(self, operation: tuple[Any, ...]) -> bytes:
         """The result; empty: it waits."""

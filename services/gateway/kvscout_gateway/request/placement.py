@@ -23,7 +23,8 @@ UNBOOKED_ATTEMPT = 128
 scheduler had booked it after all, and cannot be booked again."""
 
 
-@dataclass(frozen=True, slots=True)
+# What each request makes is not frozen, which would make it three times as dear; it is not changed all the same.
+@dataclass(slots=True)
 class Wish:
     """What a request asks of its worker."""
 
@@ -94,7 +95,7 @@ class Booking:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placement:
     """Where a prompt goes."""
 

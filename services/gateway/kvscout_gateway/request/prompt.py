@@ -20,7 +20,7 @@ class Geometry(NamedTuple):
     eagle: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """What is to be placed: token ids, the block hashes of one geometry, or only about how long it is."""
 

@@ -32,7 +32,7 @@ from kvscout_gateway.scheduler_client.turns import Turns, eligible
 log = logging.getLogger("kvscout.gateway")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Asked:
     """A wish, resolved and hashed."""
 
