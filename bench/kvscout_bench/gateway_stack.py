@@ -71,9 +71,9 @@ class OurStack:
             indexer = started.enter_context(ServiceProcess("indexer", *carried))
             scheduler = started.enter_context(ServiceProcess("scheduler", *carried))
             helpers = ("--indexer", indexer.address, "--scheduler", scheduler.address)
-            gateway = started.enter_context(ServiceProcess("gateway", *helpers, *carried))
+            gateway = started.enter_context(ServiceProcess("gateway", "--http-port", "0", *helpers, *carried))
             self._processes = {"gateway": gateway, "scheduler": scheduler, "indexer": indexer}
-            self.grpc_address, self.http_address = gateway.address, ""
+            self.grpc_address, self.http_address = gateway.address, gateway.http_address
             _register(gateway.address, engines)
             self._ending = started.pop_all()
 

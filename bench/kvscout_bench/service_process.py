@@ -47,7 +47,10 @@ class ServiceProcess:
         if not line:
             self._process.communicate()
             raise DriverFailed(f"the {service} ended with {self._process.returncode} before it was ready")
-        self.address = f"127.0.0.1:{json.loads(line)['port']}"
+        ports = json.loads(line)
+        self.address = f"127.0.0.1:{ports['port']}"
+        self.http_address = f"127.0.0.1:{ports['http_port']}" if "http_port" in ports else ""
+        """"" = it has no HTTP front."""
 
     def __enter__(self) -> Self:
         return self
