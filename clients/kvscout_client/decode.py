@@ -15,6 +15,7 @@ from kvscout_client.results import (
     RequestPhase,
     RouteDecision,
     RouterStatus,
+    TokenLogprobs,
     Usage,
     WorkerLoad,
     WorkerObservation,
@@ -116,6 +117,10 @@ def chunk(message: gateway_pb2.GenerateResponse) -> GenerateChunk:
         decision=decision(message.route, requested=True) if message.HasField("route") else None,
         usage=_usage(message.usage) if message.HasField("usage") else None,
         request_id=message.request_id,
+        logprobs=tuple(
+            TokenLogprobs(place.logprob, dict(zip(place.top_token_ids, place.top_logprobs, strict=True)))
+            for place in message.logprobs
+        ),
     )
 
 

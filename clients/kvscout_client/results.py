@@ -85,6 +85,16 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at the place of one generated token."""
+
+    logprob: float
+    """Of the token itself."""
+    top: Mapping[int, float]
+    """Of the tokens that were likeliest there, the likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateChunk:
     """A piece of the output."""
 
@@ -100,6 +110,8 @@ class GenerateChunk:
     """In the last piece."""
     request_id: str = ""
     """In the first piece."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `token_ids`, where they were asked for."""
 
 
 class FreeOutcome(StrEnum):

@@ -39,7 +39,7 @@ from scripted_engine import (
     send_tokens,
 )
 
-from kvscout.v1 import gateway_pb2, scheduler_pb2, workers_pb2
+from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.channel import call, to_error
 from kvscout_common.errors import Unavailable
 
@@ -713,8 +713,50 @@ async def test_bad_options_are_refused_by_name(client: GatewayClient, field: str
 
 
 async def test_what_would_be_dropped_silently_is_refused(client: GatewayClient) -> None:
-    for fields in (
-        {"output_options": gateway_pb2.OutputOptions(logprobs=1)},
-        {"mm_items": [{"id": "image"}]},
-    ):
-        await failing(client.generate([1], **fields), grpc.StatusCode.UNIMPLEMENTED, next(iter(fields)))
+    output = gateway_pb2.OutputOptions(prompt_logprobs=1)
+    await failing(client.generate([1], output_options=output), grpc.StatusCode.UNIMPLEMENTED, "prompt_logprobs")
+    await failing(client.generate([1], mm_items=[{"id": "i"}]), grpc.StatusCode.INVALID_ARGUMENT, "mm_items: ")
+
+
+async def test_each_token_comes_with_its_log_probabilities_where_they_are_asked_for(client: GatewayClient) -> None:
+    prompt = fresh_prompt(40)
+    token_ids: list[int] = []
+    places: list[gateway_pb2.TokenLogprobs] = []
+    output = gateway_pb2.OutputOptions(logprobs=3)
+    async for message in client.start(prompt, worker_id="w1", max_tokens=6, output_options=output):
+        assert len(message.logprobs) == len(message.token_ids)
+        token_ids += message.token_ids
+        places += message.logprobs
+    plain = await client.generate(prompt, worker_id="w1", max_tokens=6)
+    assert token_ids == plain.token_ids
+    assert [place.top_token_ids[0] for place in places] == token_ids
+    for place in places:
+        assert place.logprob == place.top_logprobs[0] < 0
+        assert sorted(place.top_logprobs, reverse=True) == list(place.top_logprobs)
+        assert len(place.top_logprobs) == 3
+    await client.until_idle()
+
+
+async def test_log_probabilities_that_are_none_are_the_engines_failure(client: GatewayClient) -> None:
+    async def nonsense(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        assert body["return_tokens_as_token_ids"] is True
+        response = await begin(request)
+        logprobs = {"token_logprobs": [-1.0], "top_logprobs": [{"by its text": -1.0}]}
+        await send(response, choices=[{"token_ids": [7], "text": "", "logprobs": logprobs}])
+        return await hang(request, body)
+
+    async with workers(client, nonsense) as (model, _):
+        output = gateway_pb2.OutputOptions(logprobs=1)
+        generating = client.generate([1], model=model, output_options=output)
+        await failing(generating, grpc.StatusCode.INTERNAL, "does not name a token by its number")
+
+
+async def test_the_engine_gets_fields_that_the_gateway_does_not_know(client: GatewayClient) -> None:
+    async with workers(client, answer) as (model, [engine]):
+        prompt, content = fresh_prompt(64), '{"multi_modal_data": {"image": ["data:"]}}'
+        mm_items = [types_pb2.MultimodalItem(id="cat", offset=3, length=10)]
+        await client.generate(prompt, model=model, max_tokens=1, mm_items=mm_items, engine_fields=content)
+        assert engine.requests[0]["multi_modal_data"] == {"image": ["data:"]}
+        for fields in ("[]", "{", '{"prompt": [1]}', '{"stream": false, "n": 2}', "[" * 100_000):
+            refused = client.generate([1], model=model, engine_fields=fields)
+            await failing(refused, grpc.StatusCode.INVALID_ARGUMENT, "engine_fields: ")

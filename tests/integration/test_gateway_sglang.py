@@ -59,6 +59,18 @@ async def test_adapters_salts_and_ranks_reach_the_engine(client: GatewayClient) 
     assert cached[-3:] == [0, 0, 48]
 
 
+async def test_each_token_comes_with_its_log_probability_where_it_is_asked_for(client: GatewayClient) -> None:
+    output = gateway_pb2.OutputOptions(logprobs=0)
+    told = 0
+    async for message in client.start(
+        fresh_prompt(40), model="sg", worker_id="w0", max_tokens=6, output_options=output
+    ):
+        assert len(message.logprobs) == len(message.token_ids)
+        assert all(place.logprob < 0 for place in message.logprobs)
+        told += len(message.logprobs)
+    assert told == 6
+
+
 async def test_what_the_engine_refuses_is_refused_with_its_words(client: GatewayClient) -> None:
     # The mocker's context is shorter than that.
     with pytest.raises(Exception, match="INVALID_ARGUMENT"):

@@ -415,9 +415,9 @@ class OutputOptions(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
-    """Log probabilities of this many most likely tokens a position; unset = none."""
+    """Log probabilities of the generated tokens, and of this many likeliest ones at the place of each; unset = none."""
     prompt_logprobs: _builtins.int
-    """The same for prompt tokens; unset = none."""
+    """The same for prompt tokens: UNIMPLEMENTED."""
     skip_special_tokens: _builtins.bool
     """Leave special tokens out of the text; unset = yes."""
     def __init__(
@@ -489,6 +489,7 @@ class GenerateRequest(_message.Message):
     ROUTER_CONFIG_OVERRIDE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -507,6 +508,10 @@ class GenerateRequest(_message.Message):
     """Queue priority, higher first; unset = 0."""
     explain: _builtins.bool
     """Explain the decision in the first message."""
+    engine_fields: _builtins.str
+    """A JSON object of further fields of the engine's own request, such as the content of multimodal items, passed on as they
+    are. Fields that the gateway sets are refused.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt; at least one."""
@@ -525,7 +530,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def mm_items(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.MultimodalItem]:
-        """Multimodal items."""
+        """Multimodal items, by which the prompt's blocks are told from others with the same tokens. The engine gets their content
+        in engine_fields, which are then required.
+        """
 
     @_builtins.property
     def allowed_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -559,10 +566,11 @@ class GenerateRequest(_message.Message):
         router_config_override: _types_pb2.RouterConfigOverride | None = ...,
         priority: _builtins.int = ...,
         explain: _builtins.bool = ...,
+        engine_fields: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "dp_rank", b"dp_rank", "output_options", b"output_options", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "stop_conditions", b"stop_conditions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "cache_salt", b"cache_salt", "dp_rank", b"dp_rank", "explain", b"explain", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "output_options", b"output_options", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "stop_conditions", b"stop_conditions", "tenant", b"tenant", "token_ids", b"token_ids", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "cache_salt", b"cache_salt", "dp_rank", b"dp_rank", "engine_fields", b"engine_fields", "explain", b"explain", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "output_options", b"output_options", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "stop_conditions", b"stop_conditions", "tenant", b"tenant", "token_ids", b"token_ids", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dp_rank: _TypeAlias = _typing.Literal["dp_rank"]  # noqa: Y015
     _WhichOneofArgType__dp_rank: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank"]  # noqa: Y015
@@ -603,6 +611,40 @@ class Usage(_message.Message):
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
+class TokenLogprobs(_message.Message):
+    """Log probabilities at the place of one generated token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """Of the token itself."""
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens that were likeliest there, as many as were asked for, the likeliest first."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log probabilities."""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
 class GenerateResponse(_message.Message):
     """A piece of the output."""
 
@@ -615,6 +657,7 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ENGINE_FINISH_REASON_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text; empty where the engine sent none."""
     finish_reason: Global___FinishReason.ValueType
@@ -635,6 +678,10 @@ class GenerateResponse(_message.Message):
     def usage(self) -> Global___Usage:
         """In the last message."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each of token_ids, where log probabilities were asked for."""
+
     def __init__(
         self,
         *,
@@ -645,10 +692,11 @@ class GenerateResponse(_message.Message):
         usage: Global___Usage | None = ...,
         request_id: _builtins.str = ...,
         engine_finish_reason: _builtins.str = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["route", b"route", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_finish_reason", b"engine_finish_reason", "finish_reason", b"finish_reason", "request_id", b"request_id", "route", b"route", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_finish_reason", b"engine_finish_reason", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "route", b"route", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

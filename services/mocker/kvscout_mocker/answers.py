@@ -131,15 +131,17 @@ class CompletionAnswer(Answer):
             offsets.append(end)
             end += len(word)
         values = [logprob(token, piece.first + index) for index, token in enumerate(piece.tokens)]
+        as_ids = self.asked.tokens_as_ids
+        names = [f"token_id:{token}" for token in piece.tokens] if as_ids else words
         return {
             "text_offset": offsets,
             "token_logprobs": values,
-            "tokens": words,
+            "tokens": names,
             "top_logprobs": [
-                {word: value} | {f" <{rank}>": value - rank for rank in range(1, alternatives)}
+                {name: value} | {_other(token, rank, as_ids): value - rank for rank in range(1, alternatives)}
                 if alternatives
                 else None
-                for word, value in zip(words, values, strict=True)
+                for token, name, value in zip(piece.tokens, names, values, strict=True)
             ],
         }
 
@@ -216,6 +218,10 @@ def usage(prompt_tokens: int, output_tokens: int) -> Document:
         "total_tokens": prompt_tokens + output_tokens,
         "completion_tokens": output_tokens,
     }
+
+
+def _other(token: int, rank: int, as_ids: bool) -> str:
+    return f"token_id:{token + rank}" if as_ids else f" <{rank}>"
 
 
 def logprob(token: int, position: int) -> float:

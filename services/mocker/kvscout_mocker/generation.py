@@ -48,6 +48,8 @@ class Generation:
     return_token_ids: bool
     logprobs: int | None
     """Alternatives told for each token; None: no probabilities at all."""
+    tokens_as_ids: bool
+    """vLLM's `return_tokens_as_token_ids`: log-probabilities name tokens by their numbers."""
     report_prefix: bool
     kv_transfer: Fields | None
     """vLLM's `kv_transfer_params`."""
@@ -116,6 +118,7 @@ def read_generation(
         continuous_usage=include_usage and boolean(options, "continuous_usage_stats", prefix="stream_options."),
         return_token_ids=boolean(fields, "return_token_ids"),
         logprobs=logprobs,
+        tokens_as_ids=boolean(fields, "return_tokens_as_token_ids"),
         report_prefix=report_mode == "full",
         kv_transfer=mapping(fields, "kv_transfer_params") or None,
         bootstrap=read_bootstrap(fields),

@@ -12,6 +12,7 @@ import pytest
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.hashing import MmItem
 from kvscout_gateway.front.grpc.translate import (
     engine_parameters,
     generate_wish,
@@ -72,3 +73,18 @@ def test_a_prompt_above_the_limit_is_refused_by_the_field_that_has_it() -> None:
     with pytest.raises(InvalidArgument, match="16 tokens") as refused:
         route_wish(gateway_pb2.RouteRequest(model="m", block_hashes=[1, 2, 3, 4], block_size=4), 10)
     assert refused.value.field == "block_hashes"
+
+
+def test_multimodal_items_are_part_of_what_is_placed() -> None:
+    request = gateway_pb2.GenerateRequest(model="m", token_ids=[1], engine_fields="{}")
+    request.mm_items.add(id="cat", offset=3, length=10)
+    assert generate_wish(request, 10).prompt.mm_items == (MmItem("cat", 3, 10),)
+
+
+def test_the_gateways_own_fields_win_over_none_of_the_callers() -> None:
+    request = asked(temperature=0.5)
+    request.engine_fields = '{"guided_regex": "a+", "nested": {"n": 2}}'
+    assert engine_parameters(request) == {"guided_regex": "a+", "nested": {"n": 2}, "temperature": 0.5}
+    request.engine_fields = '{"temperature": 1}'
+    with pytest.raises(InvalidArgument, match="temperature cannot be set there"):
+        engine_parameters(request)

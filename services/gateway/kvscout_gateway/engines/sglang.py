@@ -46,8 +46,10 @@ class SglangAdapter:
         self, to: Address, token_ids: memoryview, parameters: Mapping[str, Any], changes: Changes
     ) -> HttpRequest:
         """See `EngineAdapter`."""
+        known = {*_SAMPLING, "cache_salt", "logprobs"}
         sampling = {theirs: parameters[ours] for ours, theirs in _SAMPLING.items() if ours in parameters}
         rest = {
+            **{name: value for name, value in parameters.items() if name not in known},
             "rid": to.request_id,
             "stream": True,
             "sampling_params": sampling,

@@ -28,7 +28,9 @@ class VllmAdapter:
         self, to: Address, token_ids: memoryview, parameters: Mapping[str, Any], changes: Changes
     ) -> HttpRequest:
         """See `EngineAdapter`."""
-        rest = without_none({**parameters, "model": to.model, **_STREAMED, **changes})
+        # Or log probabilities would name tokens by their texts, which are not unique.
+        named = {"return_tokens_as_token_ids": True} if "logprobs" in parameters else {}
+        rest = without_none({**parameters, **named, "model": to.model, **_STREAMED, **changes})
         return HttpRequest(
             f"{to.endpoint}/v1/completions", headers=self.headers(to), body=await body_of("prompt", token_ids, rest)
         )

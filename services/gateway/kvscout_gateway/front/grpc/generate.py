@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.transport.http import HttpAnswer, Preceded, Sink
+from kvscout_common.transport.http import Dialect, Form, HttpAnswer, Preceded, Sink
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.adapter import TokenRequest
 from kvscout_gateway.front.grpc import translate
+from kvscout_gateway.front.grpc.logprobs import LogprobSink
 from kvscout_gateway.request.exchange import Exchanges
+from kvscout_gateway.request.leg import Means
 from kvscout_gateway.request.placement import Placement
 
 
@@ -18,9 +20,12 @@ async def generate(
 ) -> None:
     """Answers one call: bytes are written to its context, no piece of output becomes an object on its way."""
     wish = translate.generate_wish(request, config.max_prompt_tokens)
-    asked = TokenRequest(wish.prompt.token_ids, translate.engine_parameters(request))
+    parameters = translate.engine_parameters(request)
+    with_logprobs = "logprobs" in parameters
+    asked = TokenRequest(wish.prompt.token_ids, parameters, Form.BYTES if with_logprobs else Form.PIECES)
     with exchanges.begin(wish) as exchange:
-        await exchange.run(asked, _Client(context, exchange.request_id))
+        client = _Client(context, exchange.request_id)
+        await exchange.run(asked, _WithLogprobs(client, asked, exchanges.means) if with_logprobs else client)
 
 
 class _Client:
@@ -43,3 +48,22 @@ class _Client:
     async def begin(self, answer: HttpAnswer) -> Sink:
         """See `Reply`."""
         return self._sink
+
+
+class _WithLogprobs:
+    """See `Reply`: a client that wants log probabilities."""
+
+    def __init__(self, client: _Client, asked: TokenRequest, means: Means) -> None:
+        self._client = client
+        self._asked = asked
+        self._means = means
+        self._dialect = Dialect.OPENAI
+
+    async def placed(self, placement: Placement) -> None:
+        """See `Reply`."""
+        self._dialect = self._means.adapter_of(placement.spec).dialect
+        await self._client.placed(placement)
+
+    async def begin(self, answer: HttpAnswer) -> Sink:
+        """See `Reply`."""
+        return LogprobSink(await self._client.begin(answer), self._dialect, self._asked.max_tokens)

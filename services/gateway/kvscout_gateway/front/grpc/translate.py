@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from collections.abc import Iterable
@@ -17,6 +18,18 @@ from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.prompt import Prompt
 
 MAX_REQUEST_ID = 256
+_OWN_FIELDS = frozenset(
+    {
+        *("model", "prompt", "echo", "request_id", "cache_salt", "kv_transfer_params"),
+        *("stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "logprobs", "prompt_logprobs"),
+        *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
+        *("text", "input_ids", "sampling_params", "rid", "lora_path", "extra_key", "return_logprob"),
+        *("top_logprobs_num", "data_parallel_rank", "routed_dp_rank"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+        *(field.name for field in gateway_pb2.SamplingOptions.DESCRIPTOR.fields),
+    }
+)
+"""Of engines' requests: those that say what other fields of the message say, or what the gateway itself has to."""
 FLOAT_DIGITS = range(6, 10)
 """Significant digits that tell every two single-precision numbers apart: six do for some, nine for all."""
 
@@ -110,15 +123,14 @@ def generate_wish(request: gateway_pb2.GenerateRequest, max_prompt_tokens: int) 
 
     Raises:
         InvalidArgument: If the model or the prompt is missing, the prompt too long, or the id no header's value.
-        Unimplemented: For multimodal prompts.
     """
     if not request.model:
         raise InvalidArgument("must not be empty", field="model")
     if not request.token_ids:
         raise InvalidArgument("the prompt is empty", field="token_ids")
-    if request.mm_items:
+    if request.mm_items and not request.engine_fields:
         # The engine would get placeholders without the items' content, and answer something.
-        raise Unimplemented("Generate sends token ids only: ask Route, and send the items yourself", field="mm_items")
+        raise InvalidArgument("need their content, in engine_fields", field="mm_items")
     request_id = request.request_id
     if len(request_id) > MAX_REQUEST_ID or not (request_id.isascii() and request_id.isprintable()):
         raise InvalidArgument(f"must be printable ASCII, at most {MAX_REQUEST_ID} characters", field="request_id")
@@ -129,6 +141,7 @@ def generate_wish(request: gateway_pb2.GenerateRequest, max_prompt_tokens: int) 
             isl_tokens=len(request.token_ids),
             token_ids=pack_tokens(request, max_prompt_tokens),
             cache_salt=request.cache_salt,
+            mm_items=_mm_items(request.mm_items),
         ),
         lora_name=request.lora_name,
         request_id=request_id,
@@ -156,12 +169,11 @@ def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:
 
     Raises:
         InvalidArgument: If one is out of range; what is not checked here, the engine checks.
-        Unimplemented: For log probabilities, which GenerateResponse has no place for.
+        Unimplemented: For log probabilities of the prompt, which GenerateResponse has no place for.
     """
     stop, sampling, output = request.stop_conditions, request.sampling_options, request.output_options
-    for name in ("logprobs", "prompt_logprobs"):
-        if output.HasField(name):
-            raise Unimplemented("log probabilities are not returned", field=f"output_options.{name}")
+    if output.HasField("prompt_logprobs"):
+        raise Unimplemented("those of the prompt are not returned", field="output_options.prompt_logprobs")
     for field, value in sampling.ListFields():
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidArgument("must be a finite number", field=f"sampling_options.{field.name}")
@@ -175,7 +187,8 @@ def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:
         raise InvalidArgument("must be a number >= 0", field="sampling_options.temperature")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         raise InvalidArgument("must be above 0 and at most 1", field="sampling_options.top_p")
-    parameters: dict[str, Any] = {
+    parameters: dict[str, Any] = _engine_fields(request.engine_fields) if request.engine_fields else {}
+    parameters |= {
         field.name: _as_written(value) if isinstance(value, float) else value
         for message in (sampling, output)
         for field, value in message.ListFields()  # all optional: only those that are set
@@ -193,6 +206,24 @@ def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:
     if request.cache_salt:
         parameters["cache_salt"] = request.cache_salt
     return parameters
+
+
+def _engine_fields(text: str) -> dict[str, Any]:
+    """Further fields of the engine's request.
+
+    Raises:
+        InvalidArgument: They are no JSON object, or one of them is the gateway's to set.
+    """
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"are no JSON: {error}", field="engine_fields") from error
+    if not isinstance(fields, dict):
+        raise InvalidArgument("must be a JSON object", field="engine_fields")
+    own = sorted(_OWN_FIELDS & fields.keys())
+    if own:
+        raise InvalidArgument(f"{', '.join(own)} cannot be set there", field="engine_fields")
+    return fields
 
 
 def _as_written(value: float) -> float:
