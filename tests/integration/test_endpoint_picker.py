@@ -291,6 +291,36 @@ async def test_the_rank_is_told_to_an_engine_that_has_several(world: World, envo
     assert world.scripted.headers[-1]["x-data-parallel-rank"] in ("0", "1")
 
 
+async def test_where_prefill_is_apart_its_worker_is_named_for_the_decode_worker_s_sidecar(
+    world: World, envoy: Envoy
+) -> None:
+    workers = [
+        workers_pb2.Worker(
+            worker_id=worker_id, model="apart", http_endpoint=url, role=role, block_size=16,
+            engine=workers_pb2.ENGINE_KIND_VLLM, total_kv_blocks=4095,
+        )
+        for worker_id, url, role in (
+            ("p0", f"http://{world.lost}", types_pb2.ROLE_PREFILL),
+            ("d0", world.scripted.url, types_pb2.ROLE_DECODE),
+        )
+    ]  # fmt: skip
+    for worker in workers:
+        await world.client.register(worker)
+    try:
+        forged = {"x-prefiller-host-port": "10.9.9.9:80"}
+        assert (await envoy.post(completion(model="apart"), headers=forged)).status == 200
+        assert world.scripted.headers[-1]["x-prefiller-host-port"] == world.lost
+
+        async def free() -> bool:
+            return not await world.client.active()
+
+        await eventually(free, what="neither worker booked")
+    finally:
+        for worker in workers:
+            remove = workers_pb2.RemoveWorkerRequest(worker_id=worker.worker_id)
+            await call(world.client.stub.RemoveWorker, remove, timeout=DEADLINE_SECONDS)
+
+
 async def test_the_next_endpoint_of_a_pick_serves_where_the_first_cannot_be_reached(world: World, envoy: Envoy) -> None:
     async def elsewhere() -> float:
         return (await scrape(world.stack.gateway))["kvscout_endpoint_picks_served_elsewhere_total"]

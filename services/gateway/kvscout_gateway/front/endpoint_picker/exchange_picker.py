@@ -86,7 +86,7 @@ class ExchangePicker:
         self._config = config
         self.metrics = metrics
         self._max_prompt_tokens = max_prompt_tokens
-        self.prefill_tokens_per_second = prefill_tokens_per_second
+        self._prefill_tokens_per_second = prefill_tokens_per_second
         self._draw = draw
         self._left: set[ExchangePick] = set()
 
@@ -104,17 +104,20 @@ class ExchangePicker:
         wish = self._wish(asked, tenant, view)
         with ExitStack() as stack:
             exchange = stack.enter_context(self._exchanges.begin(wish))
-            leg = await exchange.place()
-            first = address_of(leg.placement.endpoint)
-            if not first:
-                raise FailedPrecondition(
-                    f"worker {leg.placement.worker.worker_id!r} has no HTTP endpoint with an IP address"
-                )
-            headers = {wire.DESTINATION: ",".join((first, *self._fallbacks(exchange.wish, view, first)))}
+            leg, prefill = await self._exchanges.plan(exchange.wish).place(exchange)
+            first = _address_of(leg)
+            headers = {wire.DESTINATION: ",".join((first, *self._fallbacks(leg.wish, view, first)))}
+            if prefill is not None:
+                headers[wire.PREFILLER] = _address_of(prefill)
+                prefill.sent()
             if leg.placement.rank_header is not None:
                 headers[wire.RANK] = str(leg.placement.rank_header)
             leg.sent()
-            return ExchangePick(self, headers, stack.pop_all(), exchange, leg)
+            return ExchangePick(self, headers, held=stack.pop_all(), exchange=exchange, leg=leg, prefill=prefill)
+
+    def prefill_seconds(self, leg: Leg) -> float:
+        """How long its prompt is taken to be computed, where nobody shows when it was."""
+        return leg.placement.uncached_tokens / self._prefill_tokens_per_second
 
     def worker_at(self, wish: Wish, address: str) -> str:
         """The id of the worker of a request's model that has an address; "" = there is none."""
@@ -198,9 +201,11 @@ class ExchangePick:
         self,
         picker: ExchangePicker,
         headers: Mapping[str, str],
+        *,
         held: ExitStack | None = None,
         exchange: Exchange | None = None,
         leg: Leg | None = None,
+        prefill: Leg | None = None,
     ) -> None:
         """A pick.
 
@@ -210,12 +215,14 @@ class ExchangePick:
             held: Its exchange, entered; None = nothing is booked.
             exchange: The same.
             leg: Where it goes.
+            prefill: Where its prompt is computed; None = there as well.
         """
         self._picker = picker
         self.headers = headers
         self._held = held
         self._exchange = exchange
         self._leg = leg
+        self._prefill = prefill
         self._has_output = False
         self._moving: asyncio.Task[None] | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -225,6 +232,9 @@ class ExchangePick:
         leg, exchange = self._leg, self._exchange
         if leg is None or exchange is None:
             return
+        if self._prefill is not None:
+            # The worker that answers asked it before.
+            self._prefill.free()
         first = self.headers[wire.DESTINATION].partition(",")[0]
         if served and served != first:
             self._picker.metrics.elsewhere.inc()
@@ -260,8 +270,9 @@ class ExchangePick:
         loop, leg = asyncio.get_running_loop(), self._leg
         self._timers.append(loop.call_later(self._picker.lease_seconds, self.over))
         if leg is not None and leg.placement.booking is not None:
-            prefill_seconds = leg.placement.uncached_tokens / self._picker.prefill_tokens_per_second
-            self._timers.append(loop.call_later(prefill_seconds, leg.prefill_over))
+            self._timers.append(loop.call_later(self._picker.prefill_seconds(leg), leg.prefill_over))
+        if self._prefill is not None:
+            self._timers.append(loop.call_later(self._picker.prefill_seconds(self._prefill), self._prefill.free))
         self._picker.keep(self)
 
     def over(self, error: BaseException | None = None) -> None:
@@ -288,7 +299,7 @@ class ExchangePick:
         if not worker_id:
             return
         try:
-            moved = await exchange.place(replace(exchange.wish, pinned=worker_id, allowed=()))
+            moved = await exchange.place(replace(leg.wish, pinned=worker_id, allowed=()))
         except KvscoutError as error:
             log.debug("%s runs at %s, unbooked: %s", exchange.request_id, served, error)
             return
@@ -296,3 +307,10 @@ class ExchangePick:
         self._leg = moved
         if self._has_output:
             moved.first_output()
+
+
+def _address_of(leg: Leg) -> str:
+    address = address_of(leg.placement.endpoint)
+    if not address:
+        raise FailedPrecondition(f"worker {leg.placement.worker.worker_id!r} has no HTTP endpoint with an IP address")
+    return address
