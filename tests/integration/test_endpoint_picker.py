@@ -401,20 +401,26 @@ async def test_without_its_picker_the_proxy_goes_on_alone(world: World) -> None:
         envoys = {
             mode: await entered.enter_async_context(world.envoy(change, gateway)) for mode, change in MODES.items()
         }
-        body = completion(model="slow", stream=True, max_tokens=8)
-        under_way = {mode: asyncio.ensure_future(envoy.post(body)) for mode, envoy in envoys.items()}
+        begun = {mode: asyncio.Event() for mode in MODES}
 
-        async def all_active() -> bool:
-            return len(await client.active()) == len(MODES)
+        async def stream(mode: str) -> bytes:
+            body = completion(model="slow", stream=True, max_tokens=8)
+            async with envoys[mode].http.post(envoys[mode].url + "/v1/completions", json=body) as response:
+                first = await response.content.readany()
+                begun[mode].set()
+                return first + await response.read()
 
-        await eventually(all_active, what="a request of each proxy")
+        under_way = {mode: asyncio.ensure_future(stream(mode)) for mode in MODES}
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await asyncio.gather(*(event.wait() for event in begun.values()))
+        assert len(await client.active()) == len(MODES)
         gateway.process.kill()
         await gateway.process.wait()
         # What comes before anybody knows, where the picker was to be shown the request only.
         assert (await envoys["shipped"].post(completion())).status in BY_TURNS
         assert (await envoys["streamed"].post(completion())).status in BY_TURNS
         # What runs is not hurt, but where the picker moved its bytes.
-        assert (await under_way["shipped"]).body.endswith(b"data: [DONE]\n\n")
+        assert (await under_way["shipped"]).endswith(b"data: [DONE]\n\n")
         await asyncio.wait(under_way.values())
         assert isinstance(under_way["full duplex"].exception(), aiohttp.ClientError)
         for envoy in envoys.values():

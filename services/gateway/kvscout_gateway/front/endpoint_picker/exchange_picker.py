@@ -16,27 +16,26 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, PermissionDenied, Unavailable
+from kvscout_common.errors import FailedPrecondition, KvscoutError, PermissionDenied, Unavailable
 from kvscout_common.identity import ALL_TENANTS, current_identity
 from kvscout_common.transport.http import Dialect
 from kvscout_common.worker import DEFAULT_TENANT
-from kvscout_gateway.catalog import Catalog, Serving, TenantView
+from kvscout_gateway.catalog import Serving, TenantView
 from kvscout_gateway.engines.failure import EngineFailed, fault_of_status
 from kvscout_gateway.engines.usage import usage_of_stream
 from kvscout_gateway.front.endpoint_picker import wire
 from kvscout_gateway.front.endpoint_picker.addresses import address_of, reachable
 from kvscout_gateway.front.endpoint_picker.asked import Asked
 from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig
-from kvscout_gateway.request.exchange import Exchange, Exchanges
+from kvscout_gateway.front.wishes import tokens_of, wish_of
+from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.request.exchange import Exchange
 from kvscout_gateway.request.leg import Leg
 from kvscout_gateway.request.placement import Wish
-from kvscout_gateway.request.prompt import Prompt
 from kvscout_gateway.scheduler_client.turns import eligible
 
 log = logging.getLogger("kvscout.gateway")
 
-TOKEN_BYTES = 4
-TOKENS_UNKNOWN = "the prompt is no list of token ids"
 LOOKED_AT = 3
 """Workers for each fallback that is wanted: some drain, or are left alone."""
 
@@ -61,32 +60,25 @@ class ExchangePicker:
 
     def __init__(
         self,
-        exchanges: Exchanges,
-        catalog: Catalog,
+        gateway: Gateway,
         config: EndpointPickerConfig,
         metrics: PickerMetrics,
         *,
-        max_prompt_tokens: int,
-        prefill_tokens_per_second: float,
         draw: random.Random,
     ) -> None:
         """Picks endpoints.
 
         Args:
-            exchanges: The gateway's.
-            catalog: Its workers.
+            gateway: Places the requests.
             config: Of the front.
             metrics: Where it counts.
-            max_prompt_tokens: Longer prompts are refused.
-            prefill_tokens_per_second: How fast the slowest engine computes a prompt that nobody shows the output of.
             draw: Which fallbacks are named is left to chance, so that the load of a lost worker spreads.
         """
-        self._exchanges = exchanges
-        self._catalog = catalog
+        self._gateway = gateway
+        self._exchanges = gateway.exchanges
+        self._catalog = gateway.catalog
         self._config = config
         self.metrics = metrics
-        self._max_prompt_tokens = max_prompt_tokens
-        self._prefill_tokens_per_second = prefill_tokens_per_second
         self._draw = draw
         self._left: set[ExchangePick] = set()
 
@@ -101,7 +93,7 @@ class ExchangePicker:
         view = self._catalog.tenant(tenant)
         if not asked.model:
             return self._any(view, asked)
-        wish = self._wish(asked, tenant, view)
+        wish = await self._wish(asked, tenant, view)
         with ExitStack() as stack:
             exchange = stack.enter_context(self._exchanges.begin(wish))
             leg, prefill = await self._exchanges.plan(exchange.wish).place(exchange)
@@ -117,7 +109,7 @@ class ExchangePicker:
 
     def prefill_seconds(self, leg: Leg) -> float:
         """How long its prompt is taken to be computed, where nobody shows when it was."""
-        return leg.placement.uncached_tokens / self._prefill_tokens_per_second
+        return leg.placement.uncached_tokens / self._gateway.config.patience.prefill_tokens_per_second
 
     def worker_at(self, wish: Wish, address: str) -> str:
         """The id of the worker of a request's model that has an address; "" = there is none."""
@@ -151,28 +143,19 @@ class ExchangePicker:
             raise PermissionDenied(f"role {identity.role} may not call Route")
         return DEFAULT_TENANT if identity.tenant == ALL_TENANTS else identity.tenant
 
-    def _wish(self, asked: Asked, tenant: str, view: TenantView) -> Wish:
+    async def _wish(self, asked: Asked, tenant: str, view: TenantView) -> Wish:
         specs = view.serving(view.resolve(asked.model, "").model).specs
         # A worker that only schedulers know is found out about when it was picked.
         allowed = reachable(specs, asked.subset)
         if not allowed and (specs or asked.subset is not None):
             why = "that the proxy allows" if asked.subset is not None else "with an IP address in its HTTP endpoint"
             raise Unavailable(f"there is no worker of model {asked.model!r} {why}", retry_after_seconds=1.0)
-        token_ids = asked.token_ids
-        isl_tokens = len(token_ids) // TOKEN_BYTES
-        if isl_tokens > self._max_prompt_tokens:
-            raise InvalidArgument(
-                f"{isl_tokens} tokens, --max-prompt-tokens is {self._max_prompt_tokens}", field="prompt"
-            )
-        return Wish(
-            model=asked.model,
-            tenant=tenant,
-            prompt=Prompt(isl_tokens, token_ids)
-            if token_ids
-            else Prompt(max(1, asked.estimated_tokens), unknown=TOKENS_UNKNOWN),
-            allowed=() if len(allowed) == len(specs) else tuple(spec.worker_id for spec in allowed),
-            expected_output_tokens=asked.max_tokens,
-        )
+        gateway, fields, model = self._gateway, asked.fields, asked.model
+        tokens = await tokens_of(gateway, asked.path, fields, size=asked.size, tenant=tenant, model=model)
+        wish = wish_of(gateway, fields, tokens, tenant=tenant, model=model)
+        if len(allowed) == len(specs):
+            return wish
+        return replace(wish, allowed=tuple(spec.worker_id for spec in allowed))
 
     def _any(self, view: TenantView, asked: Asked) -> ExchangePick:
         specs = [spec for spec in reachable(view.specs.values(), asked.subset) if not spec.draining]

@@ -28,15 +28,7 @@ def endpoint_picker(config: EndpointPickerConfig, gateway: Gateway, metrics: Col
         metrics: Where it counts.
     """
     counts = PickerMetrics(metrics)
-    picker = ExchangePicker(
-        gateway.exchanges,
-        gateway.catalog,
-        config,
-        counts,
-        max_prompt_tokens=gateway.config.max_prompt_tokens,
-        prefill_tokens_per_second=gateway.config.patience.prefill_tokens_per_second,
-        draw=random.Random(),
-    )
+    picker = ExchangePicker(gateway, config, counts, draw=random.Random())
     gateway.on_drain.append(picker.forget)
     processor = ExternalProcessor(
         picker,

@@ -6,27 +6,13 @@ Bytes in, bytes out: a piece of a response is never parsed, and goes back at onc
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from kvscout_common.errors import (
-    AlreadyExists,
-    Cancelled,
-    DeadlineExceeded,
-    InternalError,
-    InvalidArgument,
-    KvscoutError,
-    NotFound,
-    PermissionDenied,
-    ResourceExhausted,
-    Unauthenticated,
-    Unimplemented,
-)
+from kvscout_common.errors import ResourceExhausted, Unavailable
 from kvscout_common.transport.answering import read_unanswered
 from kvscout_gateway.front.endpoint_picker import wire
 from kvscout_gateway.front.endpoint_picker.account import last_account
@@ -44,22 +30,8 @@ from kvscout_gateway.front.endpoint_picker.stream import (
     RequestStream,
     Step,
 )
+from kvscout_gateway.front.openai.refusals import refusal_of, shaped
 
-log = logging.getLogger("kvscout.gateway")
-
-STATUSES: dict[type[KvscoutError], int] = {
-    InvalidArgument: 400,
-    Unauthenticated: 401,
-    PermissionDenied: 403,
-    NotFound: 404,
-    AlreadyExists: 409,
-    ResourceExhausted: 429,
-    InternalError: 500,
-    Unimplemented: 501,
-    # No endpoint is ready for it, now or in time.
-    KvscoutError: 503,
-}
-"""The protocol's own are 429 (shed) and 503 (no endpoint)."""
 TOO_LONG = 413
 
 
@@ -131,14 +103,13 @@ class ExternalProcessor:
                         self._hold(call, 0)
                 case BodyTooLong():
                     self._count("too long")
-                    too_long = ResourceExhausted(f"is longer than {self._limits.body_bytes} bytes", field="body")
-                    return call.stream.refused(_refusal(too_long, TOO_LONG))
+                    return call.stream.refused(_too_long(self._limits.body_bytes))
                 case _:
                     call.hear(event)
         if not self._hold(call, call.stream.held_bytes):
             self._count("full")
             error = ResourceExhausted("too much waits for picks already", retry_after_seconds=1.0)
-            return call.stream.refused(_refusal(error))
+            return call.stream.refused(_refused(error))
         return step
 
     async def _pick(self, call: _Call, wanted: PickWanted) -> Step:
@@ -148,19 +119,14 @@ class ExternalProcessor:
             async with asyncio.timeout(limit):
                 call.pick = await self._picker.pick(asked)
         except TimeoutError:
-            error: KvscoutError = DeadlineExceeded(f"no endpoint within {limit:g} s", retry_after_seconds=1.0)
-        except Cancelled:
-            raise
-        except KvscoutError as raised:
+            error: Exception = Unavailable(f"no endpoint within {limit:g} s", retry_after_seconds=1.0)
+        except Exception as raised:
             error = raised
-        except Exception:
-            log.exception("unexpected error in a pick")
-            error = InternalError("internal error; the service's log has the details")
         else:
             self._count("picked")
             return call.stream.picked(call.pick.headers)
         self._count(type(error).__name__)
-        return call.stream.refused(_refusal(error))
+        return call.stream.refused(_refused(error))
 
     def _hold(self, call: _Call, held_bytes: int) -> bool:
         """Notes what a call holds of its request's body; False if that is too much of all."""
@@ -213,12 +179,12 @@ class _Call:
                 pick.aborted()
 
 
-def _refusal(error: KvscoutError, status: int = 0) -> bytes:
-    """An error as clients of OpenAI's API read it."""
-    status = status or next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
-    body = {"error": {"message": str(error), "type": type(error).__name__, "param": error.field, "code": status}}
-    wait = error.retry_after_seconds
-    headers = {} if wait is None else {"retry-after": str(max(1, round(wait)))}
-    return wire.refusal_answer(
-        status, json.dumps(body).encode(), headers=headers, details=f"kvscout_{type(error).__name__}"
-    )
+def _refused(error: Exception) -> bytes:
+    refusal = refusal_of(error)
+    headers = {name.lower(): value for name, value in refusal.headers}
+    return wire.refusal_answer(refusal.status, refusal.body, headers=headers, details=f"kvscout_{type(error).__name__}")
+
+
+def _too_long(body_bytes: int) -> bytes:
+    body = shaped(TOO_LONG, f"the body is longer than {body_bytes} bytes", "invalid_request_error", param="body")
+    return wire.refusal_answer(TOO_LONG, body, headers={}, details="kvscout_too_long")

@@ -15,11 +15,12 @@ from kvscout_common.identity import ALL_TENANTS, TokenTable
 from kvscout_common.transport.http import HttpCall, HttpRefused, SinkGone, SinkStalled
 from kvscout_gateway.front.openai.access import Caller, caller_of, header
 from kvscout_gateway.front.openai.body import JsonBody
-from kvscout_gateway.front.openai.generation import CHAT, COMPLETIONS, Generation
+from kvscout_gateway.front.openai.generation import COMPLETIONS, Generation
 from kvscout_gateway.front.openai.models import Models
 from kvscout_gateway.front.openai.passthrough import Passthrough
 from kvscout_gateway.front.openai.refusals import JSON_HEADERS, refusal_of, shaped
 from kvscout_gateway.front.openai.thresholds import change_of, shown
+from kvscout_gateway.front.wishes import CHAT
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway

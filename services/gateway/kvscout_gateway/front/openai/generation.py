@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvscout_common.errors import InvalidArgument, ResourceExhausted, Unavailable
+from kvscout_common.errors import ResourceExhausted, Unavailable
 from kvscout_common.transport.http import Dialect, Form, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
 from kvscout_gateway.engines.adapter import Address, Changes, EngineAdapter
 from kvscout_gateway.front.openai import proxied
@@ -16,15 +15,13 @@ from kvscout_gateway.front.openai.access import Caller, header
 from kvscout_gateway.front.openai.body import JsonBody
 from kvscout_gateway.front.openai.refusals import event_of, refusal_of
 from kvscout_gateway.front.openai.sessions import Affinity, worker_of
+from kvscout_gateway.front.wishes import CHAT, model_of, new_request_id, tokens_of, wish_of
 from kvscout_gateway.request.placement import Placement, Wish
-from kvscout_gateway.request.prompt import Prompt
-from kvscout_gateway.tokens.estimate import estimated_tokens, output_bound
-from kvscout_gateway.tokens.prompt_tokens import PromptTokens, Source, chat_body, completion_body
+from kvscout_gateway.tokens.prompt_tokens import chat_body, completion_body
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
 
-CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 MAX_READ_BYTES: Final = 64 * 1024
 """Longer answers are not read for their usage once more."""
@@ -163,11 +160,9 @@ class Generation:
             InvalidArgument: It names no model.
             SinkGone: Its client has gone.
         """
-        model = body.get("model")
-        if not isinstance(model, str) or not model:
-            raise InvalidArgument("must be the name of a model", field="model")
-        tokens = await self._tokens_of(call.path, caller.tenant, model, body)
-        wish = self._wish(caller.tenant, model, body, tokens)
+        gateway, fields, tenant, model = self._gateway, body.fields, caller.tenant, model_of(body.fields)
+        tokens = await tokens_of(gateway, call.path, fields, size=body.size, tenant=tenant, model=model)
+        wish = wish_of(gateway, fields, tokens, tenant=tenant, model=model)
         request = OpenAiRequest(call, body, with_key=self._passes_keys())
         client = Client(call, at_once=request.at_once)
         client.request_id = header(call.headers, REQUEST_ID_HEADER.lower()) or wish.request_id
@@ -198,51 +193,13 @@ class Generation:
                 return
             except (ResourceExhausted, Unavailable):
                 # Both say that the client has nothing of an answer: any other worker may give it one.
-                wish = replace(wish, request_id=_new_id())
+                wish = replace(wish, request_id=new_request_id())
         with self._gateway.exchanges.begin(wish) as exchange:
             await exchange.run(request, client)
 
     def _worker_of(self, session: str, wish: Wish) -> str:
         able = self._gateway.reachable(wish.tenant, self._gateway.routing.candidates(wish))
         return worker_of(session, (spec.worker_id for spec in able))
-
-    async def _tokens_of(self, path: str, tenant: str, model: str, body: JsonBody) -> PromptTokens:
-        view = self._gateway.catalog.tenant(tenant)
-        target = view.resolve(model, "")
-        if target.model not in view.models:
-            return PromptTokens(b"", Source.NONE, "the model is not known here")
-        prompts = self._gateway.tokens.prompts
-        if path == CHAT:
-            found = await prompts.of_chat(body.fields, size=body.size, model=target.model, tenant=tenant)
-        else:
-            found = await prompts.of_completion(body.fields, model=target.model, tenant=tenant)
-        if found.source is Source.NONE:
-            self._gateway.metrics.degraded("tokenizer")
-        return found
-
-    def _wish(self, tenant: str, model: str, body: JsonBody, tokens: PromptTokens) -> Wish:
-        limit = self._gateway.config.max_prompt_tokens
-        if len(tokens) > limit:
-            raise InvalidArgument(f"{len(tokens)} tokens, --max-prompt-tokens is {limit}", field="prompt")
-        salt = body.get("cache_salt")
-        serving = self._gateway.catalog.tenant(tenant).serving(model)
-        estimate = max(1, min(estimated_tokens(body.fields), limit, serving.longest_prompt or limit))
-        return Wish(
-            model=model,
-            tenant=tenant,
-            prompt=Prompt(
-                isl_tokens=len(tokens) or estimate,
-                token_ids=tokens.token_ids,
-                cache_salt=salt if isinstance(salt, str) else "",
-                unknown="" if len(tokens) else f"tokenizer: {tokens.problem or 'the prompt is empty'}",
-            ),
-            request_id=_new_id(),
-            expected_output_tokens=output_bound(body.fields),
-        )
-
-
-def _new_id() -> str:
-    return f"gen-{uuid.uuid4().hex}"
 
 
 def _usage_of(answer: bytes) -> dict[str, Any]:
