@@ -143,6 +143,18 @@ async def test_a_prompt_goes_where_it_is_cached(world: World, envoy: Envoy) -> N
         assert cached((await envoy.post(body)).json) == 240
 
 
+async def test_a_conversation_in_text_goes_where_it_is_cached(envoy: Envoy) -> None:
+    text = " ".join(f"word{random.randrange(1 << 30)}" for _ in range(64))
+    body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+
+    async def cached_everywhere() -> bool:
+        answers = [await envoy.post(body, path="/v1/chat/completions") for _ in range(3)]
+        assert {answered.status for answered in answers} == {200}
+        return all(cached(answered.json) for answered in answers)
+
+    await eventually(cached_everywhere, what="three answers from a worker that has it cached")
+
+
 async def test_a_stream_comes_whole_and_is_booked_as_long_as_it_runs(world: World, envoy: Envoy) -> None:
     fields: dict[str, Any] = {"model": "slow", "stream": True, "stream_options": {"include_usage": True}}
     async with envoy.http.post(envoy.url + "/v1/completions", json=completion(**fields)) as response:
@@ -404,7 +416,7 @@ async def test_without_its_picker_the_proxy_goes_on_alone(world: World) -> None:
         begun = {mode: asyncio.Event() for mode in MODES}
 
         async def stream(mode: str) -> bytes:
-            body = completion(model="slow", stream=True, max_tokens=8)
+            body = completion(model="slow", stream=True, max_tokens=24)
             async with envoys[mode].http.post(envoys[mode].url + "/v1/completions", json=body) as response:
                 first = await response.content.readany()
                 begun[mode].set()
