@@ -1,10 +1,13 @@
 """The gateway's own flags."""
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
 from kvscout_common.errors import ConfigError
-from kvscout_gateway.config import addresses, indexer_shards
+from kvscout_gateway.config import addresses, indexer_shards, tokenizer_folders
+from kvscout_gateway.engines.engine_key import EngineKey
 from kvscout_gateway.main import main
 
 
@@ -24,6 +27,31 @@ def test_a_wrong_flag_ends_with_a_usage_error() -> None:
     assert result.exit_code == 2
     assert "scheduler" in result.output
     assert "not host:port" in result.output
+
+
+def test_tokenizers_are_folders_of_models_or_of_all(tmp_path: Path) -> None:
+    (tmp_path / "a=b").mkdir()
+    given = [f"org/model={tmp_path}", str(tmp_path / "a=b")]
+    assert tokenizer_folders("tokenizer", given) == {"org/model": tmp_path, "": tmp_path / "a=b"}
+    for wrong in (["nowhere"], ["m=nowhere"], ["m="], [f"m={tmp_path}", f"m={tmp_path}"], [str(tmp_path)] * 2):
+        with pytest.raises(ConfigError, match=r"DIR|twice"):
+            tokenizer_folders("tokenizer", wrong)
+
+
+def test_an_engine_key_is_one_line_and_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    for wrong in ("", " \n", "two words", "ä", "a\nb"):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match="no key in it"):
+            EngineKey(path)
+    path.write_text("first\n")
+    key = EngineKey(path)
+    assert key.headers == (("Authorization", "Bearer first"),)
+    assert key.file is not None
+    path.write_text("second one's length differs".replace(" ", "-"))
+    key.file.look()
+    assert key.headers == (("Authorization", "Bearer second-one's-length-differs"),)
+    assert EngineKey(None).headers == ()
 
 
 def test_indexers_without_a_shard_are_replicas_of_the_whole() -> None:

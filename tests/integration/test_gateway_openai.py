@@ -18,6 +18,7 @@ from gateway_stack import MODEL, Stack, fresh_prompt, mocker_worker, running_sta
 from processes import running
 
 from kvscout.v1 import workers_pb2
+from kvscout_common.hashing import native_available
 
 
 def words(prompt: Any) -> str:
@@ -35,8 +36,13 @@ async def openai_client(stack: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-async def test_the_openai_client_is_served_and_what_is_cached_is_found() -> None:
-    async with running_stack("--tokenize-timeout-ms", "5000") as stack, openai_client(stack) as client:
+@pytest.mark.parametrize(
+    "transport",
+    ["grpcio", pytest.param("native", marks=pytest.mark.skipif(not native_available(), reason="no extension"))],
+)
+async def test_the_openai_client_is_served_and_what_is_cached_is_found(transport: str) -> None:
+    flags = ("--tokenize-timeout-ms", "5000", "--rpc-transport", transport)
+    async with running_stack(*flags) as stack, openai_client(stack) as client:
         assert [model.id for model in (await client.models.list()).data] == [MODEL]
         assert (await client.models.retrieve(MODEL)).id == MODEL
         ids = fresh_prompt(64).tolist()

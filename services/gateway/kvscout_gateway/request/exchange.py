@@ -159,7 +159,8 @@ class Exchange:
     ) -> None:
         for leg in self._legs:
             leg.free()
-        self._all.over(error)
+        left = isinstance(error, SinkGone | asyncio.CancelledError) and any(leg.all_passed for leg in self._legs)
+        self._all.over(None if left else error)
 
     async def run(self, request: ClientRequest, reply: Reply) -> None:
         """Runs the request to its end, by the plan that suits it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
-from kvscout_common.transport.http import Dialect, HttpAnswer, Sink, SinkStalled, StreamReport
+from kvscout_common.transport.http import Dialect, HttpAnswer, Sink, SinkGone, SinkStalled, StreamReport
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.adapter import UNCHANGED, Address, Changes, ClientRequest, EngineAdapter
 from kvscout_gateway.engines.engine_call import EngineCall, Engines
@@ -87,6 +88,8 @@ class Leg:
         self._relayed: HttpAnswer | None = None
         self._freed = False
         self.has_output = False
+        self.all_passed = False
+        """The client has left with all of the answer."""
         self.failure: EngineFailed | None = None
         if placement.booking is not None:
             means.bookings.add(placement.booking)
@@ -174,6 +177,12 @@ class Leg:
         except SinkStalled as error:
             seconds = self._means.engines.client_write_seconds
             raise DeadlineExceeded(f"the client has read nothing for {seconds:g} s") from error
+        except (SinkGone, asyncio.CancelledError):
+            # A client may leave when it has read that this was all, before the last byte of how that is framed.
+            self.all_passed = answer.report.done
+            if self.all_passed:
+                self.ended(usage_of_stream(dialect, _object(answer.report.usage)))
+            raise
         self._answer = None
         self.ended(usage_of_stream(dialect, _object(answer.report.usage)))
 

@@ -172,6 +172,26 @@ async def test_a_client_that_goes_away_ends_its_request_at_the_engine() -> None:
             await eventually(gone, what="the request given up")
 
 
+async def test_a_client_that_leaves_with_the_last_event_has_its_answer_and_its_usage_counts() -> None:
+    async with (
+        engine(streams(delta("a", "stop"), USAGE, DONE, then=hangs)) as one,
+        front(spec("w", one.url), tokenize_timeout_seconds=0.0) as served,
+    ):
+        body = CHAT | {"stream": True}
+        async with served.http.post(f"{served.url}/v1/chat/completions", json=body) as response:
+            await response.content.readuntil(DONE)
+            response.close()
+
+        async def over() -> bool:
+            return served.gateway.exchanges.in_flight == 0
+
+        await eventually(over, what="the request over")
+        assert served.sample("kvscout_requests_total", outcome="ok") == 1.0
+        assert served.gateway.observations.by_rank
+        [seen] = served.gateway.observations.by_rank.values()
+        assert seen.unproven.prompt_tokens == 7
+
+
 async def test_an_adapter_is_a_model_and_is_asked_for_by_its_name() -> None:
     async with engine(says(ANSWER)) as one, front(spec("w", one.url, adapters=(Adapter("lora", 1),))) as served:
         status, _, _ = await served.post("/v1/chat/completions", CHAT | {"model": "lora"})
