@@ -185,6 +185,7 @@ def status(message: gateway_pb2.GatewayStatus) -> RouterStatus:
         version=service.version,
         uptime_seconds=service.uptime_seconds,
         backend=service.backend,
+        transport=service.transport,
         draining=service.draining,
         warnings=tuple(service.warnings),
         helpers=tuple(

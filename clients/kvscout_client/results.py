@@ -241,6 +241,8 @@ class RouterStatus:
     uptime_seconds: float
     backend: str
     """"native" with the Rust extension, "reference" without it."""
+    transport: str
+    """What carries its calls: "native" or "grpcio"; "" = a release that does not say."""
     draining: bool
     warnings: tuple[str, ...]
     helpers: tuple[HelperState, ...]

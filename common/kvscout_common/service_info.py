@@ -10,6 +10,7 @@ from kvscout.v1 import types_pb2
 from kvscout_common import __version__
 from kvscout_common.hashing import backend_name, native_available
 from kvscout_common.identity import current_identity
+from kvscout_common.transport import chosen
 
 SLOW_BACKEND = "the extension kvscout_native is not built: answers are the same, slower"
 
@@ -56,6 +57,7 @@ def service_info(started: float, *, draining: bool = False, warnings: Iterable[W
         version=__version__,
         uptime_seconds=time.monotonic() - started,
         backend=backend_name(),
+        transport=chosen(),
         draining=draining,
         warnings=[*([] if native_available() else [SLOW_BACKEND]), *shown(warnings)],
     )

@@ -41,6 +41,7 @@ from kvscout_common.telemetry import configure_logging
 from kvscout_common.tls import Pem, ServerCertificates
 from kvscout_common.transport import Transport, choose
 from kvscout_common.transport.http import HttpCall, HttpHandler, HttpLimits, HttpServer, serve_http
+from kvscout_common.transport.metrics import TransportCollector
 from kvscout_common.variables import warn_of_variables
 
 log = logging.getLogger("kvscout.serving")
@@ -176,6 +177,7 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         further_ports["http"] = await _bind_http(http, config, app.http.port, certificates)
     if app.warm is None:
         await _all_ready(listening)
+    app.metrics.register(TransportCollector([one.server for one in listening]))
     metrics_port, stop_metrics = None, None
     if config.metrics_port >= 0:
         await wait_for_port(config.host, config.metrics_port)

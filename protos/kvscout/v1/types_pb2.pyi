@@ -443,6 +443,7 @@ class ServiceInfo(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Release, such as "0.1.0"."""
     uptime_seconds: _builtins.float
@@ -451,6 +452,8 @@ class ServiceInfo(_message.Message):
     """"native" with the Rust extension, "reference" without it (correct, slower)."""
     draining: _builtins.bool
     """True while the service drains: it finishes what it has and takes nothing new."""
+    transport: _builtins.str
+    """What carries its calls: "native" = the Rust extension, or "grpcio"."""
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Conditions an operator should know of, one sentence each; empty when all is well."""
@@ -463,10 +466,11 @@ class ServiceInfo(_message.Message):
         backend: _builtins.str = ...,
         draining: _builtins.bool = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "draining", b"draining", "uptime_seconds", b"uptime_seconds", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "draining", b"draining", "transport", b"transport", "uptime_seconds", b"uptime_seconds", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,97 @@
+"""Peers that send frames without end, or parts of a call without ever finishing it: others are served meanwhile."""
+
+import asyncio
+import json
+import struct
+from contextlib import suppress
+
+import pytest
+from http2_resets import (
+    DATA,
+    END_HEADERS,
+    HEADERS,
+    PING,
+    PREFACE,
+    SETTINGS,
+    frame,
+    headers_of,
+)
+from processes import eventually
+from transport.echo_service import SERVICE, native, native_channel
+
+from kvscout_common.hashing import native_available
+
+pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: it is what is tested")
+
+CONTINUATION, PRIORITY, WINDOW_UPDATE = 9, 2, 8
+UNARY = f"/{SERVICE}/Unary"
+TIMES = 20_000
+MAX_HELD = 8 << 20
+"""Bytes that the server may hold for one such peer."""
+
+OPENED = frame(HEADERS, END_HEADERS, 1, headers_of(UNARY))
+UNFINISHED = frame(HEADERS, 0, 1, headers_of(UNARY))
+FLOODS = {
+    "pings": (b"", frame(PING, 0, 0, bytes(8))),
+    "settings": (b"", frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 65_535))),
+    "empty data": (OPENED, frame(DATA, 0, 1)),
+    "priorities": (OPENED, frame(PRIORITY, 0, 1, bytes(5))),
+    "windows": (OPENED, frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1))),
+    "continuations": (UNFINISHED, frame(CONTINUATION, 0, 1, b"\0\1a\1b" * 50)),
+    "unknown frames": (OPENED, frame(77, 0, 1, bytes(100))),
+}
+"""What begins it, and what is sent again and again."""
+
+
+@pytest.mark.parametrize("name", FLOODS)
+async def test_frames_without_end_whose_answers_nobody_reads_hold_nobody_up(name: str) -> None:
+    begun, again = FLOODS[name]
+    async with native() as served, native_channel(served.port) as channel:
+        assert await channel.unary_unary(UNARY)(b"{}", timeout=20)
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.transport.set_write_buffer_limits(high=1)  # type: ignore[attr-defined]
+        writer.write(PREFACE + frame(SETTINGS, 0, 0) + begun)
+
+        async def send() -> None:
+            with suppress(ConnectionError):
+                for _ in range(TIMES // 100):
+                    writer.write(again * 100)
+                    await writer.drain()
+
+        sending = asyncio.create_task(send())
+        for _ in range(30):
+            assert await channel.unary_unary(UNARY)(b"{}", timeout=20)
+        assert served.server.stats()["queued_bytes"] < MAX_HELD
+        sending.cancel()
+        await asyncio.wait({sending})
+        writer.transport.abort()
+
+        async def gone() -> bool:
+            return bool(served.server.stats()["connections"] <= 1)
+
+        await eventually(gone, what="the peer is forgotten")
+
+
+async def test_calls_that_are_begun_and_never_finished_are_bounded_and_end_with_their_connection() -> None:
+    async with native(max_streams=50) as served, native_channel(served.port) as channel:
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        headers = headers_of(UNARY)
+        begun = b"".join(
+            frame(HEADERS, END_HEADERS, stream, headers) + frame(DATA, 0, stream, b"\0\0\0\x40\0" + bytes(10))
+            for stream in range(1, 1001, 2)
+        )
+        writer.write(PREFACE + frame(SETTINGS, 0, 0) + begun)
+
+        async def some_came() -> bool:
+            return bool(served.server.stats()["calls"])
+
+        await eventually(some_came)
+        assert json.loads(await channel.unary_unary(UNARY)(b"{}", timeout=20)) == {}
+        assert served.server.stats()["calls"] <= 50
+        assert served.echo.running == 0
+        writer.transport.abort()
+
+        async def none_left() -> bool:
+            return not served.server.stats()["calls"]
+
+        await eventually(none_left, what="nothing is left of them")
