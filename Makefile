@@ -9,7 +9,7 @@ SOURCES := common services clients bench protos/generate.py tests
 .DEFAULT_GOAL := help
 
 help: ## List the targets.
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
 
 setup: ## Create .venv and install kvscout with everything to develop it (the extension too, where cargo is).
 	@sh deploy/make-venv.sh .venv
@@ -48,6 +48,9 @@ chaos-gateway: ## Kill and stop workers, helpers and gateways at random under lo
 chaos-replicas: ## Kill and stop schedulers and NATS and lose their messages at random; all replicas must agree exactly.
 	PYTHONPATH=tests $(PY) -m chaos.replicas
 
+h2spec: ## The cases of h2spec (needs Go) against the native transport.
+	PYTHONPATH=tests $(PY) tests/h2spec.py
+
 check: protos-check ## Lint, format check and types: exactly what CI runs besides the tests.
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
@@ -72,4 +75,4 @@ native: ## Build the Rust extension in place; fails without cargo.
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test fuzz soak chaos-events chaos-gateway chaos-replicas check protos protos-check native bench
+.PHONY: help setup demo up down test fuzz soak chaos-events chaos-gateway chaos-replicas h2spec check protos protos-check native bench

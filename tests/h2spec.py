@@ -1,0 +1,64 @@
+"""`make h2spec`: the cases of RFC 7540 and 7541 that h2spec has, against an indexer on the native transport.
+
+h2spec is built by Go the first time, into `.kvscout/peers`. It speaks plain HTTP, which a gRPC server answers with
+headers alone, so a few of its cases wait for what cannot come; any other that fails ends this with 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from processes import running
+
+MODULE = "github.com/summerwind/h2spec/cmd/h2spec@v2.2.1+incompatible"
+FOLDER = Path(__file__).parents[1] / ".kvscout" / "peers" / "h2spec-2.2.1"
+
+NOT_OURS = {
+    "Sends a WINDOW_UPDATE frame on half-closed (remote) stream": "waits for a body: the answer to no gRPC is 415",
+    "Sends a PRIORITY frame on half-closed (remote) stream": "the same",
+    "Sends HEADERS frames that causes their advertised concurrent stream limit to be exceeded": "answered at once with"
+    " 415, so that they are never open together; tests/transport counts calls that are",
+    "Sends a HEADERS frame that contains a pseudo-header field as trailers": "the call is over with 415 before them",
+    "Sends invalid connection preface": "the connection is closed, with a reset as it has bytes that nobody read",
+}
+"""Cases that cannot be met, and why."""
+
+
+def binary() -> Path:
+    """h2spec; built if it is not there."""
+    built = FOLDER / "h2spec"
+    if not built.exists():
+        go = shutil.which("go")
+        if go is None:
+            raise SystemExit("go is not on PATH: install Go, h2spec is compiled with it")
+        subprocess.run([go, "install", MODULE], env={**os.environ, "GOBIN": str(FOLDER)}, check=True)
+    return built
+
+
+async def main() -> int:
+    """Runs it; 0 if nothing fails but what is not ours."""
+    command = [str(binary()), "-h", "127.0.0.1", "-o", "5"]
+    async with running("kvscout_indexer.main", "--rpc-transport", "native") as indexer:
+        spec = await asyncio.create_subprocess_exec(
+            *command, "-p", str(indexer.ready["port"]), stdout=asyncio.subprocess.PIPE
+        )
+        output, _ = await spec.communicate()
+    text = output.decode()
+    print(text)
+    failures = set(re.findall(r"^\s*× \d+: (.*)$", text.partition("Failures:")[2], re.MULTILINE))
+    if "tests," not in text or failures - NOT_OURS.keys():
+        print("failed:", *sorted(failures - NOT_OURS.keys()), sep="\n  ")
+        return 1
+    for case in sorted(failures):
+        print(f"not ours: {case}: {NOT_OURS[case]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
