@@ -8,6 +8,21 @@ import random
 from pathlib import Path
 
 import msgpack
+from http2_resets import (
+    ACK,
+    CANCEL,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PING,
+    RST_STREAM,
+    SETTINGS,
+    frame,
+    headers_of,
+)
+from http2_resets import (
+    DATA as DATA_FRAME,
+)
 
 from kvscout.v1 import indexer_pb2
 from kvscout_blocks.codec import encode_dump
@@ -88,6 +103,22 @@ def dumps() -> list[list[bytes]]:
     return found
 
 
+def rpc_peers() -> list[bytes]:
+    """What peers of gRPC send; the first byte says to whom: what reads frames, a server, a client."""
+    message = b"\0\0\0\0\x03abc"
+    opened = frame(HEADERS, END_HEADERS, 1, headers_of("/s/Both"))
+    unary = frame(HEADERS, END_HEADERS, 3, headers_of("/s/Unary"))
+    data = frame(DATA_FRAME, END_STREAM, 3, message)
+    answer = frame(HEADERS, END_HEADERS, 1, b"\x88") + frame(DATA_FRAME, END_STREAM, 1, message)
+    return [
+        b"\0\0" + message * 3,
+        b"\0\1" + b"\1" + message[1:],
+        b"\1" + opened + frame(DATA_FRAME, 0, 1, message * 2) + unary + data,
+        b"\1" + opened + frame(RST_STREAM, 0, 1, CANCEL) + unary + frame(PING, 0, 0, bytes(8)) + data,
+        b"\2" + frame(SETTINGS, ACK, 0) + answer,
+    ]
+
+
 def write_corpus(folder: Path) -> None:
     """Writes the seeds of each libFuzzer target into a folder of its own, by content."""
     rng = random.Random(0)
@@ -102,6 +133,7 @@ def write_corpus(folder: Path) -> None:
         # Where the bytes are cut; of streams also whether there is a limit, and which.
         "http": [b"\7" + seed for seed in HTTP],
         "event_stream": [b"\7" + limit + seed for seed in STREAMS for limit in (b"\0", b"\1\3")],
+        "rpc": rpc_peers(),
     }
     for target, seeds in corpora.items():
         (folder / target).mkdir(parents=True, exist_ok=True)

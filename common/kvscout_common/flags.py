@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from kvscout_common.endpoints import Allowed
-from kvscout_common.transport import Transport, best
+from kvscout_common.transport import Transport
 from kvscout_common.variables import PREFIX
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -145,8 +145,7 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
         ),
         server_flag(
             "--rpc-transport",
-            default=lambda: best().value,
-            show_default="native where the extension is built, else grpcio",
+            default=Transport.GRPCIO.value,
             type=click.Choice([transport.value for transport in Transport]),
             section=PERFORMANCE,
             help="What carries calls: the extension, or grpcio.",

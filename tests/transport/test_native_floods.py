@@ -49,7 +49,7 @@ async def test_frames_without_end_whose_answers_nobody_reads_hold_nobody_up(name
     async with native() as served, native_channel(served.port) as channel:
         assert await channel.unary_unary(UNARY)(b"{}", timeout=20)
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.transport.set_write_buffer_limits(high=1)  # type: ignore[attr-defined]
+        writer.transport.set_write_buffer_limits(high=1)
         writer.write(PREFACE + frame(SETTINGS, 0, 0) + begun)
 
         async def send() -> None:

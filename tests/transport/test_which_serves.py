@@ -1,4 +1,4 @@
-"""A service says what carries its calls, and uses the extension unless it is told otherwise."""
+"""A service says what carries its calls."""
 
 import pytest
 from process_metrics import scrape
@@ -10,13 +10,12 @@ from kvscout_common.hashing import native_available
 from kvscout_common.transport import Transport
 
 NATIVE = pytest.mark.skipif(not native_available(), reason="the extension is not built")
-UNASKED = Transport.NATIVE if native_available() else Transport.GRPCIO
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ((), UNASKED),
+        ((), Transport.GRPCIO),
         (("--rpc-transport", "grpcio"), Transport.GRPCIO),
         pytest.param(("--rpc-transport", "native"), Transport.NATIVE, marks=NATIVE),
     ],

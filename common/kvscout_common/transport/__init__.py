@@ -27,11 +27,6 @@ class Transport(StrEnum):
 _chosen = Transport.GRPCIO
 
 
-def best() -> Transport:
-    """What a service uses unless it is told."""
-    return Transport.NATIVE if native_available() else Transport.GRPCIO
-
-
 def choose(transport: Transport) -> None:
     """Sets what servers and channels that this process makes from here on are made of; a client needs no choice.
 

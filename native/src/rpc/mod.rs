@@ -41,6 +41,7 @@ use mio::{Events, Poll};
 use call::Call;
 pub use call::{Kind, News};
 use connection::{Connection, Progress, Side};
+pub use framing::{Deframer, Encoding};
 use keyed::Keyed;
 pub use limits::Limits;
 use listener::{LISTENER, Listener};
