@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +20,7 @@ import grpc
 
 from kvscout.v1 import gateway_pb2
 from kvscout_bench.gateway_engines import MODEL
+from kvscout_bench.gateway_load import random_tokens
 from kvscout_bench.peer import DriverFailed
 from kvscout_bench.service_process import cpu_of
 from kvscout_common.config import ServerConfig
@@ -107,12 +109,17 @@ class _Pump:
 
     async def _generate(self, request: bytes, context: Any) -> None:
         asked = gateway_pb2.GenerateRequest.FromString(request)
-        prompt = str(list(asked.token_ids))
         limit = asked.stop_conditions.max_tokens
-        body = f'{{"model": "{MODEL}", "prompt": {prompt}, "max_tokens": {limit}, "stream": true}}'.encode()
-        sent = HttpRequest(f"{self._url}/v1/completions", headers=_JSON, body=body)
+        sent = HttpRequest(f"{self._url}/v1/completions", headers=_JSON, body=_body(len(asked.token_ids), limit))
         answer = await self._client.send(sent, connect_seconds=CONNECT_SECONDS)
         await answer.relay(context, Form.PIECES, max_tokens=limit)
+
+
+@cache
+def _body(tokens: int, limit: int) -> bytes:
+    """As long as it would be: writing it is not what is measured."""
+    prompt = list(random_tokens(tokens, seed=1))
+    return f'{{"model": "{MODEL}", "prompt": {prompt}, "max_tokens": {limit}, "stream": true}}'.encode()
 
 
 def _build(engine: str) -> Callable[[], Any]:
