@@ -187,7 +187,7 @@ class Exchange:
             KvscoutError: As `RoutingFlow.place`.
         """
         wish = wish or self.wish
-        return await self._open(replace(wish, excluded=(*wish.excluded, *self._left_out(wish))), lambda: None)
+        return await self._open(wish, (*wish.excluded, *self._left_out(wish)), lambda: None)
 
     async def probe(self, wish: Wish) -> Placement:
         """Where a request would go: nothing is booked.
@@ -231,9 +231,9 @@ class Exchange:
         tried: list[Leg] = []
         while len(tried) <= self._all.migration_limit:
             been_at = [leg.placement.worker.worker_id for leg in tried]
-            trying = replace(wish, excluded=(*wish.excluded, *undriven, *self._left_out(wish), *been_at))
+            excluded = (*wish.excluded, *undriven, *self._left_out(wish), *been_at)
             try:
-                leg = await self._open(trying, lambda: self._judge(wish, tried, ran=True))
+                leg = await self._open(wish, excluded, lambda: self._judge(wish, tried, ran=True))
             except KvscoutError as error:
                 if not tried:
                     raise
@@ -254,9 +254,9 @@ class Exchange:
         self._judge(wish, tried, ran=False)
         raise _given_up(tried) from tried[-1].failure
 
-    async def _open(self, wish: Wish, on_output: Callable[[], None]) -> Leg:
+    async def _open(self, wish: Wish, excluded: tuple[str, ...], on_output: Callable[[], None]) -> Leg:
         attempt, self._next_attempt = self._next_attempt, self._next_attempt + 1
-        wish = replace(wish, attempt_id=attempt, owned=True, lease_seconds=self._all.lease_seconds)
+        wish = replace(wish, attempt_id=attempt, excluded=excluded, owned=True, lease_seconds=self._all.lease_seconds)
         placement = await self._nearest(wish) or await self._means.routing.place(wish)
         leg = Leg(self._means, wish, placement, started=self._started, on_output=on_output)
         self._legs.append(leg)
