@@ -85,6 +85,8 @@ class Running:
     indexer: str
     scheduler: str
     workers: tuple[WorkerSpec, ...]
+    openai: str = ""
+    """URL of the OpenAI API; "" = there is none."""
 
     @property
     def answering(self) -> tuple[WorkerRank, ...]:
@@ -135,7 +137,9 @@ async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
         *topology.gateway_flags,
     )
     (gateway,) = await stack.start(_service("gateway", ports.gateway, ports.gateway_metrics, flags))
-    running = Running(_address(gateway), _address(indexer), _address(scheduler), tuple(workers))
+    http = gateway.ready_line.get("http_port")
+    openai = f"http://127.0.0.1:{http}/v1" if http else ""
+    running = Running(_address(gateway), _address(indexer), _address(scheduler), tuple(workers), openai)
     await stack.run(_connected(running))
     return running
 

@@ -17,7 +17,7 @@ import trustme
 from gateway_stack import MODEL, Stack, fresh_prompt, mocker_worker, running_stack
 from processes import running
 
-from kvscout.v1 import workers_pb2
+from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.hashing import native_available
 
 
@@ -162,6 +162,28 @@ async def test_an_adapter_is_a_model() -> None:
             assert [model.id for model in (await client.models.list()).data] == [MODEL, "tuned"]
             answer = await client.completions.create(model="tuned", prompt=fresh_prompt(40).tolist(), max_tokens=2)
             assert answer.model == "tuned"
+
+
+async def test_prefill_and_decode_apart_answer_the_clients_own_body() -> None:
+    roles = {"w0": types_pb2.ROLE_PREFILL, "w1": types_pb2.ROLE_DECODE}
+    async with running_stack(
+        "--tokenize-timeout-ms", "5000", mockers=(("--role", "prefill"), ("--role", "decode"))
+    ) as stack:
+        for mocker, (worker_id, role) in zip(stack.mockers, roles.items(), strict=True):
+            await stack.client.register(mocker_worker(worker_id, mocker, role=role))
+        async with openai_client(stack) as client:
+            messages: Any = [{"role": "user", "content": words(fresh_prompt(100))}]
+            whole = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=5)
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens == 5
+            stream = await client.chat.completions.create(
+                model=MODEL, messages=messages, max_completion_tokens=7, stream=True
+            )
+            said = "".join([choice.delta.content or "" async for chunk in stream for choice in chunk.choices])
+            assert len(said.split()) == 7
+        ran = {w.worker.worker_id: w.requests for w in (await stack.client.status()).workers}
+        assert ran == {"w0": 2, "w1": 2}
+        await stack.client.until_idle()
 
 
 async def test_keys_and_tls_are_those_of_grpc(tmp_path: Path) -> None:

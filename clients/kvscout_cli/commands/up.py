@@ -139,6 +139,7 @@ kvscout is up: gateway {running.gateway}, indexer {running.indexer}, scheduler {
   kvscout route $(seq 1 64) --explain
   kvscout generate $(seq 1 64) --max-tokens 8
   grpcurl -plaintext {running.gateway} list
+  curl {running.openai}/models
 
 Ctrl-C or `kvscout down` stops it.
 """

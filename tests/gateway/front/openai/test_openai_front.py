@@ -281,6 +281,16 @@ async def test_what_is_for_operators_reaches_no_engine_with_a_clients_key(path: 
         assert one.received == []
 
 
+async def test_what_is_for_operators_needs_a_key_that_says_so() -> None:
+    async with engine(says(b"slept")) as one:
+        async with front(spec("w", one.url)) as served:
+            assert (await served.post("/sleep", b""))[0] == 403
+        async with front(spec("w", one.url), tokens=KEYS) as served:
+            assert (await served.post("/sleep", b"", X_Api_Key="client", X_Kvscout_Tenant="team"))[0] == 403
+            assert (await served.post("/sleep", b"", X_Api_Key="admin"))[2] == b"slept"
+        assert [received.target for received in one.received] == ["/sleep"]
+
+
 async def test_a_key_is_asked_for_and_is_its_tenants() -> None:
     async with engine(says(ANSWER)) as one, front(spec("w", one.url, tenant="team"), tokens=KEYS) as served:
         for key, status in (("", 401), ("wrong", 401), ("viewer", 403), ("client", 200), ("admin", 404)):

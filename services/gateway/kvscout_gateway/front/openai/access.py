@@ -31,8 +31,8 @@ class Caller(NamedTuple):
 
     @property
     def is_admin(self) -> bool:
-        """Whether it may do anything."""
-        return self.identity.role is AccessRole.ADMIN
+        """Whether it has shown a key with which it may do anything: where none is asked for, nobody has."""
+        return self.identity is not ANONYMOUS and self.identity.role is AccessRole.ADMIN
 
 
 def caller_of(headers: Headers, tokens: TokenTable | None) -> Caller:
