@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEEL = "ai-dynamo-runtime==1.6.1"
 LOAD_SECONDS = 600.0
 """Longest wait for an answer besides what was asked to be measured."""
+END_SECONDS = 10.0
+"""Longest wait for a process whose input has ended."""
 TAIL_BYTES = 2000
 
 
@@ -122,11 +124,19 @@ class Driver:
         self.close()
 
     def close(self) -> None:
-        """Ends the process; waits for it."""
-        if self._process.poll() is None:
+        """Ends the input of the process, and the process where that does not; waits for it."""
+        try:
+            # One that has started others ends them, too.
+            self._process.communicate(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-        self._process.communicate()
+            self._process.communicate()
         self._errors.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
 
     def ask(self, verb: str, *, within_seconds: float = LOAD_SECONDS, **arguments: object) -> Mapping[str, Any]:
         """The answer to a command; blocks.

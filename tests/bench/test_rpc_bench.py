@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
+import psutil
 import pytest
 
+from kvscout_bench.peer import Driver
 from kvscout_bench.rpc_bench import CASES, GOALS, RpcBench
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
@@ -15,6 +19,14 @@ def test_a_quick_run_tells_both_sides_of_every_kind_of_call() -> None:
     rows = {row.workload: row for row in RpcBench(peer="grpcio", only=only, quick=True).run(lambda text: None)}
     assert set(rows) == {f"{who}/{workload}" for who in ("server", "client") for workload in only}
     assert all(row.value > 0 and row.peer and row.met is None for row in rows.values())
+
+
+def test_a_side_that_is_closed_leaves_no_service_behind() -> None:
+    with Driver([sys.executable, "-m", "kvscout_bench.rpc_driver", "grpcio"]) as driver:
+        driver.ask("run", workload="python/0/saturated", seconds=0.05)
+        started = psutil.Process(driver.pid).children()
+    assert started
+    assert not [child for child in started if child.is_running()]
 
 
 def test_every_goal_is_of_a_row() -> None:
