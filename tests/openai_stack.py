@@ -18,10 +18,13 @@ from kvscout_common.identity import TokenTable
 from kvscout_common.transport.http import HttpServer, serve_http
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.config import GatewayConfig
+from kvscout_gateway.engines.patience import Patience
 from kvscout_gateway.front.openai.port import OpenAiPort
 from kvscout_gateway.gateway import Gateway
 
 MODEL = "m"
+PATIENCE = Patience(connect_seconds=20.0)
+"""A machine that is busy with other tests must not look like an engine that cannot be reached."""
 NOBODY = "127.0.0.1:1"
 """Where no scheduler is: the workers take turns."""
 
@@ -123,7 +126,7 @@ async def front(*workers: WorkerSpec, tokens: TokenTable | None = None, **config
         config: Of the gateway.
     """
     metrics = CollectorRegistry()
-    settings = GatewayConfig(indexers=(), schedulers=(NOBODY,), **{"http_port": 0, **config})
+    settings = GatewayConfig(indexers=(), schedulers=(NOBODY,), **{"http_port": 0, "patience": PATIENCE, **config})
     gateway = Gateway(settings, metrics)
     for worker in workers:
         gateway.registry.register(worker)
