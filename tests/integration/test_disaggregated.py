@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
 import pytest_asyncio
@@ -34,7 +35,7 @@ async def stack() -> AsyncIterator[Stack]:
     # w0: prefill, w1: decode, both of model "mock"
     patience = ("--engine-idle-seconds", "2", "--engine-first-output-seconds", "2")
     mockers = (("--role", "prefill"), ("--role", "decode"))
-    async with running_stack(*patience, mockers=mockers) as started:
+    async with running_stack(*patience, "--http-port", "0", mockers=mockers) as started:
         for worker_id, mocker, role in (("w0", started.mockers[0], PREFILL), ("w1", started.mockers[1], DECODE)):
             await started.client.register(mocker_worker(worker_id, mocker, role=role))
         yield started
@@ -53,10 +54,13 @@ async def paths(stack: Stack) -> dict[str, float]:
 
 
 async def took(stack: Stack, path: str, before: dict[str, float]) -> bool:
-    after = await paths(stack)
-    return {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)} == {
-        path: 1
-    }
+    """Whether one request took that path, and none another, when it is over: its client may know that earlier."""
+
+    async def counted() -> dict[str, float]:
+        after = await paths(stack)
+        return {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)}
+
+    return bool(await eventually(counted) == {path: 1})
 
 
 async def mocker_total(mocker: MockerProcess, name: str) -> float:
@@ -138,6 +142,25 @@ async def test_the_prompt_is_computed_on_one_worker_and_continued_on_another(sta
     seen = {row.worker.worker_id: row for row in (await stack.client.status()).workers}
     assert (seen["w0"].checked > 0, seen["w0"].mispredicted, seen["w1"].checked) == (True, 0, 0)
     assert await mocker_total(prefill, "nixl_num_kv_expired_reqs") == 0
+    await stack.client.until_idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_openai_requests_take_the_same_path(stack: Stack, path: str, streamed: bool) -> None:
+    before, text = await paths(stack), f"{path} {streamed} " + "tell me more " * 30
+    asked = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    limit = {"max_tokens": 5} if path == "/v1/completions" else {"max_completion_tokens": 5, "n": 1}
+    body = {"model": "mock", "stream": streamed, **asked, **limit}
+    hits = await mocker_total(stack.mockers[1], "external_prefix_cache_hits")
+    url = f"http://127.0.0.1:{stack.gateway.ready['http_port']}{path}"
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
+        answered = await response.text()
+    assert response.status == 200, answered
+    assert answered.count('"index"') >= (2 if streamed else 1)
+    assert "kv_transfer_params" not in answered
+    assert await took(stack, "remote", before)
+    assert await mocker_total(stack.mockers[1], "external_prefix_cache_hits") > hits
     await stack.client.until_idle()
 
 

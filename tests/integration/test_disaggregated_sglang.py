@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
 import pytest_asyncio
@@ -29,7 +30,7 @@ PATIENCE = ("--bootstrap-timeout-seconds", "1.5", "--waiting-timeout-seconds", "
 async def stack() -> AsyncIterator[Stack]:
     flags = ("--engine-first-output-seconds", "3", "--engine-connect-seconds", "1")
     mockers = ((*SGLANG, *PATIENCE, "--role", "prefill"), (*SGLANG, *PATIENCE, "--role", "decode"))
-    async with running_stack(*flags, mockers=mockers) as started:
+    async with running_stack(*flags, "--http-port", "0", mockers=mockers) as started:
         prefill, decode = started.mockers
         await register(started, "w0", prefill, PREFILL)
         await register(started, "w1", decode, DECODE)
@@ -64,6 +65,23 @@ async def test_both_engines_get_the_request_and_decode_answers(stack: Stack) -> 
     assert again.usage.cached_tokens == 96  # of the prefill engine: the rank that has them was chosen, and met
     seen = [row for row in (await stack.client.status()).workers if row.worker.worker_id == "w0"]
     assert (sum(row.requests for row in seen), sum(row.mispredicted for row in seen)) == (2, 0)
+    await stack.client.until_idle()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_openai_requests_meet_in_rooms_too(stack: Stack, streamed: bool) -> None:
+    before = await path(stack, "remote")
+    body = {"model": "mock", "prompt": list(range(900, 1000)), "max_tokens": 4, "stream": streamed}
+    url = f"http://127.0.0.1:{stack.gateway.ready['http_port']}/v1/completions"
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
+        answered = await response.text()
+    assert response.status == 200, answered
+    assert '"finish_reason":"length"' in answered.replace(" ", "")
+
+    async def counted() -> bool:
+        return await path(stack, "remote") == before + 1
+
+    await eventually(counted)
     await stack.client.until_idle()
 
 

@@ -129,8 +129,15 @@ class Leg:
         self._sent_at = self._means.clock()
         self._means.routing.dispatched(self.placement)
 
-    async def send(self, request: ClientRequest, changes: Changes = UNCHANGED) -> HttpAnswer:
+    async def send(
+        self, request: ClientRequest, changes: Changes = UNCHANGED, *, at_once: bool | None = None
+    ) -> HttpAnswer:
         """Sends it to its engine; returns when an answer begins.
+
+        Args:
+            request: What the client wants run.
+            changes: What of it this leg changes.
+            at_once: Whether the engine generates all of the answer before it says anything; None = as the request says.
 
         Raises:
             EngineFailed: None does.
@@ -145,7 +152,7 @@ class Leg:
             # What is computed elsewhere is waited for here, or computed here after all.
             uncached_tokens=self.wish.prompt.isl_tokens if self.wish.prefill_elsewhere else placement.uncached_tokens,
             pulse=self.seen.pulse,
-            at_once=request.at_once,
+            at_once=request.at_once if at_once is None else at_once,
         )
         self._answer = await self._call.send(written)
         return self._answer

@@ -65,7 +65,7 @@ class SglangHandover:
             tries += 1
 
             async def compute() -> None:
-                document = await leg.read(await leg.send(request, {**meeting, **_AT_ONCE}))
+                document = await leg.read(await leg.send(request, {**meeting, **_AT_ONCE}, at_once=False))
                 leg.prefilled(document, request)
                 leg.free()
 

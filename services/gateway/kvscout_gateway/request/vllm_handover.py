@@ -46,7 +46,7 @@ class VllmHandover:
 
         async def compute(leg: Leg) -> None:
             nonlocal transfer
-            document = await leg.read(await leg.send(request, PREFILL))
+            document = await leg.read(await leg.send(request, PREFILL, at_once=False))
             leg.prefilled(document, request)
             transfer = document.get("kv_transfer_params")
             if not transfer:
