@@ -123,6 +123,14 @@ async def computed(request: web.Request, body: dict[str, Any]) -> web.StreamResp
     return web.json_response({"choices": [choice], "usage": usage, "kv_transfer_params": OBJECT})
 
 
+async def ever_more(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Does not stop by itself."""
+    response = await begin(request)
+    while True:
+        await send_tokens(response, 1)
+        await asyncio.sleep(0.1)
+
+
 async def test_the_prompt_is_computed_on_one_worker_and_continued_on_another(stack: Stack) -> None:
     before = await paths(stack)
     prompt = fresh_prompt(100)
@@ -299,10 +307,10 @@ async def test_else_an_aggregated_worker_does_it_all_else_nobody(stack: Stack) -
 async def test_busy_decode_workers_refuse_before_any_prefill_runs(client: GatewayClient) -> None:
     async with pools(client, "busy") as workers:
         prefill = await workers.add("p", computed, PREFILL)
-        await workers.add("d", hang, DECODE, total_kv_blocks=10)
+        await workers.add("d", ever_more, DECODE, total_kv_blocks=10)
         request = types_pb2.SetBusyThresholdsRequest(model="busy", active_decode_blocks_threshold=0.5)
         await call(client.stub.SetBusyThresholds, request, timeout=10)
-        holding = client.start(fresh_prompt(100), model="busy")
+        holding = client.start(fresh_prompt(100), model="busy", max_tokens=10_000)
 
         async def decodes() -> bool:
             return [a.worker.worker_id for a in await client.active() if a.request.model == "busy"] == ["busy-d"]

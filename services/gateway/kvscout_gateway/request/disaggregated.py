@@ -133,11 +133,12 @@ class Disaggregated:
 
     async def run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> None:
         """See `Plan`."""
-        path = Path.REFUSED
         try:
             path = await self._run(exchange, request, reply)
-        finally:
-            self._metrics.disaggregation.labels(path).inc()
+        except (Unavailable, ResourceExhausted):
+            self._metrics.disaggregation.labels(Path.REFUSED).inc()
+            raise
+        self._metrics.disaggregation.labels(path).inc()
 
     async def place(self, exchange: Exchange) -> tuple[Leg, Leg | None]:
         """See `Plan`."""

@@ -115,20 +115,29 @@ async def _run_both(compute: _Job, generate: _Job, decode: Leg) -> None:
                 await asyncio.wait(legs, timeout=BLAME_SECONDS)
             if _error_of(computing) is None or decode.passed:
                 await asyncio.wait((generating,))  # the prompt is across: its engine matters no more
-    finally:
-        for leg in legs:
-            leg.cancel()
-        # Cancelled legs close their connections, by which the engines know; that has to happen before another try.
-        await asyncio.gather(*legs, return_exceptions=True)
+    except asyncio.CancelledError:
+        await _end(computing, generating)
+        raise
+    if generating.done() and _error_of(generating) is None:
+        computing.cancel()
+        computing.add_done_callback(_error_of)  # seen, whatever it was
+        return  # at once: the client has its answer, and may be gone
+    # That they end is how the engines learn of it, which has to be before another try.
+    await _end(computing, generating)
     computed, generated = _error_of(computing), _error_of(generating)
     if generating.cancelled() and computed is not None:
         raise computed  # decode waits still
-    if generated is None:
-        return
+    assert generated is not None
     if not decode.passed and _began(computed, generated):
         assert computed is not None
         raise computed
     raise _DecodeEnded(generated)
+
+
+async def _end(*legs: asyncio.Task[None]) -> None:
+    for leg in legs:
+        leg.cancel()
+    await asyncio.gather(*legs, return_exceptions=True)
 
 
 def _began(computed: BaseException | None, generated: BaseException) -> bool:
