@@ -1,6 +1,6 @@
 """The gateway decides, runs the request and accounts for it; the caller reads tokens.
 
-python examples/routing/automatic.py --gateway localhost:7050 --model mock
+python examples/routing/automatic.py --gateway localhost:7050 --model mock-model
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ async def main(gateway: str, model: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--gateway", default="localhost:7050")
-    parser.add_argument("--model", default="mock")
+    parser.add_argument("--model", default="mock-model")
     arguments = parser.parse_args()
     asyncio.run(main(arguments.gateway, arguments.model))

@@ -1,7 +1,7 @@
 """The caller minimises the time to first token: what a worker still has to compute, this prompt included, over how fast
 it computes. Workers of different speed are told apart, which a cost in blocks alone does not do.
 
-python examples/routing/least_ttft.py --gateway localhost:7050 --model mock --speed w0=20000 --speed w1=5000
+python examples/routing/least_ttft.py --gateway localhost:7050 --model mock-model --speed w0=20000 --speed w1=5000
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _speed(text: str) -> tuple[str, float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--gateway", default="localhost:7050")
-    parser.add_argument("--model", default="mock")
+    parser.add_argument("--model", default="mock-model")
     parser.add_argument("--speed", type=_speed, action="append", default=[], metavar="WORKER=TOKENS_PER_SECOND")
     arguments = parser.parse_args()
     asyncio.run(main(arguments.gateway, arguments.model, dict(arguments.speed)))

@@ -1,6 +1,6 @@
 """The gateway decides and books; the caller sends the prompt to the engine itself, and says what happens.
 
-python examples/routing/manual_lifecycle.py --gateway localhost:7050 --model mock
+python examples/routing/manual_lifecycle.py --gateway localhost:7050 --model mock-model
 """
 
 from __future__ import annotations
@@ -50,6 +50,6 @@ async def main(gateway: str, model: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--gateway", default="localhost:7050")
-    parser.add_argument("--model", default="mock")
+    parser.add_argument("--model", default="mock-model")
     arguments = parser.parse_args()
     asyncio.run(main(arguments.gateway, arguments.model))

@@ -1,6 +1,6 @@
 """The caller decides by a rule of its own over the loads of the workers, and names the one that has to run the request.
 
-python examples/routing/own_choice.py --gateway localhost:7050 --model mock
+python examples/routing/own_choice.py --gateway localhost:7050 --model mock-model
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ async def main(gateway: str, model: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--gateway", default="localhost:7050")
-    parser.add_argument("--model", default="mock")
+    parser.add_argument("--model", default="mock-model")
     arguments = parser.parse_args()
     asyncio.run(main(arguments.gateway, arguments.model))

@@ -46,6 +46,6 @@ async def main(gateway: str, models: list[str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--gateway", default="localhost:7050")
-    parser.add_argument("--models", nargs="+", default=["mock"])
+    parser.add_argument("--models", nargs="+", default=["mock-model"])
     arguments = parser.parse_args()
     asyncio.run(main(arguments.gateway, arguments.models))
