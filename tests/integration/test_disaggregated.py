@@ -307,13 +307,15 @@ async def test_else_an_aggregated_worker_does_it_all_else_nobody(stack: Stack) -
 async def test_busy_decode_workers_refuse_before_any_prefill_runs(client: GatewayClient) -> None:
     async with pools(client, "busy") as workers:
         prefill = await workers.add("p", computed, PREFILL)
-        await workers.add("d", ever_more, DECODE, total_kv_blocks=10)
+        decode = await workers.add("d", ever_more, DECODE, total_kv_blocks=10)
         request = types_pb2.SetBusyThresholdsRequest(model="busy", active_decode_blocks_threshold=0.5)
         await call(client.stub.SetBusyThresholds, request, timeout=10)
         holding = client.start(fresh_prompt(100), model="busy", max_tokens=10_000)
 
         async def decodes() -> bool:
-            return [a.worker.worker_id for a in await client.active() if a.request.model == "busy"] == ["busy-d"]
+            # It is booked there before its prefill runs, too.
+            booked = [a.worker.worker_id for a in await client.active() if a.request.model == "busy"]
+            return bool(decode.requests) and booked == ["busy-d"]
 
         await eventually(decodes)
         ran = len(prefill.requests)
