@@ -40,8 +40,11 @@ class Holding:
 
     def __init__(self) -> None:
         self.goes_on = asyncio.Event()
+        self.arrived = 0
+        """Requests."""
 
     async def __call__(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        self.arrived += 1
         if self.goes_on.is_set():
             return await answer(request, body)
         response = await begin(request)
@@ -88,8 +91,9 @@ async def until_streaming(client: GatewayClient, gateway: Running, scheduler: st
 class Runs:
     """Requests that run until they are let go."""
 
-    def __init__(self, client: GatewayClient) -> None:
+    def __init__(self, client: GatewayClient, script: Holding) -> None:
         self._client = client
+        self._script = script
         self.calls: list[asyncio.Task[Answer]] = []
         self.prefills = 0
 
@@ -97,18 +101,22 @@ class Runs:
         """Starts so many, of which the engine gives no token if it is a prefill; returns once they are dispatched."""
         for _ in range(count):
             prompt = [0, *fresh_prompt(PROMPT_TOKENS - 1)] if prefill else fresh_prompt(PROMPT_TOKENS)
-            begun = asyncio.Event()
-            self.calls.append(asyncio.create_task(self._run(prompt, 1 if prefill else 2, begun)))
+            got, arrived = Answer(), self._script.arrived
+            call = asyncio.create_task(self._run(prompt, got))
+            self.calls.append(call)
             self.prefills += prefill
-            await begun.wait()
 
-    async def _run(self, prompt: Any, messages: int, begun: asyncio.Event) -> Answer:
-        got = Answer()
+            async def begun(call: Any = call, got: Answer = got, arrived: int = arrived) -> bool:
+                # Where it runs comes with the first token, so that of a prefill only its engine knows.
+                return call.done() or bool(got.token_ids) or (prefill and self._script.arrived > arrived)
+
+            await eventually(begun, what="a request to be dispatched")
+            if call.done():
+                await call  # it holds until it is let go: this raises why it did not
+
+    async def _run(self, prompt: Any, got: Answer) -> Answer:
         async for message in self._client.start(prompt, max_tokens=4):
             got.add(message)
-            messages -= 1
-            if messages == 0:
-                begun.set()
         return got
 
     async def ended(self) -> list[Answer]:
@@ -165,7 +173,7 @@ async def short_requests(client: GatewayClient) -> AsyncIterator[list[gateway_pb
 
 
 async def test_what_a_killed_gateway_had_in_flight_ends_ten_seconds_later_and_none_earlier() -> None:
-    async with holding() as (stack, _):
+    async with holding() as (stack, script):
         helpers = ("--no-indexer", "--scheduler", stack.scheduler.address)
         async with (
             running("kvscout_gateway.main", *helpers) as gateway,
@@ -173,9 +181,9 @@ async def test_what_a_killed_gateway_had_in_flight_ends_ten_seconds_later_and_no
         ):
             await client.until_known("a", "b")
             await until_streaming(client, gateway)
-            runs = Runs(client)
+            runs = Runs(client, script)
             await runs.start(100)
-            await Runs(stack.client).start(1)  # another gateway's, which lives
+            await Runs(stack.client, script).start(1)  # another gateway's, which lives
             active = await client.active()
             assert len(active) == 101
             assert not any(request.HasField("lease_remaining_seconds") for request in active)
@@ -203,7 +211,7 @@ async def test_what_a_killed_gateway_had_in_flight_ends_ten_seconds_later_and_no
 async def test_a_scheduler_that_is_killed_and_restarted_learns_what_runs() -> None:
     async with holding() as (stack, script), AsyncExitStack() as processes:
         client = stack.client
-        runs = Runs(client)
+        runs = Runs(client, script)
         await runs.start(10)
         await runs.start(6, prefill=True)
         await eventually(lambda: prefilling(client, 6))
@@ -239,7 +247,7 @@ async def test_a_scheduler_that_is_killed_and_restarted_learns_what_runs() -> No
 async def test_a_scheduler_that_hangs_for_a_while_loses_none_and_books_none_twice() -> None:
     async with holding() as (stack, script):
         client = stack.client
-        runs = Runs(client)
+        runs = Runs(client, script)
         await runs.start(8)
         before = await loads_of(runs, client)
         names = {(active.request.request_id, active.request.attempt_id) for active in await client.active()}
@@ -266,7 +274,7 @@ async def test_what_runs_moves_to_the_next_scheduler_and_back_to_the_first_when_
     ):
         client, port = stack.client, str(stack.scheduler.ready["port"])
         await until_streaming(client, stack.gateway, stack.scheduler.address)
-        runs = Runs(client)
+        runs = Runs(client, script)
         await runs.start(6)
         await runs.start(2, prefill=True)
         before = await loads_of(runs, client)
@@ -304,7 +312,7 @@ async def test_a_scheduler_that_drains_hands_over_before_it_ends() -> None:
     ):
         client = stack.client
         await until_streaming(client, stack.gateway, stack.scheduler.address)
-        runs = Runs(client)
+        runs = Runs(client, script)
         await runs.start(6)
         before = await loads_of(runs, client)
         async with short_requests(client) as routes:
@@ -327,7 +335,7 @@ async def test_a_replica_takes_over_what_it_knows_and_nothing_is_booked_anew() -
         ):
             client = stack.client
             await until_streaming(client, stack.gateway, stack.scheduler.address)
-            runs = Runs(client)
+            runs = Runs(client, script)
             await runs.start(6)
             await runs.start(2, prefill=True)
             await eventually(lambda: prefilling(client, 2))
