@@ -14,7 +14,9 @@ import gc
 import json
 import logging
 import sys
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -122,7 +124,12 @@ def run(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> None:
     try:
         choose(config.transport)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config, build))
+            try:
+                runner.run(serve(config, build))
+            except BaseException as error:
+                # A server of grpc.aio that never started wants its loop when it goes.
+                traceback.clear_frames(error.__traceback__)
+                raise
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -155,39 +162,45 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
     signals = Signals()
     defect = FirstDefect()
     defect.watch_loop()
-    app = await build()
-    files: list[FollowedFile[Any]] = []
-    tokens = certificates = None
-    if config.auth_tokens is not None:
-        tokens = TokenTable()
-        files.append(tokens.follow(config.auth_tokens))
-    if config.tls is not None:
-        certificates = ServerCertificates(config.tls)
-        files.append(certificates.file)
-    calls = RunningCalls()
-    main = await _start(config, app, certificates, Guard(tokens, calls))
-    sides = {
-        side.name: await _start_side(config, side, certificates, Guard(tokens if side.needs_token else None, calls))
-        for side in app.side_ports
-    }
-    listening = (main, *sides.values())
-    http, further_ports = None, {name: side.port for name, side in sides.items()}
-    if app.http is not None:
-        http = serve_http(_counted(app.http.make(tokens), calls), app.http.limits)
-        further_ports["http"] = await _bind_http(http, config, app.http.port, certificates)
-    if app.warm is None:
-        await _all_ready(listening)
-    app.metrics.register(TransportCollector([one.server for one in listening]))
-    metrics_port, stop_metrics = None, None
-    if config.metrics_port >= 0:
-        await wait_for_port(config.host, config.metrics_port)
-        metrics_port, stop_metrics = serve_metrics(
-            app.metrics, config.host, config.metrics_port, tokens if config.metrics_auth else None
-        )
-    # Everything made so far lives as long as the process: the collector need not look at it again.
-    gc.collect()
-    gc.freeze()
-    try:
+    async with AsyncExitStack() as held:
+        app = await build()
+        if app.close is not None:
+            held.push_async_callback(app.close)
+        files: list[FollowedFile[Any]] = []
+        tokens = certificates = None
+        if config.auth_tokens is not None:
+            tokens = TokenTable()
+            files.append(tokens.follow(config.auth_tokens))
+        if config.tls is not None:
+            certificates = ServerCertificates(config.tls)
+            files.append(certificates.file)
+        calls = RunningCalls()
+        main = await _start(config, app, certificates, Guard(tokens, calls))
+        held.push_async_callback(main.server.stop, 0)
+        sides: dict[str, _Listening] = {}
+        for side in app.side_ports:
+            guard = Guard(tokens if side.needs_token else None, calls)
+            sides[side.name] = await _start_side(config, side, certificates, guard)
+            held.push_async_callback(sides[side.name].server.stop, 0)
+        listening = (main, *sides.values())
+        http, further_ports = None, {name: side.port for name, side in sides.items()}
+        if app.http is not None:
+            http = serve_http(_counted(app.http.make(tokens), calls), app.http.limits)
+            held.push_async_callback(http.stop, 0)
+            further_ports["http"] = await _bind_http(http, config, app.http.port, certificates)
+        if app.warm is None:
+            await _all_ready(listening)
+        app.metrics.register(TransportCollector([one.server for one in listening]))
+        metrics_port = None
+        if config.metrics_port >= 0:
+            await wait_for_port(config.host, config.metrics_port)
+            metrics_port, stop_metrics = serve_metrics(
+                app.metrics, config.host, config.metrics_port, tokens if config.metrics_auth else None
+            )
+            held.push_async_callback(asyncio.to_thread, stop_metrics)
+        # Everything made so far lives as long as the process: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(make(), name=name) for name, make in app.tasks.items()]
             background += [group.create_task(file.watch(), name=f"follow {file.what}") for file in files]
@@ -212,15 +225,6 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
             log.info("%s stopped", app.name)
             for task in background:
                 task.cancel()
-    finally:
-        for one in listening:
-            await one.server.stop(0)
-        if http is not None:
-            await http.stop(0)
-        if app.close is not None:
-            await app.close()
-        if stop_metrics is not None:
-            await asyncio.to_thread(stop_metrics)
 
 
 class _Listening(NamedTuple):

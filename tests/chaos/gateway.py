@@ -86,8 +86,8 @@ class World:
             "scheduler": Member("scheduler", "kvscout_scheduler.main", "--port", str(scheduler), *workers),
         } | {
             f"g{index}": Member(
-                f"g{index}", "kvscout_gateway.main", "--port", str(port), *helpers, *patience, *workers,
-                "--migration-limit", "3", "--conditional-disagg",
+                f"g{index}", "kvscout_gateway.main", "--port", str(port), "--http-port", "0",
+                *helpers, *patience, *workers, "--migration-limit", "3", "--conditional-disagg",
             )
             for index, port in enumerate(gateways)
         }  # fmt: skip
