@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from random import Random
 
@@ -9,7 +10,7 @@ from kvscout_scheduler.candidates import Candidates
 from kvscout_scheduler.choose import choose, probabilities
 
 
-class LeastCost:
+class LeastCost(ABC):
     """At temperature 0 the least cost, exact ties uniformly at random; above, softmax over range-normalised costs."""
 
     def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
@@ -26,6 +27,6 @@ class LeastCost:
         ties = costs.count(costs[index])
         return f"least cost: {what}" if ties == 1 else f"drawn among {ties} workers of equal least cost: {what}"
 
+    @abstractmethod
     def describe(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
         """What a candidate's cost is made of."""
-        raise NotImplementedError
