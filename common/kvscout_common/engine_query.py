@@ -51,8 +51,10 @@ async def ask_engine(http: aiohttp.ClientSession, url: str, engine: EngineKind) 
         raise Unavailable(f"{url} serves no model yet")
     host = urlsplit(url).hostname or ""
     if engine is EngineKind.SGLANG:
-        endpoints, block_size = _sglang_events(await json(f"{url}/server_info"), host)
-        return EngineFacts(url, endpoints, models, block_size, 0)
+        info = await json(f"{url}/server_info")
+        endpoints, block_size = _sglang_events(info, host)
+        tokens = _number(info.get("max_total_num_tokens")) if isinstance(info, Mapping) else None
+        return EngineFacts(url, endpoints, models, block_size, (tokens or 0) // block_size if block_size else 0)
     endpoints = _vllm_events(await json(f"{url}/kv_event_sources"), host)
     metrics = await read_page(http, f"{url}/metrics", timeout_seconds=TIMEOUT_SECONDS)
     block_size, blocks = await parsed(metrics or b"", _vllm_cache)
@@ -98,7 +100,7 @@ def _sglang_events(answer: Any, host: str) -> tuple[tuple[EventEndpoint, ...], i
     if not isinstance(events, Mapping):
         return (), 0
     block_size = _number(events.get("block_size")) or 0
-    port, replay_port = _number(events.get("endpoint_port_base")), _number(events.get("replay_port_base"))
+    port, replay_port = _number(events.get("endpoint_port_base")), _number(events.get("replay_endpoint_port_base"))
     if events.get("publisher") != "zmq" or not port:
         return (), block_size
     bound = events.get("endpoint_host")

@@ -95,11 +95,32 @@ async def test_vllms_list_form_and_sglangs_server_info_say_the_same() -> None:
     }
     async with engine({"/v1/models": MODELS, "/server_info": {"kv_events": events}}) as url:
         facts = await ask(url, EngineKind.SGLANG)
-    assert facts.block_size == 64
+    assert (facts.block_size, facts.total_kv_blocks) == (64, 0)
     assert facts.event_endpoints == (
         EventEndpoint(0, "tcp://127.0.0.1:5557", "", "t"),
         EventEndpoint(1, "tcp://127.0.0.1:5558", "", "t"),
     )
+
+
+async def test_a_real_sglang_tells_its_sources_and_the_size_of_its_cache() -> None:
+    server_info = {  # of SGLang 0.5.23, shortened
+        "page_size": 16,
+        "dp_size": 1,
+        "max_total_num_tokens": 2048,
+        "kv_events": {
+            "publisher": "zmq",
+            "endpoint_host": "*",
+            "endpoint_port_base": 5717,
+            "topic": "kv-events",
+            "block_size": 16,
+            "dp_size": 1,
+            "replay_endpoint_port_base": 5817,
+        },
+    }
+    async with engine({"/v1/models": MODELS, "/server_info": server_info}) as url:
+        facts = await ask(url, EngineKind.SGLANG)
+    assert (facts.block_size, facts.total_kv_blocks) == (16, 128)
+    assert facts.event_endpoints == (EventEndpoint(0, "tcp://127.0.0.1:5717", "tcp://127.0.0.1:5817", "kv-events"),)
 
 
 @pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
@@ -303,10 +324,14 @@ async def test_event_endpoints_that_this_service_does_not_open_are_left_out_and_
         assert (spec.event_endpoints, spec.total_kv_blocks) == ((), 49)
 
 
-async def test_a_mocker_is_found_with_all_its_ranks() -> None:
+@pytest.mark.parametrize(
+    ("kind", "flags", "ranks"),
+    [(EngineKind.MOCK, ("--dp-size", "2"), 2), (EngineKind.SGLANG, ("--api", "sglang"), 1)],
+)
+async def test_a_mocker_is_found_with_all_its_ranks(kind: EngineKind, flags: tuple[str, ...], ranks: int) -> None:
     registry = Registry(lambda: 0.0)
-    async with running_mocker("--dp-size", "2") as mocker, discovering(registry) as discovery:
-        registry.register(WorkerSpec("w", "mock", 16, engine=EngineKind.MOCK, http_endpoint=mocker.url))
+    async with running_mocker(*flags) as mocker, discovering(registry) as discovery:
+        registry.register(WorkerSpec("w", "mock", 16, engine=kind, http_endpoint=mocker.url))
 
         async def found() -> bool:
             return bool(registry.get("default", "w").spec.event_endpoints)
@@ -316,4 +341,4 @@ async def test_a_mocker_is_found_with_all_its_ranks() -> None:
         assert [(e.dp_rank, e.endpoint, e.replay_endpoint) for e in spec.event_endpoints] == [
             (rank["dp_rank"], rank["events"], rank["replay"]) for rank in mocker.ranks
         ]
-        assert (spec.dp_size, spec.total_kv_blocks, discovery.warnings()) == (2, 4095, [])
+        assert (spec.dp_size, spec.total_kv_blocks, discovery.warnings()) == (ranks, 4095, [])

@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from process_metrics import scrape
 from processes import DEADLINE_SECONDS, Running, eventually, running
 from scripted_engine import ScriptedEngine, answer, begin, hang, scripted_engine, send_tokens
+from trained_tokenizers import byte_level, save
 
 from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.channel import call
@@ -405,6 +406,23 @@ async def test_samples_check_the_predictions(world: World, shipped: Envoy) -> No
         return before + 2 <= await checked() <= before + 6
 
     await eventually(sampled, what="some of the predictions checked, and not all")
+
+
+async def test_tokens_that_are_not_the_engine_s_are_noticed_in_what_the_proxy_shows(
+    world: World, tmp_path: Path
+) -> None:
+    save(tmp_path, byte_level())
+    flags = ("--tokenizer", str(tmp_path), "--endpoint-picker-port", "0", "--endpoint-picker-sample-every", "1")
+    async with world.gateway(*flags) as (gateway, client), world.envoy(lambda settings: None, gateway) as envoy:
+        body = {"model": MODEL, "prompt": "one two three", "max_tokens": 1}
+        assert (await envoy.post(body)).status == 200
+
+        async def warned() -> bool:
+            return any("not those of its engine" in warning for warning in (await client.status()).service.warnings)
+
+        await eventually(warned, what="a warning that the tokens differ")
+        counted = await scrape(gateway)
+        assert counted['kvscout_token_parity_total{outcome="length_mismatch"}'] == 1
 
 
 async def test_without_its_picker_the_proxy_goes_on_alone(world: World) -> None:

@@ -94,7 +94,7 @@ async def test_the_server_tells_of_itself() -> None:
             info = await response.json()
         assert (info["dp_size"], info["disaggregation_mode"], info["page_size"]) == (2, "prefill", 16)
         assert info["disaggregation_bootstrap_port"] == prefill.bootstrap_port > 0
-        assert info["kv_events"]["endpoint"] == prefill.ranks[0]["events"]
+        assert info["max_total_num_tokens"] == 4095 * 16
         samples = await prefill.metrics()
         assert samples['sglang:num_running_reqs{engine="0",model_name="mock"}'] == 0
         assert not any(name.startswith("vllm:") for name in samples)

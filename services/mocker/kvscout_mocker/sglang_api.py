@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from urllib.parse import SplitResult, urlsplit
 
 from aiohttp import web
 
@@ -110,7 +111,7 @@ class SglangRoutes:
 
     async def server_info(self, _: web.Request) -> web.StreamResponse:
         """What other programs read of the server's arguments."""
-        config, publisher = self._config, self._ranks[0].publisher
+        config = self._config
         mode = "null" if config.role is Role.AGGREGATED else config.role.value
         return web.json_response(
             {
@@ -121,15 +122,27 @@ class SglangRoutes:
                 "disaggregation_mode": mode,
                 "disaggregation_bootstrap_port": self._bootstrap_port,
                 "max_total_num_tokens": (config.engine.num_gpu_blocks - 1) * config.engine.block_size,
-                "kv_events": {
-                    "publisher": "zmq",
-                    "endpoint": publisher.endpoint,
-                    "replay_endpoint": publisher.replay_endpoint or None,
-                    "topic": publisher.topic,
-                    "block_size": config.engine.block_size,
-                },
+                "kv_events": self._kv_events(),
             }
         )
+
+    def _kv_events(self) -> Document | None:
+        """Where ranks publish: on the base port + rank. None where the ports are others, which SGLang's never are."""
+        ranks = [urlsplit(rank.publisher.endpoint) for rank in self._ranks]
+        replays = [urlsplit(rank.publisher.replay_endpoint) for rank in self._ranks]
+        base = _base_port(ranks)
+        if base is None:
+            return None
+        replay_base = _base_port(replays)
+        return {
+            "publisher": "zmq",
+            "endpoint_host": ranks[0].hostname,
+            "endpoint_port_base": base,
+            "topic": self._ranks[0].publisher.topic,
+            "block_size": self._config.engine.block_size,
+            "dp_size": len(ranks),
+            **({} if replay_base is None else {"replay_endpoint_port_base": replay_base}),
+        }
 
     async def model_info(self, _: web.Request) -> web.StreamResponse:
         """The model."""
@@ -244,3 +257,9 @@ def _sglang_errors(
             return web.json_response({"error": {"message": str(error)}}, status=status_of(error)[0])
 
     return handle
+
+
+def _base_port(endpoints: Sequence[SplitResult]) -> int | None:
+    """The port of the first, if each further one has the next; None = they have not, or there are none."""
+    ports = [endpoint.port for endpoint in endpoints]
+    return ports[0] if ports[0] and ports == list(range(ports[0], ports[0] + len(ports))) else None

@@ -56,15 +56,19 @@ class EngineComparison:
             body: What /tokenize is asked for the same.
             prompt_tokens: The engine's number of tokens, if it told.
         """
-        if tokens.source is not Source.TOKENIZER or not tokens.whole:
+        self.compare_lengths(model, tokens, prompt_tokens)
+        if not _ours(tokens):
             return
-        if prompt_tokens is not None:
-            self._parity.lengths(*model, len(tokens), prompt_tokens)
         if self._parity.due() and self._running is None:
             self._running = asyncio.create_task(
                 self._all(model, tokens.token_ids, Tokenizing(endpoint, self._headers()), body)
             )
             self._running.add_done_callback(self._ended)
+
+    def compare_lengths(self, model: tuple[str, str], tokens: PromptTokens, prompt_tokens: int | None) -> None:
+        """Compares the number of one request's tokens with that of its engine, if it told and they are ours."""
+        if prompt_tokens is not None and _ours(tokens):
+            self._parity.lengths(*model, len(tokens), prompt_tokens)
 
     async def close(self) -> None:
         """Ends a comparison that runs."""
@@ -87,3 +91,8 @@ class EngineComparison:
         self._running = None
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("tokens not compared", exc_info=error)
+
+
+def _ours(tokens: PromptTokens) -> bool:
+    """Whether they are a tokenizer's here, of all that the engine computes."""
+    return tokens.source is Source.TOKENIZER and tokens.whole

@@ -33,6 +33,7 @@ from kvscout_gateway.request.exchange import Exchange
 from kvscout_gateway.request.leg import Leg
 from kvscout_gateway.request.placement import Wish
 from kvscout_gateway.scheduler_client.turns import eligible
+from kvscout_gateway.tokens.prompt_tokens import PromptTokens
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -93,7 +94,7 @@ class ExchangePicker:
         view = self._catalog.tenant(tenant)
         if not asked.model:
             return self._any(view, asked)
-        wish = await self._wish(asked, tenant, view)
+        wish, tokens = await self._wish(asked, tenant, view)
         with ExitStack() as stack:
             exchange = stack.enter_context(self._exchanges.begin(wish))
             leg, prefill = await self._exchanges.plan(exchange.wish).place(exchange)
@@ -105,7 +106,14 @@ class ExchangePicker:
             if leg.placement.rank_header is not None:
                 headers[wire.RANK] = str(leg.placement.rank_header)
             leg.sent()
-            return ExchangePick(self, headers, held=stack.pop_all(), exchange=exchange, leg=leg, prefill=prefill)
+            return ExchangePick(
+                self, headers, held=stack.pop_all(), exchange=exchange, leg=leg, prefill=prefill, tokens=tokens
+            )
+
+    def compare(self, wish: Wish, tokens: PromptTokens, prompt_tokens: object) -> None:
+        """Compares the number of a prompt's tokens with what its engine says it is."""
+        told = prompt_tokens if isinstance(prompt_tokens, int) else None
+        self._gateway.tokens.comparison.compare_lengths((wish.tenant, wish.model), tokens, told)
 
     def prefill_seconds(self, leg: Leg) -> float:
         """How long its prompt is taken to be computed, where nobody shows when it was."""
@@ -143,7 +151,7 @@ class ExchangePicker:
             raise PermissionDenied(f"role {identity.role} may not call Route")
         return DEFAULT_TENANT if identity.tenant == ALL_TENANTS else identity.tenant
 
-    async def _wish(self, asked: Asked, tenant: str, view: TenantView) -> Wish:
+    async def _wish(self, asked: Asked, tenant: str, view: TenantView) -> tuple[Wish, PromptTokens]:
         specs = view.serving(view.resolve(asked.model, "").model).specs
         # A worker that only schedulers know is found out about when it was picked.
         allowed = reachable(specs, asked.subset)
@@ -154,8 +162,8 @@ class ExchangePicker:
         tokens = await tokens_of(gateway, asked.path, fields, size=asked.size, tenant=tenant, model=model)
         wish = wish_of(gateway, fields, tokens, tenant=tenant, model=model)
         if len(allowed) == len(specs):
-            return wish
-        return replace(wish, allowed=tuple(spec.worker_id for spec in allowed))
+            return wish, tokens
+        return replace(wish, allowed=tuple(spec.worker_id for spec in allowed)), tokens
 
     def _any(self, view: TenantView, asked: Asked) -> ExchangePick:
         specs = [spec for spec in reachable(view.specs.values(), asked.subset) if not spec.draining]
@@ -189,6 +197,7 @@ class ExchangePick:
         exchange: Exchange | None = None,
         leg: Leg | None = None,
         prefill: Leg | None = None,
+        tokens: PromptTokens | None = None,
     ) -> None:
         """A pick.
 
@@ -199,6 +208,7 @@ class ExchangePick:
             exchange: The same.
             leg: Where it goes.
             prefill: Where its prompt is computed; None = there as well.
+            tokens: Of its prompt.
         """
         self._picker = picker
         self.headers = headers
@@ -206,6 +216,7 @@ class ExchangePick:
         self._exchange = exchange
         self._leg = leg
         self._prefill = prefill
+        self._tokens = tokens
         self._has_output = False
         self._moving: asyncio.Task[None] | None = None
         self._timers: list[asyncio.TimerHandle] = []
@@ -239,6 +250,8 @@ class ExchangePick:
         try:
             if self._leg is not None and account is not None and not self._leg.wish.prompt.unknown:
                 self._leg.ended(usage_of_stream(Dialect.OPENAI, account))
+                if self._tokens is not None:
+                    self._picker.compare(self._leg.wish, self._tokens, account.get("prompt_tokens"))
         finally:
             self.over()
 
