@@ -42,7 +42,7 @@ soak: ## Five million events at the bound of an index: flat counts, flat memory;
 chaos-events: ## Kill, stop and restart engines, bridges, NATS and indexers at random; the index must equal the truth.
 	PYTHONPATH=tests $(PY) -m chaos.events
 
-chaos-gateway: ## Kill and stop workers, helpers and gateways at random under load; no request fails that could be served.
+chaos-gateway: ## Kill and stop workers, helpers, gateways and Envoy at random under load of all fronts; no request fails that could be served.
 	PYTHONPATH=tests $(PY) -m chaos.gateway
 
 chaos-replicas: ## Kill and stop schedulers and NATS and lose their messages at random; all replicas must agree exactly.

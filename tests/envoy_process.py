@@ -28,6 +28,20 @@ class Settings:
 
     root: dict[str, Any]
 
+    @classmethod
+    def shipped(cls, pickers: Sequence[str], engines: Sequence[str]) -> Settings:
+        """The configuration that is shipped, with these addresses, host:port each."""
+        settings = cls(yaml.safe_load(SHIPPED.read_text()))
+        settings.serve("endpoint_picker", pickers)
+        settings.serve("engines", engines)
+        return settings
+
+    def listen(self, port: int, *, admin_port: int) -> None:
+        """Sets its own ports; 0 = any free one."""
+        [listener] = self.root["static_resources"]["listeners"]
+        for at, number in ((listener, port), (self.root["admin"], admin_port)):
+            at["address"]["socket_address"]["port_value"] = number
+
     @property
     def manager(self) -> dict[str, Any]:
         """The HTTP connection manager."""
@@ -134,11 +148,8 @@ async def running_envoy(
         engines: host:port each.
         change: What the test changes.
     """
-    settings = Settings(yaml.safe_load(SHIPPED.read_text()))
-    settings.serve("endpoint_picker", [picker])
-    settings.serve("engines", engines)
-    for address in (settings.root["admin"], *settings.root["static_resources"]["listeners"]):
-        address["address"]["socket_address"]["port_value"] = 0
+    settings = Settings.shipped([picker], engines)
+    settings.listen(0, admin_port=0)
     [check] = settings.cluster("endpoint_picker")["health_checks"]
     check |= {"timeout": "0.3s", "interval": "0.1s", "no_traffic_interval": "0.1s"}
     change(settings)

@@ -36,6 +36,7 @@ from kvscout_common.hashing import log_backend
 from kvscout_common.identity import TokenTable
 from kvscout_common.keepalive import SERVER_OPTIONS
 from kvscout_common.metrics_server import serve_metrics
+from kvscout_common.process_metrics import register_process_metrics
 from kvscout_common.reflection import enable_reflection
 from kvscout_common.running_calls import RunningCalls
 from kvscout_common.stopping import Signals, stop_serving
@@ -191,6 +192,7 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         if app.warm is None:
             await _all_ready(listening)
         app.metrics.register(TransportCollector([one.server for one in listening]))
+        register_process_metrics(app.metrics)
         metrics_port = None
         if config.metrics_port >= 0:
             await wait_for_port(config.host, config.metrics_port)

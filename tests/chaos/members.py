@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 DEADLINE_SECONDS = 30.0
 LOG_LINES = 60
@@ -31,7 +31,7 @@ class Member:
     def __init__(self, name: str, module: str, *flags: str, path: Path | None = None) -> None:
         self.name = name
         self._path = path
-        self._command = (sys.executable, "-m", module, *flags)
+        self.command: tuple[str, ...] = (sys.executable, "-m", module, *flags)
         self._process: asyncio.subprocess.Process | None = None
         self._draining: asyncio.Task[None] | None = None
         descriptor, log = tempfile.mkstemp(prefix=f"kvscout-{name}-", suffix=".log")
@@ -48,16 +48,25 @@ class Member:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         with self._log.open("w") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, stdout=asyncio.subprocess.PIPE, stderr=log, env=environment
+                *self.command, stdout=asyncio.subprocess.PIPE, stderr=log, env=environment
             )
         assert self._process.stdout is not None
         async with asyncio.timeout(DEADLINE_SECONDS):
-            line = await self._process.stdout.readline()
-        if not line:
-            code = await self._process.wait()
-            raise AssertionError(f"{self.name} ended with {code} before it was ready:\n{self.log_tail}")
-        self.ready = json.loads(line)
+            await self.until_ready(self._process.stdout)
         self._draining = asyncio.create_task(_drain(self._process.stdout))
+
+    async def until_ready(self, output: asyncio.StreamReader) -> None:
+        """Waits until it serves: by its ready line."""
+        line = await output.readline()
+        if not line:
+            await self.ended()
+        self.ready = json.loads(line)
+
+    async def ended(self) -> Never:
+        """Fails: it was to be there."""
+        assert self._process is not None
+        code = await self._process.wait()
+        raise AssertionError(f"{self.name} ended by itself with {code}:\n{self.log_tail}")
 
     @property
     def pid(self) -> int:
@@ -95,6 +104,12 @@ class Member:
     def log_about(self, word: str) -> list[str]:
         """What it wrote about something, since it was started."""
         return [line for line in self._log.read_text().splitlines() if word in line]
+
+    def defects(self) -> list[str]:
+        """What it called errors since it was started, each with what follows it in the log."""
+        lines = self._log.read_text().splitlines()
+        found = [number for number, line in enumerate(lines) if " ERROR " in line or " CRITICAL " in line]
+        return ["\n".join(lines[number : number + LOG_LINES]) for number in found]
 
     def require_alive(self) -> None:
         """Fails if it ended by itself."""

@@ -198,6 +198,9 @@ async def test_metrics_are_served_where_the_ready_line_says() -> None:
         url = f"http://127.0.0.1:{scheduler.ready['metrics_port']}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
     assert "# TYPE kvscout_active_requests gauge" in text
+    samples = dict(line.split(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    for name in ("kvscout_tasks", "process_open_fds", "process_resident_memory_bytes", "process_cpu_seconds_total"):
+        assert float(samples[name]) > 0
 
 
 async def test_tls_with_client_certificates_and_tokens(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from envoy_process import running_envoy
 from gateway_stack import (
     CALL_SECONDS,
     MODEL,
@@ -49,7 +51,8 @@ class Lasting:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lasting() -> AsyncIterator[Lasting]:
-    async with running_stack("--indexer-timeout-ms", "250") as stack, AsyncExitStack() as processes:
+    flags = ("--indexer-timeout-ms", "250", "--endpoint-picker-port", "0")
+    async with running_stack(*flags) as stack, AsyncExitStack() as processes:
         yield Lasting(stack, processes)
 
 
@@ -79,19 +82,45 @@ async def load(client: GatewayClient) -> AsyncIterator[list[gateway_pb2.RouteRes
             stop.set()
 
 
+@asynccontextmanager
+async def http_load(stack: Stack, folder: Path) -> AsyncIterator[list[str]]:
+    """The same over the OpenAI API and past the picker; why answers of the former say that they are degraded."""
+    reasons: list[str] = []
+    stop = asyncio.Event()
+    picker = f"127.0.0.1:{stack.gateway.ready['endpoint_picker_port']}"
+    hosts = [mocker.url.removeprefix("http://") for mocker in stack.mockers]
+    async with running_envoy(folder, picker, hosts) as envoy, asyncio.TaskGroup() as group:
+
+        async def one_after_the_other(url: str) -> None:
+            while not stop.is_set():
+                body = {"model": MODEL, "prompt": list(fresh_prompt(64)), "max_tokens": 4}
+                async with envoy.http.post(f"{url}/v1/completions", json=body) as response:
+                    assert response.status == 200, await response.text()
+                    assert (await response.json())["usage"]["completion_tokens"] == 4
+                    reasons.extend(response.headers.getall("x-kvscout-degraded", []))
+
+        for url in (f"http://127.0.0.1:{stack.gateway.ready['http_port']}", envoy.url):
+            group.create_task(one_after_the_other(url))
+        try:
+            yield reasons
+        finally:
+            stop.set()
+
+
 async def test_an_indexer_that_dies_under_load_costs_knowledge_only_and_comes_back_with_all_of_it(
-    lasting: Lasting,
+    lasting: Lasting, tmp_path: Path
 ) -> None:
     stack = lasting.stack
-    client = stack.client
+    client, name = stack.client, f"indexer {stack.indexer.address}"
     prompt = fresh_prompt(160)
     await client.generate(prompt, worker_id="w1")
     await client.until_indexed(prompt, 10)
-    async with load(client) as routes:
+    async with load(client) as routes, http_load(stack, tmp_path) as degraded:
         await kill(stack.indexer)
         await eventually(_async(lambda: any(r.degraded for r in routes)), what="degraded answers")
+        await eventually(_async(lambda: any(name in reason for reason in degraded)), what="and over HTTP")
         [reason] = (await client.route(prompt)).degraded_reasons
-        assert reason.startswith(f"indexer {stack.indexer.address}")
+        assert reason.startswith(name)
         await lasting.restart_indexer()
 
         async def as_before() -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import uvloop
 from processes import eventually
 
 from kvscout_common.transport.deadlines import SPARE, Deadlines
@@ -47,3 +48,22 @@ async def test_calls_that_end_long_before_their_deadline_leave_no_more_than_a_bo
             deadlines.drop(open_ones.pop(random.randrange(10)))
         assert len(deadlines._heap) <= 2 * (len(open_ones) + 1) + SPARE + 1, number
     deadlines.close()
+
+
+def test_a_deadline_that_is_over_when_it_is_set_comes_too_and_those_after_it_are_taken() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        deadlines, came = Deadlines(loop), list[float]()
+        deadlines.add(loop.time() + 3600, lambda: came.append(3600.0))
+        for late in (1.0, 0.0, 2.0):
+            deadlines.add(loop.time() - late, lambda late=late: came.append(late))  # type: ignore[misc]
+
+        async def all_came() -> bool:
+            return len(came) == 3
+
+        await eventually(all_came)
+        assert sorted(came) == [0.0, 1.0, 2.0]
+        deadlines.close()
+
+    asyncio.run(run())
+    uvloop.run(run())

@@ -25,14 +25,16 @@ class Deadlines:
         self._heap: list[tuple[float, int]] = []
         self._expire: dict[int, Callable[[], None]] = {}
         self._number = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0
+        """When it comes: uvloop's handle of a time that is over does not say."""
 
     def add(self, at: float, expire: Callable[[], None]) -> int:
         """Has a function called when the loop's clock says so; returns what `drop` takes."""
         self._number += 1
         self._expire[self._number] = expire
         heapq.heappush(self._heap, (at, self._number))
-        if self._timer is None or at < self._timer.when():
+        if self._timer is None or at < self._timer_at:
             self._set_timer()
         return self._number
 
@@ -54,7 +56,8 @@ class Deadlines:
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(self._heap[0][0], self._come)
+        self._timer_at = self._heap[0][0]
+        self._timer = self._loop.call_at(self._timer_at, self._come)
 
     def _come(self) -> None:
         self._timer = None

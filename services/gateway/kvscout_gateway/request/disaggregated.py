@@ -142,18 +142,39 @@ class Disaggregated:
 
     async def place(self, exchange: Exchange) -> tuple[Leg, Leg | None]:
         """See `Plan`."""
-        if await self._stays(exchange):
-            return await exchange.place(self._alone(exchange.wish)), None
-        decode = await exchange.place(_decode_wish(exchange.wish))
         try:
-            return decode, await exchange.place(self._prefill_wish(exchange.wish, decode))
+            path, leg, prefill = await self._place(exchange)
+        except (Unavailable, ResourceExhausted):
+            self._metrics.disaggregation.labels(Path.REFUSED).inc()
+            raise
+        self._metrics.disaggregation.labels(path).inc()
+        return leg, prefill
+
+    async def _place(self, exchange: Exchange) -> tuple[Path, Leg, Leg | None]:
+        if await self._stays(exchange):
+            return Path.LOCAL, await exchange.place(self._alone(exchange.wish)), None
+        try:
+            decode = await exchange.place(_decode_wish(exchange.wish))
+        except Unavailable as error:  # all busy is another error, and stays one
+            return await self._place_instead(exchange, error, among=(Path.FALLBACK_AGGREGATED,))
+        try:
+            return Path.REMOTE, decode, await exchange.place(self._prefill_wish(exchange.wish, decode))
         except _NO_ONE as error:
             decode.free()
             await decode.freed()
-            for _, wish in self._others(exchange.wish):
+            refused = Unavailable(f"no prefill worker takes it: {error}", retry_after_seconds=1.0)
+            refused.__cause__ = error
+            return await self._place_instead(exchange, refused)
+
+    async def _place_instead(
+        self, exchange: Exchange, error: KvscoutError, *, among: tuple[Path, ...] = tuple(Path)
+    ) -> tuple[Path, Leg, Leg | None]:
+        """Books one worker for all of it; raises the error if there is none."""
+        for path, wish in self._others(exchange.wish):
+            if path in among:
                 with suppress(*_NO_ONE):
-                    return await exchange.place(wish), None
-            raise Unavailable(f"no prefill worker takes it: {error}", retry_after_seconds=1.0) from error
+                    return path, await exchange.place(wish), None
+        raise error
 
     async def _run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> Path:
         async def alone(leg: Leg) -> None:

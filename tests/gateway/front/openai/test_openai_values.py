@@ -203,3 +203,8 @@ def test_thresholds_are_set_cleared_and_read() -> None:
 def test_thresholds_that_are_none_are_refused_by_name(body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument, match=field):
         change_of(JsonBody(json.dumps(body).encode()), "t")
+
+
+def test_any_text_can_be_the_value_of_a_header() -> None:
+    assert proxied.as_value("indexer a:1: sl\u00f6w\r\nSet-Cookie: x\x00y\t z") == "indexer a:1: sl?w Set-Cookie: x y z"
+    assert len(proxied.as_value("\u20ac" * 5_000)) == proxied.MAX_VALUE

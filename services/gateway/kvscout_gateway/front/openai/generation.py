@@ -26,6 +26,8 @@ COMPLETIONS: Final = "/v1/completions"
 MAX_READ_BYTES: Final = 64 * 1024
 """Longer answers are not read for their usage once more."""
 REQUEST_ID_HEADER: Final = "X-Request-Id"
+DEGRADED_HEADER: Final = "X-Kvscout-Degraded"
+"""Why a request was placed with less knowledge than usual."""
 
 
 class OpenAiRequest:
@@ -126,6 +128,8 @@ class Client:
 
     def _headers(self, answer: HttpAnswer) -> list[tuple[str, str]]:
         headers = proxied.to_client(answer.headers)
+        if self.placement is not None and self.placement.degraded:
+            headers.append((DEGRADED_HEADER, proxied.as_value("; ".join(self.placement.degraded))))
         return headers if header(headers, REQUEST_ID_HEADER.lower()) else [*headers, *self._named()]
 
     def _named(self) -> tuple[tuple[str, str], ...]:

@@ -16,6 +16,7 @@ _NOT_FOR_ENGINES: Final = frozenset(
 )
 """What is packed cannot be read on its way; keys and tenants are the gateway's; ranks are the scheduler's choice."""
 _NOT_FOR_CLIENTS: Final = frozenset(("date", "server", "set-cookie"))
+MAX_VALUE: Final = 512
 
 
 def to_engine(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool) -> list[tuple[str, str]]:
@@ -47,6 +48,12 @@ def to_client(engine: Headers) -> list[tuple[str, str]]:
         for name, value in engine
         if (lower := name.lower()) not in _OF_ONE_HOP and lower not in _NOT_FOR_CLIENTS and lower not in named
     ]
+
+
+def as_value(text: str) -> str:
+    """Any text as the value of a header: in one line, in ASCII, not too long."""
+    words = "".join(one if one.isprintable() else " " for one in text).split()
+    return " ".join(words).encode("ascii", "replace").decode()[:MAX_VALUE]
 
 
 def _connection_options(headers: Headers) -> frozenset[str]:
