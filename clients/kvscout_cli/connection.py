@@ -6,7 +6,6 @@ import asyncio
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,8 +14,11 @@ from google.protobuf.message import Message
 from kvscout.v1 import scheduler_pb2_grpc
 from kvscout_client import ClientSecurity, Router
 from kvscout_common.channel import call, open_channel
+from kvscout_common.doctor.collection import Collection, Named
+from kvscout_common.doctor.snapshot import Kind, Snapshot
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.flags import SectionedOption, client_flags, flag
+from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import DEFAULT_TENANT
 
 CONNECTION = "Connection"
@@ -39,42 +41,102 @@ class Connection:
         return Router(self.gateway, tenant=self.tenant, security=self.security, timeout_seconds=self.timeout_seconds)
 
 
-def connection_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+Command = Callable[..., Any]
+
+
+def _flags(make: Callable[[dict[str, Any], ClientSecurity], Any], *declared: Callable[[Command], Command]) -> Any:
+    """A decorator that gives a command some flags and those of a client.
+
+    Args:
+        make: Takes the values of the flags that it reads out of a mapping, and gives the command's first argument.
+        declared: The flags, the last one first in --help.
+    """
+
+    def decorate(command: Command) -> Command:
+        decorated: Command
+
+        @functools.wraps(command)
+        def connected(**values: Any) -> Any:
+            security = ClientSecurity.from_flags(*(values.pop(name) for name in _SECURITY))
+            return command(make(values, security), **values)
+
+        decorated = client_flags(CONNECTION)(connected)
+        for declare in declared:
+            decorated = declare(decorated)
+        return decorated
+
+    return decorate
+
+
+_SECURITY = ("tls_ca", "tls_client_cert", "tls_client_key", "token_file")
+
+
+def _timeout_flag(default: float, text: str) -> Callable[[Command], Command]:
+    kind = click.FloatRange(min=0, min_open=True)
+    return flag("--timeout", section=CONNECTION, default=default, type=kind, help=text)
+
+
+_gateway_flag = flag("--gateway", section=CONNECTION, default="localhost:7050", help="host:port of the gateway.")
+
+
+def connection_flags(command: Command) -> Command:
     """Gives a command the connection flags; it gets a `Connection` as its first argument."""
 
     @functools.wraps(command)
-    def connected(
-        *,
-        gateway: str,
-        tenant: str,
-        timeout: float,
-        tls_ca: Path | None,
-        tls_client_cert: Path | None,
-        tls_client_key: Path | None,
-        token_file: Path | None,
-        **values: Any,
-    ) -> Any:
-        security = ClientSecurity.from_flags(tls_ca, tls_client_cert, tls_client_key, token_file)
+    def reaching(connection: Connection, **values: Any) -> Any:
         try:
-            return command(Connection(gateway, tenant, timeout, security), **values)
+            return command(connection, **values)
         except Unavailable as error:
             if not error.message.startswith(_NOT_CONNECTED):
                 raise
-            raise Unavailable(f"no gateway answers at {gateway}; `kvscout up` starts one on this machine") from error
+            raise Unavailable(
+                f"no gateway answers at {connection.gateway}; `kvscout up` starts one on this machine"
+            ) from error
 
-    decorated = client_flags(CONNECTION)(connected)
-    for declare in (
-        flag(
-            "--timeout",
-            section=CONNECTION,
-            default=30.0,
-            type=click.FloatRange(min=0, min_open=True),
-            help="Longest wait for an answer, in seconds; of `generate`, for its first token.",
+    decorate = _flags(
+        lambda values, security: Connection(
+            values.pop("gateway"), values.pop("tenant"), values.pop("timeout"), security
         ),
+        _timeout_flag(30.0, "Longest wait for an answer, in seconds; of `generate`, for its first token."),
         flag("--tenant", section=CONNECTION, default=DEFAULT_TENANT, help="Tenant."),
-        flag("--gateway", section=CONNECTION, default="localhost:7050", help="host:port of the gateway."),
-    ):
-        decorated = declare(decorated)
+        _gateway_flag,
+    )
+    decorated: Command = decorate(reaching)
+    return decorated
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Where to begin to ask all services of a kvscout."""
+
+    gateway: str
+    further: tuple[str, ...]
+    collection: Collection
+
+    async def snapshot(self, *, engines: bool) -> Snapshot:
+        """What they say now.
+
+        Args:
+            engines: Ask the workers' engines, too.
+        """
+        named = [Named(self.gateway, Kind.GATEWAY), *(Named(address) for address in self.further)]
+        return await self.collection.snapshot(named, engines=engines)
+
+
+def services_flags(command: Command) -> Command:
+    """Gives a command the flags of all services; it gets `Services` as its first argument."""
+    decorate = _flags(
+        lambda values, security: Services(
+            values.pop("gateway"),
+            values.pop("addresses"),
+            Collection(security, tenant=values.pop("tenant"), timeout_seconds=values.pop("timeout")),
+        ),
+        _timeout_flag(5.0, "Longest wait for each answer, in seconds."),
+        flag("--tenant", section=CONNECTION, default=ALL_TENANTS, help="Tenant; * = all that the token may see."),
+        _gateway_flag,
+        click.argument("addresses", nargs=-1, metavar="[ADDRESS]..."),
+    )
+    decorated: Command = decorate(command)
     return decorated
 
 
@@ -104,32 +166,11 @@ class Schedulers:
             await channel.close()
 
 
-def scheduler_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+def scheduler_flags(command: Command) -> Command:
     """Gives a command the flags of a connection to schedulers; it gets a `Schedulers` as its first argument."""
-
-    @functools.wraps(command)
-    def connected(
-        *,
-        scheduler: tuple[str, ...],
-        timeout: float,
-        tls_ca: Path | None,
-        tls_client_cert: Path | None,
-        tls_client_key: Path | None,
-        token_file: Path | None,
-        **values: Any,
-    ) -> Any:
-        security = ClientSecurity.from_flags(tls_ca, tls_client_cert, tls_client_key, token_file)
-        return command(Schedulers(scheduler, timeout, security), **values)
-
-    decorated = client_flags(CONNECTION)(connected)
-    for declare in (
-        flag(
-            "--timeout",
-            section=CONNECTION,
-            default=5.0,
-            type=click.FloatRange(min=0, min_open=True),
-            help="Seconds.",
-        ),
+    decorate = _flags(
+        lambda values, security: Schedulers(values.pop("scheduler"), values.pop("timeout"), security),
+        _timeout_flag(5.0, "Longest wait for each answer, in seconds."),
         flag(
             "--scheduler",
             multiple=True,
@@ -137,8 +178,8 @@ def scheduler_flags(command: Callable[..., Any]) -> Callable[..., Any]:
             section=CONNECTION,
             help="host:port of a scheduler; repeat to ask several.",
         ),
-    ):
-        decorated = declare(decorated)
+    )
+    decorated: Command = decorate(command)
     return decorated
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from enum import Enum
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 
 def stdout() -> Console:
@@ -21,6 +22,29 @@ def stdout() -> Console:
 def stderr() -> Console:
     """For progress and remarks."""
     return Console(stderr=True, highlight=False)
+
+
+def columns(*names: str, right: Container[str] = ()) -> Table:
+    """An empty table without lines.
+
+    Args:
+        names: Its columns.
+        right: Those that hold numbers.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left")
+    return table
+
+
+def age(seconds: float | None) -> str:
+    """A time span as people say it; None = "–"."""
+    if seconds is None:
+        return "–"
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def print_json(value: Any) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import click
 import nats.aio.client
@@ -23,6 +24,7 @@ import nats.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from kvscout.v1 import types_pb2
 from kvscout_common.endings import INTENDED
 from kvscout_common.errors import ConfigError, Unavailable
 from kvscout_common.flags import BEHAVIOUR, flag
@@ -141,6 +143,11 @@ def nats_flags(*, default: tuple[str, ...] = ()) -> Callable[[F], F]:
     return decorate
 
 
+def _without_user(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
 class _Client(nats.aio.client.Client):
     """A client that tells what is wrong with whoever takes its messages; nats-py itself takes that for trouble of the
     connection, and a subscription whose callback ended otherwise is silent from then on.
@@ -204,6 +211,19 @@ class NatsLink:
     def connected(self) -> bool:
         """Whether the server is there now."""
         return self.client.is_connected
+
+    def status(self) -> types_pb2.NatsStatus:
+        """The connection as GetStatus tells of it."""
+        # What the server said of itself when it was connected to; nats-py has no other way to ask.
+        server: Mapping[str, Any] = self.client._server_info
+        return types_pb2.NatsStatus(
+            servers=[_without_user(url) for url in self.config.servers],
+            namespace=self.config.namespace,
+            connected=self.connected,
+            problem=self.problem,
+            jetstream=server.get("jetstream") is True,
+            cluster=str(server.get("cluster") or server.get("server_id") or ""),
+        )
 
     async def require(self) -> nats.aio.client.Client:
         """The client, connected. Waits while the first connection is being made, in the first seconds of a process.

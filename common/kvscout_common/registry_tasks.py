@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from kvscout.v1 import types_pb2
 from kvscout_common.config import ServerConfig
 from kvscout_common.engine_discovery import Discovery
 from kvscout_common.nats_link import NatsLink
@@ -47,6 +48,7 @@ class Backends:
 
     def __init__(self, registry: Registry, config: ServerConfig, link: NatsLink | None = None) -> None:
         self._registry = registry
+        self._link = link
         self.registrar: Registrar = OwnRegistrar(registry)
         """Where worker rpcs take effect."""
         self.tasks: dict[str, Task] = {"registry-leases": self._expire_leases}
@@ -81,6 +83,10 @@ class Backends:
     def warnings(self) -> list[Warned]:
         """What an operator should know of them, one sentence each."""
         return [warning for source in self._warnings for warning in source()]
+
+    def nats(self) -> types_pb2.NatsStatus | None:
+        """The connection to NATS, for GetStatus; None = there is none."""
+        return self._link.status() if self._link is not None else None
 
     def _follow_file(self, file: WorkersFile) -> None:
         file.load()

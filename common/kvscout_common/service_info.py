@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from kvscout.v1 import types_pb2
 from kvscout_common import __version__
+from kvscout_common.descriptors import descriptor_limit, open_descriptors
 from kvscout_common.hashing import backend_name, native_available
 from kvscout_common.identity import current_identity
 from kvscout_common.transport import chosen
@@ -45,13 +46,20 @@ def shown(warnings: Iterable[Warned]) -> list[str]:
     return [text_of(warning) for warning in warnings if isinstance(warning, str) or seen.sees(warning.tenant)]
 
 
-def service_info(started: float, *, draining: bool = False, warnings: Iterable[Warned] = ()) -> types_pb2.ServiceInfo:
+def service_info(
+    started: float,
+    *,
+    draining: bool = False,
+    warnings: Iterable[Warned] = (),
+    nats: types_pb2.NatsStatus | None = None,
+) -> types_pb2.ServiceInfo:
     """The common part of every status.
 
     Args:
         started: `time.monotonic()` at start.
         draining: Whether the process finishes what it has.
         warnings: What an operator should know, one sentence each; the caller is shown what it may read.
+        nats: Its connection to NATS; None = it was told of none.
     """
     return types_pb2.ServiceInfo(
         version=__version__,
@@ -60,4 +68,8 @@ def service_info(started: float, *, draining: bool = False, warnings: Iterable[W
         transport=chosen(),
         draining=draining,
         warnings=[*([] if native_available() else [SLOW_BACKEND]), *shown(warnings)],
+        clock_unix_seconds=time.time(),
+        max_descriptors=descriptor_limit(),
+        open_descriptors=open_descriptors(),
+        nats=nats,
     )

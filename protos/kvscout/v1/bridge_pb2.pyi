@@ -163,6 +163,8 @@ class BridgeSource(_message.Message):
     BUFFERED_BATCHES_FIELD_NUMBER: _builtins.int
     DROPPED_BATCHES_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Incarnation of the engine."""
     last_event_id: _builtins.int
@@ -173,6 +175,10 @@ class BridgeSource(_message.Message):
     """Batches dropped because the buffer was full; each forces a state chunk."""
     blocks: _builtins.int
     """Blocks in the local index."""
+    problem: _builtins.str
+    """What is wrong with its events, in words; empty = nothing."""
+    tenant: _builtins.str
+    """Tenant of the worker."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -186,10 +192,12 @@ class BridgeSource(_message.Message):
         buffered_batches: _builtins.int = ...,
         dropped_batches: _builtins.int = ...,
         blocks: _builtins.int = ...,
+        problem: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id", "last_event_id", b"last_event_id", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id", "blocks", b"blocks", "buffered_batches", b"buffered_batches", "dropped_batches", b"dropped_batches", "epoch", b"epoch", "last_event_id", b"last_event_id", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id", "blocks", b"blocks", "buffered_batches", b"buffered_batches", "dropped_batches", b"dropped_batches", "epoch", b"epoch", "last_event_id", b"last_event_id", "problem", b"problem", "tenant", b"tenant", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_event_id: _TypeAlias = _typing.Literal["last_event_id"]  # noqa: Y015
     _WhichOneofArgType__last_event_id: _TypeAlias = _typing.Literal["_last_event_id", b"_last_event_id"]  # noqa: Y015

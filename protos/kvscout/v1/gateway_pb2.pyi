@@ -876,6 +876,11 @@ class WorkerObservation(_message.Message):
     CHECKED_FIELD_NUMBER: _builtins.int
     MISPREDICTED_FIELD_NUMBER: _builtins.int
     PREDICTION_ERROR_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    UNREPORTED_FIELD_NUMBER: _builtins.int
+    EVENTFUL_AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """Requests dispatched."""
     failures: _builtins.int
@@ -890,9 +895,23 @@ class WorkerObservation(_message.Message):
     """Of those, requests where our prediction differed."""
     prediction_error_tokens: _builtins.int
     """Sum of |predicted - reported| cached tokens."""
+    predicted_cached_tokens: _builtins.int
+    """Sum of the cached tokens that were predicted for the checked requests."""
+    unreported: _builtins.int
+    """Requests whose usage said nothing of cached tokens, while the worker has never reported any."""
+    problem: _builtins.str
+    """Why the worker gets no requests now, in one sentence; empty = it does."""
+    tenant: _builtins.str
+    """Tenant of the worker."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
+
+    @_builtins.property
+    def eventful_age_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Seconds since the dispatch of the last requests, 16 at most, that ran to their end and computed a block of their
+        prompt: whoever hears the worker's events heard of each.
+        """
 
     def __init__(
         self,
@@ -905,14 +924,49 @@ class WorkerObservation(_message.Message):
         checked: _builtins.int = ...,
         mispredicted: _builtins.int = ...,
         prediction_error_tokens: _builtins.int = ...,
+        predicted_cached_tokens: _builtins.int = ...,
+        unreported: _builtins.int = ...,
+        eventful_age_seconds: _abc.Iterable[_builtins.float] | None = ...,
+        problem: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "checked", b"checked", "failures", b"failures", "mispredicted", b"mispredicted", "prediction_error_tokens", b"prediction_error_tokens", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "checked", b"checked", "eventful_age_seconds", b"eventful_age_seconds", "failures", b"failures", "mispredicted", b"mispredicted", "predicted_cached_tokens", b"predicted_cached_tokens", "prediction_error_tokens", b"prediction_error_tokens", "problem", b"problem", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "tenant", b"tenant", "unreported", b"unreported", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerObservation: _TypeAlias = WorkerObservation  # noqa: Y015
+
+@_typing.final
+class TokenDifference(_message.Message):
+    """A model whose prompts are other tokens in the gateway than in its engine: what is cached is not found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    DIFFERENCE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model."""
+    tenant: _builtins.str
+    """Tenant."""
+    difference: _builtins.str
+    """How they differed when they were last compared."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        difference: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference", "model", b"model", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenDifference: _TypeAlias = TokenDifference  # noqa: Y015
 
 @_typing.final
 class GatewayStatus(_message.Message):
@@ -947,6 +1001,7 @@ class GatewayStatus(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
+    TOKEN_DIFFERENCES_FIELD_NUMBER: _builtins.int
     in_flight: _builtins.int
     """Requests in flight."""
     requests: _builtins.int
@@ -969,6 +1024,10 @@ class GatewayStatus(_message.Message):
     def degraded(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Decisions made without a helper: "scheduler", "indexer", or each shard that was missed, such as "indexer 0/2"."""
 
+    @_builtins.property
+    def token_differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDifference]:
+        """Models whose tokens are not those of their engines."""
+
     def __init__(
         self,
         *,
@@ -979,10 +1038,11 @@ class GatewayStatus(_message.Message):
         requests: _builtins.int = ...,
         failures: _builtins.int = ...,
         degraded: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        token_differences: _abc.Iterable[Global___TokenDifference] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "failures", b"failures", "helpers", b"helpers", "in_flight", b"in_flight", "requests", b"requests", "service", b"service", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "failures", b"failures", "helpers", b"helpers", "in_flight", b"in_flight", "requests", b"requests", "service", b"service", "token_differences", b"token_differences", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

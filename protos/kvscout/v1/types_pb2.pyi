@@ -444,6 +444,10 @@ class ServiceInfo(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    CLOCK_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_DESCRIPTORS_FIELD_NUMBER: _builtins.int
+    OPEN_DESCRIPTORS_FIELD_NUMBER: _builtins.int
+    NATS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Release, such as "0.1.0"."""
     uptime_seconds: _builtins.float
@@ -454,9 +458,19 @@ class ServiceInfo(_message.Message):
     """True while the service drains: it finishes what it has and takes nothing new."""
     transport: _builtins.str
     """What carries its calls: "native" = the Rust extension, or "grpcio"."""
+    clock_unix_seconds: _builtins.float
+    """Its wall clock when it answered, in seconds since the Unix epoch; unset = a release that does not say."""
+    max_descriptors: _builtins.int
+    """Files that it may have open, each connection being one; 0 = not known."""
+    open_descriptors: _builtins.int
+    """Of them, open now; 0 = not known."""
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Conditions an operator should know of, one sentence each; empty when all is well."""
+
+    @_builtins.property
+    def nats(self) -> Global___NatsStatus:
+        """Its connection to NATS; unset = it was told of none."""
 
     def __init__(
         self,
@@ -467,14 +481,64 @@ class ServiceInfo(_message.Message):
         draining: _builtins.bool = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         transport: _builtins.str = ...,
+        clock_unix_seconds: _builtins.float | None = ...,
+        max_descriptors: _builtins.int = ...,
+        open_descriptors: _builtins.int = ...,
+        nats: Global___NatsStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clock_unix_seconds", b"_clock_unix_seconds", "clock_unix_seconds", b"clock_unix_seconds", "nats", b"nats"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clock_unix_seconds", b"_clock_unix_seconds", "backend", b"backend", "clock_unix_seconds", b"clock_unix_seconds", "draining", b"draining", "max_descriptors", b"max_descriptors", "nats", b"nats", "open_descriptors", b"open_descriptors", "transport", b"transport", "uptime_seconds", b"uptime_seconds", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clock_unix_seconds: _TypeAlias = _typing.Literal["clock_unix_seconds"]  # noqa: Y015
+    _WhichOneofArgType__clock_unix_seconds: _TypeAlias = _typing.Literal["_clock_unix_seconds", b"_clock_unix_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clock_unix_seconds) -> _WhichOneofReturnType__clock_unix_seconds | None: ...
+
+Global___ServiceInfo: _TypeAlias = ServiceInfo  # noqa: Y015
+
+@_typing.final
+class NatsStatus(_message.Message):
+    """A service's connection to NATS."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVERS_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    JETSTREAM_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Namespace: who has another one sees nothing of it."""
+    connected: _builtins.bool
+    """True = connected now."""
+    problem: _builtins.str
+    """Why it cannot be used as it should; empty = it can."""
+    jetstream: _builtins.bool
+    """True = the server it was connected to last has JetStream."""
+    cluster: _builtins.str
+    """Name of the cluster it was connected to last, or id of the server that is in none; empty = never connected."""
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """URLs that it was given, without user and password."""
+
+    def __init__(
+        self,
+        *,
+        servers: _abc.Iterable[_builtins.str] | None = ...,
+        namespace: _builtins.str = ...,
+        connected: _builtins.bool = ...,
+        problem: _builtins.str = ...,
+        jetstream: _builtins.bool = ...,
+        cluster: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "draining", b"draining", "transport", b"transport", "uptime_seconds", b"uptime_seconds", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "connected", b"connected", "jetstream", b"jetstream", "namespace", b"namespace", "problem", b"problem", "servers", b"servers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ServiceInfo: _TypeAlias = ServiceInfo  # noqa: Y015
+Global___NatsStatus: _TypeAlias = NatsStatus  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

@@ -127,7 +127,7 @@ class Bridge:
             found += file_warnings(self._file)
         for (tenant, _), rank in sorted(self._ranks.items()):
             name = f"worker {rank.rank.worker_id}/{rank.rank.dp_rank}"
-            found += [TenantWarning(tenant, f"{name}: {text}") for text in _problems(rank)]
+            found += [TenantWarning(tenant, f"{name}: {text}") for text in problems(rank)]
         return found
 
     def ranks(self, tenant: str) -> Iterator[BridgedRank]:
@@ -262,7 +262,7 @@ class Bridge:
                 rank.on_written(record)
 
 
-def _problems(rank: BridgedRank) -> list[str]:
+def problems(rank: BridgedRank) -> list[str]:
     """What is wrong with a rank's events, in words."""
     sequence, feed = rank.source.sequence, rank.source.feed
     stats = rank.index.worker_stats(rank.rank)

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc, types_pb2
-from kvscout_bridge.bridge import Bridge
+from kvscout_bridge.bridge import Bridge, problems
 from kvscout_bridge.rank import BridgedRank
 from kvscout_common.identity import current_identity
 from kvscout_common.registry import ALL_TENANTS
@@ -32,7 +32,9 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServicer):
         if tenant == ALL_TENANTS:
             tenant = current_identity().tenant
         return bridge_pb2.BridgeStatus(
-            service=service_info(self._bridge.started, warnings=self._bridge.warnings()),
+            service=service_info(
+                self._bridge.started, warnings=self._bridge.warnings(), nats=self._bridge.link.status()
+            ),
             sources=[
                 source_status(rank) for rank in self._bridge.ranks(tenant) if request.model in ("", rank.spec.model)
             ],
@@ -51,4 +53,6 @@ def source_status(rank: BridgedRank) -> bridge_pb2.BridgeSource:
         buffered_batches=publication.waiting,
         dropped_batches=publication.dropped,
         blocks=stats.blocks if stats is not None else 0,
+        problem="; ".join(problems(rank)),
+        tenant=rank.spec.tenant,
     )

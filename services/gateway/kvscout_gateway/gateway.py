@@ -243,6 +243,7 @@ class Gateway:
                 *self.backends.warnings(),
                 *self.tokens.parity.warnings(),
             ],
+            nats=self.backends.nats(),
         )
 
     def helper_statuses(self) -> list[gateway_pb2.HelperStatus]:

@@ -109,10 +109,15 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         self._indexer.pools.require_model(tenant, request.model)
         now = time.monotonic()
         status = indexer_pb2.IndexerStatus(
-            service=service_info(self._indexer.started, warnings=self._indexer.warnings()),
+            service=service_info(
+                self._indexer.started,
+                warnings=self._indexer.warnings(),
+                nats=self._indexer.backends.nats(),
+            ),
             shard_index=self._indexer.shard.index,
             shard_count=self._indexer.shard.count,
         )
+        names = self._indexer.nats.names if self._indexer.nats is not None else None
         for key, index in self._indexer.pools.by_key():
             if tenant in (ALL_TENANTS, key.tenant) and request.model in ("", key.model):
                 status.indexes.append(index_status(key, index))
@@ -120,7 +125,7 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             unread = self._indexer.unread(spec)
             stats = self._indexer.pools.of(spec).worker_stats(rank) or (NOTHING_HELD if unread else None)
             if request.model in ("", spec.model) and stats is not None:
-                status.sources.append(source_status(spec, rank, source, stats, now, unread=unread))
+                status.sources.append(source_status(spec, rank, source, stats, now, unread=unread, names=names))
         return status
 
     async def Dump(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvscout.v1 import indexer_pb2, workers_pb2
 from kvscout_blocks.index import BlockIndex, WorkerStats
 from kvscout_blocks.source import Source
+from kvscout_common.nats_names import NatsNames
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto
 
@@ -123,6 +124,7 @@ def source_status(
     now: float,
     *,
     unread: str = "",
+    names: NatsNames | None = None,
 ) -> indexer_pb2.SourceStatus:
     """The state of one worker rank's events.
 
@@ -133,6 +135,7 @@ def source_status(
         stats: What is held of it.
         now: The sources' clock.
         unread: Why this indexer reads no events of the worker, whatever its registration; "" = it does.
+        names: In NATS; None = there is none.
     """
     state, reason = source_state(spec, source, stats, unread)
     status = indexer_pb2.SourceStatus(
@@ -151,6 +154,7 @@ def source_status(
     )
     if source is not None:
         sequence, counters = source.sequence, source.sequence.counters
+        status.endpoint, status.replay_endpoint = _endpoints(spec, rank, names)
         status.open_seconds = now - source.opened_at
         status.epoch = sequence.epoch
         if sequence.last_id is not None:
@@ -167,3 +171,15 @@ def source_status(
         status.resets = source.resets
         status.malformed = counters["malformed"] + source.malformed_frames + source.faulty_events
     return status
+
+
+def _endpoints(spec: WorkerSpec, rank: WorkerRank, names: NatsNames | None) -> tuple[str, str]:
+    """Where a rank's events are read, and where lost ones are asked for, see `SourceStatus`."""
+    endpoint = spec.event_endpoint(rank.dp_rank)
+    if spec.transport is Transport.ZMQ and endpoint is not None:
+        return endpoint.endpoint, endpoint.replay_endpoint
+    if names is not None and spec.transport is Transport.NATS_CORE:
+        return names.core_events(spec.tenant, spec.model, rank), ""
+    if names is not None and spec.transport is Transport.JETSTREAM:
+        return names.stream(spec.tenant, spec.model), ""
+    return "", ""

@@ -54,6 +54,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         self._forwarding = forwarding
         self._scheduler = scheduler
         self._warnings = backends.warnings
+        self._nats = backends.nats
         self._started = time.monotonic()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -284,6 +285,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
                 self._started,
                 draining=self._scheduler.draining,
                 warnings=[*self._warnings(), *self._replica_warnings(), *self._scheduler.warnings()],
+                nats=self._nats(),
             ),
             policy=settings.policy,
             overlap_score_weight=settings.overlap_score_weight,

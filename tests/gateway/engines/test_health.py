@@ -76,17 +76,17 @@ def test_slow_starts_never_keep_those_in_who_are_out() -> None:
     world.health.ran(key("a"))
     world.drawn = 0.99
     for _ in range(MISSED_CHECKS):
-        world.health.checked(TENANT, "b", well=False)
+        world.health.checked(TENANT, "b", "no answer")
     assert world.left_out() == {"b"}
 
 
 def test_who_misses_health_checks_gets_nothing_until_one_is_answered() -> None:
     world = World(4)
-    told = [world.health.checked(TENANT, "a", well=False) for _ in range(MISSED_CHECKS + 1)]
+    told = [world.health.checked(TENANT, "a", "no answer") for _ in range(MISSED_CHECKS + 1)]
     assert told == [False] * (MISSED_CHECKS - 1) + [True, False]
     assert world.left_out() == {"a"}
     assert "health checks" in text_of(world.health.warnings()[0])
-    assert world.health.checked(TENANT, "a", well=True)
+    assert world.health.checked(TENANT, "a")
     assert not world.left_out()
     assert not world.health.warnings()
 
@@ -94,7 +94,7 @@ def test_who_misses_health_checks_gets_nothing_until_one_is_answered() -> None:
 def test_checks_leave_half_of_the_workers_in_whatever_they_find() -> None:
     world = World(4)
     for name in "abcd" * MISSED_CHECKS:
-        world.health.checked(TENANT, name, well=False)
+        world.health.checked(TENANT, name, "no answer")
     assert len(world.left_out()) == 2
     world.health.forget(TENANT, "a")
     assert "a" not in world.left_out()

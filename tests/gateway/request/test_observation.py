@@ -51,7 +51,7 @@ def test_a_total_miss_that_is_left_out_counts_once_the_engine_reports_at_all_als
     for cached in (80, None, 80, None, 80, 80):
         report(observations, cached, cached)
     assert observations.total.hit_rate == 0.32
-    assert observations.total == Reports(1000, 320, 8, 4, 64)
+    assert observations.total == Reports(1000, 320, 8, 4, predicted_tokens=384, prediction_error_tokens=64)
     assert observations.of("default", RANK).reports == observations.total
 
 

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from trained_tokenizers import byte_level, byte_level_prefixed, save
 
 from kvscout_common.errors import InvalidArgument, Unavailable
+from kvscout_common.service_info import text_of
 from kvscout_common.transport.http import HttpCall, connect, serve_http
 from kvscout_gateway.tokens import engine_tokenize
 from kvscout_gateway.tokens.engine_tokenize import EngineTokenize, Tokenizing
@@ -214,7 +215,7 @@ def test_parity_counts_what_it_compares_and_names_the_models_that_differ() -> No
     check.tokens("a", "m", ours.tobytes(), theirs.tobytes())
     assert [counted(o) for o in ("match", "mismatch", "length_match", "length_mismatch")] == [None, 1, 1, 1]
     assert len(check.warnings()) == 2
-    assert any("from token 60 of 100 here, 90 in the engine" in line for line in check.warnings())
+    assert any("from token 60 of 100 here, 90 in the engine" in text_of(line) for line in check.warnings())
     check.tokens("a", "m", ours.tobytes(), ours.tobytes())
     assert len(check.warnings()) == 1
 

@@ -39,6 +39,7 @@ SLOW_START_SHARE = 0.1
 """Of the requests that may go to it, at first."""
 MISSED_CHECKS = 3
 """Health checks in a row that a worker that is well may miss, less one."""
+_SILENT = "does not answer its health checks"
 MAX_LEFT_OUT = 0.5
 """Share of the workers that are left out at most."""
 BUSY_SECONDS = 1.0
@@ -124,8 +125,8 @@ class WorkerHealth:
         self._clock = clock
         self._draw = draw
         self._standings: dict[Key, _Standing] = {}
-        self._missed: dict[tuple[str, str], int] = {}
-        """Health checks in a row, by tenant and worker id."""
+        self._missed: dict[tuple[str, str], tuple[int, str]] = {}
+        """Health checks in a row, and what was wrong with the last one, by tenant and worker id."""
 
     def left_out(self, tenant: str, candidates: Callable[[], Sequence[WorkerSpec]]) -> tuple[str, ...]:
         """Ids of the workers that should not get a request now: those none of whose ranks should.
@@ -150,23 +151,44 @@ class WorkerHealth:
             if standing.out_until is not None
         ]
         silent = [
-            TenantWarning(tenant, f"worker {worker_id} does not answer its health checks: no requests")
-            for (tenant, worker_id), missed in self._missed.items()
+            TenantWarning(tenant, f"worker {worker_id} {_SILENT}: no requests")
+            for (tenant, worker_id), (missed, _) in self._missed.items()
             if missed >= MISSED_CHECKS
         ]
         return [*failing, *silent]
 
-    def checked(self, tenant: str, worker_id: str, *, well: bool) -> bool:
+    def problems(self) -> dict[tuple[str, str, int | None], str]:
+        """Why workers get no requests now, by tenant, worker id and rank; rank None = all of its ranks."""
+        now = self._clock()
+        failing: dict[tuple[str, str, int | None], str] = {
+            (tenant, rank.worker_id, rank.dp_rank): _sentence(standing, now)
+            for (tenant, rank), standing in self._standings.items()
+            if standing.out_until is not None
+        }
+        return failing | {
+            (tenant, worker_id, None): f"{_SILENT}: {problem}"
+            for (tenant, worker_id), (missed, problem) in self._missed.items()
+            if missed >= MISSED_CHECKS
+        }
+
+    def checked(self, tenant: str, worker_id: str, problem: str = "") -> bool:
         """A health check has ended.
+
+        Args:
+            tenant: Whose worker.
+            worker_id: Its id.
+            problem: What was wrong; "" = nothing.
 
         Returns:
             Whether that changes if it gets requests.
         """
         who = (tenant, worker_id)
-        if well:
-            return self._missed.pop(who, 0) >= MISSED_CHECKS
-        self._missed[who] = self._missed.get(who, 0) + 1
-        return self._missed[who] == MISSED_CHECKS
+        missed, _ = self._missed.get(who, (0, ""))
+        if not problem:
+            self._missed.pop(who, None)
+            return missed >= MISSED_CHECKS
+        self._missed[who] = missed + 1, problem
+        return missed + 1 == MISSED_CHECKS
 
     def sent(self, key: Key) -> None:
         """A request goes to it."""
@@ -256,7 +278,8 @@ class WorkerHealth:
 
     def _ground(self, tenant: str, spec: WorkerSpec, now: float) -> _Ground | None:
         """The weakest of its ranks': it may get what one of them may."""
-        if self._missed.get((tenant, spec.worker_id), 0) >= MISSED_CHECKS:
+        missed, _ = self._missed.get((tenant, spec.worker_id), (0, ""))
+        if missed >= MISSED_CHECKS:
             return _Ground.OUT
         weakest = _Ground.OUT
         for rank in spec.ranks:

@@ -69,7 +69,7 @@ class HealthChecks:
         for spec in due:
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             if self._heard(spec, self._period):
-                self._told(spec, well=True)
+                self._told(spec)
                 continue
             await self._places.acquire()
             group.create_task(self._check(spec), name=f"check {spec.worker_id}")
@@ -83,7 +83,7 @@ class HealthChecks:
             self._places.release()
         if problem:
             self._warnings.warning(spec.worker_id, "worker %s: %s", spec.worker_id, problem)
-        self._told(spec, well=not problem)
+        self._told(spec, problem)
 
     async def _ask(self, spec: WorkerSpec) -> str:
         """What is wrong with it; "" = nothing."""
@@ -98,7 +98,7 @@ class HealthChecks:
             return f"{request.url}: no answer within {TIMEOUT_SECONDS:g} s"
         return f"{request.url} answers {answer.status}" if answer.status >= 500 else ""
 
-    def _told(self, spec: WorkerSpec, *, well: bool) -> None:
-        if self._health.checked(spec.tenant, spec.worker_id, well=well):
-            gets = "requests again" if well else "no requests: it does not answer its health checks"
+    def _told(self, spec: WorkerSpec, problem: str = "") -> None:
+        if self._health.checked(spec.tenant, spec.worker_id, problem):
+            gets = "no requests: it does not answer its health checks" if problem else "requests again"
             log.warning("worker %s gets %s", spec.worker_id, gets)

@@ -23,6 +23,8 @@ class Reports:
     checked: int = 0
     """Requests whose prediction was compared with the engine's report."""
     mispredicted: int = 0
+    predicted_tokens: int = 0
+    """Of those, cached tokens as they were predicted."""
     prediction_error_tokens: int = 0
 
     @property
@@ -37,6 +39,7 @@ class Reports:
         if predicted is not None:
             self.checked += 1
             self.mispredicted += predicted != cached
+            self.predicted_tokens += predicted
             self.prediction_error_tokens += abs(predicted - cached)
 
     def merge(self, other: Reports) -> None:
@@ -56,6 +59,8 @@ class Observation:
     reports: Reports = field(default_factory=Reports)
     unproven: Reports = field(default_factory=Reports)
     """Of requests whose usage says nothing of cached tokens, as if it had said 0."""
+    unreported: int = 0
+    """Those requests."""
     eventful: deque[float] = field(default_factory=lambda: deque(maxlen=EVENTFUL_KEPT))
     """When the last requests were dispatched that ran to their end and computed a block of their prompt, in seconds on
     the clock of Generate: whoever hears the worker's events heard of each."""
@@ -127,8 +132,9 @@ class Observations:
                 if (owner, rank.worker_id) == who:
                     other.reports.merge(other.unproven)
                     self.total.merge(other.unproven)
-                    other.unproven = Reports()
+                    other.unproven, other.unreported = Reports(), 0
         if cached is None and who not in self._reporting:
+            seen.unreported += 1
             seen.unproven.add(isl_tokens=isl_tokens, cached=0, predicted=predicted)
             return
         for totals in (seen.reports, self.total):

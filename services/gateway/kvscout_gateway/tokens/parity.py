@@ -8,6 +8,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter
 
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.telemetry import RateLimitedLog
 
 log = logging.getLogger("kvscout.gateway")
@@ -39,7 +40,8 @@ class ParityCheck:
         )
         self._every = every
         self._seen = 0
-        self._differing: dict[tuple[str, str], str] = {}
+        self.differing: dict[tuple[str, str], str] = {}
+        """How the tokens of a tenant's model differed when they were last compared."""
         self._warnings = RateLimitedLog(log, period_seconds=60.0)
 
     def due(self) -> bool:
@@ -59,22 +61,26 @@ class ParityCheck:
         """Compares a prompt's tokens, u32 each."""
         if ours == theirs:
             self._counter.labels(Parity.MATCH).inc()
-            self._differing.pop((tenant, model), None)
+            self.differing.pop((tenant, model), None)
             return
         self._counter.labels(Parity.MISMATCH).inc()
         same = _common_tokens(ours, theirs)
         self._differs(tenant, model, f"from token {same} of {len(ours) // 4} here, {len(theirs) // 4} in the engine")
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Warned]:
         """What an operator should know: whose tokens differed when they were last compared one by one."""
         return [
-            f"tokens of model {model!r} are not those of its engine ({how}): its cache is not found; see --tokenizer"
-            for (_, model), how in self._differing.items()
+            TenantWarning(
+                tenant,
+                f"tokens of model {model!r} are not those of its engine ({how}): its cache is not found;"
+                " see --tokenizer",
+            )
+            for (tenant, model), how in self.differing.items()
         ]
 
     def _differs(self, tenant: str, model: str, how: str) -> None:
-        if len(self._differing) < MAX_MODELS or (tenant, model) in self._differing:
-            self._differing[tenant, model] = how
+        if len(self.differing) < MAX_MODELS or (tenant, model) in self.differing:
+            self.differing[tenant, model] = how
         self._warnings.warning((tenant, model), "tokens of model %s are not those of its engine: %s", model, how)
 
 

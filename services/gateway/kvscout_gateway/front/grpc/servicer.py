@@ -13,10 +13,11 @@ from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.identity import AccessRole, current_identity
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import DEFAULT_TENANT
-from kvscout_common.worker_proto import rank_to_proto, spec_from_proto
+from kvscout_common.worker_proto import spec_from_proto
 from kvscout_common.worker_rpcs import WorkerRpcs, required_id
 from kvscout_gateway.front.grpc import translate
 from kvscout_gateway.front.grpc.generate import generate
+from kvscout_gateway.front.grpc.status import gateway_status
 from kvscout_gateway.gateway import Gateway
 
 if TYPE_CHECKING:
@@ -177,29 +178,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
             tenant = current_identity().tenant
         if request.model and not self.registry.entries(tenant, request.model):
             raise NotFound(f"no worker of model {request.model!r}", field="model")
-        ids = {(e.spec.tenant, e.spec.worker_id) for e in self.registry.entries(tenant, request.model)}
-        return gateway_pb2.GatewayStatus(
-            service=gateway.info(),
-            helpers=gateway.helper_statuses(),
-            workers=[
-                gateway_pb2.WorkerObservation(
-                    worker=rank_to_proto(rank),
-                    requests=seen.requests,
-                    failures=seen.failures,
-                    prompt_tokens=seen.prompt_tokens,
-                    cached_tokens=seen.reports.cached_tokens,
-                    checked=seen.reports.checked,
-                    mispredicted=seen.reports.mispredicted,
-                    prediction_error_tokens=seen.reports.prediction_error_tokens,
-                )
-                for (owner, rank), seen in sorted(gateway.observations.by_rank.items())
-                if tenant in (ALL_TENANTS, owner) and (owner, rank.worker_id) in ids
-            ],
-            in_flight=gateway.exchanges.in_flight,
-            requests=gateway.exchanges.requests,
-            failures=gateway.exchanges.failures,
-            degraded=gateway.metrics.degraded_counts,
-        )
+        return gateway_status(gateway, tenant, request.model)
 
     async def _scheduler(
         self,

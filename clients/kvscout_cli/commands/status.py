@@ -1,0 +1,80 @@
+"""`kvscout status`: is everything there, and do the events of every worker come?"""
+
+from __future__ import annotations
+
+import click
+from rich.text import Text
+
+from kvscout_cli.connection import Services, json_flag, services_flags
+from kvscout_cli.lifetime import run
+from kvscout_cli.output import age, columns, print_json, stderr, stdout
+from kvscout_common.doctor.overview import Overview, ServiceRow, SourceRow, overview
+from kvscout_common.flags import SectionedCommand
+
+
+@click.command(cls=SectionedCommand)
+@json_flag
+@services_flags
+def command(services: Services, *, as_json: bool) -> None:
+    """Show every service and the events of every worker; exit with 1 if something is wrong.
+
+    The gateway names its indexers and schedulers, the workers their bridges. ADDRESS is any further service.
+
+    \b
+        kvscout status
+        kvscout status --gateway 10.0.0.5:7050 10.0.0.6:7050 --json
+    """
+    shown = overview(run(services.snapshot(engines=False)))
+    if as_json:
+        print_json(shown)
+    else:
+        _print(shown)
+    if not shown.well:
+        raise SystemExit(1)
+
+
+def _print(shown: Overview) -> None:
+    console = stdout()
+    table = columns("service", "address", "version", "up", "state")
+    for row in shown.services:
+        table.add_row(
+            *map(Text, (row.kind or "?", row.address, row.version or "–", age(row.uptime_seconds))),
+            Text(row.state, style="" if row.well else "red"),
+        )
+    console.print(table)
+    if shown.sources:
+        console.print()
+        console.print(_sources(shown.sources))
+    for row in shown.services:
+        for warning in row.warnings:
+            stderr().print(Text(f"{_name(row)}: {warning}", style="yellow"), soft_wrap=True)
+
+
+def _sources(rows: tuple[SourceRow, ...]) -> object:
+    several = len({row.indexer for row in rows}) > 1
+    tenants = len({row.tenant for row in rows}) > 1
+    table = columns(
+        *(["tenant"] if tenants else []),
+        *("worker", "model"),
+        *(["indexer"] if several else []),
+        *("events", "age", "blocks", "requests", "prediction error", "address", "why"),
+        right=("age", "blocks", "requests", "prediction error"),
+    )
+    for row in rows:
+        error = "–" if row.prediction_error is None else f"{100 * row.prediction_error:.0f} %"
+        cells = [
+            *([row.tenant] if tenants else []),
+            *(f"{row.worker_id}/{row.dp_rank}", row.model),
+            *([row.indexer or "–"] if several else []),
+        ]
+        table.add_row(
+            *map(Text, cells),
+            Text(row.state, style="" if row.well else "red"),
+            *map(Text, (age(row.last_event_age_seconds), f"{row.blocks:,}", f"{row.requests:,}", error)),
+            *map(Text, (row.endpoint or "–", row.reason)),
+        )
+    return table
+
+
+def _name(row: ServiceRow) -> str:
+    return f"{row.kind or 'service'} {row.address}"

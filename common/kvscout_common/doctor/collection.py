@@ -1,0 +1,246 @@
+"""Asks services, and the engines that they know, what they say of themselves.
+
+It begins with the addresses that it is given. A gateway names its indexers and schedulers, registrations name bridges
+and engines; each is asked once, many at a time, none for longer than a few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvscout.v1 import (
+    bridge_pb2,
+    bridge_pb2_grpc,
+    gateway_pb2,
+    gateway_pb2_grpc,
+    indexer_pb2,
+    indexer_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    types_pb2,
+    workers_pb2,
+)
+from kvscout_common.channel import ClientSecurity, call, open_channel
+from kvscout_common.doctor.snapshot import Engine, Kind, Service, Snapshot, WorkerName
+from kvscout_common.endpoints import address_problem
+from kvscout_common.engine_facts import ASKED
+from kvscout_common.engine_http import engine_session
+from kvscout_common.engine_query import ask_engine
+from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable, Unimplemented
+from kvscout_common.plain_text import printable
+from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.worker import WorkerSpec
+from kvscout_common.worker_proto import spec_from_proto
+
+AT_ONCE = 32
+MAX_ASKED = 1000
+"""Of services, and of engines; more are left out."""
+
+_STUBS: dict[Kind, Callable[[Any], Any]] = {
+    Kind.GATEWAY: gateway_pb2_grpc.GatewayStub,
+    Kind.INDEXER: indexer_pb2_grpc.IndexerStub,
+    Kind.SCHEDULER: scheduler_pb2_grpc.SchedulerStub,
+    Kind.BRIDGE: bridge_pb2_grpc.BridgeStub,
+}
+_NAMES = {
+    Kind.GATEWAY: gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name,
+    Kind.INDEXER: indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name,
+    Kind.SCHEDULER: scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name,
+    Kind.BRIDGE: bridge_pb2.DESCRIPTOR.services_by_name["Bridge"].full_name,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A service to ask."""
+
+    address: str
+    kind: Kind | None = None
+    """None = find out."""
+    named_by: str = ""
+
+    @property
+    def place(self) -> str:
+        """Its address, the same for two ways to write one."""
+        host, colon, port = self.address.rpartition(":")
+        return f"127.0.0.1:{port}" if colon and host == "localhost" else self.address
+
+
+class Collection:
+    """Takes snapshots of one kvscout."""
+
+    def __init__(
+        self,
+        security: ClientSecurity,
+        *,
+        tenant: str = ALL_TENANTS,
+        timeout_seconds: float = 5.0,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Asks nobody yet.
+
+        Args:
+            security: How services are talked to.
+            tenant: Whose workers are asked about; "*" = all that the caller may see.
+            timeout_seconds: For each answer.
+            wall_clock: Seconds since the Unix epoch.
+        """
+        self._security = security
+        self._tenant = tenant
+        self._timeout = timeout_seconds
+        self._clock = wall_clock
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    async def snapshot(self, named: Iterable[Named], *, engines: bool = True) -> Snapshot:
+        """Asks these, and whom they name; never fails: who does not answer is part of the snapshot.
+
+        Args:
+            named: Where to begin.
+            engines: Ask the workers' engines, too.
+        """
+        services: list[Service] = []
+        asked: set[tuple[Kind | None, str]] = set()
+        waiting, left_out = list(named), 0
+        while waiting:
+            due = []
+            for one in waiting:
+                if (one.kind, one.place) not in asked:
+                    asked.add((one.kind, one.place))
+                    due.append(one)
+            room = MAX_ASKED - len(services)
+            left_out += max(0, len(due) - room)
+            answered = await asyncio.gather(*(self._ask(one) for one in due[:room]))
+            for one, service in zip(due, answered, strict=False):
+                if one.kind is not service.kind and (service.kind, one.place) in asked:
+                    continue  # a service that was named otherwise, too
+                asked.add((service.kind, one.place))
+                services.append(service)
+            waiting = [other for service in answered for other in _named_by(service)]
+        services.sort(key=lambda service: list(Kind).index(service.kind) if service.kind else len(Kind))
+        snapshot = Snapshot(tuple(services), left_out=left_out)
+        if not engines:
+            return snapshot
+        specs = _specs(snapshot)
+        async with engine_session() as http:
+            found = await asyncio.gather(*(self._ask_engine(http, spec) for spec in specs[:MAX_ASKED]))
+        return replace(snapshot, engines=tuple(found), left_out=left_out + max(0, len(specs) - MAX_ASKED))
+
+    async def _ask(self, named: Named) -> Service:
+        if problem := address_problem(named.address):
+            return Service(named.address, named.kind, named_by=named.named_by, error=f"is no address: {problem}")
+        async with self._places:
+            channel = open_channel(named.address, self._security)
+            try:
+                return await self._answers(channel, named)
+            except KvscoutError as error:
+                return Service(named.address, named.kind, named_by=named.named_by, error=printable(str(error)))
+            finally:
+                await channel.close()
+
+    async def _answers(self, channel: Any, named: Named) -> Service:
+        kind, serving = await self._health(channel, [named.kind] if named.kind is not None else list(Kind))
+        service = Service(named.address, kind or named.kind, named_by=named.named_by, serving=serving)
+        if kind is None:
+            other, _ = await self._health(channel, [one for one in Kind if one is not named.kind])
+            answers = (
+                f"it is a service of another kind, {other}" if other is not None else "something else answers there"
+            )
+            expected = f"no {named.kind}" if named.kind is not None else "no service of kvscout"
+            return replace(service, actual=other, error=f"{expected}: {answers}")
+        stub, request = _STUBS[kind](channel), types_pb2.GetStatusRequest(tenant=self._tenant)
+        sent = self._clock()
+        status = await call(stub.GetStatus, request, timeout=self._timeout)
+        received = self._clock()
+        if status.service.HasField("clock_unix_seconds"):
+            service = replace(
+                service,
+                clock_offset_seconds=status.service.clock_unix_seconds - (sent + received) / 2,
+                clock_doubt_seconds=(received - sent) / 2,
+            )
+        untold: list[str] = []
+        workers = replicas = None
+        if kind is not Kind.BRIDGE:
+            asked = workers_pb2.ListWorkersRequest(tenant=self._tenant)
+            workers = await self._or_none(stub.ListWorkers, asked, "its workers", untold)
+        if kind is Kind.SCHEDULER:
+            tenant = "" if self._tenant == ALL_TENANTS else self._tenant
+            replicas = await self._or_none(
+                stub.GetReplicas, scheduler_pb2.GetReplicasRequest(tenant=tenant), "its replicas", untold
+            )
+        return replace(
+            service,
+            status=status,
+            workers=tuple(workers.workers) if workers is not None else None,
+            replicas=replicas,
+            untold=tuple(untold),
+        )
+
+    async def _health(self, channel: Any, kinds: Sequence[Kind]) -> tuple[Kind | None, bool]:
+        """Which of some kinds a service is, and whether it serves; None = it is none of them.
+
+        Raises:
+            KvscoutError: It does not answer.
+        """
+        probe: Any = health_pb2_grpc.HealthStub(channel)
+        for kind in kinds:
+            request = health_pb2.HealthCheckRequest(service=_NAMES[kind])
+            try:
+                answer = await call(probe.Check, request, timeout=self._timeout)
+            except (NotFound, Unimplemented):
+                continue
+            return kind, answer.status == health_pb2.HealthCheckResponse.SERVING
+        return None, False
+
+    async def _or_none(self, method: Any, request: Any, what: str, untold: list[str]) -> Any:
+        try:
+            return await call(method, request, timeout=self._timeout)
+        except KvscoutError as error:
+            untold.append(f"{what}: {printable(str(error))}")
+            return None
+
+    async def _ask_engine(self, http: aiohttp.ClientSession, spec: WorkerSpec) -> Engine:
+        name = WorkerName(spec.tenant, spec.worker_id)
+        async with self._places:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    facts = await ask_engine(http, spec.http_endpoint, spec.engine)
+            except Unavailable as error:
+                return Engine(name, spec.http_endpoint, error=printable(str(error)))
+            except TimeoutError:
+                error_text = f"{spec.http_endpoint} does not answer within {self._timeout:g} s"
+                return Engine(name, spec.http_endpoint, error=error_text)
+        return Engine(name, spec.http_endpoint, facts)
+
+
+def _named_by(service: Service) -> list[Named]:
+    """The services that one names."""
+    helpers = service.status.helpers if isinstance(service.status, gateway_pb2.GatewayStatus) else ()
+    bridges = {
+        entry.worker.bridge_endpoint: entry.worker.worker_id
+        for entry in service.workers or ()
+        if entry.worker.bridge_endpoint
+    }
+    return [
+        *(Named(one.address, Kind(one.kind), service.address) for one in helpers if one.kind in list(Kind)),
+        *(Named(address, Kind.BRIDGE, f"worker {worker_id}") for address, worker_id in bridges.items()),
+    ]
+
+
+def _specs(snapshot: Snapshot) -> list[WorkerSpec]:
+    """Workers whose engines can be asked."""
+    found = []
+    for worker in snapshot.workers.values():
+        try:
+            spec = spec_from_proto(worker)
+        except InvalidArgument:
+            continue  # a newer release's, of which this one knows less
+        if spec.http_endpoint and spec.engine in ASKED:
+            found.append(spec)
+    return found

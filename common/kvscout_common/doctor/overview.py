@@ -1,0 +1,239 @@
+"""A snapshot as two tables: one row a service, one row a worker rank and indexer. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from kvscout.v1 import gateway_pb2, indexer_pb2, workers_pb2
+from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot, WorkerName, observed_name, source_name
+from kvscout_common.worker import MAX_RANKS
+
+TROUBLED = frozenset(
+    {
+        indexer_pb2.SOURCE_STATE_INCOMPLETE,
+        indexer_pb2.SOURCE_STATE_INCOMPATIBLE,
+        indexer_pb2.SOURCE_STATE_MISCONFIGURED,
+        indexer_pb2.SOURCE_STATE_QUARANTINED,
+        indexer_pb2.SOURCE_STATE_DISCONNECTED,
+        indexer_pb2.SOURCE_STATE_BLIND,
+    }
+)
+"""States of a source in which overlaps are too low, or there are none."""
+UNKNOWN = "unknown"
+"""State of a worker rank of which no indexer told."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceRow:
+    """One service."""
+
+    kind: str
+    address: str
+    version: str
+    """"" = it does not answer."""
+    uptime_seconds: float | None
+    state: str
+    """"ok", "draining", "not serving", or what is wrong with it."""
+    well: bool
+    warnings: tuple[str, ...]
+    """What it says an operator should know."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """The events of one worker rank, as one indexer has them, and what came of it."""
+
+    tenant: str
+    worker_id: str
+    dp_rank: int
+    model: str
+    indexer: str
+    """Address; "" = no indexer told of the worker."""
+    state: str
+    """As in the API, in lower case, such as "live"."""
+    reason: str
+    """Why it is not live; "" = it is."""
+    well: bool
+    endpoint: str
+    """Where its events are read; "" = they are pushed, or not read."""
+    last_event_age_seconds: float | None
+    """None = nothing came yet."""
+    blocks: int
+    requests: int
+    """That gateways gave it."""
+    prediction_error: float | None
+    """See `prediction_error`; None = nothing could be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """Both tables."""
+
+    services: tuple[ServiceRow, ...]
+    sources: tuple[SourceRow, ...]
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing is wrong in any row."""
+        return all(row.well for row in self.services) and all(row.well for row in self.sources)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What all gateways saw of one worker rank together."""
+
+    requests: int = 0
+    failures: int = 0
+    checked: int = 0
+    mispredicted: int = 0
+    unreported: int = 0
+    cached_tokens: int = 0
+    predicted_tokens: int = 0
+    error_tokens: int = 0
+
+    def add(self, one: gateway_pb2.WorkerObservation) -> None:
+        """What one more gateway saw."""
+        self.requests += one.requests
+        self.failures += one.failures
+        self.checked += one.checked
+        self.mispredicted += one.mispredicted
+        self.unreported += one.unreported
+        self.cached_tokens += one.cached_tokens
+        self.predicted_tokens += one.predicted_cached_tokens
+        self.error_tokens += one.prediction_error_tokens
+
+    @property
+    def prediction_error(self) -> float | None:
+        """By how much predictions of cached tokens were wrong: Σ |predicted − reported| ÷ Σ (predicted + reported),
+        0 = never, 1 = all; None = nothing could be compared."""
+        if not self.checked:
+            return None
+        total = self.predicted_tokens + self.cached_tokens
+        return min(1.0, self.error_tokens / total) if total else 0.0
+
+
+def seen_by_gateways(snapshot: Snapshot) -> dict[RankName, Seen]:
+    """What the gateways saw of each worker rank."""
+    found: defaultdict[RankName, Seen] = defaultdict(Seen)
+    for _, status in snapshot.told(gateway_pb2.GatewayStatus):
+        for one in status.workers:
+            found[observed_name(one)].add(one)
+    return dict(found)
+
+
+def overview(snapshot: Snapshot) -> Overview:
+    """Both tables of a snapshot."""
+    reached = _reached_by_gateways(snapshot)
+    return Overview(
+        services=tuple(_service_row(service, reached.get(service.address)) for service in snapshot.services),
+        sources=tuple(_source_rows(snapshot)),
+    )
+
+
+def out_of_sight(service: Service, reached: gateway_pb2.HelperStatus | None) -> bool:
+    """Whether a service cannot be asked from here, and serves its gateway all the same."""
+    return bool(service.error) and service.actual is None and reached is not None and reached.healthy
+
+
+def _reached_by_gateways(snapshot: Snapshot) -> dict[str, gateway_pb2.HelperStatus]:
+    """What gateways say of their helpers, by address; of several, the one that reaches it."""
+    found: dict[str, gateway_pb2.HelperStatus] = {}
+    for _, status in snapshot.told(gateway_pb2.GatewayStatus):
+        for helper in status.helpers:
+            if helper.address not in found or helper.healthy:
+                found[helper.address] = helper
+    return found
+
+
+def _service_row(service: Service, helper: gateway_pb2.HelperStatus | None) -> ServiceRow:
+    info = service.info
+    well = False
+    if out_of_sight(service, helper):
+        state, well = f"ok, says the gateway; from here: {service.error}", True
+    elif info is None:
+        state = service.error
+    elif info.draining:
+        state = "draining"
+    elif not service.serving:
+        state = "not serving"
+    elif helper is not None and not helper.healthy:
+        state = f"its gateway: {helper.last_error or 'no answer yet'}"
+    else:
+        state, well = "ok", True
+    return ServiceRow(
+        kind=service.kind or "",
+        address=service.address,
+        version=info.version if info is not None else "",
+        uptime_seconds=info.uptime_seconds if info is not None else None,
+        state=state,
+        well=well,
+        warnings=tuple(info.warnings) if info is not None else (),
+    )
+
+
+def _source_rows(snapshot: Snapshot) -> list[SourceRow]:
+    seen = seen_by_gateways(snapshot)
+    rows: list[SourceRow] = []
+    told: set[WorkerName] = set()
+    for service, status in snapshot.told(indexer_pb2.IndexerStatus):
+        for source in status.sources:
+            name = source_name(source)
+            told.add(name.worker)
+            rows.append(_source_row(service, source, seen.get(name, Seen())))
+    without_indexer = not snapshot.of_kind(Kind.INDEXER)
+    for worker in snapshot.workers.values():
+        if WorkerName(worker.tenant, worker.worker_id) not in told:
+            rows += _unknown_rows(worker, seen, without_indexer=without_indexer)
+    return sorted(rows, key=lambda row: (row.tenant, row.worker_id, row.dp_rank, row.indexer))
+
+
+def _source_row(service: Service, source: indexer_pb2.SourceStatus, seen: Seen) -> SourceRow:
+    return SourceRow(
+        tenant=source.tenant,
+        worker_id=source.worker.worker_id,
+        dp_rank=source.worker.dp_rank,
+        model=source.model,
+        indexer=service.address,
+        state=state_name(source.state),
+        reason=source.reason,
+        well=source.state not in TROUBLED,
+        endpoint=source.endpoint,
+        last_event_age_seconds=(source.last_event_age_seconds if source.HasField("last_event_age_seconds") else None),
+        blocks=source.blocks,
+        requests=seen.requests,
+        prediction_error=seen.prediction_error,
+    )
+
+
+def _unknown_rows(worker: workers_pb2.Worker, seen: dict[RankName, Seen], *, without_indexer: bool) -> list[SourceRow]:
+    rows = []
+    for dp_rank in range(worker.dp_start_rank, worker.dp_start_rank + min(max(1, worker.dp_size), MAX_RANKS)):
+        known = seen.get(RankName(worker.tenant, worker.worker_id, dp_rank), Seen())
+        rows.append(
+            SourceRow(
+                tenant=worker.tenant,
+                worker_id=worker.worker_id,
+                dp_rank=dp_rank,
+                model=worker.model,
+                indexer="",
+                state=UNKNOWN,
+                reason="there is no indexer" if without_indexer else "no indexer told of it",
+                well=without_indexer,
+                endpoint="",
+                last_event_age_seconds=None,
+                blocks=0,
+                requests=known.requests,
+                prediction_error=known.prediction_error,
+            )
+        )
+    return rows
+
+
+def state_name(state: indexer_pb2.SourceState.ValueType) -> str:
+    """A state of a source as people read it."""
+    try:
+        name = indexer_pb2.SourceState.Name(state)
+    except ValueError:  # a newer release's
+        return f"state {state}"
+    return name.removeprefix("SOURCE_STATE_").lower()

@@ -1,0 +1,143 @@
+"""What the services and engines of one kvscout said at one time. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from kvscout.v1 import bridge_pb2, gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
+from kvscout_common.engine_facts import EngineFacts
+
+Status: TypeAlias = (
+    gateway_pb2.GatewayStatus | indexer_pb2.IndexerStatus | scheduler_pb2.SchedulerStatus | bridge_pb2.BridgeStatus
+)
+S = TypeVar("S", bound=Status)
+
+
+class Kind(StrEnum):
+    """What a service is."""
+
+    GATEWAY = "gateway"
+    INDEXER = "indexer"
+    SCHEDULER = "scheduler"
+    BRIDGE = "bridge"
+
+
+class WorkerName(NamedTuple):
+    """Which worker."""
+
+    tenant: str
+    worker_id: str
+
+
+class RankName(NamedTuple):
+    """Which rank of which worker."""
+
+    tenant: str
+    worker_id: str
+    dp_rank: int
+
+    @property
+    def worker(self) -> WorkerName:
+        """Its worker."""
+        return WorkerName(self.tenant, self.worker_id)
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}/{self.dp_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One service, and what it said."""
+
+    address: str
+    kind: Kind | None = None
+    """What it is taken for; None = nobody says, and it does not."""
+    actual: Kind | None = None
+    """What answers there, where it is no `kind`."""
+    named_by: str = ""
+    """Address of the gateway, or worker, that names it; "" = whoever asks."""
+    error: str = ""
+    """Why its status is not known; "" = it is."""
+    serving: bool = False
+    """Its health says so."""
+    status: Status | None = None
+    workers: tuple[workers_pb2.WorkerEntry, ...] | None = None
+    """Those that it knows; None = it was not asked, or does not tell."""
+    replicas: scheduler_pb2.GetReplicasResponse | None = None
+    """Of a scheduler."""
+    clock_offset_seconds: float | None = None
+    """By which its wall clock is ahead of ours; None = it does not tell."""
+    clock_doubt_seconds: float = 0.0
+    """By which that may be wrong: half of the time that the answer took."""
+    untold: tuple[str, ...] = ()
+    """What it did not tell though it was asked, and why."""
+
+    @property
+    def name(self) -> str:
+        """Kind and address."""
+        return f"{self.kind or 'service'} {self.address}"
+
+    @property
+    def info(self) -> types_pb2.ServiceInfo | None:
+        """What every service tells; None = it does not answer."""
+        return self.status.service if self.status is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The engine of one worker, as it answers whoever asks."""
+
+    worker: WorkerName
+    url: str
+    facts: EngineFacts | None = None
+    """None = it does not answer."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All of it."""
+
+    services: tuple[Service, ...]
+    engines: tuple[Engine, ...] = ()
+    """Of the workers that have an HTTP endpoint; empty = engines were not asked."""
+    left_out: int = 0
+    """Services and engines that were too many to ask."""
+
+    def told(self, kind: type[S]) -> Iterator[tuple[Service, S]]:
+        """Every service that told a status of one kind, and the status."""
+        for service in self.services:
+            if isinstance(service.status, kind):
+                yield service, service.status
+
+    def of_kind(self, kind: Kind) -> list[Service]:
+        """Every service that is taken for one of a kind."""
+        return [service for service in self.services if service.kind is kind]
+
+    @property
+    def workers(self) -> dict[WorkerName, workers_pb2.Worker]:
+        """Every worker that any service knows, as the first service says: gateways come first."""
+        found: dict[WorkerName, workers_pb2.Worker] = {}
+        for kind in (Kind.GATEWAY, Kind.INDEXER, Kind.SCHEDULER):
+            for service in self.of_kind(kind):
+                for entry in service.workers or ():
+                    found.setdefault(worker_name(entry.worker), entry.worker)
+        return found
+
+
+def worker_name(worker: workers_pb2.Worker) -> WorkerName:
+    """The name of a registered worker."""
+    return WorkerName(worker.tenant, worker.worker_id)
+
+
+def source_name(source: indexer_pb2.SourceStatus) -> RankName:
+    """The worker rank of a source."""
+    return RankName(source.tenant, source.worker.worker_id, source.worker.dp_rank)
+
+
+def observed_name(seen: gateway_pb2.WorkerObservation) -> RankName:
+    """The worker rank that a gateway saw."""
+    return RankName(seen.tenant, seen.worker.worker_id, seen.worker.dp_rank)

@@ -1,0 +1,73 @@
+"""What GetStatus tells of a gateway and of the workers that it has seen."""
+
+from __future__ import annotations
+
+import time
+
+from kvscout.v1 import gateway_pb2
+from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.worker import WorkerRank
+from kvscout_common.worker_proto import rank_to_proto
+from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.request.observation import Observation
+
+_NOTHING = Observation()
+
+
+def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.GatewayStatus:
+    """The state of a gateway and of what it depends on.
+
+    Args:
+        gateway: Which.
+        tenant: Whose workers are told of; "*" = everybody's.
+        model: Only workers of this one; "" = of all.
+    """
+    return gateway_pb2.GatewayStatus(
+        service=gateway.info(),
+        helpers=gateway.helper_statuses(),
+        workers=_observations(gateway, tenant, model),
+        in_flight=gateway.exchanges.in_flight,
+        requests=gateway.exchanges.requests,
+        failures=gateway.exchanges.failures,
+        degraded=gateway.metrics.degraded_counts,
+        token_differences=[
+            gateway_pb2.TokenDifference(model=name, tenant=owner, difference=how)
+            for (owner, name), how in gateway.tokens.parity.differing.items()
+            if tenant in (ALL_TENANTS, owner) and model in ("", name)
+        ],
+    )
+
+
+def _observations(gateway: Gateway, tenant: str, model: str) -> list[gateway_pb2.WorkerObservation]:
+    """Of the ranks to which requests went, and of those that get none because something is wrong."""
+    # The clock of `Observation.eventful`.
+    now, problems = time.perf_counter(), gateway.health.problems()
+    seen = gateway.observations.by_rank
+    found = []
+    for entry in gateway.registry.entries(tenant, model):
+        owner = entry.spec.tenant
+        for rank in entry.spec.ranks:
+            problem = problems.get((owner, *rank)) or problems.get((owner, rank.worker_id, None), "")
+            if problem or (owner, rank) in seen:
+                found.append(_observation(owner, rank, seen.get((owner, rank), _NOTHING), problem, now))
+    return found
+
+
+def _observation(
+    tenant: str, rank: WorkerRank, seen: Observation, problem: str, now: float
+) -> gateway_pb2.WorkerObservation:
+    return gateway_pb2.WorkerObservation(
+        worker=rank_to_proto(rank),
+        tenant=tenant,
+        requests=seen.requests,
+        failures=seen.failures,
+        prompt_tokens=seen.prompt_tokens,
+        cached_tokens=seen.reports.cached_tokens,
+        checked=seen.reports.checked,
+        mispredicted=seen.reports.mispredicted,
+        prediction_error_tokens=seen.reports.prediction_error_tokens,
+        predicted_cached_tokens=seen.reports.predicted_tokens,
+        unreported=seen.unreported,
+        eventful_age_seconds=[now - dispatched_at for dispatched_at in seen.eventful],
+        problem=problem,
+    )

@@ -1,0 +1,117 @@
+"""`kvscout status` beside real services and engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from gateway_stack import Stack, fresh_prompt, running_stack
+from processes import DEADLINE_SECONDS, eventually
+
+from kvscout.v1 import workers_pb2
+from kvscout_common.channel import PLAINTEXT
+from kvscout_common.doctor.collection import Collection, Named
+from kvscout_common.doctor.overview import Overview, overview
+from kvscout_common.doctor.snapshot import Kind
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def kvscout(*arguments: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvscout_cli.main", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(2 * DEADLINE_SECONDS):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack() -> AsyncIterator[Stack]:
+    async with running_stack() as started:
+        yield started
+
+
+async def seen(stack: Stack, *further: str) -> Overview:
+    named = [Named(stack.gateway.address, Kind.GATEWAY), *map(Named, further)]
+    return overview(await Collection(PLAINTEXT, timeout_seconds=DEADLINE_SECONDS).snapshot(named, engines=False))
+
+
+async def test_status_shows_every_service_and_source_and_fails_when_one_is_in_trouble(stack: Stack) -> None:
+    prompt = fresh_prompt(64)
+    await stack.client.generate(prompt)
+    await stack.client.until_indexed(prompt, 4)
+    code, out, err = await kvscout("status", "--json", "--gateway", stack.gateway.address)
+    assert (code, err) == (0, "")
+    shown: dict[str, Any] = json.loads(out)
+    assert [(row["kind"], row["address"], row["state"]) for row in shown["services"]] == [
+        ("gateway", stack.gateway.address, "ok"),
+        ("indexer", stack.indexer.address, "ok"),
+        ("scheduler", stack.scheduler.address, "ok"),
+    ]
+    assert all(row["version"] and row["uptime_seconds"] > 0 for row in shown["services"])
+    assert [(row["worker_id"], row["dp_rank"], row["well"]) for row in shown["sources"]] == [
+        ("w0", 0, True),
+        ("w1", 0, True),
+    ]
+    [live] = [row for row in shown["sources"] if row["state"] == "live"]
+    assert (live["requests"], live["prediction_error"]) == (1, 0)
+    assert live["blocks"] >= 4
+    assert live["last_event_age_seconds"] >= 0
+    assert live["endpoint"] == stack.mockers[int(live["worker_id"][1])].ranks[0]["events"]
+
+    with closing(socket.socket()) as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        silent = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        events = [workers_pb2.EventEndpoint(endpoint=silent)]
+        lost = workers_pb2.Worker(worker_id="lost", model="mock", block_size=16, event_endpoints=events)
+        await stack.client.register(lost)
+
+        async def told() -> bool:
+            return any(row.worker_id == "lost" and not row.well for row in (await seen(stack)).sources)
+
+        await eventually(told, what="a source in trouble")
+        code, out, _ = await kvscout("status", "--gateway", stack.gateway.address)
+        assert code == 1
+        [line] = [line for line in out.splitlines() if line.startswith("lost/0")]
+        assert f"nothing answers at {silent}" in line
+        assert "disconnected" in line
+
+
+async def test_further_services_are_known_by_what_they_say_and_shown_once(stack: Stack) -> None:
+    indexer = stack.indexer.address
+    shown = await seen(stack, indexer, indexer.replace("127.0.0.1", "localhost"), "127.0.0.1:1", "nowhere")
+    assert [(row.kind, row.address) for row in shown.services[:3]] == [
+        ("gateway", stack.gateway.address),
+        ("indexer", indexer),
+        ("scheduler", stack.scheduler.address),
+    ]
+    refused, wrong = shown.services[3:]
+    assert (refused.kind, refused.address, refused.well) == ("", "127.0.0.1:1", False)
+    assert "is no address" in wrong.state
+
+
+async def test_a_gateway_that_was_told_of_another_service_as_its_scheduler_is_said_so(stack: Stack) -> None:
+    named = [Named(stack.indexer.address, Kind.SCHEDULER), Named(stack.gateway.address, Kind.INDEXER)]
+    shown = overview(await Collection(PLAINTEXT).snapshot(named))
+    assert sorted(row.state for row in shown.services) == [
+        "no indexer: it is a service of another kind, gateway",
+        "no scheduler: it is a service of another kind, indexer",
+    ]
+
+
+async def test_nobody_at_the_gateways_address_is_a_row_and_not_a_crash() -> None:
+    code, out, _ = await kvscout("status", "--gateway", "127.0.0.1:1", "--timeout", "2")
+    assert code == 1
+    assert out.splitlines()[1].startswith("gateway")
+    assert "127.0.0.1:1" in out
