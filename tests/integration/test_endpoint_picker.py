@@ -471,6 +471,19 @@ async def test_a_proxy_may_be_told_to_fail_without_its_picker(world: World) -> N
         assert (await envoy.post(completion())).status == 500
 
 
+async def test_while_its_scheduler_hangs_a_picker_names_workers_by_turns(world: World) -> None:
+    flags = ("--endpoint-picker-timeout-ms", "300", "--scheduler-timeout-ms", "20000")
+    async with world.gateway(*flags) as (gateway, _), world.envoy(full_duplex, gateway) as envoy:
+        scheduler = world.stack.scheduler.process
+        scheduler.send_signal(signal.SIGSTOP)
+        try:
+            assert (await envoy.post(completion())).status == 200
+            unknown = await envoy.post(completion(model="nope"))
+            assert (unknown.status, unknown.json["error"]["code"]) == (404, "model_not_found")
+        finally:
+            scheduler.send_signal(signal.SIGCONT)
+
+
 async def test_a_picker_that_hangs_is_not_waited_for(world: World) -> None:
     def impatient(settings: Settings) -> None:
         settings.ext_proc["message_timeout"] = "0.2s"

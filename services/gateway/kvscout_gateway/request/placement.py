@@ -52,6 +52,10 @@ class Wish:
     """Another worker computes the prompt: none of it is charged to this one."""
     owned: bool = False
     """This gateway runs the request itself, and holds its booking; else a caller does, who has a lease."""
+    queue_wait_seconds: float | None = None
+    """Longest wait in line at a scheduler; None = as for all."""
+    unaided: bool = False
+    """The worker whose turn it is takes it: no helper is asked, there is no time for that."""
 
 
 @dataclass(slots=True, eq=False)

@@ -95,6 +95,8 @@ class RoutingFlow:
         """
         started = self._clock()
         asked = self._prepare(wish)
+        if wish.unaided:
+            return self._take_turn(asked, wish, "there was no time left to ask a scheduler")
         hashed = self._clock()
         if self._wants_overlaps(wish):
             found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
@@ -226,6 +228,7 @@ class RoutingFlow:
             _selection(asked, wish),
             owned=wish.owned,
             knows_workers=bool(asked.serving.specs),
+            queue_wait_seconds=wish.queue_wait_seconds,
             refresh=refresh,
         )
         worker = WorkerRank(answer.worker.worker_id, answer.worker.dp_rank)

@@ -70,6 +70,7 @@ class Placing:
         *,
         owned: bool,
         knows_workers: bool,
+        queue_wait_seconds: float | None,
         refresh: Callable[[], Awaitable[Selection]],
     ) -> Chosen:
         """Has a worker chosen, and the request booked on it if it has an id.
@@ -79,6 +80,7 @@ class Placing:
             selection: What is asked.
             owned: This gateway runs it.
             knows_workers: This gateway knows workers that can take it; a scheduler that does not is to be told.
+            queue_wait_seconds: Longest wait in line for this one; None = as for all.
             refresh: What is asked, with overlaps of now.
 
         Raises:
@@ -86,9 +88,8 @@ class Placing:
             KvscoutError: As the first one that does.
         """
         booking = Booking(ref) if ref.request_id else None
-        asking = Asking(
-            selection, ref, time.monotonic() + self._queue_wait, refresh, books=booking is not None, owned=owned
-        )
+        ends_at = time.monotonic() + (self._queue_wait if queue_wait_seconds is None else queue_wait_seconds)
+        asking = Asking(selection, ref, ends_at, refresh, books=booking is not None, owned=owned)
         undecided: list[SchedulerMember] = []
 
         def lost(member: SchedulerMember) -> None:

@@ -38,7 +38,7 @@ from kvscout_common.errors import (
 )
 from kvscout_common.guard import Guard
 from kvscout_common.hashing import native_available
-from kvscout_gateway.front.endpoint_picker import wire
+from kvscout_gateway.front.endpoint_picker import process, wire
 from kvscout_gateway.front.endpoint_picker.asked import Asked
 from kvscout_gateway.front.endpoint_picker.process import ExternalProcessor, Limits
 from kvscout_gateway.front.endpoint_picker.stream import Follow
@@ -79,6 +79,7 @@ class Bench:
         self.asked: list[Asked] = []
         self.error: Exception | None = None
         self.hangs = False
+        self.manages_alone = False
         self.cancelled = 0
         self.outcomes: Counter[str] = Counter()
         self.processor = ExternalProcessor(self, lambda: follow, limits, self._count)
@@ -87,9 +88,9 @@ class Bench:
     def _count(self, outcome: str) -> None:
         self.outcomes[outcome] += 1
 
-    async def pick(self, asked: Asked) -> Noted:
+    async def pick(self, asked: Asked, *, unaided: bool = False) -> Noted:
         self.asked.append(asked)
-        if self.hangs:
+        if self.hangs and not (unaided and self.manages_alone):
             try:
                 await asyncio.Event().wait()
             finally:
@@ -263,12 +264,18 @@ async def test_a_body_that_is_no_request_is_refused_and_nobody_asked(transport: 
         assert not one.asked
 
 
-async def test_a_pick_that_hangs_is_given_up(transport: str) -> None:
+async def test_a_pick_that_hangs_is_made_with_what_is_known_here_or_given_up(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "UNAIDED_SECONDS", 0.05)
     async with bench(transport, pick_seconds=0.05) as one:
-        one.hangs = True
+        one.hangs = one.manages_alone = True
+        await one.pick_of(one.open())
+        assert one.cancelled == 1
+        one.manages_alone = False
         answer = await one.refused()
         assert answer.status.code == 503
-        assert one.cancelled == 1
+        assert one.cancelled == 3
 
 
 async def test_a_proxy_that_goes_while_a_pick_is_made_cancels_it(transport: str) -> None:

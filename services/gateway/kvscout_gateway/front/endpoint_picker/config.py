@@ -121,7 +121,7 @@ def endpoint_picker_flags() -> Callable[[F], F]:
             default=2000.0,
             type=click.FloatRange(min=1),
             section=PERFORMANCE,
-            help="Longest wait for a pick, in line included; then the client gets 503.",
+            help="Longest wait for a pick; then it is made by turns, or the client gets 429 if it stood in line.",
         ),
         flag(
             "--endpoint-picker-lease-seconds",

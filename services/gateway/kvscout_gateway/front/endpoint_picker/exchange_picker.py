@@ -37,6 +37,8 @@ from kvscout_gateway.tokens.prompt_tokens import PromptTokens
 
 log = logging.getLogger("kvscout.gateway")
 
+QUEUE_SHARE = 0.75
+"""Of the time for a pick, what it may stand in line: who waited so long is refused, not sent where all are busy."""
 LOOKED_AT = 3
 """Workers for each fallback that is wanted: some drain, or are left alone."""
 
@@ -88,13 +90,14 @@ class ExchangePicker:
         """How long one of those lasts."""
         return self._config.lease_seconds
 
-    async def pick(self, asked: Asked) -> ExchangePick:
+    async def pick(self, asked: Asked, *, unaided: bool = False) -> ExchangePick:
         """See `Picker`."""
         tenant = self._tenant()
         view = self._catalog.tenant(tenant)
         if not asked.model:
             return self._any(view, asked)
         wish, tokens = await self._wish(asked, tenant, view)
+        wish = replace(wish, queue_wait_seconds=QUEUE_SHARE * self._config.pick_seconds, unaided=unaided)
         with ExitStack() as stack:
             exchange = stack.enter_context(self._exchanges.begin(wish))
             leg, prefill = await self._exchanges.plan(exchange.wish).place(exchange)

@@ -16,7 +16,7 @@ from kvscout_common.errors import ResourceExhausted, Unavailable
 from kvscout_common.transport.answering import read_unanswered
 from kvscout_gateway.front.endpoint_picker import wire
 from kvscout_gateway.front.endpoint_picker.account import last_account
-from kvscout_gateway.front.endpoint_picker.asked import asked_of
+from kvscout_gateway.front.endpoint_picker.asked import Asked, asked_of
 from kvscout_gateway.front.endpoint_picker.picking import Pick, Picker
 from kvscout_gateway.front.endpoint_picker.stream import (
     Answering,
@@ -33,6 +33,8 @@ from kvscout_gateway.front.endpoint_picker.stream import (
 from kvscout_gateway.front.openai.refusals import refusal_of, shaped
 
 TOO_LONG = 413
+UNAIDED_SECONDS = 0.5
+"""For a pick by what is known here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +115,10 @@ class ExternalProcessor:
         return step
 
     async def _pick(self, call: _Call, wanted: PickWanted) -> Step:
-        limit = self._limits.pick_seconds
         try:
-            asked = asked_of(wanted.headers, wanted.body, wanted.subset)
-            async with asyncio.timeout(limit):
-                call.pick = await self._picker.pick(asked)
+            call.pick = await self._picked(asked_of(wanted.headers, wanted.body, wanted.subset))
         except TimeoutError:
+            limit = self._limits.pick_seconds
             error: Exception = Unavailable(f"no endpoint within {limit:g} s", retry_after_seconds=1.0)
         except Exception as raised:
             error = raised
@@ -127,6 +127,20 @@ class ExternalProcessor:
             return call.stream.picked(call.pick.headers)
         self._count(type(error).__name__)
         return call.stream.refused(_refused(error))
+
+    async def _picked(self, asked: Asked) -> Pick:
+        """In time; and where whoever is asked for it hangs, or this process had no time itself, by what is known here.
+
+        Raises:
+            KvscoutError: There is none.
+            TimeoutError: Not even that.
+        """
+        try:
+            async with asyncio.timeout(self._limits.pick_seconds):
+                return await self._picker.pick(asked)
+        except TimeoutError:
+            async with asyncio.timeout(UNAIDED_SECONDS):
+                return await self._picker.pick(asked, unaided=True)
 
     def _hold(self, call: _Call, held_bytes: int) -> bool:
         """Notes what a call holds of its request's body; False if that is too much of all."""
