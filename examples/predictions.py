@@ -100,8 +100,7 @@ def counted(url: str) -> dict[str, float]:
         page = answer.read().decode()
     found = {}
     for name in ("predictions_checked", "mispredictions", "prediction_error_tokens"):
-        sample = re.search(rf'^kvscout_{name}(?:_total)?{{[^}}]*worker=""[^}}]*}} (\S+)', page, re.MULTILINE)
-        found[name] = float(sample[1]) if sample else 0.0
+        found[name] = sum(map(float, re.findall(rf"^kvscout_{name}_total{{[^}}]*}} (\S+)", page, re.MULTILINE)))
     for outcome, value in re.findall(r'^kvscout_token_parity_total{outcome="(\w+)"} (\S+)', page, re.MULTILINE):
         found[f"tokens_{outcome}"] = float(value)
     for helper, value in re.findall(r'^kvscout_degraded_decisions_total{helper="(\w+)"} (\S+)', page, re.MULTILINE):

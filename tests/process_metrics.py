@@ -19,3 +19,8 @@ async def scrape(running: Running) -> dict[str, float]:
     lines = (await asyncio.to_thread(read)).splitlines()
     samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
     return {name: float(value) for name, _, value in samples}
+
+
+def sum_of(samples: dict[str, float], name: str) -> float:
+    """What Prometheus' sum(name) is."""
+    return sum(value for sample, value in samples.items() if sample.partition("{")[0] == name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -22,8 +23,11 @@ from kvscout_common.endings import INTENDED
 from kvscout_common.errors import Unimplemented
 from kvscout_common.handlers import Context, Continuation, Handler, Synchronous, read_message
 from kvscout_common.identity import Admission, Identity, TokenTable, enter, leave
+from kvscout_common.rpc_metrics import MethodTimes, RpcTimes
 from kvscout_common.running_calls import RunningCalls, draining
 from kvscout_common.statuses import caller_gone, status_of
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -32,10 +36,14 @@ class Guard(grpc.aio.ServerInterceptor):
     Args:
         tokens: Who may call; None = everybody.
         calls: Told of those that run; None = those of this server alone.
+        times: Told of those that have ended; None = those of this server alone.
     """
 
-    def __init__(self, tokens: TokenTable | None = None, calls: RunningCalls | None = None) -> None:
+    def __init__(
+        self, tokens: TokenTable | None = None, calls: RunningCalls | None = None, times: RpcTimes | None = None
+    ) -> None:
         self.calls = calls or RunningCalls()
+        self._times = times or RpcTimes()
         self._tokens = tokens
         self._guarded: dict[str, tuple[Handler, Handler]] = {}
         """By method: what was registered, and what is called in its place."""
@@ -47,7 +55,7 @@ class Guard(grpc.aio.ServerInterceptor):
             name: Its full name.
             handler: As it was registered.
         """
-        return GuardedMethod(name, handler, Admission(name, self._tokens), self.calls)
+        return GuardedMethod(name, handler, Admission(name, self._tokens), self.calls, self._times.method(name))
 
     async def intercept_service(
         self,
@@ -70,11 +78,14 @@ class GuardedMethod:
     It takes bytes and reads them itself: what grpc cannot read it would answer with INTERNAL, past all of us.
     """
 
-    def __init__(self, name: str, handler: Handler, admission: Admission, calls: RunningCalls) -> None:
+    def __init__(
+        self, name: str, handler: Handler, admission: Admission, calls: RunningCalls, times: MethodTimes
+    ) -> None:
         self.name = name
         self.handler = handler
         self.admission = admission
         self.calls = calls
+        self.times = times
         # grpcio's stubs type the behaviour of a handler as the synchronous one, whatever the server is.
         self._behaviour: Any = (
             handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
@@ -127,6 +138,7 @@ class GuardedMethod:
             grpc.aio.AbortError: It ended with a status, which the context has.
             asyncio.CancelledError: Nobody waits for it any more.
         """
+        started, ended = time.perf_counter(), grpc.StatusCode.OK
         try:
             if all(self.streams):
                 # The first write carries the headers, and so does a status where none went out before: a status while
@@ -134,13 +146,21 @@ class GuardedMethod:
                 await context.send_initial_metadata(())
             identity = self.admit(context.invocation_metadata() or ())
             return await self._counted(request, context, identity)
-        except (grpc.aio.AbortError, *INTENDED):
+        except grpc.aio.AbortError:
+            code = context.code()  # grpcio's is a number
+            ended = code if isinstance(code, grpc.StatusCode) else _CODES[code]
+            raise
+        except INTENDED:
+            ended = grpc.StatusCode.CANCELLED
             raise
         except BaseException as error:
             # What generated servicers raise for an rpc that nobody wrote, after they set this code.
             missing = isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED
             told = Unimplemented(f"this release does not have {self.name}") if missing else error
             code, text, trailers = status_of(told, self.name)
+            ended = code
+        finally:
+            self.times.ended(ended, started)
         try:
             await context.abort(code, text, trailing_metadata=trailers)
         except grpc.aio.InternalError as error:

@@ -1,13 +1,17 @@
-"""What a process takes of its machine, for Prometheus: memory, CPU, descriptors, tasks."""
+"""What Prometheus is told of any process of ours: which build it is, and what it takes of its machine."""
 
 from __future__ import annotations
 
 import asyncio
+import platform
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from kvscout_common import __version__
+from kvscout_common.hashing import backend_name
 
 
 class _Tasks(Collector):
@@ -21,11 +25,18 @@ class _Tasks(Collector):
         yield GaugeMetricFamily("kvscout_tasks", "Tasks of the event loop that have not ended", value=count)
 
 
-def register_process_metrics(registry: CollectorRegistry) -> None:
-    """Adds the samples that all services have alike: `process_*` as Prometheus' clients name them, and tasks.
+def register_process_metrics(registry: CollectorRegistry, service: str) -> None:
+    """Adds the samples that all services have alike: the build, tasks, and `process_*` as Prometheus' clients name them.
 
     Args:
         registry: Read on the event loop.
+        service: Such as "indexer".
     """
+    # Of each counter and histogram a series more that nobody reads.
+    disable_created_metrics()
+    build = Gauge(
+        "kvscout_build_info", "1 for what runs here", ["service", "version", "backend", "python"], registry=registry
+    )
+    build.labels(service, __version__, backend_name(), platform.python_version()).set(1)
     ProcessCollector(registry=registry)
     registry.register(_Tasks())

@@ -38,6 +38,7 @@ from kvscout_common.keepalive import SERVER_OPTIONS
 from kvscout_common.metrics_server import serve_metrics
 from kvscout_common.process_metrics import register_process_metrics
 from kvscout_common.reflection import enable_reflection
+from kvscout_common.rpc_metrics import RpcTimes
 from kvscout_common.running_calls import RunningCalls
 from kvscout_common.stopping import Signals, stop_serving
 from kvscout_common.telemetry import configure_logging
@@ -175,12 +176,12 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         if config.tls is not None:
             certificates = ServerCertificates(config.tls)
             files.append(certificates.file)
-        calls = RunningCalls()
-        main = await _start(config, app, certificates, Guard(tokens, calls))
+        calls, times = RunningCalls(), RpcTimes()
+        main = await _start(config, app, certificates, Guard(tokens, calls, times))
         held.push_async_callback(main.server.stop, 0)
         sides: dict[str, _Listening] = {}
         for side in app.side_ports:
-            guard = Guard(tokens if side.needs_token else None, calls)
+            guard = Guard(tokens if side.needs_token else None, calls, times)
             sides[side.name] = await _start_side(config, side, certificates, guard)
             held.push_async_callback(sides[side.name].server.stop, 0)
         listening = (main, *sides.values())
@@ -192,7 +193,8 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         if app.warm is None:
             await _all_ready(listening)
         app.metrics.register(TransportCollector([one.server for one in listening]))
-        register_process_metrics(app.metrics)
+        app.metrics.register(times)
+        register_process_metrics(app.metrics, app.name)
         metrics_port = None
         if config.metrics_port >= 0:
             await wait_for_port(config.host, config.metrics_port)

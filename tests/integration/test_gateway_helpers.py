@@ -20,7 +20,7 @@ from gateway_stack import (
     fresh_prompt,
     running_stack,
 )
-from process_metrics import scrape
+from process_metrics import scrape, sum_of
 from processes import Running, eventually, running
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
@@ -286,22 +286,22 @@ async def test_predicted_cached_tokens_are_the_engines_own_turn_by_turn() -> Non
         assert sum(w.prompt_tokens for w in status.workers) == isl
 
         samples = await scrape(stack.gateway)
-        everyone = '{dp_rank="0",tenant="default",worker="%s"}'
-        total = '{dp_rank="",tenant="",worker=""}'
-        assert samples["kvscout_kv_hit_rate" + total] == pytest.approx(sum(cached) / isl)
-        assert samples["kvscout_predictions_checked_total" + total] == 36
-        assert samples["kvscout_prediction_error_tokens_total" + total] == 0
-        assert {f"kvscout_kv_hit_rate{everyone % name}" for name in ("w0", "w1")} <= samples.keys()
+        assert sum_of(samples, "kvscout_reported_cached_tokens_total") == sum(cached)
+        assert sum_of(samples, "kvscout_reported_prompt_tokens_total") == isl
+        assert sum_of(samples, "kvscout_predictions_checked_total") == 36
+        assert sum_of(samples, "kvscout_prediction_error_tokens_total") == 0
+        of_worker = 'kvscout_reported_prompt_tokens_total{dp_rank="0",model="%s",tenant="default",worker="%s"}'
+        assert {of_worker % (MODEL, name) for name in ("w0", "w1")} <= samples.keys()
         for stage in ("hash", "find_matches", "select", "total"):
             assert samples[f'kvscout_routing_latency_seconds_count{{stage="{stage}"}}'] == 36
-        assert samples['kvscout_requests_total{outcome="ok"}'] == 36
-        assert samples["kvscout_ttft_seconds_count"] == 36
+        of_model = f'model="{MODEL}"'
+        assert samples[f'kvscout_requests_total{{{of_model},outcome="ok",tenant="default"}}'] == 36
+        assert samples[f'kvscout_ttft_seconds_count{{{of_model},tenant="default"}}'] == 36
         assert samples["kvscout_requests_in_flight"] == 0
 
         await call(client.stub.RemoveWorker, workers_pb2.RemoveWorkerRequest(worker_id="w1"))
         samples = await scrape(stack.gateway)
-        assert f"kvscout_kv_hit_rate{everyone % 'w1'}" not in samples
-        assert samples["kvscout_predictions_checked_total" + total] == 36
+        assert of_worker % (MODEL, "w1") not in samples
 
 
 async def test_an_engine_that_only_pings_costs_three_requests_their_patience_and_none_its_life() -> None:

@@ -134,7 +134,8 @@ async def test_its_metrics_are_what_is_booked() -> None:
         assert samples["kvscout_active_requests" + labels] == 1
         assert samples["kvscout_active_prefill_tokens" + labels] == BLOCK
         assert samples["kvscout_active_decode_blocks" + labels] == 2
-        assert samples["kvscout_expected_hit_rate" + labels] == 0.5
+        assert samples["kvscout_expected_cached_tokens_total" + labels] == BLOCK
+        assert samples["kvscout_expected_prompt_tokens_total" + labels] == 2 * BLOCK
         pool = f'{{model="{MODEL}",role="aggregated",tenant="default"}}'
         assert samples["kvscout_load_balance_score" + pool] == 1
         assert samples['kvscout_decisions_total{policy="kv"}'] == 1

@@ -12,6 +12,7 @@ import asyncio
 import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -153,11 +154,16 @@ class NativeServer:
         elif any(method.streams):
             SynchronousStream(self._core, number, method, metadata, timeout_us)
         else:
+            started = time.perf_counter()
             try:
                 self._core.rpc.answer(number, method.answer(message, method.admit(metadata)))
                 self._core.flush()
             except BaseException as error:
-                self._core.finish(number, status_of(error, method.name))
+                status = status_of(error, method.name)
+                method.times.ended(status.code, started)
+                self._core.finish(number, status)
+            else:
+                method.times.ended(grpc.StatusCode.OK, started)
 
     async def _run(self, method: GuardedMethod, context: NativeContext, message: bytes | None) -> None:
         try:

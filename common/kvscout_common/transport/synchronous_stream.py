@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from kvscout_common.transport.waiting import Inbox
 
 DEADLINE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 OK = Status(grpc.StatusCode.OK, "")
+CANCELLED = grpc.StatusCode.CANCELLED
 
 
 class SynchronousStream:
@@ -38,6 +40,7 @@ class SynchronousStream:
         self._half_closed = False
         self._room = True
         self._deadline: int | None = None
+        self._started = time.perf_counter()
         # First, whatever follows: while they write, grpc's clients take a status without headers for their own failure.
         core.rpc.headers(number, [])
         core.flush()
@@ -45,7 +48,9 @@ class SynchronousStream:
             self._identity = method.admit(metadata)
             method.calls.begin(self, method.name)
         except KvscoutError as error:
-            core.finish(number, status_of(error, method.name))
+            status = status_of(error, method.name)
+            method.times.ended(status.code, self._started)
+            core.finish(number, status)
             return
         if timeout_us is not None:
             self._deadline = core.deadlines.add(core.loop.time() + timeout_us / 1e6, lambda: self._end(DEADLINE))
@@ -89,6 +94,7 @@ class SynchronousStream:
             return
         if self._deadline is not None:
             self._core.deadlines.drop(self._deadline)
+        self._method.times.ended(CANCELLED if status is None else status.code, self._started)
         if status is not None:
             self._core.finish(self._number, status)
         self._method.calls.end(self)

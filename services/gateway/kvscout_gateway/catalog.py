@@ -103,6 +103,15 @@ class Catalog:
         """Its tenant's view is made anew."""
         self._views.pop(spec.tenant, None)
 
+    def serves(self, tenant: str, model: str) -> bool:
+        """Whether a tenant has workers of a model now."""
+        return model in self.tenant(tenant).models
+
+    def model_of(self, tenant: str, worker_id: str) -> str:
+        """The model of a registered worker; "" of any other."""
+        spec = self.tenant(tenant).specs.get(worker_id)
+        return spec.model if spec is not None else ""
+
     def tenant(self, tenant: str) -> TenantView:
         """The workers of a tenant now."""
         view = self._views.get(tenant)

@@ -73,13 +73,13 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig, metrics: CollectorRegistry) -> None:
         self.config = config
-        self.metrics = GatewayMetrics(metrics)
         self.started = time.monotonic()
         self.registry = Registry(time.monotonic)
         self.nats = NatsLink(config.nats, "kvscout-gateway") if config.nats is not None else None
         self.backends = Backends(self.registry, config.server, self.nats)
         self.backends.discover()
         self.catalog = Catalog(self.registry)
+        self.metrics = GatewayMetrics(metrics, self.catalog.serves)
         self.indexers = Indexers(config.indexers, config.security)
         self.schedulers: Schedulers = Failover(
             "scheduler", config.schedulers, SchedulerLink, config.security, probe=SchedulerLink.ask_status
@@ -164,7 +164,7 @@ class Gateway:
         self.on_drain: list[Callable[[], object]] = []
         """Called when nothing new is taken any more, by whom something would wait for longer than it has to."""
         self.tokens = Tokens(self, metrics)
-        metrics.register(ObservationCollector(self.observations, lambda: self.exchanges.in_flight))
+        metrics.register(ObservationCollector(self.observations, self.catalog.model_of, lambda: self.exchanges.in_flight))
         metrics.register(ReportCollector(self.reporter))
         metrics.register(StreamCollector(self.schedulers))
         metrics.register(BlindCollector(self.indexer_check))

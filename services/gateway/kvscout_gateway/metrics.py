@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -21,10 +22,36 @@ _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 _ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
+MAX_MODELS = 1_000
+"""Models of tenants that have series of their own; what comes after them, or names no model of a worker, shares one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """What is counted of the requests of one model."""
+
+    requests: Counter
+    """By outcome."""
+    labels: tuple[str, str]
+    ttft: Histogram
+    itl: Histogram
+
+    def ended(self, outcome: str) -> None:
+        """One request has."""
+        self.requests.labels(*self.labels, outcome).inc()
+
+
 class GatewayMetrics:
     """What the gateway counts as it happens."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, is_served: Callable[[str, str], bool] = lambda *_: True) -> None:
+        """Counts nothing yet.
+
+        Args:
+            registry: Shows it.
+            is_served: Whether a tenant has workers of a model: whatever else clients name has no series of its own.
+        """
+        self._is_served = is_served
         routing = Histogram(
             "kvscout_routing_latency_seconds",
             "Time to place a request, by stage",
@@ -40,9 +67,13 @@ class GatewayMetrics:
             "kvscout_degraded_decisions", "Decisions made without a helper or shard", ["helper"], registry=registry
         )
         self.degraded_counts: dict[str, int] = {}
-        self.requests = Counter("kvscout_requests", "Generate requests, by outcome", ["outcome"], registry=registry)
-        self.ttft = Histogram("kvscout_ttft_seconds", "Time to first token", buckets=_TTFT_BUCKETS, registry=registry)
-        self.itl = Histogram("kvscout_itl_seconds", "Time between tokens", buckets=_ITL_BUCKETS, registry=registry)
+        labels = ["tenant", "model"]
+        self._requests = Counter("kvscout_requests", "Requests, by outcome", [*labels, "outcome"], registry=registry)
+        self._ttft = Histogram(
+            "kvscout_ttft_seconds", "Time to first token", labels, buckets=_TTFT_BUCKETS, registry=registry
+        )
+        self._itl = Histogram("kvscout_itl_seconds", "Time between tokens", labels, buckets=_ITL_BUCKETS, registry=registry)
+        self._models: dict[tuple[str, str], ModelMetrics] = {}
         self.disaggregation = Counter(
             "kvscout_disaggregated_requests",
             "Requests of models with prefill and decode workers, by the path they took",
@@ -52,6 +83,17 @@ class GatewayMetrics:
         self.unfreed = Counter(
             "kvscout_frees_left_to_lease", "Bookings whose Free could not be delivered", registry=registry
         )
+
+    def of(self, tenant: str, model: str) -> ModelMetrics:
+        """What is counted of a model; of those that nobody serves, together under empty labels."""
+        key = (tenant, model)
+        known = self._models.get(key)
+        if known is None:
+            if key != ("", "") and (len(self._models) > MAX_MODELS or not self._is_served(tenant, model)):
+                return self.of("", "")
+            known = ModelMetrics(self._requests, key, self._ttft.labels(*key), self._itl.labels(*key))
+            self._models[key] = known
+        return known
 
     def observe_routing(
         self, *, hash_seconds: float, find_matches_seconds: float, select_seconds: float, total_seconds: float
@@ -68,46 +110,48 @@ class GatewayMetrics:
         self.degraded_counts[helper] = self.degraded_counts.get(helper, 0) + 1
 
 
-class ObservationCollector(Collector):
-    """Samples of what was seen of the workers, read when they are scraped; empty labels = all workers together."""
+_REPORTS = {
+    "prompt_tokens": ("kvscout_reported_prompt_tokens", "Prompt tokens of requests whose engine reports cached ones"),
+    "cached_tokens": ("kvscout_reported_cached_tokens", "Of those, tokens that the engine had cached"),
+    "checked": ("kvscout_predictions_checked", "Requests whose predicted cached tokens were compared"),
+    "mispredicted": ("kvscout_mispredictions", "Of those, requests that differed"),
+    "prediction_error_tokens": ("kvscout_prediction_error_tokens", "Sum of |predicted - reported| cached tokens"),
+}
 
-    def __init__(self, observations: Observations, in_flight: Callable[[], int]) -> None:
+
+class ObservationCollector(Collector):
+    """Samples of what was seen of the workers, read when they are scraped.
+
+    Args:
+        observations: By worker rank.
+        model_of: A worker's model, by tenant and id.
+        in_flight: Requests that run now.
+    """
+
+    def __init__(
+        self, observations: Observations, model_of: Callable[[str, str], str], in_flight: Callable[[], int]
+    ) -> None:
         self._observations = observations
+        self._model_of = model_of
         self._in_flight = in_flight
 
     def collect(self) -> Iterator[Metric]:
         """Samples of now."""
-        labels = ["tenant", "worker", "dp_rank"]
-        hit_rate = GaugeMetricFamily(
-            "kvscout_kv_hit_rate", "Cached / prompt tokens of the engines that report them, since start", labels=labels
-        )
-        checked = CounterMetricFamily(
-            "kvscout_predictions_checked", "Requests whose predicted cached tokens were compared", labels=labels
-        )
-        wrong = CounterMetricFamily("kvscout_mispredictions", "Of those, requests that differed", labels=labels)
-        error = CounterMetricFamily(
-            "kvscout_prediction_error_tokens", "Sum of |predicted - reported| cached tokens", labels=labels
-        )
-        failures = CounterMetricFamily("kvscout_worker_failures", "Requests a worker failed", labels=labels)
+        labels = ["tenant", "model", "worker", "dp_rank"]
         rows = [
-            ([tenant, rank.worker_id, str(rank.dp_rank)], seen)
-            for (tenant, rank), seen in list(self._observations.by_rank.items())
+            ([tenant, self._model_of(tenant, rank.worker_id), rank.worker_id, str(rank.dp_rank)], seen)
+            for (tenant, rank), seen in self._observations.by_rank.items()
         ]
-        for values, reports in (
-            *((values, seen.reports) for values, seen in rows),
-            (["", "", ""], self._observations.total),
-        ):
-            if reports.hit_rate is not None:
-                hit_rate.add_metric(values, reports.hit_rate)
-            checked.add_metric(values, reports.checked)
-            wrong.add_metric(values, reports.mispredicted)
-            error.add_metric(values, reports.prediction_error_tokens)
+        for field, (name, help_text) in _REPORTS.items():
+            reported = CounterMetricFamily(name, help_text, labels=labels)
+            for values, seen in rows:
+                reported.add_metric(values, getattr(seen.reports, field))
+            yield reported
+        failures = CounterMetricFamily("kvscout_worker_failures", "Requests a worker failed", labels=labels)
         for values, seen in rows:
             failures.add_metric(values, seen.failures)
-        yield from (hit_rate, checked, wrong, error, failures)
-        yield GaugeMetricFamily(
-            "kvscout_requests_in_flight", "Generate requests running", value=float(self._in_flight())
-        )
+        yield failures
+        yield GaugeMetricFamily("kvscout_requests_in_flight", "Requests running", value=float(self._in_flight()))
 
 
 class ReportCollector(Collector):

@@ -32,8 +32,11 @@ class SchedulerCollector(Collector):
         requests = GaugeMetricFamily("kvscout_active_requests", "Active requests", labels=_WORKER)
         prefill = GaugeMetricFamily("kvscout_active_prefill_tokens", "Uncached tokens in prefill", labels=_WORKER)
         decode = GaugeMetricFamily("kvscout_active_decode_blocks", "Distinct active blocks", labels=_WORKER)
-        hit_rate = GaugeMetricFamily(
-            "kvscout_expected_hit_rate", "Cached / prompt tokens of bookings, as expected", labels=_WORKER
+        expected_prompt = CounterMetricFamily(
+            "kvscout_expected_prompt_tokens", "Prompt tokens of bookings", labels=_WORKER
+        )
+        expected_cached = CounterMetricFamily(
+            "kvscout_expected_cached_tokens", "Of those, tokens expected to be cached", labels=_WORKER
         )
         balance = GaugeMetricFamily("kvscout_load_balance_score", "std / mean of active blocks", labels=_POOL)
         queued = GaugeMetricFamily("kvscout_queue_length", "Requests that wait for a worker", labels=_POOL)
@@ -47,9 +50,9 @@ class SchedulerCollector(Collector):
                 requests.add_metric(labels, load.requests)
                 prefill.add_metric(labels, load.prefill_tokens)
                 decode.add_metric(labels, load.decode_blocks)
-                hits = pool.hits[slot]
-                hit_rate.add_metric(labels, hits.cached_tokens / hits.isl_tokens if hits.isl_tokens else 0.0)
-        yield from (requests, prefill, decode, hit_rate, balance, queued)
+                expected_prompt.add_metric(labels, pool.hits[slot].isl_tokens)
+                expected_cached.add_metric(labels, pool.hits[slot].cached_tokens)
+        yield from (requests, prefill, decode, expected_prompt, expected_cached, balance, queued)
         stats = self._scheduler.stats
         decisions = CounterMetricFamily("kvscout_decisions", "Workers picked, by policy", labels=["policy"])
         for policy, count in stats.decisions.items():

@@ -64,13 +64,21 @@ def test_what_an_engine_never_says_is_unknown() -> None:
     assert observations.of("default", RANK).reports == Reports()
 
 
-def test_a_hit_rate_that_is_unknown_is_not_exported() -> None:
+def test_what_is_unknown_counts_in_no_hit_rate_and_a_sum_over_workers_counts_nothing_twice() -> None:
     observations = Observations(lambda tenant, worker_id: True)
     report(observations, None)
     report(observations, 0, worker=WorkerRank("misses", 0))
-    families = ObservationCollector(observations, lambda: 0).collect()
-    [rates] = [family.samples for family in families if family.name == "kvscout_kv_hit_rate"]
-    assert {sample.labels["worker"]: sample.value for sample in rates} == {"misses": 0.0, "": 0.0}
+    report(observations, 50, worker=WorkerRank("hits", 0))
+    families = {
+        family.name: family.samples
+        for family in ObservationCollector(observations, lambda tenant, worker_id: "m", lambda: 0).collect()
+    }
+    silent = RANK.worker_id
+    expected = {"prompt": {"hits": 100, silent: 0, "misses": 100}, "cached": {"hits": 50, silent: 0, "misses": 0}}
+    for what, values in expected.items():
+        samples = families[f"kvscout_reported_{what}_tokens"]
+        assert {sample.labels["worker"]: sample.value for sample in samples} == values
+        assert {sample.labels["model"] for sample in samples} == {"m"}
 
 
 def test_an_engine_that_reports_a_zero_reports() -> None:

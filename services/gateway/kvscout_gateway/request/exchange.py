@@ -120,7 +120,7 @@ class Exchanges:
         self.idle.clear()
         self.requests += 1
 
-    def over(self, error: BaseException | None) -> None:
+    def over(self, wish: Wish, error: BaseException | None) -> None:
         """One has ended."""
         outcome = "ok"
         if isinstance(error, Exception) and not isinstance(error, SinkGone):
@@ -131,7 +131,7 @@ class Exchanges:
         self.in_flight -= 1
         if self.in_flight == 0:
             self.idle.set()
-        self.means.metrics.requests.labels(outcome).inc()
+        self.means.metrics.of(wish.tenant, wish.model).ended(outcome)
 
 
 class Exchange:
@@ -160,7 +160,7 @@ class Exchange:
         for leg in self._legs:
             leg.free()
         left = isinstance(error, SinkGone | asyncio.CancelledError) and any(leg.all_passed for leg in self._legs)
-        self._all.over(None if left else error)
+        self._all.over(self.wish, None if left else error)
 
     async def run(self, request: ClientRequest, reply: Reply) -> None:
         """Runs the request to its end, by the plan that suits it.

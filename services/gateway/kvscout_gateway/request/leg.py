@@ -79,6 +79,7 @@ class Leg:
         self.placement = placement
         self.key: Key = (wish.tenant, placement.worker)
         self.seen = means.observations.of(*self.key)
+        self._metrics = means.metrics.of(wish.tenant, wish.model)
         self._on_output = on_output
         self._started = started
         self._sent_at = 0.0
@@ -209,7 +210,7 @@ class Leg:
         self.has_output = True
         self._means.health.ran(self.key)
         self._on_output()
-        self._means.metrics.ttft.observe(self._means.clock() - self._started)
+        self._metrics.ttft.observe(self._means.clock() - self._started)
         self.prefill_over()
 
     def prefill_over(self) -> None:
@@ -299,7 +300,7 @@ class Leg:
     def _observe_itl(self, report: StreamReport) -> None:
         """The mean time between tokens; those that came with the first output were not waited for."""
         waited_for = report.tokens * (report.outputs - 1) / report.outputs
-        self._means.metrics.itl.observe((report.last_output_at - report.first_output_at) / waited_for)
+        self._metrics.itl.observe((report.last_output_at - report.first_output_at) / waited_for)
 
 
 def _object(text: bytes) -> dict[str, Any]:

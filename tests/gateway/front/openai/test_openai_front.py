@@ -186,7 +186,7 @@ async def test_a_client_that_leaves_with_the_last_event_has_its_answer_and_its_u
             return served.gateway.exchanges.in_flight == 0
 
         await eventually(over, what="the request over")
-        assert served.sample("kvscout_requests_total", outcome="ok") == 1.0
+        assert served.sample("kvscout_requests_total", tenant="default", model=MODEL, outcome="ok") == 1.0
         assert served.gateway.observations.by_rank
         [seen] = served.gateway.observations.by_rank.values()
         assert seen.unproven.prompt_tokens == 7

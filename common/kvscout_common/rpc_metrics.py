@@ -1,0 +1,72 @@
+"""How the calls of a service ended, and how long they took, under the names that gRPC's own middlewares use."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
+
+import grpc
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Upper bounds, seconds."""
+
+
+class MethodTimes:
+    """The calls of one rpc that have ended."""
+
+    def __init__(self) -> None:
+        self.codes: Counter[grpc.StatusCode] = Counter()
+        self.counts = [0] * (len(BUCKETS) + 1)
+        """By bucket; the last one has no bound."""
+        self.seconds = 0.0
+
+    def ended(self, code: grpc.StatusCode, started: float) -> None:
+        """One more.
+
+        Args:
+            code: How.
+            started: `time.perf_counter()` when it came.
+        """
+        seconds = time.perf_counter() - started
+        self.codes[code] += 1
+        self.counts[bisect_left(BUCKETS, seconds)] += 1
+        self.seconds += seconds
+
+
+class RpcTimes(Collector):
+    """Those of all rpcs of a process. As many as it has methods: unknown ones never come here."""
+
+    def __init__(self) -> None:
+        self._methods: dict[str, MethodTimes] = {}
+
+    def method(self, name: str) -> MethodTimes:
+        """Those of one rpc.
+
+        Args:
+            name: "/package.Service/Method".
+        """
+        return self._methods.setdefault(name, MethodTimes())
+
+    def collect(self) -> Iterator[Metric]:
+        """Samples of now."""
+        labels = ["grpc_service", "grpc_method"]
+        handled = CounterMetricFamily(
+            "grpc_server_handled", "Calls that have ended, by status", labels=[*labels, "grpc_code"]
+        )
+        seconds = HistogramMetricFamily(
+            "grpc_server_handling_seconds", "From a call's arrival to its end; of streams, their life", labels=labels
+        )
+        bounds = [*map(str, BUCKETS), "+Inf"]
+        for name, times in self._methods.items():
+            service, _, method = name.strip("/").rpartition("/")
+            for code, count in times.codes.items():
+                handled.add_metric([service, method, code.name], count)
+            if times.codes:
+                buckets = list(zip(bounds, accumulate(times.counts), strict=True))
+                seconds.add_metric([service, method], buckets, times.seconds)
+        yield from (handled, seconds)
