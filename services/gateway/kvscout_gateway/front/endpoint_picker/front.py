@@ -8,6 +8,7 @@ import random
 from prometheus_client import CollectorRegistry
 
 from kvscout_common.serving import SidePort
+from kvscout_common.transport import chosen
 from kvscout_gateway.front.endpoint_picker import wire
 from kvscout_gateway.front.endpoint_picker.certificate import self_signed
 from kvscout_gateway.front.endpoint_picker.config import HELD_BODIES, EndpointPickerConfig
@@ -33,7 +34,7 @@ def endpoint_picker(config: EndpointPickerConfig, gateway: Gateway, metrics: Col
     processor = ExternalProcessor(
         picker,
         config.follow(),
-        Limits(config.pick_seconds, config.body_bytes, HELD_BODIES * config.body_bytes),
+        Limits(config.pick_seconds, config.body_bytes, HELD_BODIES * config.body_bytes, ends_at_once=chosen() == "native"),
         lambda outcome: counts.picks.labels(outcome).inc(),
     )
     return SidePort(

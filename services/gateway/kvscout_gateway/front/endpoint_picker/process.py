@@ -46,6 +46,8 @@ class Limits:
     """Of one request's body."""
     held_bytes: int
     """Of all bodies that wait for their picks."""
+    ends_at_once: bool = True
+    """See `RequestStream`."""
 
 
 class ExternalProcessor:
@@ -153,7 +155,9 @@ class _Call:
     """One request, and what was picked for it."""
 
     def __init__(self, follow: Follow, limits: Limits) -> None:
-        self.stream = RequestStream(follow, max_body_bytes=limits.body_bytes)
+        self.stream = RequestStream(
+            follow, max_body_bytes=limits.body_bytes, ends_at_once=limits.ends_at_once
+        )
         self.pick: Pick | None = None
         self.held_bytes = 0
         self.is_over = False

@@ -48,7 +48,8 @@ class Follow(Enum):
     PIECES = auto()
     """And where it would pass on no bodies, it is asked to."""
     LEAVE = auto()
-    """The stream is ended: the proxy goes on alone."""
+    """The stream is ended: the proxy goes on alone. In FULL_DUPLEX_STREAMED a proxy loses what it has shown of the
+    response by then: there it is followed instead where the end may come after the pick."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +143,12 @@ class RequestStream:
     Args:
         follow: What is done once the pick is out.
         max_body_bytes: A longer body of a request is refused.
+        ends_at_once: Whether the end of the stream reaches the proxy together with the answers before it.
     """
 
-    def __init__(self, follow: Follow, *, max_body_bytes: int) -> None:
+    def __init__(self, follow: Follow, *, max_body_bytes: int, ends_at_once: bool = True) -> None:
         self._follow = follow
+        self._ends_at_once = ends_at_once
         self._max_body_bytes = max_body_bytes
         self._phase = _Phase.HEADERS
         self._configured = False
@@ -164,6 +167,10 @@ class RequestStream:
         self._ok = False
         self._has_output = False
         self._tail: deque[bytes] = deque(maxlen=TAIL_PIECES)
+
+    @property
+    def _response_is_duplex(self) -> bool:
+        return self._response_mode == pb.BODY_MODE_FULL_DUPLEX_STREAMED
 
     def receive(self, message: bytes) -> Step:
         """Takes a message of the proxy.
@@ -211,7 +218,7 @@ class RequestStream:
             return None
         if piece.body_bytes:
             self._tail.append(piece.fields)
-        if self._response_mode == pb.BODY_MODE_FULL_DUPLEX_STREAMED:
+        if self._response_is_duplex:
             return wire.duplex_response_answer(piece.fields)
         return wire.ANSWER_RESPONSE_PIECE
 
@@ -262,6 +269,8 @@ class RequestStream:
             self._configured, config = True, request.protocol_config
             self._request_mode, self._response_mode = config.request_body_mode, config.response_body_mode
             unwaited = config.send_body_without_waiting_for_header_response
+            if self._follow is Follow.LEAVE and self._response_is_duplex and not self._ends_at_once:
+                self._follow = Follow.PROXY
         self._headers = wire.header_map(request.request_headers.headers)
         self._subset = wire.subset_hint(request)
         by_headers = self._request_mode == pb.BODY_MODE_NONE or (
@@ -316,7 +325,7 @@ class RequestStream:
             if not self._has_output:
                 self._has_output = True
                 events = (FirstOutput(),) if self._ok else ()
-        duplex = self._response_mode == pb.BODY_MODE_FULL_DUPLEX_STREAMED
+        duplex = self._response_is_duplex
         if self._response_mode == pb.BODY_MODE_NONE:
             self._response_mode = pb.BODY_MODE_STREAMED  # it was asked to
         if piece.last:
