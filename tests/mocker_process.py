@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from processes import START_SECONDS
 
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 90.0
 
 
 class MockerProcess(NamedTuple):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from free_ports import free_ports
 
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0
 
 
 def server_binary() -> str:

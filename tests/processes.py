@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0
 HTTP_SERVICES = frozenset({"kvscout_gateway.main"})
 """Those that serve HTTP as well, whether a test wants it or not."""
 START_SECONDS = 90.0

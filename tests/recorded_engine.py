@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 import zmq
 import zmq.asyncio
 
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 30.0
 END_OF_REPLAY = b"\xff" * 8
 SEND_HWM = 100_000
 """Messages that a subscriber may lag behind, vLLM's default."""

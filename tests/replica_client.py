@@ -23,7 +23,7 @@ from kvscout_common.errors import Unavailable
 
 MODEL = "m"
 BLOCK = 16
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 30.0
 
 NO_ATTEMPTS: Mapping[str, int] = {}
 

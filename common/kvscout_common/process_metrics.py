@@ -26,14 +26,14 @@ class _Tasks(Collector):
 
 
 def register_process_metrics(registry: CollectorRegistry, service: str) -> None:
-    """Adds the samples that all services have alike: the build, tasks, and `process_*` as Prometheus' clients name them.
+    """Adds the samples that all services have alike: the build, tasks, and `process_*` under Prometheus' names.
 
     Args:
         registry: Read on the event loop.
         service: Such as "indexer".
     """
     # Of each counter and histogram a series more that nobody reads.
-    disable_created_metrics()
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     build = Gauge(
         "kvscout_build_info", "1 for what runs here", ["service", "version", "backend", "python"], registry=registry
     )

@@ -41,7 +41,7 @@ async def test_every_end_of_a_call_is_counted_once(transport: str) -> None:
         await watching.initial_metadata()
         watching.cancel()
 
-        async def counted() -> dict[str, float]:
+        async def counted() -> dict[str, float | None]:
             samples = await scrape(process)
             assert sum_of(samples, "grpc_server_handling_seconds_count") == sum_of(samples, "grpc_server_handled_total")
             return {

@@ -30,7 +30,7 @@ from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.servicer import SchedulerServicer
 from kvscout_scheduler.settings import SchedulerSettings
 
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 30.0
 IDLE = (0, 0, 0)
 
 

@@ -24,7 +24,7 @@ from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.servicer import SchedulerServicer
 from kvscout_scheduler.watching import KEPT, KEPT_BYTES, MAX_WATCHERS, Watcher
 
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 30.0
 
 
 @asynccontextmanager

@@ -164,7 +164,9 @@ class Gateway:
         self.on_drain: list[Callable[[], object]] = []
         """Called when nothing new is taken any more, by whom something would wait for longer than it has to."""
         self.tokens = Tokens(self, metrics)
-        metrics.register(ObservationCollector(self.observations, self.catalog.model_of, lambda: self.exchanges.in_flight))
+        metrics.register(
+            ObservationCollector(self.observations, self.catalog.model_of, lambda: self.exchanges.in_flight)
+        )
         metrics.register(ReportCollector(self.reporter))
         metrics.register(StreamCollector(self.schedulers))
         metrics.register(BlindCollector(self.indexer_check))

@@ -72,7 +72,9 @@ class GatewayMetrics:
         self._ttft = Histogram(
             "kvscout_ttft_seconds", "Time to first token", labels, buckets=_TTFT_BUCKETS, registry=registry
         )
-        self._itl = Histogram("kvscout_itl_seconds", "Time between tokens", labels, buckets=_ITL_BUCKETS, registry=registry)
+        self._itl = Histogram(
+            "kvscout_itl_seconds", "Time between tokens", labels, buckets=_ITL_BUCKETS, registry=registry
+        )
         self._models: dict[tuple[str, str], ModelMetrics] = {}
         self.disaggregation = Counter(
             "kvscout_disaggregated_requests",

@@ -34,7 +34,9 @@ def endpoint_picker(config: EndpointPickerConfig, gateway: Gateway, metrics: Col
     processor = ExternalProcessor(
         picker,
         config.follow(),
-        Limits(config.pick_seconds, config.body_bytes, HELD_BODIES * config.body_bytes, ends_at_once=chosen() == "native"),
+        Limits(
+            config.pick_seconds, config.body_bytes, HELD_BODIES * config.body_bytes, ends_at_once=chosen() == "native"
+        ),
         lambda outcome: counts.picks.labels(outcome).inc(),
     )
     return SidePort(

@@ -155,9 +155,7 @@ class _Call:
     """One request, and what was picked for it."""
 
     def __init__(self, follow: Follow, limits: Limits) -> None:
-        self.stream = RequestStream(
-            follow, max_body_bytes=limits.body_bytes, ends_at_once=limits.ends_at_once
-        )
+        self.stream = RequestStream(follow, max_body_bytes=limits.body_bytes, ends_at_once=limits.ends_at_once)
         self.pick: Pick | None = None
         self.held_bytes = 0
         self.is_over = False
