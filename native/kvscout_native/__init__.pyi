@@ -3,6 +3,7 @@
 Nothing but the module that pairs with a section below imports it:
 
 * hashing: `kvscout_common.hashing`, which documents the functions; the twin is `hashing_reference`.
+* token ids as JSON: `kvscout_common.token_json`; the twin is `token_json_reference`.
 * index: `kvscout_blocks.native_index`; `kvscout_blocks.index` documents what the methods do, the twin is
   `reference_index`.
 * load: `kvscout_scheduler.native_load`; the twins are `kvscout_scheduler.active_load`, `prefix_tree` and `cost`.
@@ -51,6 +52,14 @@ def engine_hash(value: int | bytes) -> int:
 
 def block_seed(lora_name: str, cache_salt: str, first: bool) -> int:
     """Seed of a prompt's first block, or of every other one."""
+
+# --- token ids as JSON -----------------------------------------------------------------------------
+
+def write_tokens(token_ids: bytes) -> bytes:
+    """Numbers with commas between them, of u32 each."""
+
+def read_tokens(text: str, at: int) -> tuple[bytes, int] | None:
+    """The token ids of a list that begins at a place of an ASCII text, u32 each, and the place behind it."""
 
 # --- index -----------------------------------------------------------------------------------------
 

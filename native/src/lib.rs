@@ -17,4 +17,5 @@ pub mod query;
 pub mod rpc;
 pub mod slab;
 pub mod table;
+pub mod token_json;
 pub mod wire;

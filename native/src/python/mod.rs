@@ -11,6 +11,7 @@ mod load;
 mod queries;
 mod rpc;
 mod slices;
+mod token_json;
 
 use pyo3::prelude::*;
 
@@ -45,5 +46,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     load::register(module)?;
     queries::register(module)?;
     rpc::register(module)?;
-    slices::register(module)
+    slices::register(module)?;
+    token_json::register(module)
 }

@@ -1,8 +1,9 @@
 """One open stream to a helper: operations in, each with an answer of its own, several a message.
 
-What is put in one turn of the event loop goes in one message; what comes while a message is under way goes in the next
-one. A message is under way until something of it is answered, or for `PACE_SECONDS`: what takes long is answered late,
-and must hold up nobody.
+What is put in one turn of the event loop goes in one message, or in two, where nobody waits for it: that a request's
+output has begun and that it is over is often read at once, and told one after the other. What comes while a message is
+under way goes in the next one. A message is under way until something of it is answered, or for `PACE_SECONDS`: what
+takes long is answered late, and must hold up nobody.
 
 Messages are bytes: an operation is serialised once, by whoever asks it.
 """
@@ -107,11 +108,12 @@ class CoalescedStream(ABC, Generic[Result]):
     def _take(self, message: bytes) -> None:
         """A message came: calls `_answered` for each result in it."""
 
-    def put(self, body: bytes) -> Operation[Result]:
+    def put(self, body: bytes, *, awaited: bool = True) -> Operation[Result]:
         """Sends an operation with the next message; returns at once.
 
         Args:
             body: Serialised, without its id.
+            awaited: Somebody waits for its answer.
         """
         operation: Operation[Result] = Operation(next(self._ids), body, self._loop.create_future())
         if self.ended or self._closing:
@@ -119,7 +121,10 @@ class CoalescedStream(ABC, Generic[Result]):
             return operation
         self._pending[operation.id] = self._unsent[operation.id] = operation
         if not self._under_way:
-            self._wake.set()
+            if awaited:
+                self._wake.set()
+            else:
+                self._loop.call_soon(self._wake.set)
         elif self._pace is None:
             self._pace = self._loop.call_later(PACE_SECONDS, self._arrived)
         return operation

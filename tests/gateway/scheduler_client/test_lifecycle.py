@@ -72,6 +72,19 @@ async def test_operations_of_one_turn_go_together_and_find_their_own_answers() -
         assert (stream.operations, stream.messages) == (20, 1)
 
 
+async def test_what_nobody_waits_for_goes_with_what_is_told_in_the_next_turn() -> None:
+    async with streaming() as (stream, scheduler):
+        await worker_of(book(stream, "a"))
+        begun = stream.tell("prefill_complete", ref("a"), awaited=False)
+        await asyncio.sleep(0)
+        over = stream.tell("free", ref("a"), awaited=False)
+        await asyncio.gather(begun.answer, over.answer)
+        assert scheduler.messages == [1, 2]
+        alone = stream.tell("free", ref("a"), awaited=False)
+        await alone.answer
+        assert scheduler.messages == [1, 2, 1]
+
+
 async def test_what_comes_while_a_message_is_under_way_goes_in_the_next_one_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

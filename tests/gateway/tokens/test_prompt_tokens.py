@@ -43,7 +43,7 @@ def here(tmp_path: Path) -> PromptTokenizer:
 
 
 async def test_tokens_of_the_request_are_taken_as_they_are(here: PromptTokenizer) -> None:
-    for prompt in ([1, 2, 3], [[1, 2, 3]]):
+    for prompt in ([1, 2, 3], [[1, 2, 3]], array("I", [1, 2, 3]).tobytes()):
         found = await here.of_completion({"prompt": prompt}, model="m", tenant="a")
         assert (ids(found.token_ids), found.source, found.whole, len(found)) == ([1, 2, 3], Source.REQUEST, True, 3)
 

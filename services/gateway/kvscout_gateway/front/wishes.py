@@ -74,13 +74,15 @@ def wish_of(gateway: Gateway, fields: Mapping[str, Any], tokens: PromptTokens, *
     if len(tokens) > limit:
         raise InvalidArgument(f"{len(tokens)} tokens, --max-prompt-tokens is {limit}", field="prompt")
     salt = fields.get("cache_salt")
-    serving = gateway.catalog.tenant(tenant).serving(model)
-    estimate = max(1, min(estimated_tokens(fields), limit, serving.longest_prompt or limit))
+    length = len(tokens)
+    if not length:
+        longest = gateway.catalog.tenant(tenant).serving(model).longest_prompt
+        length = max(1, min(estimated_tokens(fields), limit, longest or limit))
     return Wish(
         model=model,
         tenant=tenant,
         prompt=Prompt(
-            isl_tokens=len(tokens) or estimate,
+            isl_tokens=length,
             token_ids=tokens.token_ids,
             cache_salt=salt if isinstance(salt, str) else "",
             unknown="" if len(tokens) else f"tokenizer: {tokens.problem or 'the prompt is empty'}",

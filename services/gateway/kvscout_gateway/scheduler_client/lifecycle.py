@@ -88,14 +88,15 @@ class LifecycleStream(CoalescedStream[scheduler_pb2.LifecycleResult]):
             clock=clock,
         )
 
-    def tell(self, kind: str, message: Message | bytes) -> Operation:
+    def tell(self, kind: str, message: Message | bytes, *, awaited: bool = True) -> Operation:
         """Sends an operation with the next message; returns at once.
 
         Args:
             kind: Field of `LifecycleOperation`.
             message: Its value, serialised or not.
+            awaited: See `put`.
         """
-        return self.put(body_of(kind, message))
+        return self.put(body_of(kind, message), awaited=awaited)
 
     def carried_out(self, operation: Operation) -> bool:
         """Whether the scheduler has seen to an operation, be it that it waits in line."""

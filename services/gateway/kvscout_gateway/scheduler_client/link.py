@@ -151,9 +151,9 @@ class SchedulerLink(_Stub):
         return stream
 
     def tell(self, kind: str, message: Any) -> Operation | None:
-        """Sends an operation over the stream; None = there is none."""
+        """Sends an operation over the stream for whose answer nobody waits; None = there is no stream."""
         stream = self.stream
-        return stream.tell(kind, message) if stream is not None else None
+        return stream.tell(kind, message, awaited=False) if stream is not None else None
 
     async def place(self, asking: Asking, *, timeout: float) -> Reserved:
         """Select, or SelectAndReserve.

@@ -28,7 +28,7 @@ def output_bound(request: Mapping[str, Any]) -> int:
 
 
 def _text_bytes(value: Any, depth: int) -> int:
-    if isinstance(value, str):
+    if isinstance(value, str | bytes):  # packed, a token id has as many bytes as a token of text
         return len(value)
     if isinstance(value, list) and depth:
         return sum(_text_bytes(one, depth - 1) for one in value)

@@ -64,11 +64,13 @@ class PromptTokenizer:
         """The tokens of a completion request; unknown where they cannot be had in time.
 
         Args:
-            request: Its body.
+            request: Its body; `bytes` are token ids, packed.
             model: The base model that it means.
             tenant: Whose it is.
         """
         prompt, whole = _first(request.get("prompt"))
+        if isinstance(prompt, bytes):
+            return PromptTokens(prompt, Source.REQUEST, "", whole)
         if isinstance(prompt, list):
             return _given(prompt, whole=whole)
         if not isinstance(prompt, str):

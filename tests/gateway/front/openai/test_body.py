@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -22,6 +23,19 @@ OBJECTS = st.dictionaries(st.text(), VALUES, max_size=6)
 
 def written(fields: dict[str, Any], indent: int | None, ascii_only: bool) -> bytes:
     return json.dumps(fields, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+
+
+def test_token_ids_of_a_prompt_are_packed_and_stay_as_they_were_written() -> None:
+    data = b'{"prompt" :[1, 2,\n300 ] ,"stop":[1, 2]}'
+    body = JsonBody(data)
+    assert body.fields == {"prompt": array("I", [1, 2, 300]).tobytes(), "stop": [1, 2]}
+    assert body.changed({"n": 1}) == b'{"prompt" :[1, 2,\n300 ],"stop":[1, 2],"n":1}'
+    assert JsonBody('{"a": "é", "prompt": [1]}'.encode()).fields["prompt"] == [1]
+
+
+@pytest.mark.parametrize("prompt", ["[1, -2]", "[1.5]", "[true]", "[[1], [2]]", '["a"]', "[4294967296]", '"text"'])
+def test_any_other_prompt_is_as_python_reads_it(prompt: str) -> None:
+    assert JsonBody(f'{{"prompt":{prompt}}}'.encode()).fields["prompt"] == json.loads(prompt)
 
 
 @given(fields=OBJECTS, changes=OBJECTS, indent=st.sampled_from([None, 0, 3]), ascii_only=st.just(True))

@@ -8,9 +8,11 @@ from json.decoder import JSONDecodeError
 from typing import Any, Final, NamedTuple
 
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.token_json import read_tokens
 
 MAX_FIELDS: Final = 10_000
 _WHITE: Final = " \t\n\r"
+_PROMPT: Final = "prompt"
 
 
 def _refuse(name: str) -> Any:
@@ -32,7 +34,7 @@ class JsonBody:
     """The body of a request: an object."""
 
     def __init__(self, data: bytes) -> None:
-        """Reads it.
+        """Reads it. A prompt that is a list of token ids is packed (`token_json`): they are `bytes`.
 
         Raises:
             InvalidArgument: It is no JSON object, has NaN or infinity in it, or a field twice.
@@ -88,7 +90,8 @@ def _scan(text: str) -> tuple[dict[str, Any], dict[str, _Place]]:
             raise JSONDecodeError("a name is expected", text, at)
         name, at = _decoder.raw_decode(text, at)
         value_at = _mark(text, at, ":")
-        value, at = _decoder.raw_decode(text, value_at)
+        tokens = read_tokens(text, value_at) if name == _PROMPT and text.isascii() else None
+        value, at = tokens or _decoder.raw_decode(text, value_at)
         if name in fields:
             raise JSONDecodeError(f"{name!r} is there twice", text, begin)
         fields[name], places[name] = value, _Place(begin, value_at, at)
