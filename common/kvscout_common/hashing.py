@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kvscout_common.errors import ConfigError
@@ -38,6 +40,7 @@ __all__ = [
     "log_backend",
     "mm_hash",
     "native_available",
+    "native_module",
     "sequence_hashes",
 ]
 
@@ -70,6 +73,11 @@ else:
 def native_available() -> bool:
     """Whether this process uses the extension: it is built, and not switched off."""
     return _NATIVE
+
+
+def native_module() -> ModuleType | None:
+    """The extension, where this process uses it: for what has a twin beside it."""
+    return sys.modules["kvscout_native"] if _NATIVE else None
 
 
 def backend_name() -> str:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvscout_common.hashing import native_available
+from kvscout_common import token_json_reference
+from kvscout_common.hashing import native_module
 
-if TYPE_CHECKING or not native_available():
-    from kvscout_common import token_json_reference as _backend
+if TYPE_CHECKING:
+    _backend = token_json_reference
 else:
-    import kvscout_native as _backend
+    _backend = native_module() or token_json_reference
 
 
 def write_tokens(token_ids: bytes) -> bytes:
