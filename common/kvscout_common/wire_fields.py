@@ -25,6 +25,8 @@ def varint(value: int) -> bytes:
     """An unsigned integer, seven bits a byte."""
     if value < 0x80:
         return _ONE_BYTE[value]
+    if value < 0x4000:
+        return bytes((value & 0x7F | 0x80, value >> 7))
     digits = bytearray()
     while value >= 0x80:
         digits.append(value & 0x7F | 0x80)
@@ -78,6 +80,8 @@ def bytes_of_field(message: bytes, field: int) -> bytes:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    if at < len(message) and message[at] < 0x80:
+        return message[at], at + 1
     value = 0
     for shift, byte in zip(range(0, 64, 7), message[at : at + _LONGEST], strict=False):
         at += 1

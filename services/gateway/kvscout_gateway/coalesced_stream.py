@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -46,9 +47,18 @@ class Operation(Generic[Result]):
 
     async def within(self, seconds: float) -> bool:
         """Whether the answer comes in time, be it that the stream ends."""
-        if not self.answer.done():
-            await asyncio.wait((self.answer,), timeout=seconds)
-        return self.answer.done()
+        answer = self.answer
+        if not answer.done():
+            loop = answer.get_loop()
+            over = loop.create_future()
+            answer.add_done_callback(tell := partial(_tell, over))
+            late = loop.call_later(seconds, tell, answer)
+            try:
+                await over
+            finally:
+                late.cancel()
+                answer.remove_done_callback(tell)
+        return answer.done()
 
 
 class CoalescedStream(ABC, Generic[Result]):
@@ -258,6 +268,11 @@ class CoalescedStream(ABC, Generic[Result]):
         operation = self._pending.pop(number, None)
         if operation is not None and not operation.answer.done():
             operation.answer.set_result(result)
+
+
+def _tell(over: asyncio.Future[None], answer: object) -> None:
+    if not over.done():
+        over.set_result(None)
 
 
 _LATE: Any = object()

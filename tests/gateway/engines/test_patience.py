@@ -8,7 +8,7 @@ import math
 import pytest
 
 from kvscout_common.transport.http import StreamReport
-from kvscout_gateway.engines.patience import Patience, Pulse, Watch, bounded
+from kvscout_gateway.engines.patience import Bounded, Patience, Pulse, Watch
 
 PATIENCE = Patience(
     first_output_seconds=10, prefill_tokens_per_second=100, idle_seconds=20, queue_seconds=200, answer_seconds=60
@@ -97,9 +97,9 @@ async def test_a_deadline_may_move_while_something_is_awaited() -> None:
     began = loop.time()
     loop.call_later(0.03, lambda: watch.output(loop.time()))
     with pytest.raises(TimeoutError):
-        async with bounded(watch):
+        async with Bounded(watch):
             await asyncio.Event().wait()
     assert loop.time() - began > 0.07
     watch.output(loop.time())
-    async with bounded(watch):
+    async with Bounded(watch):
         await asyncio.sleep(0)

@@ -186,11 +186,11 @@ async def test_what_comes_while_a_message_is_under_way_goes_together_one_message
         servicer.goes_on.set()
 
         async def all_told() -> bool:
-            return sorted(servicer.told) == list(range(100))
+            return told.reporter.replicas[0].delivered == 100
 
         await eventually(all_told)
+        assert sorted(servicer.told) == list(range(100))
         assert sorted(message.model for message in servicer.messages) == ["a", "b", "m"]
-        assert told.reporter.replicas[0].delivered == 100
 
 
 async def test_a_prompt_without_a_complete_block_is_not_worth_a_message() -> None:

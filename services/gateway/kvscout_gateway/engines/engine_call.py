@@ -21,7 +21,7 @@ from kvscout_common.transport.http import (
     StreamReport,
 )
 from kvscout_gateway.engines.failure import EngineFailed, Fault, refused, reported, unheard
-from kvscout_gateway.engines.patience import Patience, Pulse, Watch, bounded
+from kvscout_gateway.engines.patience import Bounded, Patience, Pulse, Watch
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -90,9 +90,11 @@ class EngineCall:
         Raises:
             EngineFailed: There is none.
         """
-        request = replace(request, headers=(*request.headers, *self._engines.own_headers()))
+        own_headers = tuple(self._engines.own_headers())
+        if own_headers:
+            request = replace(request, headers=(*request.headers, *own_headers))
         with self._failing():
-            async with bounded(self._watch):
+            async with Bounded(self._watch):
                 answer = await self._engines.client.send(
                     request, connect_seconds=self._engines.patience.connect_seconds
                 )
@@ -107,7 +109,7 @@ class EngineCall:
             EngineFailed: It breaks off, or is longer than that many bytes.
         """
         with self._failing():
-            async with bounded(self._watch):
+            async with Bounded(self._watch):
                 return await answer.read(limit)
 
     async def relay(
@@ -141,7 +143,7 @@ class EngineCall:
 
         self._watch.follow(lambda: answer.report)
         with self._failing():
-            async with bounded(self._watch):
+            async with Bounded(self._watch):
                 report = await answer.relay(
                     sink,
                     form,

@@ -9,9 +9,9 @@ request is that of its worker rank, up to a limit; and the prompts that came bef
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from kvscout_common.transport.http import StreamReport
 
@@ -129,29 +129,37 @@ class Watch:
         return left if left > 0 else self.deadline() - now
 
 
-@asynccontextmanager
-async def bounded(watch: Watch) -> AsyncIterator[None]:
-    """Bounds what is awaited by a watch's deadline, which may move while it waits.
+class Bounded:
+    """Bounds what is awaited by a watch's deadline, which may move while it waits; an asynchronous context manager.
+
+    Args:
+        watch: The request's.
 
     Raises:
         TimeoutError: It passed.
     """
-    loop = asyncio.get_running_loop()
-    timer: asyncio.TimerHandle
 
-    def look() -> None:
-        nonlocal timer
-        now = loop.time()
-        left = watch.left(now)
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._loop = asyncio.get_running_loop()
+        self._scope = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+        now = self._loop.time()
+        left = max(0.0, min(self._watch.left(now), LOOK_SECONDS))
+        self._timer = self._loop.call_at(now + left, self._look)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        await self._scope.__aexit__(kind, error, traceback)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        left = self._watch.left(now)
         if left <= 0:
-            scope.reschedule(now)
+            self._scope.reschedule(now)
         else:
-            timer = loop.call_at(now + min(left, LOOK_SECONDS), look)
-
-    async with asyncio.timeout(None) as scope:
-        now = loop.time()
-        timer = loop.call_at(now + max(0.0, min(watch.left(now), LOOK_SECONDS)), look)
-        try:
-            yield
-        finally:
-            timer.cancel()
+            self._timer = self._loop.call_at(now + min(left, LOOK_SECONDS), self._look)

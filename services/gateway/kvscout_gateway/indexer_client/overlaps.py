@@ -125,8 +125,8 @@ class OverlapQuery:
 def unite(shards: Iterable[types_pb2.Overlaps]) -> types_pb2.Overlaps:
     """The rows of several answers as one, columns that are left out filled in where another answer has them."""
     parts = [part for part in shards if part.worker_ids]
-    if len(parts) == 1:
-        return parts[0]
+    if len(parts) < 2:
+        return parts[0] if parts else types_pb2.Overlaps()
     united = types_pb2.Overlaps()
     ranked = any(part.dp_ranks for part in parts)
     for part in parts:

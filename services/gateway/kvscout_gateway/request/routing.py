@@ -99,9 +99,8 @@ class RoutingFlow:
             return self._take_turn(asked, wish, "there was no time left to ask a scheduler")
         hashed = self._clock()
         if self._wants_overlaps(wish):
-            found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
-            asked = replace(asked, found=found)
-            self._count_missed(found)
+            asked.found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
+            self._count_missed(asked.found)
         matched = self._clock()
         try:
             placement = await self._select(asked, wish)
