@@ -91,6 +91,8 @@ class Leg:
         self.has_output = False
         self.all_passed = False
         """The client has left with all of the answer."""
+        self.usage: Usage | None = None
+        """What its engine said of the prompt, at the end of its answer."""
         self.failure: EngineFailed | None = None
         if placement.booking is not None:
             means.bookings.add(placement.booking)
@@ -218,16 +220,15 @@ class Leg:
         if self.placement.booking is not None:
             self._means.bookings.mark_prefill_complete(self.placement.booking)
 
-    def prefilled(self, document: Mapping[str, Any], request: ClientRequest) -> None:
+    def prefilled(self, usage: Usage | None) -> None:
         """The engine has computed the prompt, which was all that it was asked for.
 
         Args:
-            document: Its answer.
-            request: What it answers to.
+            usage: What is said of the prompt; None = nothing.
         """
         self._means.health.ran(self.key)
         self._on_output()
-        self.ended(usage_of_answer(request.dialect(self.adapter), document))
+        self.ended(usage)
 
     def ended(self, usage: Usage | None) -> None:
         """The engine has sent everything.
@@ -235,6 +236,7 @@ class Leg:
         Args:
             usage: What it says of the prompt; None = nothing.
         """
+        self.usage = usage
         if self.wish.prefill_elsewhere:
             return  # what it says of the prompt is another worker's doing
         if usage is not None:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
 from kvscout_gateway.engines.adapter import Changes, ClientRequest
 from kvscout_gateway.engines.failure import EngineFailed, Fault
+from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.disaggregated import PrefillFailed
 from kvscout_gateway.request.leg import Leg, Reply
 from kvscout_gateway.request.placement import Placement, Wish
@@ -64,15 +65,24 @@ class SglangHandover:
             again: Changes = {"rid": f"{exchange.request_id}-{tries}"} if tries else {}
             tries += 1
 
+            answered = False
+
             async def compute() -> None:
+                nonlocal answered
                 document = await leg.read(await leg.send(request, {**meeting, **_AT_ONCE}, at_once=False))
-                leg.prefilled(document, request)
+                answered = True
+                leg.prefilled(usage_of_answer(request.dialect(leg.adapter), document))
                 leg.free()
 
             async def generate() -> None:
                 await decode.relay(await decode.send(request, {**meeting, **again}), request, reply)
 
-            await _run_both(compute(), generate(), decode)
+            try:
+                await _run_both(compute(), generate(), decode)
+            finally:
+                # Who answers shortly may be done first; what it says of the prompt is what the other one had cached.
+                if not answered and decode.usage is not None:
+                    leg.prefilled(decode.usage)
 
         try:
             await exchange.attempt(prefill, both)

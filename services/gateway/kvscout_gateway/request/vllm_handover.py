@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_gateway.engines.adapter import Changes, ClientRequest
+from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.disaggregated import PrefillFailed
 from kvscout_gateway.request.leg import Leg, Reply
 from kvscout_gateway.request.placement import Wish
@@ -47,7 +48,7 @@ class VllmHandover:
         async def compute(leg: Leg) -> None:
             nonlocal transfer
             document = await leg.read(await leg.send(request, PREFILL, at_once=False))
-            leg.prefilled(document, request)
+            leg.prefilled(usage_of_answer(request.dialect(leg.adapter), document))
             transfer = document.get("kv_transfer_params")
             if not transfer:
                 worker = leg.placement.worker.worker_id
