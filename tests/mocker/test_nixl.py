@@ -7,6 +7,7 @@ import json
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -52,6 +53,9 @@ async def engines() -> AsyncIterator[Pair]:
         yield engines
 
 
+RECORDED = Path(__file__).parents[1] / "data/exchanges/vllm-0.32.0-generate.json"
+
+
 async def sample(mocker: MockerProcess, name: str) -> float:
     return (await mocker.metrics())[f"vllm:{name}{LABELS}"]
 
@@ -62,6 +66,9 @@ async def used(mocker: MockerProcess) -> float:
 
 async def test_decode_takes_over_what_prefill_computed(engines: Pair) -> None:
     params = await engines.prefilled()
+    recorded = json.loads(RECORDED.read_text())["decode"]["body"]["kv_transfer_params"]
+    assert list(params) == list(recorded)
+    assert {name: type(told) for name, told in params.items()} == {name: type(told) for name, told in recorded.items()}
     assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
     assert await used(engines.prefill) > 0
     answer = await engines.decode.complete(PROMPT, max_tokens=5, return_token_ids=True, kv_transfer_params=params)

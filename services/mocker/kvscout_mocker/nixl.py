@@ -100,9 +100,12 @@ class Nixl:
             "remote_host": self._host,
             "remote_port": self.port,
             "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
             "remote_num_tokens": request.prompt_tokens,
-            "remote_prefill_cached_tokens": request.cached_tokens or 0,
+            "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": request.cached_tokens or 0,
         }
 
     async def pulled(self, http: web.Request) -> web.StreamResponse:
