@@ -1,4 +1,4 @@
-"""An engine that behaves, or misbehaves, as a test says: vLLM's /v1/completions in this process."""
+"""An engine that behaves, or misbehaves, as a test says: vLLM's completions in this process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ async def scripted_engine(script: Script) -> AsyncIterator[ScriptedEngine]:
     """A scripted engine that listens."""
     engine = ScriptedEngine(script)
     app = web.Application(client_max_size=1 << 26)
-    app.router.add_post("/v1/completions", engine.handle)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        app.router.add_post(path, engine.handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -21,7 +21,7 @@ def configure_logging(level: str, log_format: str) -> None:
     handler.setFormatter(
         JsonFormatter()
         if log_format == "json"
-        else BoundedFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
+        else BoundedFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
     )
     handler.addFilter(GoneClientFilter())
     handler.addFilter(RateFilter())

@@ -316,7 +316,7 @@ class Gateway:
         request = scheduler_pb2.ReportFailureRequest(
             tenant=tenant,
             worker=rank_to_proto(placement.worker),
-            reason=error.message,
+            reason=str(error),
             cooldown_seconds=out_seconds,
         )
         task = asyncio.get_running_loop().create_task(self._deliver_failure(request))

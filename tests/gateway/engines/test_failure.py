@@ -28,14 +28,18 @@ from kvscout_gateway.engines.failure import Fault, refused, reported, unheard
 )
 def test_an_error_in_a_stream_tells_whose_fault_it_is(error: Any, fault: Fault) -> None:
     failed = reported(error)
-    assert (failed.fault, str(failed)) == (fault, "the engine reports: long")
+    assert (failed.fault, failed.message) == (fault, "the engine reports: long")
 
 
 def test_a_refusal_keeps_what_the_engine_answered() -> None:
     headers, body = [("retry-after", "7"), ("X-Own", "1")], json.dumps({"error": {"message": "busy"}}).encode()
     failed = refused(429, headers, body)
     assert failed.answer == (429, headers, body)
-    assert (failed.fault, failed.retry_after_seconds, str(failed)) == (Fault.OVERLOAD, 7, "engine answered 429: busy")
+    assert (failed.fault, failed.retry_after_seconds, failed.message) == (
+        Fault.OVERLOAD,
+        7,
+        "engine answered 429: busy",
+    )
 
 
 @pytest.mark.parametrize("body", [b"", b"\xff", b"[]", b'{"error": 7}', b"[" * 100_000, b"x" * 100_000])

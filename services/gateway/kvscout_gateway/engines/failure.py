@@ -23,6 +23,7 @@ MAX_MESSAGE = 500
 
 _MISFITS = frozenset({401, 403, 404, 405, 407, 408})
 """Client errors that say nothing of the request: a key, a path or a model name that this engine does not have."""
+_REPORTS = "the engine reports"
 _REQUEST_TYPES = frozenset({"BadRequestError", "invalid_request_error"})
 
 
@@ -44,7 +45,10 @@ class Fault(Enum):
 class EngineFailed(Exception):
     """The engine did not run the request, or not to its end. Never reaches a client as it is: see `exchange`.
 
+    As text it has our words alone, for logs and other services: engines quote prompts in what they say.
+
     Attributes:
+        message: With what the engine says, for the client.
         fault: Whose fault it is.
         retry_after_seconds: When a later try may succeed, as the engine says.
         answer: What it answered instead of running it: status, headers, body; None = it did not.
@@ -54,12 +58,13 @@ class EngineFailed(Exception):
         self,
         message: str,
         *,
+        said: str = "",
         fault: Fault = Fault.WORKER,
         retry_after_seconds: float | None = None,
         answer: tuple[int, Headers, bytes] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = f"{message}: {said[:MAX_MESSAGE]}" if said else message
         self.fault = fault
         self.retry_after_seconds = retry_after_seconds
         self.answer = answer
@@ -96,7 +101,8 @@ def refused(status: int, headers: Headers, body: bytes) -> EngineFailed:
         pass  # not OpenAI's error shape: the text itself says it
     retry_after = next((value for name, value in headers if name.lower() == "retry-after"), "")
     return EngineFailed(
-        f"engine answered {status}: {text[:MAX_MESSAGE]}",
+        f"engine answered {status}",
+        said=text,
         fault=fault_of_status(status, retry_after=bool(retry_after)),
         retry_after_seconds=float(retry_after) if retry_after.isdecimal() else None,
         answer=(status, headers, body),
@@ -106,12 +112,12 @@ def refused(status: int, headers: Headers, body: bytes) -> EngineFailed:
 def reported(error: Any) -> EngineFailed:
     """What an engine reports inside a stream, in OpenAI's shape or as plain text."""
     if not isinstance(error, dict):
-        return EngineFailed(f"the engine reports: {str(error)[:MAX_MESSAGE]}", fault=Fault.REFUSED)
-    message, code = str(error.get("message", error))[:MAX_MESSAGE], error.get("code")
+        return EngineFailed(_REPORTS, said=str(error), fault=Fault.REFUSED)
+    code = error.get("code")
     if isinstance(code, str) and code.isdecimal() and len(code) == 3:
         code = int(code)
     if isinstance(code, int) and 400 <= code < 600:
         fault = fault_of_status(code, retry_after=False)
     else:
         fault = Fault.REQUEST if error.get("type") in _REQUEST_TYPES else Fault.REFUSED
-    return EngineFailed(f"the engine reports: {message}", fault=fault)
+    return EngineFailed(_REPORTS, said=str(error.get("message", error)), fault=fault)
