@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,7 +23,14 @@ SEED = 1
 TOKENS = 4_096
 SECONDS, QUICK_SECONDS = 8.0, 0.5
 WARM_SECONDS = 1.0
+LOOK_SECONDS = 0.25
+"""Between two looks at memory."""
 CHUNKS = 64
+FEW_CHUNKS = 8
+STREAMS = 1_000
+MANY_SECONDS = 5.0
+MANY_CHUNKS, MANY_GAP_MS = 50, 200.0
+"""Streams last twice as long as they begin: for five seconds all run at once."""
 PEERS = ("grpcio", "smg", "envoy")
 OURS = "kvscout"
 
@@ -36,6 +43,10 @@ class Cost:
     """Microseconds a request, by process; what the same processes take while nothing is asked is taken off."""
     p99: float = 0.0
     """Milliseconds from when a request was due to its end."""
+    first_ms: tuple[float, float] = (0.0, 0.0)
+    """Median and 99th percentile of the milliseconds from then to its first output."""
+    grown_kib: Mapping[str, float] = field(default_factory=dict)
+    """By how much each process is larger than before anything was asked, at most, a request."""
 
     @property
     def microseconds(self) -> float:
@@ -58,6 +69,10 @@ class Load:
     name: str
     per_second: float
     http: bool = False
+    direct: bool = False
+    """An engine is asked, whatever the side."""
+    seconds: float | None = None
+    """For how long requests begin; None = as all."""
     send: Callable[[Any], Send]
     """Of the client of that side."""
 
@@ -69,6 +84,8 @@ class GatewayCase(Case):
     What a chunk costs is the difference of a run with many and a run with one.
     """
 
+    value: Callable[[Any], float]
+    """Of a cost, in `unit`."""
     loads: tuple[Load, ...]
     cost: Callable[[tuple[Cost, ...]], Cost]
     """Of a run of each load."""
@@ -94,21 +111,53 @@ def _request(costs: tuple[Cost, ...]) -> Cost:
     return Cost({name: one.parts[name] - chunk.parts[name] for name in one.parts}, one.p99)
 
 
+def _added(costs: tuple[Cost, ...]) -> Cost:
+    """What the first output waits for beside the engine's own time."""
+    direct, through = costs
+    median, p99 = (ours - engines for ours, engines in zip(through.first_ms, direct.first_ms, strict=True))
+    return replace(through, first_ms=(median, p99), p99=p99)
+
+
+def _memory(costs: tuple[Cost, ...]) -> Cost:
+    return Cost(costs[0].grown_kib, costs[0].p99)
+
+
 def load_of(name: str, per_second: float, send: Callable[[Any], Send], *, http: bool = False) -> Load:
     return Load(name=f"{name}/{per_second:g}", per_second=per_second, send=send, http=http)
 
 
-def _case(name: str, title: str, goal_us: float, cost: Callable[[tuple[Cost, ...]], Cost], *loads: Load) -> GatewayCase:
+def _case(
+    name: str,
+    title: str,
+    goal: float,
+    cost: Callable[[tuple[Cost, ...]], Cost],
+    *loads: Load,
+    unit: str = "µs",
+    value: Callable[[Any], float] = _microseconds,
+) -> GatewayCase:
     return GatewayCase(
-        name=name,
-        title=title,
-        unit="µs",
-        goal=Goal(goal_us),
-        workload=name,
-        value=_microseconds,
-        loads=loads,
-        cost=cost,
+        name=name, title=title, unit=unit, goal=Goal(goal), workload=name, value=value, loads=loads, cost=cost
     )
+
+
+def _added_rows(kind: str, title: str, send: Callable[[Any], Send], *, http: bool) -> list[GatewayCase]:
+    """Rows of what comes before the first output at 100/s; what the engine itself takes is asked in the same round."""
+    direct = replace(load_of("direct", 100, lambda client: client.complete(FEW_CHUNKS), http=True), direct=True)
+    loads, said = (
+        (direct, load_of(f"first/{kind}", 100, send, http=http)),
+        f"{title}, 100/s, added before its first output",
+    )
+    return [
+        _case(f"first/{kind}/p50", f"{said}, median", 3.0, _added, *loads, unit="ms", value=lambda c: c.first_ms[0]),
+        _case(f"first/{kind}/p99", f"{said}, p99", 8.0, _added, *loads, unit="ms", value=lambda c: c.first_ms[1]),
+    ]
+
+
+def _many_streams(kind: str, title: str, send: Callable[[Any], Send], *, http: bool) -> GatewayCase:
+    """A thousand streams at once of five tokens a second each: any error ends the run."""
+    load = replace(load_of(f"many/{kind}", STREAMS / MANY_SECONDS, send, http=http), seconds=MANY_SECONDS)
+    said = f"{title}, {STREAMS:,} streams at once of {1e3 / MANY_GAP_MS:g} tokens/s, memory a stream"
+    return _case(f"many/{kind}", said, 64.0, _memory, load, unit="KiB")
 
 
 def streams(
@@ -131,6 +180,19 @@ CASES = [
     _case("route/40", "Route query, 40/s", 600.0, _one, load_of("route", 40, lambda client: client.route)),
     _case("route/300", "Route query, 300/s", 400.0, _one, load_of("route", 300, lambda client: client.route)),
     _case("life/40", "Route, prefill complete, free, 40/s", 1_000.0, _one, load_of("life", 40, lambda c: c.life)),
+    _case(
+        "route/300/p99",
+        "Route query, 300/s, p99",
+        5.0,
+        _one,
+        load_of("route", 300, lambda client: client.route),
+        unit="ms",
+        value=lambda cost: cost.p99,
+    ),
+    *_added_rows("generate", "Generate", lambda client: client.generate(FEW_CHUNKS), http=False),
+    *_added_rows("completion", "OpenAI completion", lambda client: client.complete(FEW_CHUNKS), http=True),
+    _many_streams("generate", "Generate", lambda client: client.generate(MANY_CHUNKS, MANY_GAP_MS), http=False),
+    _many_streams("completion", "OpenAI completion", lambda c: c.complete(MANY_CHUNKS, MANY_GAP_MS), http=True),
     *streams("generate", "Generate", lambda chunks: lambda client: client.generate(chunks), http=False),
     *streams("completion", "OpenAI completion", lambda chunks: lambda client: client.complete(chunks), http=True),
 ]
@@ -201,7 +263,7 @@ class GatewayBench(Selection):
                 say(f"starting {name}")
                 stacks[name] = running.enter_context(make())
             loads = {load.name: load for case in cases for load in case.loads}
-            costs = asyncio.run(self._measure(stacks, loads, say))
+            costs = asyncio.run(self._measure(stacks, loads, engines[0], say))
         for case in cases:
             taken = {
                 side: [case.cost(runs) for runs in zip(*(costs[side, load.name] for load in case.loads), strict=True)]
@@ -217,20 +279,21 @@ class GatewayBench(Selection):
                 yield self._row(case, ours, None, "", machine)
 
     async def _measure(
-        self, stacks: Mapping[str, Stack], loads: Mapping[str, Load], say: Callable[[str], None]
+        self, stacks: Mapping[str, Stack], loads: Mapping[str, Load], engine: str, say: Callable[[str], None]
     ) -> dict[tuple[str, str], list[Cost]]:
         """Costs by side and load, one a round."""
         costs: dict[tuple[str, str], list[Cost]] = {}
         idle = await self._idle(stacks, say)
+        at_rest = {side: stack.rss_bytes() for side, stack in stacks.items()}
         for number in range(self.rounds_to_run):
             order = list(stacks) if number % 2 == 0 else list(stacks)[::-1]
             for load in loads.values():
                 for side in order:
-                    client = _client(side, stacks[side], load)
+                    client = _client(side, stacks[side], load, engine)
                     if client is not None:
                         say(f"{load.name}, {side}, round {number + 1} of {self.rounds_to_run}")
                         costs.setdefault((side, load.name), []).append(
-                            await self._cost(stacks[side], load, client, idle[side])
+                            await self._cost(stacks[side], load, client, idle[side], at_rest[side])
                         )
         return costs
 
@@ -245,32 +308,65 @@ class GatewayBench(Selection):
             for side, stack in stacks.items()
         }
 
-    async def _cost(self, stack: Stack, load: Load, client: Client, idle: Mapping[str, float]) -> Cost:
-        seconds = QUICK_SECONDS if self.quick else SECONDS
+    async def _cost(
+        self, stack: Stack, load: Load, client: Client, idle: Mapping[str, float], at_rest: Mapping[str, int]
+    ) -> Cost:
+        seconds = QUICK_SECONDS if self.quick else load.seconds or SECONDS
         async with client:
             send = load.send(client)
             warm = await at_rate(send, per_second=load.per_second, seconds=min(seconds, WARM_SECONDS))
             before, begun = stack.cpu_seconds(), asyncio.get_running_loop().time()
-            sent = await at_rate(send, per_second=load.per_second, seconds=seconds, first=warm.requests)
+            async with _growth(stack, at_rest) as grown:
+                sent = await at_rate(send, per_second=load.per_second, seconds=seconds, first=warm.requests)
             lasted = asyncio.get_running_loop().time() - begun
             after = stack.cpu_seconds()
-        parts = {name: (after[name] - before[name] - idle[name] * lasted) / sent.requests * 1e6 for name in after}
-        return Cost(parts, (percentile(sorted(sent.seconds), 99) or 0.0) * 1e3)
+        return Cost(
+            {name: (after[name] - before[name] - idle[name] * lasted) / sent.requests * 1e6 for name in after},
+            _ms(sent.seconds, 99),
+            (_ms(sent.first_seconds, 50), _ms(sent.first_seconds, 99)),
+            {name: most / 1024 / sent.requests for name, most in grown.items()},
+        )
 
     def _row(self, case: GatewayCase, ours: list[Cost], peer: list[Cost] | None, name: str, machine: Machine) -> Row:
         parts = {part: statistics.median(cost.parts[part] for cost in ours) for part in ours[0].parts}
         title = f"{case.title} ({', '.join(f'{part} {value:.0f}' for part, value in parts.items())})"
         titled = replace(case, title=f"{title}; peer {name}" if name else title)
-        row = compare(titled, _side(ours), _side(peer) if peer else None, judge=not self.quick, machine=machine)
+        sides = _side(case, ours), _side(case, peer) if peer else None
+        row = compare(titled, *sides, judge=not self.quick, machine=machine)
         return GatewayRow(**{field: getattr(row, field) for field in Row.__dataclass_fields__}, parts=parts)
 
 
-def _side(costs: list[Cost]) -> Side:
-    return Side(tuple(cost.microseconds for cost in costs), tuple(cost.p99 for cost in costs))
+def _side(case: GatewayCase, costs: list[Cost]) -> Side:
+    return Side(tuple(case.value(cost) for cost in costs), tuple(cost.p99 for cost in costs))
 
 
-def _client(side: str, stack: Stack, load: Load) -> Client | None:
+def _ms(seconds: list[float], share: int) -> float:
+    return (percentile(sorted(seconds), share) or 0.0) * 1e3
+
+
+@asynccontextmanager
+async def _growth(stack: Stack, at_rest: Mapping[str, int]) -> AsyncIterator[dict[str, int]]:
+    """By how many bytes each process is larger than before anything was asked, at most, while this is entered."""
+    grown = dict.fromkeys(at_rest, 0)
+
+    async def look() -> None:
+        while True:
+            for name, now in stack.rss_bytes().items():
+                grown[name] = max(grown[name], now - at_rest[name])
+            await asyncio.sleep(LOOK_SECONDS)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield grown
+    finally:
+        looking.cancel()
+        await asyncio.wait([looking])
+
+
+def _client(side: str, stack: Stack, load: Load, engine: str) -> Client | None:
     """None: the side does not speak that."""
+    if load.direct:
+        return CompletionClient(engine, tokens=TOKENS, seed=SEED, as_text=False)
     if load.http:
         if not stack.http_address:
             return None

@@ -19,6 +19,8 @@ import uvloop
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 _MODELS = b'{"object":"list","data":[{"id":"bench","object":"model","owned_by":"bench"}]}'
 MODEL = "bench"
+GAP_FIELD = "bench_gap_ms"
+"""Of a request: milliseconds between two events."""
 
 
 def events(chunks: int, prompt_tokens: int) -> list[bytes]:
@@ -53,11 +55,11 @@ class _Engine(asyncio.Protocol):
     """One connection.
 
     Args:
-        gap_seconds: Between two events.
+        gap_ms: Between two events, where the request does not say.
     """
 
-    def __init__(self, gap_seconds: float) -> None:
-        self._gap = gap_seconds
+    def __init__(self, gap_ms: float) -> None:
+        self._gap_ms = gap_ms
         self._loop = asyncio.get_running_loop()
         self._input = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -99,13 +101,13 @@ class _Engine(asyncio.Protocol):
         prompt = request.get("prompt", "")
         parts = events(int(request.get("max_tokens", 1)), len(prompt))
         self._write(_HEAD)
-        self._next(parts, 0, self._loop.time())
+        self._next(parts, 0, self._loop.time(), request.get(GAP_FIELD, self._gap_ms) / 1e3)
 
-    def _next(self, parts: Sequence[bytes], place: int, due: float) -> None:
+    def _next(self, parts: Sequence[bytes], place: int, due: float, gap: float) -> None:
         # The last token's event, the usage and the end come together, as vLLM sends them.
         if place < len(parts) - 2:
             self._write(_chunk(parts[place]))
-            self._timer = self._loop.call_at(due + self._gap, self._next, parts, place + 1, due + self._gap)
+            self._timer = self._loop.call_at(due + gap, self._next, parts, place + 1, due + gap, gap)
             return
         self._write(b"".join((_chunk(parts[-2]), _chunk(parts[-1]), _chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")))
 
@@ -122,9 +124,9 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-async def _serve(engines: int, gap_seconds: float) -> None:
+async def _serve(engines: int, gap_ms: float) -> None:
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(lambda: _Engine(gap_seconds), "127.0.0.1", 0) for _ in range(engines)]
+    servers = [await loop.create_server(lambda: _Engine(gap_ms), "127.0.0.1", 0) for _ in range(engines)]
     stopped = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
     print(json.dumps({"ports": [server.sockets[0].getsockname()[1] for server in servers]}), flush=True)
@@ -137,7 +139,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--gap-ms", type=float, default=10.0)
     options = parser.parse_args(arguments)
-    uvloop.run(_serve(options.engines, options.gap_ms / 1e3))
+    uvloop.run(_serve(options.engines, options.gap_ms))
 
 
 if __name__ == "__main__":

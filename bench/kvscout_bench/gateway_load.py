@@ -15,7 +15,7 @@ from typing import Any, Self
 import grpc
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2
-from kvscout_bench.gateway_engines import MODEL
+from kvscout_bench.gateway_engines import GAP_FIELD, MODEL
 from kvscout_bench.peer import DriverFailed
 from kvscout_common.errors import KvscoutError
 from kvscout_common.transport.http import HttpClient, HttpFailed, HttpRequest, connect
@@ -25,8 +25,8 @@ CALL_SECONDS = 20.0
 _SERVICE = "/kvscout.v1.Gateway/"
 _EVENTS = (("content-type", "application/json"),)
 
-Send = Callable[[int], Awaitable[None]]
-"""Sends request number n, and returns when it is over."""
+Send = Callable[[int], Awaitable[float | None]]
+"""Sends request number n and returns when it is over; gives when its first output came, by the loop's clock."""
 
 
 @dataclass(slots=True)
@@ -36,6 +36,8 @@ class Sent:
     requests: int = 0
     seconds: list[float] = field(default_factory=list)
     """How long each took, from when it was due."""
+    first_seconds: list[float] = field(default_factory=list)
+    """How long the first output of each took."""
 
 
 async def at_rate(send: Send, *, per_second: float, seconds: float, first: int = 0) -> Sent:
@@ -54,8 +56,10 @@ async def at_rate(send: Send, *, per_second: float, seconds: float, first: int =
     sent, begun = Sent(), loop.time()
 
     async def one(number: int, due: float) -> None:
-        await send(first + number)
+        began = await send(first + number)
         sent.seconds.append(loop.time() - due)
+        if began is not None:
+            sent.first_seconds.append(began - due)
 
     try:
         async with asyncio.TaskGroup() as running:
@@ -108,18 +112,23 @@ class GrpcClient:
         await self._unary("MarkPrefillComplete", ref.SerializeToString())
         await self._unary("Free", ref.SerializeToString())
 
-    def generate(self, chunks: int) -> Send:
-        """Runs requests of so many chunks of output."""
+    def generate(self, chunks: int, gap_ms: float | None = None) -> Send:
+        """Runs requests of so many chunks of output, so far apart; None = as the engine likes."""
         limits = gateway_pb2.GenerateRequest(stop_conditions=gateway_pb2.StopConditions(max_tokens=chunks))
-        suffix = limits.SerializeToString()
+        if gap_ms is not None:
+            limits.engine_fields = json.dumps({GAP_FIELD: gap_ms})
+        suffix, clock = limits.SerializeToString(), asyncio.get_running_loop().time
 
-        async def send(number: int) -> None:
+        async def send(number: int) -> float | None:
             method: Any = self._channel.unary_stream(f"{_SERVICE}Generate")
-            tokens = 0
+            tokens, began = 0, None
             async for message in method(self._generates[number % PROMPTS] + suffix, timeout=CALL_SECONDS):
                 tokens += len(gateway_pb2.GenerateResponse.FromString(message).token_ids)
+                if began is None and tokens:
+                    began = clock()
             if tokens != chunks:
                 raise DriverFailed(f"{tokens} tokens came of {chunks}")
+            return began
 
         return send
 
@@ -156,20 +165,27 @@ class CompletionClient:
     ) -> None:
         await self._opened.aclose()
 
-    def complete(self, chunks: int) -> Send:
-        """Runs requests of so many chunks of output."""
-        bodies = [
-            json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": chunks, "stream": True}).encode()
-            for prompt in self._prompts
-        ]
+    def complete(self, chunks: int, gap_ms: float | None = None) -> Send:
+        """Runs requests of so many chunks of output, so far apart; None = as the engine likes."""
+        fields: dict[str, Any] = {"model": MODEL, "max_tokens": chunks, "stream": True}
+        if gap_ms is not None:
+            fields[GAP_FIELD] = gap_ms
+        bodies = [json.dumps({**fields, "prompt": prompt}).encode() for prompt in self._prompts]
+        clock = asyncio.get_running_loop().time
 
-        async def send(number: int) -> None:
+        async def send(number: int) -> float | None:
             assert self._client is not None
             request = HttpRequest(self._url, headers=_EVENTS, body=bodies[number % PROMPTS])
             answer = await self._client.send(request, connect_seconds=CALL_SECONDS)
-            body = b"".join([data async for data in answer.chunks()])
+            parts: list[bytes] = []
+            began = None
+            async for part in answer.chunks():
+                began = began or clock()
+                parts.append(part)
+            body = b"".join(parts)
             if answer.status != 200 or b"[DONE]" not in body or body.count(b"data: {") < chunks:
                 raise DriverFailed(f"no {chunks} events came but status {answer.status}: {body[:200]!r}")
+            return began
 
         return send
 

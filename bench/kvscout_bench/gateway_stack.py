@@ -19,7 +19,7 @@ import grpc
 from kvscout.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2, workers_pb2
 from kvscout_bench.gateway_engines import MODEL
 from kvscout_bench.peer import DriverFailed, wheel_venv
-from kvscout_bench.service_process import READY_SECONDS, ServiceProcess, cpu_of, until
+from kvscout_bench.service_process import READY_SECONDS, ServiceProcess, cpu_of, rss_of, until
 
 BLOCK_SIZE = 16
 _FILTERS = "type.googleapis.com/envoy.extensions.filters"
@@ -36,6 +36,9 @@ class Stack(Protocol):
 
     def cpu_seconds(self) -> Mapping[str, float]:
         """User and system time so far, by process."""
+
+    def rss_bytes(self) -> Mapping[str, int]:
+        """Memory in RAM, by process."""
 
 
 class Engines:
@@ -89,6 +92,10 @@ class OurStack:
         """See `Stack`."""
         return {name: process.cpu_seconds() for name, process in self._processes.items()}
 
+    def rss_bytes(self) -> Mapping[str, int]:
+        """See `Stack`."""
+        return {name: process.rss_bytes() for name, process in self._processes.items()}
+
 
 class PeerStack:
     """A program of others that proxies HTTP; a context manager that ends it.
@@ -127,6 +134,10 @@ class PeerStack:
     def cpu_seconds(self) -> Mapping[str, float]:
         """See `Stack`."""
         return {self._name: cpu_of(Path(f"/proc/{self._process.pid}/stat"))}
+
+    def rss_bytes(self) -> Mapping[str, int]:
+        """See `Stack`."""
+        return {self._name: rss_of(self._process.pid)}
 
     def _answers(self) -> bool:
         if self._process.poll() is not None:

@@ -22,7 +22,7 @@ from kvscout.v1 import gateway_pb2
 from kvscout_bench.gateway_engines import MODEL
 from kvscout_bench.gateway_load import random_tokens
 from kvscout_bench.peer import DriverFailed
-from kvscout_bench.service_process import cpu_of
+from kvscout_bench.service_process import cpu_of, rss_of
 from kvscout_common.config import ServerConfig
 from kvscout_common.serving import App, run
 from kvscout_common.transport import Transport
@@ -68,6 +68,10 @@ class PumpStack:
     def cpu_seconds(self) -> Mapping[str, float]:
         """See `gateway_stack.Stack`."""
         return {"pump": cpu_of(Path(f"/proc/{self._process.pid}/stat"))}
+
+    def rss_bytes(self) -> Mapping[str, int]:
+        """See `gateway_stack.Stack`."""
+        return {"pump": rss_of(self._process.pid)}
 
 
 class _Pump:

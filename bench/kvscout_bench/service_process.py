@@ -85,8 +85,7 @@ class ServiceProcess:
 
     def rss_bytes(self) -> int:
         """Memory of the process that is in RAM."""
-        pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+        return rss_of(self._process.pid)
 
 
 def cpu_of(stat: Path) -> float:
@@ -94,6 +93,11 @@ def cpu_of(stat: Path) -> float:
     # The name of the program, in parentheses, may have spaces.
     fields = stat.read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def rss_of(pid: int) -> int:
+    """Memory of a process that is in RAM."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def until(reached: Callable[[], T], what: str, *, within_seconds: float = DRAIN_SECONDS) -> T:

@@ -29,11 +29,32 @@ def test_what_a_chunk_costs_is_the_difference_of_many_and_one() -> None:
     assert chunk.cost((one, many)).microseconds == pytest.approx(30.0)
 
 
+def test_what_is_added_is_what_an_engine_alone_does_not_take() -> None:
+    median, p99 = (case for case in CASES if case.name.startswith("first/completion"))
+    direct, through = Cost({}, first_ms=(1.0, 4.0)), Cost({"gateway": 900.0}, first_ms=(2.5, 9.0))
+    assert median.value(median.cost((direct, through))) == 1.5
+    assert p99.value(p99.cost((direct, through))) == 5.0
+
+
+def test_memory_is_told_by_process_and_added_up() -> None:
+    case = next(case for case in CASES if case.name == "many/generate")
+    cost = case.cost((Cost({"gateway": 1.0}, grown_kib={"gateway": 40.0, "scheduler": 2.0}),))
+    assert case.value(cost) == 42.0
+    assert cost.parts == {"gateway": 40.0, "scheduler": 2.0}
+
+
+def test_the_time_to_the_first_output_and_growth_are_seen() -> None:
+    (row,) = GatewayBench(only=("first/completion/p50",), quick=True).run(lambda line: None)
+    assert (row.unit, row.goal, row.met) == ("ms", 3.0, None)
+    assert row.value > 0
+
+
 async def test_the_engines_stream_as_many_events_as_they_are_asked_for() -> None:
     with Engines(1) as engines:
         async with CompletionClient(engines.addresses[0], tokens=16, seed=1, as_text=False) as client:
             sent = await at_rate(client.complete(3), per_second=100, seconds=0.05)
-    assert sent.requests == len(sent.seconds) == 5
+    assert sent.requests == len(sent.seconds) == len(sent.first_seconds) == 5
+    assert all(first <= whole for first, whole in zip(sent.first_seconds, sent.seconds, strict=True))
 
 
 async def test_a_request_that_fails_ends_the_run() -> None:
