@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -114,6 +115,9 @@ def status_of(error: KvscoutError) -> tuple[int, str]:
 async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
     try:
         return await handler(request)
+    except ConnectionResetError:
+        # The client went while it was being written to: nobody is there to be told, and nothing has failed.
+        raise asyncio.CancelledError from None
     except web.HTTPException as error:
         kind = error.reason.replace(" ", "") + "Error"
         document = {"error": {"message": error.reason, "type": kind, "param": None, "code": error.status}}

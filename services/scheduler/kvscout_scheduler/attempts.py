@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from enum import Enum, auto
 
 from kvscout_scheduler.request import RequestKey
@@ -29,7 +30,8 @@ class EndedAttempts:
     def __init__(self, seconds: float, limit: int) -> None:
         self._seconds = seconds
         self._limit = limit
-        self._ended: dict[tuple[RequestKey, int], tuple[Ended, float]] = {}
+        # A dict whose first entries are deleted one by one looks at all of the deleted ones for its first each time.
+        self._ended: OrderedDict[tuple[RequestKey, int], tuple[Ended, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._ended)
@@ -37,10 +39,10 @@ class EndedAttempts:
     def add(self, key: RequestKey, attempt_id: int, how: Ended, now: float) -> None:
         """Remembers an attempt from now on."""
         name = (key, attempt_id)
-        self._ended.pop(name, None)
         self._ended[name] = (how, now + self._seconds)
+        self._ended.move_to_end(name)
         if len(self._ended) > self._limit:
-            del self._ended[next(iter(self._ended))]
+            self._ended.popitem(last=False)
 
     def get(self, key: RequestKey, attempt_id: int, now: float) -> Ended | None:
         """How an attempt ended, None if it did not or that is forgotten."""
