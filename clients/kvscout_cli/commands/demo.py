@@ -48,9 +48,9 @@ LONG_PROMPT_BLOCKS = 4096
 """Caches that hold what is in flight: they are not the subject."""
 
 DISAGG_NOTE = (
-    "Apart, half of the engines compute all prompts, and each prompt is moved once: first tokens come later. What is won "
-    "is that no gap is as long as a piece of another prompt takes (2,048 tokens: 61 ms on these engines), which is ITL "
-    "p99 where all engines do all. Lengths, rate, engines and their network decide what that is worth."
+    "Apart, half of the engines compute all prompts, and each prompt is moved once: first tokens come later. What is "
+    "won is that no gap is as long as a piece of another prompt takes (2,048 tokens: 61 ms on these engines), which is "
+    "ITL p99 where all engines do all. Lengths, rate, engines and their network decide what that is worth."
 )
 LATE_SECONDS = 0.005
 """As long as a step of the simulated engines: who sends later than that does not see their gaps, but the machine's."""
