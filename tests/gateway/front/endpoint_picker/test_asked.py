@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from kvscout_common.errors import InvalidArgument
@@ -13,7 +15,7 @@ JSON = {"content-type": "application/json"}
 def test_a_body_is_read_and_the_path_without_its_query() -> None:
     body = b'{"model": "m", "prompt": [1, 2, 70000], "max_tokens": 8}'
     asked = asked_of({**JSON, ":path": "/v1/completions?a=b"}, body, ("10.0.0.1:80",))
-    fields = {"model": "m", "prompt": [1, 2, 70000], "max_tokens": 8}
+    fields = {"model": "m", "prompt": array("I", [1, 2, 70000]).tobytes(), "max_tokens": 8}
     assert asked == Asked("m", "/v1/completions", fields, len(body), ("10.0.0.1:80",))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -179,7 +180,7 @@ async def test_a_pick_is_told_all_that_happens_to_its_request(transport: str) ->
         await stream.done_writing()
         assert await stream.read() is grpc.aio.EOF
         assert one.told[-1] == ended
-        assert one.asked[0].fields["prompt"] == [1, 2, 3]
+        assert one.asked[0].fields["prompt"] == array("I", [1, 2, 3]).tobytes()
         assert one.outcomes == {"picked": 1}
 
 
