@@ -19,10 +19,11 @@ from typing import Any
 
 import grpc
 
+from kvscout_common.audit import audited
 from kvscout_common.endings import INTENDED
 from kvscout_common.errors import Unimplemented
 from kvscout_common.handlers import Context, Continuation, Handler, Synchronous, read_message
-from kvscout_common.identity import Admission, Identity, TokenTable, enter, leave
+from kvscout_common.identity import AUDITED, Admission, Identity, TokenTable, enter, leave
 from kvscout_common.rpc_metrics import MethodTimes, RpcTimes
 from kvscout_common.running_calls import RunningCalls, draining
 from kvscout_common.statuses import caller_gone, status_of
@@ -91,6 +92,7 @@ class GuardedMethod:
             handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
         )
         self.synchronous = isinstance(self._behaviour, Synchronous)
+        self._audited = name.startswith("/kvscout.") and name.rpartition("/")[2] in AUDITED
         self.streams = (bool(handler.request_streaming), bool(handler.response_streaming))
         """Whether there are many requests, many answers."""
 
@@ -194,6 +196,9 @@ class GuardedMethod:
             async for message in request:
                 await context.write(self._behaviour.answer(message))
             return None
+        if self._audited:
+            message = self._read(request, identity)
+            return await audited(self.name, message, identity, self._behaviour(message, context))
         read = self._each if many_requests else self._read
         result = self._behaviour(read(request, identity), context)
         if not many_answers:

@@ -3,7 +3,7 @@
 A tokens file is YAML::
 
     tokens:
-      - {token: "…", role: admin, tenant: "*"}
+      - {token: "…", role: admin, tenant: "*", name: alice}
       - {sha256: "<hex digest of the token>", role: client, tenant: team-a}
 
 Roles, each including what the ones before it may do only where the table below says so:
@@ -12,6 +12,8 @@ Roles, each including what the ones before it may do only where the table below 
 * `worker`: registers and keeps workers, publishes events and metrics, reads what viewers read.
 * `client`: routes and generates, tracks its requests, reads what viewers read.
 * `admin`: everything; also what kvscout services present to one another.
+
+`name` is what the audit log calls its bearer.
 
 Every tenant named anywhere in a request must be the token's own ("*" = all). In `ListWorkers` and `GetStatus` every
 caller may ask for "*" and gets what it may see. `grpc.health.v1` needs no token, so
@@ -40,7 +42,7 @@ from kvscout_common.worker import DEFAULT_TENANT
 ALL_TENANTS = "*"
 MAX_BYTES = 1024 * 1024
 """Of a tokens file."""
-_KEYS = frozenset({"token", "sha256", "role", "tenant"})
+_KEYS = frozenset({"token", "sha256", "role", "tenant", "name"})
 """Of an entry in it."""
 
 
@@ -98,6 +100,18 @@ _REQUEST = frozenset(
         "Generate",
     }
 )
+AUDITED = frozenset(
+    {
+        "ClearCooldowns",
+        "DrainWorker",
+        "RegisterWorker",
+        "RemoveWorker",
+        "ResetWorker",
+        "SetBusyThresholds",
+        "UpdateWorker",
+    }
+)
+"""Calls that change what others get."""
 _NARROWED = frozenset({"ListWorkers", "GetStatus"})
 """Calls that read tenant "*" as all that the caller may see."""
 ALLOWED: Mapping[AccessRole, frozenset[str]] = {
@@ -113,6 +127,8 @@ class Identity:
 
     role: AccessRole
     tenant: str
+    name: str = ""
+    """Of the token's bearer; "" = the tokens file does not tell."""
 
     def may_call(self, method: str) -> bool:
         """Whether the role allows a method, given by its short name."""
@@ -132,7 +148,7 @@ class Identity:
             raise PermissionDenied(f"this token is not for tenant {tenant or DEFAULT_TENANT!r}")
 
 
-ANONYMOUS = Identity(AccessRole.ADMIN, ALL_TENANTS)
+ANONYMOUS = Identity(AccessRole.ADMIN, ALL_TENANTS, "anonymous")
 """The caller where tokens are not required."""
 
 _current: ContextVar[Identity] = ContextVar("kvscout_identity", default=ANONYMOUS)
@@ -239,7 +255,8 @@ def _read_entry(entry: Any, where: str) -> tuple[str, Identity]:
     digest = str(entry.get("sha256") or _digest(entry["token"])).lower()
     if not re.fullmatch("[0-9a-f]{64}", digest):
         raise ConfigError("must be 64 hexadecimal digits", field=f"{where}.sha256")
-    return digest, Identity(AccessRole(entry["role"]), str(entry.get("tenant", DEFAULT_TENANT)))
+    role, tenant = AccessRole(entry["role"]), str(entry.get("tenant", DEFAULT_TENANT))
+    return digest, Identity(role, tenant, entry.get("name", ""))
 
 
 def _digest(token: str) -> str:

@@ -77,7 +77,8 @@ class JsonFormatter(BoundedFormatter):
 class RateFilter(logging.Filter):
     """Lets so many records of each place in the code pass, and has the next one that passes say how many did not.
 
-    Thread-safe, as handlers call their filters outside of their lock. Bounded by the size of the code.
+    A record that says that it is `unlimited` passes. Thread-safe, as handlers call their filters outside of their lock.
+    Bounded by the size of the code.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,6 +90,8 @@ class RateFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is written."""
+        if getattr(record, "unlimited", False):
+            return True
         place = (record.pathname, record.lineno)
         now = self._clock()
         with self._lock:
