@@ -107,6 +107,11 @@ class GatewayClient:
         """The gateway's status."""
         return await call(self.stub.GetStatus, types_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
 
+    async def sources(self) -> dict[str, indexer_pb2.SourceStatus]:
+        """What the indexer tells of each worker's events; of its last rank."""
+        status = await call(self.indexer.GetStatus, types_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
+        return {source.worker.worker_id: source for source in status.sources}
+
     async def active(self) -> list[scheduler_pb2.ActiveRequest]:
         """Requests that the scheduler has as active."""
         request = scheduler_pb2.ListActiveRequestsRequest()

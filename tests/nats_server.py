@@ -31,7 +31,9 @@ class NatsServer:
     def __init__(self, store: Path, *, extra_flags: tuple[str, ...] = (), jetstream: bool = True) -> None:
         (self.port,) = free_ports(1)
         self.store = store
-        self._flags = (*(("-js", "-sd", str(store)) if jetstream else ()), *extra_flags)
+        self.jetstream = jetstream
+        """From the next start on."""
+        self._flags = extra_flags
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -41,8 +43,9 @@ class NatsServer:
 
     async def start(self) -> None:
         """Starts it and waits until it accepts clients."""
+        stored = ("-js", "-sd", str(self.store)) if self.jetstream else ()
         self._process = await asyncio.create_subprocess_exec(
-            server_binary(), "-a", "127.0.0.1", "-p", str(self.port), *self._flags,
+            server_binary(), "-a", "127.0.0.1", "-p", str(self.port), *stored, *self._flags,
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         async with asyncio.timeout(DEADLINE_SECONDS):

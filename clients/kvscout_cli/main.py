@@ -14,7 +14,20 @@ import click
 from kvscout_cli.process import ProcessFailed
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument, KvscoutError, Unavailable
 
-COMMANDS = ("demo", "up", "down", "status", "route", "generate", "workers", "requests", "replicas", "dump", "bench")
+COMMANDS = (
+    "demo",
+    "up",
+    "down",
+    "status",
+    "doctor",
+    "route",
+    "generate",
+    "workers",
+    "requests",
+    "replicas",
+    "dump",
+    "bench",
+)
 """In the order of --help; command x is `commands.x.command`."""
 
 

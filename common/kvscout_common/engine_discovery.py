@@ -137,7 +137,7 @@ class Discovery:
             found.append(f"of what the engine tells, {error}")
             facts = replace(facts, event_endpoints=())
         self._registry.complete(*name, facts)
-        found = facts.contradictions(self._registry.get(*name).spec) + found
+        found = [*facts.contradictions(self._registry.get(*name).spec).values(), *found]
         self._tell(name, "; ".join(found))
 
     def _tell(self, name: WorkerName, problem: str) -> None:

@@ -46,18 +46,18 @@ class EngineFacts:
             completed = replace(completed, total_kv_blocks=self.total_kv_blocks)
         return completed
 
-    def contradictions(self, spec: WorkerSpec) -> list[str]:
-        """What a completed registration says otherwise than its engine, in words."""
-        found = []
+    def contradictions(self, spec: WorkerSpec) -> dict[str, str]:
+        """What a completed registration says otherwise than its engine, in words, by the field that differs."""
+        found = {}
         if self.block_size and self.block_size != spec.block_size:
-            found.append(f"registered with block_size {spec.block_size}, the engine has {self.block_size}")
+            found["block_size"] = f"registered with block_size {spec.block_size}, the engine has {self.block_size}"
         if self.models and spec.model not in self.models:
             more = f" and {len(self.models) - SHOWN} more" if len(self.models) > SHOWN else ""
-            found.append(f"registered for {spec.model!r}, the engine serves {', '.join(self.models[:SHOWN])}{more}")
+            found["model"] = f"registered for {spec.model!r}, the engine serves {', '.join(self.models[:SHOWN])}{more}"
         told = {endpoint.dp_rank for endpoint in self.event_endpoints}
         silent = [rank.dp_rank for rank in spec.ranks if rank.dp_rank not in told]
         if told and silent:
-            found.append(
+            found["dp_size"] = (
                 f"the engine publishes events of {len(told)} ranks, and not of {len(silent)} that are registered, "
                 f"such as {', '.join(map(str, silent[:SHOWN]))}"
             )

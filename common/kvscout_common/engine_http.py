@@ -24,6 +24,10 @@ _ABSENT: Final = (404, 405, 501)
 T = TypeVar("T")
 
 
+class NoAnswer(Unavailable):
+    """Nobody is there, or it does not speak HTTP, or not in time."""
+
+
 def engine_session() -> aiohttp.ClientSession:
     """A session to ask engines with; keeps nothing that they say."""
     return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
@@ -62,7 +66,7 @@ async def read_page(http: aiohttp.ClientSession, url: str, *, timeout_seconds: f
                     raise Unavailable(f"{url} answers more than {MAX_PAGE_BYTES} bytes")
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         # ValueError: the address is none, or redirects to none.
-        raise Unavailable(f"{url} does not answer: {printable(str(error)) or type(error).__name__}") from error
+        raise NoAnswer(f"{url} does not answer: {printable(str(error)) or type(error).__name__}") from error
     return bytes(body)
 
 

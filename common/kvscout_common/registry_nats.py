@@ -45,6 +45,8 @@ READ_SECONDS = 30.0
 IDLE_SECONDS = 60.0
 """The server forgets the watch of a process that is gone after so long."""
 CALLS_AT_ONCE = 32
+REGISTRY = "the registry in NATS"
+"""How problems with it begin."""
 SHOWN = 3
 """Unreadable values named in a warning; the others are counted."""
 
@@ -88,7 +90,7 @@ class NatsRegistry:
         self._warnings = RateLimitedLog(log)
         self.unreadable = 0
         """Values met that could not be read."""
-        self.problem = "the registry in NATS was not read yet"
+        self.problem = f"{REGISTRY} was not read yet"
         """Why it is not followed now; "" = it is."""
         self.read = asyncio.Event()
         """Set once all of the bucket was read."""
@@ -124,7 +126,7 @@ class NatsRegistry:
     def _lost(self, why: str) -> None:
         self._away = True
         self._sample = None
-        self.problem = f"the registry in NATS is not followed now ({why})"
+        self.problem = f"{REGISTRY} is not followed now ({why})"
 
     async def _connected(self) -> None:
         self._reconnected.set()

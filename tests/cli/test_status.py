@@ -110,6 +110,20 @@ async def test_a_gateway_that_was_told_of_another_service_as_its_scheduler_is_sa
     ]
 
 
+async def test_doctor_tells_what_it_finds_as_text_and_as_json(stack: Stack) -> None:
+    code, out, err = await kvscout("doctor", "--json", "--gateway", stack.gateway.address, "127.0.0.1:1")
+    assert (code, err) == (1, "")
+    found = {finding["id"]: finding for finding in json.loads(out)["findings"]}
+    unreachable = found["service-unreachable"]
+    assert (unreachable["severity"], len(unreachable["evidence"])) == ("error", 1)
+    assert "service 127.0.0.1:1: " in unreachable["evidence"][0]
+    code, out, _ = await kvscout("doctor", "--no-engines", "--gateway", "127.0.0.1:1", "--timeout", "2")
+    assert code == 1
+    assert out.startswith("error service-unreachable\n  No service answers at an address.\n  · gateway 127.0.0.1:1: ")
+    assert "  → Start it there" in out
+    assert "1 finding (asked: nobody answered; 0 workers)" in out
+
+
 async def test_nobody_at_the_gateways_address_is_a_row_and_not_a_crash() -> None:
     code, out, _ = await kvscout("status", "--gateway", "127.0.0.1:1", "--timeout", "2")
     assert code == 1

@@ -31,7 +31,7 @@ from kvscout_common.channel import ClientSecurity, call, open_channel
 from kvscout_common.doctor.snapshot import Engine, Kind, Service, Snapshot, WorkerName
 from kvscout_common.endpoints import address_problem
 from kvscout_common.engine_facts import ASKED
-from kvscout_common.engine_http import engine_session
+from kvscout_common.engine_http import NoAnswer, engine_session
 from kvscout_common.engine_query import ask_engine
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable, Unimplemented
 from kvscout_common.plain_text import printable
@@ -212,11 +212,12 @@ class Collection:
                 async with asyncio.timeout(self._timeout):
                     facts = await ask_engine(http, spec.http_endpoint, spec.engine)
             except Unavailable as error:
-                return Engine(name, spec.http_endpoint, error=printable(str(error)))
+                reached = not isinstance(error, NoAnswer)
+                return Engine(name, spec.http_endpoint, error=printable(str(error)), reached=reached)
             except TimeoutError:
                 error_text = f"{spec.http_endpoint} does not answer within {self._timeout:g} s"
                 return Engine(name, spec.http_endpoint, error=error_text)
-        return Engine(name, spec.http_endpoint, facts)
+        return Engine(name, spec.http_endpoint, facts, reached=True)
 
 
 def _named_by(service: Service) -> list[Named]:

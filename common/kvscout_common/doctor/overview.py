@@ -124,7 +124,7 @@ def seen_by_gateways(snapshot: Snapshot) -> dict[RankName, Seen]:
 
 def overview(snapshot: Snapshot) -> Overview:
     """Both tables of a snapshot."""
-    reached = _reached_by_gateways(snapshot)
+    reached = reached_by_gateways(snapshot)
     return Overview(
         services=tuple(_service_row(service, reached.get(service.address)) for service in snapshot.services),
         sources=tuple(_source_rows(snapshot)),
@@ -136,7 +136,7 @@ def out_of_sight(service: Service, reached: gateway_pb2.HelperStatus | None) -> 
     return bool(service.error) and service.actual is None and reached is not None and reached.healthy
 
 
-def _reached_by_gateways(snapshot: Snapshot) -> dict[str, gateway_pb2.HelperStatus]:
+def reached_by_gateways(snapshot: Snapshot) -> dict[str, gateway_pb2.HelperStatus]:
     """What gateways say of their helpers, by address; of several, the one that reaches it."""
     found: dict[str, gateway_pb2.HelperStatus] = {}
     for _, status in snapshot.told(gateway_pb2.GatewayStatus):

@@ -93,8 +93,11 @@ class Engine:
     worker: WorkerName
     url: str
     facts: EngineFacts | None = None
-    """None = it does not answer."""
+    """None = it does not tell."""
     error: str = ""
+    """Why not."""
+    reached: bool = False
+    """Something answers there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -881,6 +881,7 @@ class WorkerObservation(_message.Message):
     EVENTFUL_AGE_SECONDS_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    HEALTH_CHECK_PROBLEM_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """Requests dispatched."""
     failures: _builtins.int
@@ -898,11 +899,15 @@ class WorkerObservation(_message.Message):
     predicted_cached_tokens: _builtins.int
     """Sum of the cached tokens that were predicted for the checked requests."""
     unreported: _builtins.int
-    """Requests whose usage said nothing of cached tokens, while the worker has never reported any."""
+    """Requests of which a part was predicted to be cached and whose usage said nothing of it, while the worker has never
+    reported any.
+    """
     problem: _builtins.str
     """Why the worker gets no requests now, in one sentence; empty = it does."""
     tenant: _builtins.str
     """Tenant of the worker."""
+    health_check_problem: _builtins.str
+    """What was wrong with its last health check, once several in a row failed; empty = nothing."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -929,10 +934,11 @@ class WorkerObservation(_message.Message):
         eventful_age_seconds: _abc.Iterable[_builtins.float] | None = ...,
         problem: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        health_check_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "checked", b"checked", "eventful_age_seconds", b"eventful_age_seconds", "failures", b"failures", "mispredicted", b"mispredicted", "predicted_cached_tokens", b"predicted_cached_tokens", "prediction_error_tokens", b"prediction_error_tokens", "problem", b"problem", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "tenant", b"tenant", "unreported", b"unreported", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "checked", b"checked", "eventful_age_seconds", b"eventful_age_seconds", "failures", b"failures", "health_check_problem", b"health_check_problem", "mispredicted", b"mispredicted", "predicted_cached_tokens", b"predicted_cached_tokens", "prediction_error_tokens", b"prediction_error_tokens", "problem", b"problem", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "tenant", b"tenant", "unreported", b"unreported", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -605,6 +605,7 @@ class SourceStatus(_message.Message):
     OPEN_SECONDS_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     REPLAY_ENDPOINT_FIELD_NUMBER: _builtins.int
+    WRONG_RANK_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model."""
     tenant: _builtins.str
@@ -655,6 +656,8 @@ class SourceStatus(_message.Message):
     """Where its events are read: a ZMQ address, or a subject or stream of NATS; empty = they are pushed, or not read."""
     replay_endpoint: _builtins.str
     """Where lost events are asked for: a ZMQ address; empty = nowhere, or over the transport itself."""
+    wrong_rank: _builtins.int
+    """Batches dropped because they name another rank."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -695,10 +698,11 @@ class SourceStatus(_message.Message):
         open_seconds: _builtins.float | None = ...,
         endpoint: _builtins.str = ...,
         replay_endpoint: _builtins.str = ...,
+        wrong_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "_open_seconds", b"_open_seconds", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "open_seconds", b"open_seconds", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "_open_seconds", b"_open_seconds", "applied", b"applied", "blocks", b"blocks", "demotions", b"demotions", "dropped", b"dropped", "endpoint", b"endpoint", "epoch", b"epoch", "gaps", b"gaps", "ghosts", b"ghosts", "hidden", b"hidden", "ignored", b"ignored", "lag_batches", b"lag_batches", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "malformed", b"malformed", "model", b"model", "open_seconds", b"open_seconds", "orphans", b"orphans", "over_capacity", b"over_capacity", "reason", b"reason", "replay_endpoint", b"replay_endpoint", "replays", b"replays", "resets", b"resets", "state", b"state", "states", b"states", "tenant", b"tenant", "transport", b"transport", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "_open_seconds", b"_open_seconds", "applied", b"applied", "blocks", b"blocks", "demotions", b"demotions", "dropped", b"dropped", "endpoint", b"endpoint", "epoch", b"epoch", "gaps", b"gaps", "ghosts", b"ghosts", "hidden", b"hidden", "ignored", b"ignored", "lag_batches", b"lag_batches", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "malformed", b"malformed", "model", b"model", "open_seconds", b"open_seconds", "orphans", b"orphans", "over_capacity", b"over_capacity", "reason", b"reason", "replay_endpoint", b"replay_endpoint", "replays", b"replays", "resets", b"resets", "state", b"state", "states", b"states", "tenant", b"tenant", "transport", b"transport", "worker", b"worker", "wrong_rank", b"wrong_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_event_age_seconds: _TypeAlias = _typing.Literal["last_event_age_seconds"]  # noqa: Y015
     _WhichOneofArgType__last_event_age_seconds: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds"]  # noqa: Y015

@@ -164,6 +164,7 @@ def source_status(
         status.lag_batches = sequence.held
         status.applied = counters["applied"]
         status.dropped = counters["duplicate"] + counters["stale"] + counters["wrong_rank"] + counters["quarantined"]
+        status.wrong_rank = counters["wrong_rank"]
         status.gaps = counters["gaps"]
         status.replays = counters["replays"]
         status.demotions = counters["demotions"]

@@ -39,7 +39,6 @@ SLOW_START_SHARE = 0.1
 """Of the requests that may go to it, at first."""
 MISSED_CHECKS = 3
 """Health checks in a row that a worker that is well may miss, less one."""
-_SILENT = "does not answer its health checks"
 MAX_LEFT_OUT = 0.5
 """Share of the workers that are left out at most."""
 BUSY_SECONDS = 1.0
@@ -144,32 +143,26 @@ class WorkerHealth:
 
     def warnings(self) -> list[Warned]:
         """Who is left out because it failed, in sentences."""
-        now = self._clock()
         failing: list[Warned] = [
-            TenantWarning(tenant, f"worker {rank.worker_id}/{rank.dp_rank} {_sentence(standing, now)}")
-            for (tenant, rank), standing in self._standings.items()
-            if standing.out_until is not None
+            TenantWarning(tenant, f"worker {rank.worker_id}/{rank.dp_rank} {sentence}")
+            for (tenant, rank), sentence in self.failing().items()
         ]
         silent = [
-            TenantWarning(tenant, f"worker {worker_id} {_SILENT}: no requests")
-            for (tenant, worker_id), (missed, _) in self._missed.items()
-            if missed >= MISSED_CHECKS
+            TenantWarning(tenant, f"worker {worker_id} does not answer its health checks: no requests")
+            for tenant, worker_id in self.silent()
         ]
         return [*failing, *silent]
 
-    def problems(self) -> dict[tuple[str, str, int | None], str]:
-        """Why workers get no requests now, by tenant, worker id and rank; rank None = all of its ranks."""
+    def failing(self) -> dict[Key, str]:
+        """What is wrong with the worker ranks that are left out because they failed."""
         now = self._clock()
-        failing: dict[tuple[str, str, int | None], str] = {
-            (tenant, rank.worker_id, rank.dp_rank): _sentence(standing, now)
-            for (tenant, rank), standing in self._standings.items()
-            if standing.out_until is not None
+        return {
+            key: _sentence(standing, now) for key, standing in self._standings.items() if standing.out_until is not None
         }
-        return failing | {
-            (tenant, worker_id, None): f"{_SILENT}: {problem}"
-            for (tenant, worker_id), (missed, problem) in self._missed.items()
-            if missed >= MISSED_CHECKS
-        }
+
+    def silent(self) -> dict[tuple[str, str], str]:
+        """What was wrong with the last health check of the workers that missed several, by tenant and worker id."""
+        return {who: problem for who, (missed, problem) in self._missed.items() if missed >= MISSED_CHECKS}
 
     def checked(self, tenant: str, worker_id: str, problem: str = "") -> bool:
         """A health check has ended.

@@ -60,7 +60,7 @@ class Observation:
     unproven: Reports = field(default_factory=Reports)
     """Of requests whose usage says nothing of cached tokens, as if it had said 0."""
     unreported: int = 0
-    """Those requests."""
+    """Those of them of which a part was predicted to be cached."""
     eventful: deque[float] = field(default_factory=lambda: deque(maxlen=EVENTFUL_KEPT))
     """When the last requests were dispatched that ran to their end and computed a block of their prompt, in seconds on
     the clock of Generate: whoever hears the worker's events heard of each."""
@@ -134,7 +134,7 @@ class Observations:
                     self.total.merge(other.unproven)
                     other.unproven, other.unreported = Reports(), 0
         if cached is None and who not in self._reporting:
-            seen.unreported += 1
+            seen.unreported += bool(predicted)
             seen.unproven.add(isl_tokens=isl_tokens, cached=0, predicted=predicted)
             return
         for totals in (seen.reports, self.total):

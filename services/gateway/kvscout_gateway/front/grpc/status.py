@@ -41,21 +41,24 @@ def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.Gat
 def _observations(gateway: Gateway, tenant: str, model: str) -> list[gateway_pb2.WorkerObservation]:
     """Of the ranks to which requests went, and of those that get none because something is wrong."""
     # The clock of `Observation.eventful`.
-    now, problems = time.perf_counter(), gateway.health.problems()
+    now, failing, silent = time.perf_counter(), gateway.health.failing(), gateway.health.silent()
     seen = gateway.observations.by_rank
     found = []
     for entry in gateway.registry.entries(tenant, model):
         owner = entry.spec.tenant
+        unanswered = silent.get((owner, entry.spec.worker_id), "")
         for rank in entry.spec.ranks:
-            problem = problems.get((owner, *rank)) or problems.get((owner, rank.worker_id, None), "")
-            if problem or (owner, rank) in seen:
-                found.append(_observation(owner, rank, seen.get((owner, rank), _NOTHING), problem, now))
+            problem = failing.get((owner, rank), "")
+            if not (problem or unanswered or (owner, rank) in seen):
+                continue
+            one = _observation(owner, rank, seen.get((owner, rank), _NOTHING), now)
+            one.problem = problem or ("does not answer its health checks" if unanswered else "")
+            one.health_check_problem = unanswered
+            found.append(one)
     return found
 
 
-def _observation(
-    tenant: str, rank: WorkerRank, seen: Observation, problem: str, now: float
-) -> gateway_pb2.WorkerObservation:
+def _observation(tenant: str, rank: WorkerRank, seen: Observation, now: float) -> gateway_pb2.WorkerObservation:
     return gateway_pb2.WorkerObservation(
         worker=rank_to_proto(rank),
         tenant=tenant,
@@ -69,5 +72,4 @@ def _observation(
         predicted_cached_tokens=seen.reports.predicted_tokens,
         unreported=seen.unreported,
         eventful_age_seconds=[now - dispatched_at for dispatched_at in seen.eventful],
-        problem=problem,
     )

@@ -1,0 +1,75 @@
+"""`kvscout doctor`: what makes routing blind or wrong, and what helps?"""
+
+from __future__ import annotations
+
+import textwrap
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from kvscout_cli.connection import Services, json_flag, option, services_flags
+from kvscout_cli.lifetime import run
+from kvscout_cli.output import print_json, stdout
+from kvscout_common.doctor.conditions import Severity
+from kvscout_common.doctor.diagnosis import Finding, diagnose, is_wrong
+from kvscout_common.doctor.snapshot import Kind, Snapshot
+from kvscout_common.flags import SectionedCommand
+
+_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold"}
+MAX_WIDTH = 110
+"""Sentences are not read in longer lines."""
+
+
+@click.command(cls=SectionedCommand)
+@option("--engines/--no-engines", default=True, show_default=True, help="Ask the workers' engines over HTTP, too.")
+@json_flag
+@services_flags
+def command(services: Services, *, engines: bool, as_json: bool) -> None:
+    """Say what makes routing blind or wrong, how it shows, and what helps; exit with 1 if anything does.
+
+    The gateway names its indexers and schedulers, the workers their bridges and engines. ADDRESS is any
+    further service.
+
+    \b
+        kvscout doctor
+        kvscout doctor --gateway 10.0.0.5:7050 --json
+    """
+    snapshot = run(services.snapshot(engines=engines))
+    findings = diagnose(snapshot)
+    if as_json:
+        print_json({"findings": findings})
+    else:
+        _print(snapshot, findings)
+    if is_wrong(findings):
+        raise SystemExit(1)
+
+
+def _print(snapshot: Snapshot, findings: list[Finding]) -> None:
+    console = stdout()
+    for finding in findings:
+        console.print(Text.assemble((finding.severity, _STYLES[finding.severity]), f" {finding.id}"))
+        _say(console, finding.what, indent="  ")
+        for evidence in finding.evidence:
+            _say(console, evidence, indent="  · ")
+        _say(console, finding.remedy, indent="  → ")
+        console.print()
+    console.print(Text(_summary(snapshot, findings)), soft_wrap=True)
+
+
+def _say(console: Console, text: str, *, indent: str) -> None:
+    width = min(console.width, MAX_WIDTH)
+    lines = textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=" " * len(indent), break_long_words=False
+    )
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _summary(snapshot: Snapshot, findings: list[Finding]) -> str:
+    counts = [(kind, sum(service.info is not None for service in snapshot.of_kind(kind))) for kind in Kind]
+    asked = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts if count) or "nobody answered"
+    about = f"asked: {asked}; {len(snapshot.workers):,} workers"
+    if not findings:
+        return f"nothing is wrong ({about})"
+    return f"{len(findings)} finding{'s' * (len(findings) > 1)} ({about})"

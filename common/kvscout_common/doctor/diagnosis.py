@@ -1,0 +1,88 @@
+"""A snapshot as findings: what is wrong, how that shows, and what helps. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvscout_common.doctor.conditions import CONDITIONS, LEFT_OUT, SERVICE_WARNING, Condition, Severity
+from kvscout_common.doctor.engine_checks import check_engines
+from kvscout_common.doctor.event_checks import check_events
+from kvscout_common.doctor.machine_checks import check_machines
+from kvscout_common.doctor.nats_checks import check_nats
+from kvscout_common.doctor.prediction_checks import check_predictions
+from kvscout_common.doctor.registry_checks import check_registrations, check_shards
+from kvscout_common.doctor.replica_checks import check_replicas
+from kvscout_common.doctor.service_checks import check_helpers, check_services
+from kvscout_common.doctor.snapshot import Snapshot
+from kvscout_common.doctor.symptom import Symptom
+from kvscout_common.plain_text import printable
+
+SHOWN = 20
+"""Places in which one condition is told; of more, the number."""
+MAX_CHARACTERS = 1_000
+"""Of one piece of evidence, part of which comes from outside."""
+
+CHECKS: tuple[Callable[[Snapshot], Iterator[Symptom]], ...] = (
+    check_services,
+    check_nats,
+    check_registrations,
+    check_shards,
+    check_engines,
+    check_events,
+    check_predictions,
+    check_replicas,
+    check_machines,
+)
+_ORDER = {severity: index for index, severity in enumerate(Severity)}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One condition that a kvscout is in."""
+
+    id: str
+    severity: Severity
+    what: str
+    evidence: tuple[str, ...]
+    """Where and how it shows, a sentence each."""
+    remedy: str
+
+
+def diagnose(snapshot: Snapshot) -> list[Finding]:
+    """What is wrong, the worst first; empty = nothing."""
+    symptoms = [symptom for check in CHECKS for symptom in check(snapshot)]
+    symptoms += _unexplained(snapshot, symptoms)
+    if snapshot.left_out:
+        symptoms.append(Symptom(LEFT_OUT, f"{snapshot.left_out} were not asked"))
+    evidence: defaultdict[Condition, list[str]] = defaultdict(list)
+    for symptom in symptoms:
+        evidence[symptom.condition].append(printable(symptom.evidence, MAX_CHARACTERS))
+    found = [_finding(condition, evidence[condition]) for condition in CONDITIONS if condition in evidence]
+    return sorted(found, key=lambda finding: _ORDER[finding.severity])
+
+
+def is_wrong(findings: list[Finding]) -> bool:
+    """Whether any of them is more than a note."""
+    return any(finding.severity is not Severity.NOTE for finding in findings)
+
+
+def _finding(condition: Condition, evidence: list[str]) -> Finding:
+    told = list(dict.fromkeys(evidence))
+    if len(told) > SHOWN:
+        told = [*told[:SHOWN], f"and {len(told) - SHOWN} more"]
+    return Finding(condition.id, condition.severity, condition.what, tuple(told), condition.remedy)
+
+
+def _unexplained(snapshot: Snapshot, symptoms: list[Symptom]) -> Iterator[Symptom]:
+    """What services complain of and no check has found the cause of."""
+    explained = {text for symptom in symptoms for text in symptom.explains if text}
+    for symptom in check_helpers(snapshot):
+        if explained.isdisjoint(symptom.explains):
+            yield symptom
+            explained.update(symptom.explains)
+    for service in snapshot.services:
+        for warning in service.info.warnings if service.info is not None else ():
+            if not any(text in warning for text in explained):
+                yield Symptom(SERVICE_WARNING, f"{service.name}: {warning}")

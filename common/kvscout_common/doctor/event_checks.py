@@ -1,0 +1,118 @@
+"""Whether the events of every worker come, and can be read. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from kvscout.v1 import gateway_pb2, indexer_pb2, workers_pb2
+from kvscout_common.doctor.conditions import (
+    BLOCK_SIZE_DIFFERS,
+    EVENTS_MISCONFIGURED,
+    EVENTS_SILENT,
+    EVENTS_UNREACHABLE,
+    EVENTS_UNREADABLE,
+    HISTORY_INCOMPLETE,
+    LORA_UNNAMED,
+    NATS_UNREACHABLE,
+    RANKS_DIFFER,
+    REMOVALS_LOST,
+    REPLAY_MISSING,
+    Condition,
+)
+from kvscout_common.doctor.snapshot import RankName, Snapshot, observed_name, source_name
+from kvscout_common.doctor.symptom import Symptom, of_worker
+
+HEARD_WITHIN_SECONDS = 2.0
+"""An event that takes longer from its engine to the indexer does not come."""
+_NATS = (workers_pb2.EVENT_TRANSPORT_NATS_CORE, workers_pb2.EVENT_TRANSPORT_JETSTREAM)
+_CONDITIONS: dict[int, Condition] = {
+    indexer_pb2.SOURCE_STATE_DISCONNECTED: EVENTS_UNREACHABLE,
+    indexer_pb2.SOURCE_STATE_BLIND: EVENTS_SILENT,
+    indexer_pb2.SOURCE_STATE_INCOMPATIBLE: BLOCK_SIZE_DIFFERS,
+    indexer_pb2.SOURCE_STATE_MISCONFIGURED: EVENTS_MISCONFIGURED,
+    indexer_pb2.SOURCE_STATE_QUARANTINED: EVENTS_UNREADABLE,
+    indexer_pb2.SOURCE_STATE_INCOMPLETE: HISTORY_INCOMPLETE,
+}
+_UNINDEXED = ("bad_length", "hash_conflict")
+"""Reasons for which events are left out that no engine should give."""
+
+
+def check_events(snapshot: Snapshot) -> Iterator[Symptom]:
+    """Every source of every indexer."""
+    served = _served(snapshot)
+    told_by_engines = {
+        RankName(*engine.worker, endpoint.dp_rank): endpoint
+        for engine in snapshot.engines
+        if engine.facts is not None
+        for endpoint in engine.facts.event_endpoints
+    }
+    for service, status in snapshot.told(indexer_pb2.IndexerStatus):
+        for source in status.sources:
+            name = source_name(source)
+            condition = _condition(source, served[name])
+            where = f"worker {name} at {service.name}"
+            about = of_worker(name.worker_id)
+            told = told_by_engines.get(name)
+            if condition is not None:
+                hint = ""
+                if told is not None and source.endpoint and _port(told.endpoint) != _port(source.endpoint):
+                    hint = f"; the engine says that it publishes at {told.endpoint}"
+                yield Symptom(condition, f"{where}: {_reason(source, served[name], condition)}{hint}", about)
+            if source.endpoint and source.transport == workers_pb2.EVENT_TRANSPORT_ZMQ and not source.replay_endpoint:
+                hint = f", the engine has one at {told.replay_endpoint}" if told and told.replay_endpoint else ""
+                yield Symptom(REPLAY_MISSING, f"{where}: none is registered{hint}")
+            yield from _contents(source, where)
+
+
+def _served(snapshot: Snapshot) -> defaultdict[RankName, list[float]]:
+    """When requests were dispatched of which whoever hears a rank's events heard, as ages in seconds."""
+    ages: defaultdict[RankName, list[float]] = defaultdict(list)
+    for _, status in snapshot.told(gateway_pb2.GatewayStatus):
+        for seen in status.workers:
+            ages[observed_name(seen)] += seen.eventful_age_seconds
+    return ages
+
+
+def _condition(source: indexer_pb2.SourceStatus, served: list[float]) -> Condition | None:
+    """What a source's state amounts to; None = nothing is wrong with it."""
+    condition = _CONDITIONS.get(source.state)
+    if condition is EVENTS_MISCONFIGURED and source.wrong_rank:
+        return RANKS_DIFFER
+    if condition is EVENTS_UNREACHABLE and source.transport in _NATS:
+        return NATS_UNREACHABLE
+    if source.state == indexer_pb2.SOURCE_STATE_WAITING and _unheard(source, served):
+        return EVENTS_SILENT
+    return condition
+
+
+def _unheard(source: indexer_pb2.SourceStatus, served: list[float]) -> int:
+    """Requests that the worker served while the indexer listened, and that had the time to be heard of."""
+    if source.HasField("last_event_id") or not source.HasField("open_seconds"):
+        return 0
+    return sum(HEARD_WITHIN_SECONDS < age < source.open_seconds for age in served)
+
+
+def _reason(source: indexer_pb2.SourceStatus, served: list[float], condition: Condition) -> str:
+    if condition is EVENTS_SILENT and source.state == indexer_pb2.SOURCE_STATE_WAITING:
+        unheard = _unheard(source, served)
+        return f"{unheard} request{'s' * (unheard > 1)} served, and nothing came from {source.endpoint or 'it'}"
+    return source.reason
+
+
+def _contents(source: indexer_pb2.SourceStatus, where: str) -> Iterator[Symptom]:
+    """What came, and could not be used."""
+    if unnamed := source.ignored.get("unnamed_lora", 0):
+        yield Symptom(LORA_UNNAMED, f"{where}: {unnamed:,} events")
+    for reason in _UNINDEXED:
+        if count := source.ignored.get(reason, 0):
+            yield Symptom(EVENTS_UNREADABLE, f"{where}: {count:,} events left out ({reason})")
+    if source.malformed and source.state != indexer_pb2.SOURCE_STATE_QUARANTINED:
+        yield Symptom(EVENTS_UNREADABLE, f"{where}: {source.malformed:,} batches or events could not be decoded")
+    if source.over_capacity:
+        yield Symptom(REMOVALS_LOST, f"{where}: {source.blocks:,} blocks")
+
+
+def _port(endpoint: str) -> str:
+    """What two ways to name one endpoint have in common: an engine rarely knows how it is reached."""
+    return endpoint.rpartition(":")[2]

@@ -1,0 +1,90 @@
+"""Whether a gateway and its helpers know the same workers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kvscout.v1 import gateway_pb2, indexer_pb2, workers_pb2
+from kvscout_common.doctor.conditions import (
+    NO_WORKERS,
+    REGISTRATIONS_DIFFER,
+    SCHEDULER_WITHOUT_WORKERS,
+    SHARDS_DIFFER,
+)
+from kvscout_common.doctor.snapshot import Kind, Service, Snapshot, WorkerName, worker_name
+from kvscout_common.doctor.symptom import Symptom
+
+SHOWN = 8
+"""Workers named in a sentence."""
+_COMPARED = ("model", "block_size", "role", "dp_start_rank", "dp_size", "eagle", "transport")
+"""Fields by which two services would index or choose otherwise."""
+
+
+def check_registrations(snapshot: Snapshot) -> Iterator[Symptom]:
+    """Every gateway, and each of its helpers against it."""
+    by_address = {service.address: service for service in snapshot.services}
+    for gateway, status in snapshot.told(gateway_pb2.GatewayStatus):
+        if gateway.workers is None:
+            continue
+        known = _by_name(gateway.workers)
+        if not known:
+            yield Symptom(NO_WORKERS, f"{gateway.name} has no registration")
+        for one in status.helpers:
+            helper = by_address.get(one.address)
+            if helper is not None and helper.workers is not None:
+                yield from _compared(gateway, known, helper)
+
+
+def check_shards(snapshot: Snapshot) -> Iterator[Symptom]:
+    """What gateways expect of indexers, and what these have."""
+    actual = {
+        service.address: f"{status.shard_index}/{status.shard_count or 1}"
+        for service, status in snapshot.told(indexer_pb2.IndexerStatus)
+    }
+    for gateway, status in snapshot.told(gateway_pb2.GatewayStatus):
+        for helper in status.helpers:
+            has, expected = actual.get(helper.address), helper.shard or "0/1"
+            if has is not None and has != expected:
+                yield Symptom(
+                    SHARDS_DIFFER,
+                    f"{gateway.name} expects shard {expected} at indexer {helper.address}, which has {has}",
+                    ("has shard",),
+                )
+
+
+def _compared(gateway: Service, known: dict[WorkerName, workers_pb2.Worker], helper: Service) -> Iterator[Symptom]:
+    there = _by_name(helper.workers or ())
+    lacking, further = known.keys() - there.keys(), there.keys() - known.keys()
+    if helper.kind is Kind.SCHEDULER and known and not there:
+        yield Symptom(
+            SCHEDULER_WITHOUT_WORKERS,
+            f"{helper.name} knows no worker, {gateway.name} {len(known):,}",
+            (helper.address,),
+        )
+    elif lacking:
+        yield Symptom(
+            REGISTRATIONS_DIFFER, f"{helper.name} lacks {_names(lacking)} of {gateway.name}", (helper.address,)
+        )
+    if further:
+        yield Symptom(
+            REGISTRATIONS_DIFFER, f"{gateway.name} lacks {_names(further)} of {helper.name}", (helper.address,)
+        )
+    for name in sorted(known.keys() & there.keys()):
+        ours, theirs = known[name], there[name]
+        for field in _COMPARED:
+            if getattr(ours, field) != getattr(theirs, field):
+                yield Symptom(
+                    REGISTRATIONS_DIFFER,
+                    f"worker {name.worker_id} has {field} {getattr(ours, field)} at {gateway.name}, "
+                    f"{getattr(theirs, field)} at {helper.name}",
+                )
+
+
+def _by_name(entries: Iterable[workers_pb2.WorkerEntry]) -> dict[WorkerName, workers_pb2.Worker]:
+    return {worker_name(entry.worker): entry.worker for entry in entries}
+
+
+def _names(names: Iterable[WorkerName]) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
+    return ", ".join(name.worker_id for name in listed[:SHOWN]) + more

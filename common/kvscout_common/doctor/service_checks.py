@@ -1,0 +1,61 @@
+"""Who answers, and who does not. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvscout.v1 import gateway_pb2
+from kvscout_common.doctor.conditions import (
+    HELPER_FAILING,
+    NOT_SERVING,
+    OUT_OF_SIGHT,
+    SERVICE_UNREACHABLE,
+    UNTOLD,
+    WRONG_SERVICE,
+)
+from kvscout_common.doctor.overview import out_of_sight, reached_by_gateways
+from kvscout_common.doctor.snapshot import Service, Snapshot
+from kvscout_common.doctor.symptom import Symptom
+
+
+def check_services(snapshot: Snapshot) -> Iterator[Symptom]:
+    """Every service by itself."""
+    reached = reached_by_gateways(snapshot)
+    for service in snapshot.services:
+        symptom = _of_service(service, reached.get(service.address))
+        if symptom is not None:
+            yield symptom
+        for text in service.untold:
+            yield Symptom(UNTOLD, f"{service.name} does not tell {text}")
+
+
+def check_helpers(snapshot: Snapshot) -> Iterator[Symptom]:
+    """The gateways' last calls to their helpers; other checks may know better why one failed."""
+    for gateway, status in snapshot.told(gateway_pb2.GatewayStatus):
+        for helper in status.helpers:
+            if helper.last_error:
+                yield Symptom(
+                    HELPER_FAILING,
+                    f"{gateway.name} and its {helper.kind} {helper.address}: {helper.last_error} "
+                    f"({helper.failures:,} of {helper.calls:,} calls failed)",
+                    (helper.address,),
+                )
+
+
+def _of_service(service: Service, helper: gateway_pb2.HelperStatus | None) -> Symptom | None:
+    named = f" (named by {service.named_by})" if service.named_by else ""
+    explains = (service.address,)
+    if out_of_sight(service, helper):
+        return Symptom(OUT_OF_SIGHT, f"{service.name}{named}: {service.error}", explains)
+    if service.actual is not None:
+        return Symptom(WRONG_SERVICE, f"{service.name}{named} is {_a(service.actual)}", explains)
+    if service.error:
+        return Symptom(SERVICE_UNREACHABLE, f"{service.name}{named}: {service.error}", explains)
+    if service.info is not None and (service.info.draining or not service.serving):
+        why = "drains" if service.info.draining else "is not ready"
+        return Symptom(NOT_SERVING, f"{service.name} {why}", explains)
+    return None
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"

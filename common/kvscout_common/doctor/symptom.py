@@ -1,0 +1,22 @@
+"""What one check says about one snapshot."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvscout_common.doctor.conditions import Condition
+
+
+class Symptom(NamedTuple):
+    """One condition, seen in one place."""
+
+    condition: Condition
+    evidence: str
+    """Who, and what was seen; one sentence."""
+    explains: tuple[str, ...] = ()
+    """Texts by which services' own warnings of the same thing are known."""
+
+
+def of_worker(worker_id: str) -> tuple[str, ...]:
+    """How warnings about a worker are known."""
+    return (f"worker {worker_id}:", f"worker {worker_id}/", f"worker {worker_id} ")

@@ -1,0 +1,163 @@
+"""What is found in a snapshot, from values alone; tests/integration/test_doctor.py breaks real services."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
+from kvscout_common.doctor.conditions import CONDITIONS
+from kvscout_common.doctor.diagnosis import SHOWN, Finding, diagnose, is_wrong
+from kvscout_common.doctor.snapshot import Engine, Kind, Service, Snapshot, WorkerName
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def info(**fields: object) -> types_pb2.ServiceInfo:
+    return types_pb2.ServiceInfo(**{"version": "1", "backend": "native", "max_descriptors": 1 << 20, **fields})  # type: ignore[arg-type]
+
+
+def entries(*worker_ids: str) -> tuple[workers_pb2.WorkerEntry, ...]:
+    workers = (workers_pb2.Worker(worker_id=name, tenant="t", model="m", block_size=16) for name in worker_ids)
+    return tuple(workers_pb2.WorkerEntry(worker=worker) for worker in workers)
+
+
+def gateway(*worker_ids: str, about: types_pb2.ServiceInfo | None = None, **fields: object) -> Service:
+    status = gateway_pb2.GatewayStatus(service=about or info(), **fields)  # type: ignore[arg-type]
+    return Service("g:1", Kind.GATEWAY, serving=True, status=status, workers=entries(*(worker_ids or ("w",))))
+
+
+def scheduler(address: str = "s:1", offset: float | None = None, **replicas: object) -> Service:
+    return Service(
+        address,
+        Kind.SCHEDULER,
+        serving=True,
+        status=scheduler_pb2.SchedulerStatus(service=info()),
+        workers=entries("w"),
+        replicas=scheduler_pb2.GetReplicasResponse(**replicas),  # type: ignore[arg-type]
+        clock_offset_seconds=offset,
+    )
+
+
+def indexer(*sources: indexer_pb2.SourceStatus) -> Service:
+    status = indexer_pb2.IndexerStatus(service=info(), sources=sources, shard_count=1)
+    return Service("i:1", Kind.INDEXER, serving=True, status=status, workers=entries("w"))
+
+
+def source(state: indexer_pb2.SourceState.ValueType, **fields: object) -> indexer_pb2.SourceStatus:
+    worker = types_pb2.WorkerRank(worker_id="w")
+    return indexer_pb2.SourceStatus(worker=worker, tenant="t", model="m", state=state, **fields)  # type: ignore[arg-type]
+
+
+def found(*services: Service, **rest: object) -> dict[str, Finding]:
+    return {finding.id: finding for finding in diagnose(Snapshot(services, **rest))}  # type: ignore[arg-type]
+
+
+def test_where_nothing_is_wrong_nothing_is_found() -> None:
+    assert found(gateway(), scheduler(), indexer(source(indexer_pb2.SOURCE_STATE_LIVE))) == {}
+    assert not is_wrong([])
+
+
+def test_replicas_that_disagree_and_one_that_is_gone_are_told_apart() -> None:
+    replicas = [
+        scheduler_pb2.Replica(replica_id="me", self=True),
+        scheduler_pb2.Replica(replica_id="other", live=True, diverged=True, sequence=7, divergences=2),
+        scheduler_pb2.Replica(replica_id="gone", silent_seconds=30.0, owned_requests=4),
+    ]
+    told = found(gateway(), scheduler(replicas=replicas))
+    assert told.keys() == {"replicas-diverged", "replica-silent"}
+    assert "replica other disagree at event 7" in told["replicas-diverged"].evidence[0]
+    assert "replica gone 30 s ago; it owns 4 requests" in told["replica-silent"].evidence[0]
+
+
+def test_one_scheduler_alone_is_as_it_should_be_and_two_that_do_not_share_are_not() -> None:
+    assert found(gateway(), scheduler(problem="replicas are off")) == {}
+    assert found(gateway(), scheduler(problem="replicas are off"), scheduler("s:2")).keys() == {"replicas-alone"}
+
+
+def test_the_clock_that_differs_is_that_of_the_service_or_that_of_whoever_asks() -> None:
+    told = found(gateway(), scheduler("s:1", 0.1), scheduler("s:2", -40.0), scheduler("s:3", 0.0))
+    assert told["clocks-differ"].evidence == ("scheduler s:2 is 40 s behind",)
+    told = found(gateway(), *(scheduler(f"s:{number}", 3600.0) for number in range(3)))
+    assert told["clocks-differ"].evidence == ("the machine that asks is 3,600 s behind",)
+    slow = replace(scheduler("s:9", 4.0), clock_doubt_seconds=3.0)
+    assert found(gateway(), slow, scheduler("s:1", 0.0)) == {}
+
+
+def test_what_only_the_gateway_reaches_is_a_note_and_nothing_wrong() -> None:
+    helpers = [gateway_pb2.HelperStatus(kind="indexer", address="i:1", healthy=True)]
+    seen = [gateway_pb2.WorkerObservation(worker=types_pb2.WorkerRank(worker_id="w"), tenant="t", requests=3)]
+    services = (gateway(helpers=helpers, workers=seen), Service("i:1", Kind.INDEXER, error="failed to connect"))
+    engine = Engine(WorkerName("t", "w"), "http://w", error="http://w does not answer")
+    findings = diagnose(Snapshot(services, (engine,)))
+    assert [finding.id for finding in findings] == ["out-of-sight"]
+    assert len(findings[0].evidence) == 2
+    assert not is_wrong(findings)
+
+
+def test_an_engine_that_answers_and_does_not_tell_is_a_note() -> None:
+    engine = Engine(WorkerName("t", "w"), "http://w", error="http://w/v1/models answers 401", reached=True)
+    assert found(gateway(), engines=(engine,)).keys() == {"untold"}
+
+
+def test_a_warning_that_no_check_explains_is_passed_on_and_one_that_is_explained_is_not() -> None:
+    warnings = ["worker w/0 is blind at indexer i:1: no event", "worker v: its engine is not known yet"]
+    blind = indexer(source(indexer_pb2.SOURCE_STATE_BLIND, reason="2 requests were served"))
+    told = found(gateway("w", about=info(warnings=warnings)), blind)
+    assert told.keys() == {"events-silent", "service-warning"}
+    assert told["service-warning"].evidence == ("gateway g:1: worker v: its engine is not known yet",)
+
+
+def test_a_worker_that_served_is_silent_only_if_the_indexer_listened_and_the_event_had_its_time() -> None:
+    def silent(age: float, **fields: object) -> bool:
+        seen = gateway_pb2.WorkerObservation(
+            worker=types_pb2.WorkerRank(worker_id="w"), tenant="t", requests=1, eventful_age_seconds=[age]
+        )
+        waiting = source(indexer_pb2.SOURCE_STATE_WAITING, **{"open_seconds": 60.0, **fields})
+        return "events-silent" in found(gateway(workers=[seen]), indexer(waiting))
+
+    assert silent(30.0)
+    assert not silent(1.0)
+    assert not silent(90.0)
+    assert not silent(30.0, last_event_id=4)
+
+
+def test_predictions_are_judged_only_where_events_come_and_there_are_enough_of_them() -> None:
+    def told(state: indexer_pb2.SourceState.ValueType, checked: int, wrong: int) -> set[str]:
+        seen = gateway_pb2.WorkerObservation(
+            worker=types_pb2.WorkerRank(worker_id="w"),
+            tenant="t",
+            requests=checked,
+            checked=checked,
+            mispredicted=wrong,
+            cached_tokens=100 * (checked - wrong),
+            predicted_cached_tokens=100 * checked,
+            prediction_error_tokens=100 * wrong,
+        )
+        return set(found(gateway(workers=[seen]), indexer(source(state))))
+
+    assert told(indexer_pb2.SOURCE_STATE_LIVE, 40, 20) == {"predictions-wrong"}
+    assert told(indexer_pb2.SOURCE_STATE_LIVE, 40, 4) == set()
+    assert told(indexer_pb2.SOURCE_STATE_LIVE, 10, 8) == set()
+    assert told(indexer_pb2.SOURCE_STATE_BLIND, 40, 20) == {"events-silent"}
+
+
+def test_what_comes_from_outside_is_escaped_and_bounded() -> None:
+    differing = [
+        gateway_pb2.TokenDifference(model=f"m{number}", tenant="t", difference="\x1b[2J" + "x" * 100_000)
+        for number in range(SHOWN + 5)
+    ]
+    evidence = found(gateway(token_differences=differing))["tokens-differ"].evidence
+    assert len(evidence) == SHOWN + 1
+    assert evidence[-1] == "and 5 more"
+    assert all(text.isprintable() and len(text) < 2_000 for text in evidence)
+
+
+def test_services_of_two_releases_are_told() -> None:
+    assert found(gateway(about=info(version="2")), scheduler()).keys() == {"versions-differ"}
+
+
+def test_each_condition_has_its_place_in_the_docs_as_doctor_words_it() -> None:
+    page = " ".join((ROOT / "docs/operating.md").read_text().split())
+    assert len({condition.id for condition in CONDITIONS}) == len(CONDITIONS)
+    assert not [one.id for one in CONDITIONS if f"`{one.id}` ({one.severity}): {one.what} {one.remedy}" not in page]
