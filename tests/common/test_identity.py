@@ -157,7 +157,7 @@ def test_tenants_are_found_in_repeated_and_nested_messages() -> None:
         ("tokens: [{token: a, role: admin}, {token: a, role: viewer}]", "auth_tokens.1: the same token twice"),
         (
             "tokens: [{token: a, role: admin, team: b}]",
-            "auth_tokens.0: has a key other than role, sha256, tenant, token",
+            "auth_tokens.0: has a key other than name, role, sha256, tenant, token",
         ),
         ("tokens: [{token: a, role: admin}]\nroles: []", "must have the list 'tokens', and nothing else"),
         ("tokens: [{token: 0123, role: admin}]", "auth_tokens.0.token: must be text, in quotes"),
