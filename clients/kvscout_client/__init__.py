@@ -37,6 +37,7 @@ from kvscout_client.router import Router
 from kvscout_client.tokens import Tokens
 from kvscout_client.zmq_publisher import ZmqKvEventPublisher
 from kvscout_common.channel import ClientSecurity
+from kvscout_common.hashing import MmItem
 
 __all__ = [
     "ActiveRequest",
@@ -50,6 +51,7 @@ __all__ = [
     "GenerateChunk",
     "HelperState",
     "KvEventPublisher",
+    "MmItem",
     "OutputOptions",
     "PublisherStatus",
     "RegisteredWorker",

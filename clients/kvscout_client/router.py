@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing
 from enum import Enum
 from types import TracebackType
-from typing import Final, TypeVar, overload
+from typing import Any, Final, TypeVar, overload
 
 from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_client import decode
@@ -27,6 +28,7 @@ from kvscout_client.results import (
 from kvscout_client.tokens import Tokens, token_list
 from kvscout_common.channel import PLAINTEXT, ClientSecurity, call, open_channel, stream
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument
+from kvscout_common.hashing import MmItem
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerSpec
 from kvscout_common.worker_proto import role_to_proto, spec_from_proto, spec_to_proto
 
@@ -103,6 +105,7 @@ class Router:
         model: str = "",
         lora_name: str = "",
         cache_salt: str = "",
+        mm_items: Iterable[MmItem] = (),
         role: Role = Role.AGGREGATED,
         worker_id: str = "",
         dp_rank: int | None = None,
@@ -125,6 +128,7 @@ class Router:
         model: str = "",
         lora_name: str = "",
         cache_salt: str = "",
+        mm_items: Iterable[MmItem] = (),
         role: Role = Role.AGGREGATED,
         worker_id: str = "",
         dp_rank: int | None = None,
@@ -146,6 +150,7 @@ class Router:
         model: str = "",
         lora_name: str = "",
         cache_salt: str = "",
+        mm_items: Iterable[MmItem] = (),
         role: Role = Role.AGGREGATED,
         worker_id: str = "",
         dp_rank: int | None = None,
@@ -167,6 +172,7 @@ class Router:
             model: Model or adapter; "" = the router's.
             lora_name: Adapter; "" = base model.
             cache_salt: Separates the prompt's cache blocks from others'.
+            mm_items: Multimodal items of the prompt, by which its blocks differ from others with the same tokens.
             role: Role of the worker wanted.
             worker_id: The worker that must be chosen; "" = free choice.
             dp_rank: The rank of it that must be chosen.
@@ -192,6 +198,7 @@ class Router:
                 attempt_id=attempt_id,
                 lora_name=lora_name,
                 cache_salt=cache_salt,
+                mm_items=_mm_items(mm_items),
                 role=role_to_proto(role),
                 allowed_worker_ids=allowed_worker_ids,
                 worker_id=worker_id,
@@ -222,6 +229,8 @@ class Router:
         output: OutputOptions | None = None,
         lora_name: str = "",
         cache_salt: str = "",
+        mm_items: Iterable[MmItem] = (),
+        engine_fields: Mapping[str, Any] | None = None,
         worker_id: str = "",
         dp_rank: int | None = None,
         allowed_worker_ids: Iterable[str] = (),
@@ -241,8 +250,10 @@ class Router:
             stop: When to stop.
             sampling: How to draw.
             output: What to return.
-            lora_name, cache_salt, worker_id, dp_rank, allowed_worker_ids, required_labels, override, priority,
-                explain: As for `route`.
+            engine_fields: Further fields of the engine's own request, passed on as JSON, such as the content of
+                `mm_items`, which need it. Those that the gateway sets are refused.
+            lora_name, cache_salt, mm_items, worker_id, dp_rank, allowed_worker_ids, required_labels, override,
+                priority, explain: As for `route`.
             timeout_seconds: Deadline of the whole request; None = none.
             start_timeout_seconds: Longest wait for its first token; None = any.
 
@@ -263,6 +274,8 @@ class Router:
                 output_options=output.to_proto() if output else None,
                 lora_name=lora_name,
                 cache_salt=cache_salt,
+                mm_items=_mm_items(mm_items),
+                engine_fields=_json_of(engine_fields) if engine_fields else "",
                 worker_id=worker_id,
                 dp_rank=dp_rank,
                 allowed_worker_ids=allowed_worker_ids,
@@ -515,6 +528,17 @@ class Router:
         return scheduler_pb2.RequestRef(
             model=model or self._model, tenant=self._tenant, request_id=request_id, attempt_id=attempt_id
         )
+
+
+def _mm_items(items: Iterable[MmItem]) -> list[types_pb2.MultimodalItem]:
+    return [types_pb2.MultimodalItem(id=item.id, offset=item.offset, length=item.length) for item in items]
+
+
+def _json_of(fields: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(fields), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"must be values of JSON: {error}", field="engine_fields") from error
 
 
 def _filled(request: _WithTokens, token_ids: Tokens) -> _WithTokens:

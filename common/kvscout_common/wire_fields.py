@@ -46,16 +46,16 @@ def fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """
     at, end = 0, len(message)
     while at < end:
-        tag, at = _read_varint(message, at)
+        tag, at = read_varint(message, at)
         match tag & 7:
             case 0:
-                value, at = _read_varint(message, at)
+                value, at = read_varint(message, at)
                 yield tag >> 3, value
                 continue
             case 1:
                 size = 8
             case 2:
-                size, at = _read_varint(message, at)
+                size, at = read_varint(message, at)
             case 5:
                 size = 4
             case _:
@@ -79,7 +79,12 @@ def bytes_of_field(message: bytes, field: int) -> bytes:
     return found
 
 
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+def read_varint(message: bytes, at: int) -> tuple[int, int]:
+    """The number at a place, and the place behind it.
+
+    Raises:
+        ValueError: There is none.
+    """
     if at < len(message) and message[at] < 0x80:
         return message[at], at + 1
     value = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -18,6 +19,7 @@ from kvscout_client import (
     ClientSecurity,
     FinishReason,
     FreeOutcome,
+    MmItem,
     RequestPhase,
     Router,
     RouterOverride,
@@ -46,6 +48,7 @@ async def test_route_asks_with_everything_given_and_books_nothing(router: Router
         array("I", [1, 2, 3]),
         lora_name="l",
         cache_salt="s",
+        mm_items=[MmItem("image-1", 1, 2)],
         role=Role.DECODE,
         worker_id="w0",
         dp_rank=0,
@@ -59,6 +62,7 @@ async def test_route_asks_with_everything_given_and_books_nothing(router: Router
     assert list(asked.token_ids) == [1, 2, 3]
     assert (asked.model, asked.tenant, asked.request_id, asked.role) == ("m", "t", "", types_pb2.ROLE_DECODE)
     assert (asked.lora_name, asked.cache_salt, asked.worker_id, asked.priority) == ("l", "s", "w0", -2)
+    assert [(item.id, item.offset, item.length) for item in asked.mm_items] == [("image-1", 1, 2)]
     assert asked.HasField("dp_rank")
     assert asked.router_config_override.HasField("overlap_score_weight")
     assert not asked.router_config_override.HasField("router_temperature")
@@ -67,6 +71,19 @@ async def test_route_asks_with_everything_given_and_books_nothing(router: Router
     assert decision.degraded_reasons == ("indexer",)
     assert decision.explanation is not None
     assert decision.explanation.candidates[0].worker == WorkerRank("w0", 1)
+
+
+async def test_generate_takes_multimodal_items_and_the_engines_own_fields(router: Router, gateway: FakeGateway) -> None:
+    items = (MmItem(name, offset, 1) for offset, name in enumerate(("a", "b")))
+    async for _ in router.generate([1, 2], mm_items=items, engine_fields={"multi_modal_data": {"image": ["u"]}}):
+        pass
+    asked = gateway.last
+    assert [(item.id, item.offset) for item in asked.mm_items] == [("a", 0), ("b", 1)]
+    assert json.loads(asked.engine_fields) == {"multi_modal_data": {"image": ["u"]}}
+    for no_json in (float("nan"), object()):
+        with pytest.raises(errors.InvalidArgument) as refused:
+            await anext(router.generate([1], engine_fields={"x": no_json}))
+        assert refused.value.field == "engine_fields"
 
 
 async def test_unset_fields_stay_unset_on_the_wire(router: Router, gateway: FakeGateway) -> None:

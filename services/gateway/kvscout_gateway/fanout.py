@@ -12,7 +12,7 @@ from kvscout_common.channel import stream
 from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_gateway.failover import HelperDown, is_member_fault
 from kvscout_gateway.indexer_client.indexers import Indexers, Replicas
-from kvscout_gateway.request.placement import Schedulers
+from kvscout_gateway.scheduler_client.booking import Schedulers
 from kvscout_gateway.scheduler_client.link import SchedulerLink
 
 Answer = TypeVar("Answer")

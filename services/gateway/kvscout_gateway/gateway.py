@@ -49,10 +49,11 @@ from kvscout_gateway.registration import Registration, problem
 from kvscout_gateway.request.exchange import MAX_TRIES, Exchanges
 from kvscout_gateway.request.leg import Means
 from kvscout_gateway.request.observation import Observations
-from kvscout_gateway.request.placement import Placement, Schedulers
+from kvscout_gateway.request.placement import Placement
 from kvscout_gateway.request.plan_choice import PlanChoice
 from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.scheduler_client.attachment import Attachment
+from kvscout_gateway.scheduler_client.booking import Schedulers
 from kvscout_gateway.scheduler_client.bookings import Bookings
 from kvscout_gateway.scheduler_client.link import SchedulerLink
 from kvscout_gateway.scheduler_client.placing import Placing

@@ -15,7 +15,7 @@ from kvscout_gateway.indexer_client.reporter import Reporter
 from kvscout_gateway.request.observation import Observations
 
 if TYPE_CHECKING:
-    from kvscout_gateway.request.placement import Schedulers
+    from kvscout_gateway.scheduler_client.booking import Schedulers
 
 _ROUTING_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

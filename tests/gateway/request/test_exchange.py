@@ -29,9 +29,10 @@ from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.exchange import Exchange, Exchanges, failure_behind
 from kvscout_gateway.request.leg import Leg, Means, Reply
 from kvscout_gateway.request.observation import Observations
-from kvscout_gateway.request.placement import Booking, Placement, Wish
+from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.plan import Aggregated, Plan
 from kvscout_gateway.request.prompt import Prompt
+from kvscout_gateway.scheduler_client.booking import Booking
 
 WISH = Wish(model="m", tenant="default", prompt=Prompt(isl_tokens=2, token_ids=bytes(8)), request_id="r")
 REQUEST = TokenRequest(bytes(8), {"max_tokens": 2})

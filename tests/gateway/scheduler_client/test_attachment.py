@@ -21,9 +21,9 @@ from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.indexer_client.overlaps import NOTHING_FOUND
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.request.placement import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.scheduler_client import attachment
 from kvscout_gateway.scheduler_client.attachment import Attachment
+from kvscout_gateway.scheduler_client.booking import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.scheduler_client.bookings import Bookings
 from kvscout_gateway.scheduler_client.link import Asking, LeftInLine, Reserved, SchedulerLink, Selection, WaitedTooLong
 

@@ -15,8 +15,8 @@ from kvscout_common import errors
 from kvscout_common.channel import PLAINTEXT
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.request.placement import Booking
 from kvscout_gateway.scheduler_client import bookings as keeping
+from kvscout_gateway.scheduler_client.booking import Booking
 from kvscout_gateway.scheduler_client.bookings import Bookings
 from kvscout_gateway.scheduler_client.link import SchedulerLink
 

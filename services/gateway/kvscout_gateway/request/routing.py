@@ -23,8 +23,9 @@ from kvscout_gateway.failover import HelperDown
 from kvscout_gateway.indexer_client.overlaps import NOTHING_FOUND, Found, OverlapQuery
 from kvscout_gateway.indexer_client.reporter import Decision, Reporter
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.request.placement import UNBOOKED_ATTEMPT, Booking, Placement, Schedulers, Wish
+from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.prompt import HASH_BYTES, Geometry, hash_prompt
+from kvscout_gateway.scheduler_client.booking import UNBOOKED_ATTEMPT, Booking, Schedulers
 from kvscout_gateway.scheduler_client.link import Selection
 from kvscout_gateway.scheduler_client.placing import Placing
 from kvscout_gateway.scheduler_client.turns import Turns, eligible

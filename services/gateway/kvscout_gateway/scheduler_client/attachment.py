@@ -30,7 +30,7 @@ from typing import Any
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import DeadlineExceeded, Draining, KvscoutError, NotFound, Unimplemented
 from kvscout_gateway.failover import Member
-from kvscout_gateway.request.placement import Booking, SchedulerMember, Schedulers
+from kvscout_gateway.scheduler_client.booking import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.scheduler_client.bookings import Bookings
 from kvscout_gateway.scheduler_client.lifecycle import CLOSE_SECONDS, PROBE_SECONDS, LifecycleStream
 from kvscout_gateway.scheduler_client.link import error_of

@@ -27,7 +27,7 @@ from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_gateway.failover import is_member_fault
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.request.placement import Booking, SchedulerMember, Schedulers
+from kvscout_gateway.scheduler_client.booking import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.scheduler_client.lifecycle import Name, name_of
 
 log = logging.getLogger("kvscout.gateway")

@@ -17,7 +17,7 @@ from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_gateway.failover import Member
 from kvscout_gateway.indexer_client.overlaps import Found
-from kvscout_gateway.request.placement import Booking, SchedulerMember, Schedulers
+from kvscout_gateway.scheduler_client.booking import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.scheduler_client.bookings import Bookings
 from kvscout_gateway.scheduler_client.link import Asking, LeftInLine, Selection
 

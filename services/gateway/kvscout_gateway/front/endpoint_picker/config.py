@@ -79,6 +79,9 @@ class EndpointPickerConfig:
         return next_one
 
 
+_DEFAULT = EndpointPickerConfig(PORT)
+
+
 def endpoint_picker_flags() -> Callable[[F], F]:
     """The flags of the endpoint picker; `EndpointPickerConfig.from_flags` reads them back."""
     declared = [
@@ -97,13 +100,13 @@ def endpoint_picker_flags() -> Callable[[F], F]:
         ),
         flag(
             "--endpoint-picker-tenant",
-            default="",
+            default=_DEFAULT.tenant,
             section=SERVER,
             help="Tenant of all requests that come there: their proxy needs no token then.",
         ),
         flag(
             "--endpoint-picker-watch",
-            default=Watch.OBSERVE.value,
+            default=_DEFAULT.watch.value,
             type=ValueOf(Watch),
             section=BEHAVIOUR,
             help="What of responses is looked at: observe = what the proxy passes on; sample = one in so many, others"
@@ -111,28 +114,28 @@ def endpoint_picker_flags() -> Callable[[F], F]:
         ),
         flag(
             "--endpoint-picker-sample-every",
-            default=32,
+            default=_DEFAULT.sample_every,
             type=click.IntRange(min=0),
             section=BEHAVIOUR,
             help="One response in so many is followed to its usage, for the prediction check; 0 = none.",
         ),
         flag(
             "--endpoint-picker-timeout-ms",
-            default=2000.0,
+            default=_DEFAULT.pick_seconds * 1000,
             type=click.FloatRange(min=1),
             section=PERFORMANCE,
             help="Longest wait for a pick; then it is made by turns, or the client gets 429 if it stood in line.",
         ),
         flag(
             "--endpoint-picker-lease-seconds",
-            default=60.0,
+            default=_DEFAULT.lease_seconds,
             type=click.FloatRange(min=1),
             section=BEHAVIOUR,
             help="How long a request counts whose end the proxy does not show.",
         ),
         flag(
             "--endpoint-picker-fallbacks",
-            default=2,
+            default=_DEFAULT.fallbacks,
             type=click.IntRange(0, 16),
             section=BEHAVIOUR,
             help="Further endpoints named, for a proxy that retries where the first cannot be reached.",

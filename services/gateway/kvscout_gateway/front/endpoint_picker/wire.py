@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvscout.ext_proc.v3 import ext_proc_pb2 as pb
+from kvscout_common.wire_fields import read_varint, varint
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 
@@ -25,8 +26,6 @@ LB_NAMESPACE: Final = "envoy.lb"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 UPSTREAM_ADDRESS: Final = "upstream.address"
 
-MAX_SHIFT: Final = 63
-"""Of a varint: a longer one is none."""
 PIECE_BYTES: Final = 62_000
 """Longest piece of a body that is sent back: proxies take 64 KiB a message."""
 
@@ -68,10 +67,10 @@ def response_piece(message: bytes) -> Piece | None:
     if not message or message[0] != _RESPONSE_BODY:
         return None
     try:
-        size, at = _varint(message, 1)
+        size, at = read_varint(message, 1)
         fields = message[at : at + size]
         return _piece_of(fields) if len(fields) == size else None
-    except IndexError:
+    except ValueError:
         return None
 
 
@@ -87,7 +86,7 @@ def _piece_of(fields: bytes) -> Piece | None:
         return Piece(fields, len(fields), 0, bool(fields))
     if fields[0] != _BODY:
         return None
-    body_bytes, body_at = _varint(fields, 1)
+    body_bytes, body_at = read_varint(fields, 1)
     rest = fields[body_at + body_bytes :]
     if (rest and rest != _END) or body_at + body_bytes > len(fields):
         return None
@@ -127,13 +126,13 @@ def _duplex_answers(tag: int, body: bytes, *, end: bool) -> Iterator[bytes]:
 
 def _duplex_answer(tag: int, fields: bytes) -> bytes:
     size = len(fields)
-    streamed = bytes((_STREAMED_RESPONSE, *_to_varint(size)))
+    streamed = bytes((_STREAMED_RESPONSE, *varint(size)))
     size += len(streamed)
-    mutation = bytes((_BODY_MUTATION, *_to_varint(size)))
+    mutation = bytes((_BODY_MUTATION, *varint(size)))
     size += len(mutation)
-    common = bytes((_RESPONSE, *_to_varint(size)))
+    common = bytes((_RESPONSE, *varint(size)))
     size += len(common)
-    return b"".join((bytes((tag, *_to_varint(size))), common, mutation, streamed, fields))
+    return b"".join((bytes((tag, *varint(size))), common, mutation, streamed, fields))
 
 
 def headers_answer(override: pb.ProcessingMode | None = None) -> bytes:
@@ -227,28 +226,3 @@ def served_endpoint(request: pb.ProcessingRequest) -> str:
         if UPSTREAM_ADDRESS in attributes.fields:
             return attributes.fields[UPSTREAM_ADDRESS].string_value
     return ""
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it."""
-    number = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, at
-        shift += 7
-        if shift > MAX_SHIFT:
-            raise IndexError
-
-
-def _to_varint(number: int) -> bytes:
-    if number < 0x80:
-        return bytes((number,))
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)

@@ -173,7 +173,10 @@ def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:
     """
     stop, sampling, output = request.stop_conditions, request.sampling_options, request.output_options
     if output.HasField("prompt_logprobs"):
-        raise Unimplemented("those of the prompt are not returned", field="output_options.prompt_logprobs")
+        raise Unimplemented(
+            "GenerateResponse has no place for those of the prompt; /v1/completions passes them on",
+            field="output_options.prompt_logprobs",
+        )
     for field, value in sampling.ListFields():
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidArgument("must be a finite number", field=f"sampling_options.{field.name}")

@@ -1,0 +1,61 @@
+"""What was booked, and everything that it takes to book it anew."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvscout.v1 import scheduler_pb2
+from kvscout_common.worker import WorkerRank
+from kvscout_common.worker_proto import rank_to_proto
+from kvscout_gateway.failover import Failover, Member
+from kvscout_gateway.scheduler_client.link import SchedulerLink
+
+Schedulers: TypeAlias = "Failover[SchedulerLink]"
+SchedulerMember: TypeAlias = "Member[SchedulerLink]"
+
+UNBOOKED_ATTEMPT = 128
+"""Added to the attempt id of what runs without having been booked: the attempt itself may have been freed, in case a
+scheduler had booked it after all, and cannot be booked again."""
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """A reservation that somebody owes a Free, and the scheduler that has it. Two are never equal."""
+
+    ref: scheduler_pb2.RequestRef
+    scheduler: SchedulerMember | None = None
+    """None = none has it (yet)."""
+    leased: bool = True
+    """It has a lease there; else it is this gateway's as long as that is connected."""
+    worker: WorkerRank | None = None
+    """Where it runs; with what follows, all that it takes to book it anew."""
+    block_hashes: bytes = b""
+    """u64 as `array("Q")` packs them, eight bytes a block."""
+    isl_tokens: int = 0
+    cached_tokens: int = 0
+    expected_output_tokens: int = 0
+    prefilled: bool = False
+    """Its first token is out."""
+    prefill_told: bool = False
+    """And the scheduler knows."""
+    elsewhere: list[SchedulerMember] = field(default_factory=list)
+    """Schedulers that had it before, with leases that have not ended."""
+
+    def reserve_request(self) -> scheduler_pb2.ReserveRequest:
+        """What books it anew, where it runs."""
+        assert self.worker is not None
+        ref = self.ref
+        return scheduler_pb2.ReserveRequest(
+            model=ref.model,
+            tenant=ref.tenant,
+            role=ref.role,
+            request_id=ref.request_id,
+            attempt_id=ref.attempt_id,
+            worker=rank_to_proto(self.worker),
+            block_hashes=array("Q", self.block_hashes),
+            isl_tokens=self.isl_tokens,
+            cached_tokens=self.cached_tokens,
+            expected_output_tokens=self.expected_output_tokens,
+        )
