@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING = 0, 1, 3, 4, 6
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
 ACK = END_STREAM = 0x1
 END_HEADERS = 0x4
 CANCEL = struct.pack(">I", 8)
@@ -21,7 +21,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def headers_of(path: str) -> bytes:
+def headers_of(path: str, further: Mapping[str, str] | None = None) -> bytes:
     """The headers of a gRPC call, as literals that enter no table."""
     fields = {
         ":method": "POST",
@@ -30,6 +30,7 @@ def headers_of(path: str) -> bytes:
         ":authority": "test",
         "content-type": "application/grpc",
         "te": "trailers",
+        **(further or {}),
     }
     return b"".join(
         b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()

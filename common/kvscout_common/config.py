@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.transport import Transport
+from kvscout_common.transport import Transport, chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,11 @@ class ServerConfig:
     max_message_bytes: int = 64 * 1024 * 1024
     max_concurrent_streams: int = 1000
     """Calls that one connection may have open; a client holds further ones back."""
+    max_connection_age_seconds: float = 0.0
+    """About so long a connection takes new calls; 0 = for ever."""
     grace_seconds: float = 120.0
     """Time that running calls have to end by themselves once the server is told to stop."""
-    transport: Transport = Transport.GRPCIO
+    transport: Transport = field(default_factory=chosen)
     log_level: str = "info"
     log_format: str = "text"
 
@@ -80,6 +82,7 @@ class ServerConfig:
             tls=TlsFiles(certificate, key, client_ca) if certificate else None,
             max_message_bytes=values["max_message_bytes"],
             max_concurrent_streams=values["max_concurrent_streams"],
+            max_connection_age_seconds=values["max_connection_age_seconds"],
             grace_seconds=values["grace_seconds"],
             transport=Transport(values["rpc_transport"]),
             log_level=values["log_level"],

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from kvscout_common.endpoints import Allowed
-from kvscout_common.transport import Transport
+from kvscout_common.transport import Transport, default_transport
 from kvscout_common.variables import PREFIX
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -138,6 +138,13 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
             help="Calls that one connection may have open; a client holds further ones back.",
         ),
         server_flag(
+            "--max-connection-age-seconds",
+            default=0.0,
+            type=click.FloatRange(min=0),
+            help="About so long a connection takes new calls, so that clients come to replicas that are new behind one"
+            " address; those it has go on. 0 = for ever.",
+        ),
+        server_flag(
             "--grace-seconds",
             default=120.0,
             type=click.FloatRange(min=0),
@@ -145,10 +152,10 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
         ),
         server_flag(
             "--rpc-transport",
-            default=Transport.GRPCIO.value,
+            default=default_transport().value,
             type=click.Choice([transport.value for transport in Transport]),
             section=PERFORMANCE,
-            help="What carries calls: the extension, or grpcio.",
+            help="What carries calls: native = the extension, the default where it is built; grpcio.",
         ),
         server_flag(
             "--log-level",

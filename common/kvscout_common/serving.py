@@ -295,6 +295,8 @@ async def _started(server: Any, probe: health.aio.HealthServicer, port: int, nam
 
 
 def _grpcio_server(config: ServerConfig, guard: Guard) -> grpc.aio.Server:
+    age = [("grpc.max_connection_age_ms", int(1000 * config.max_connection_age_seconds))]
+    age = age if config.max_connection_age_seconds else []
     return grpc.aio.server(
         interceptors=(guard,),
         options=[
@@ -304,6 +306,7 @@ def _grpcio_server(config: ServerConfig, guard: Guard) -> grpc.aio.Server:
             ("grpc.max_concurrent_streams", config.max_concurrent_streams),
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
+            *age,
             # Two servers on one port would share its connections at random: better an error at start.
             ("grpc.so_reuseport", 0),
             *SERVER_OPTIONS,
@@ -319,6 +322,7 @@ def _native_server(config: ServerConfig, guard: Guard) -> Any:
         guard,
         max_message_bytes=config.max_message_bytes,
         max_streams=config.max_concurrent_streams,
+        max_age_seconds=config.max_connection_age_seconds or None,
     )
 
 

@@ -481,6 +481,7 @@ class Rpc:
         keepalive_timeout_seconds: float = ...,
         handshake_seconds: float = ...,
         queue_bytes: int = ...,
+        max_age_seconds: float | None = ...,
     ) -> None:
         """Opens its epoll.
 
@@ -492,6 +493,7 @@ class Rpc:
             keepalive_timeout_seconds: Then it has so long to say anything.
             handshake_seconds: From the connection to the end of the HTTP/2 preface.
             queue_bytes: Of messages that came and are not handled; with more, new calls are refused.
+            max_age_seconds: After about so long an accepted connection takes no new calls; None = it always does.
 
         Raises:
             OSError: There is no descriptor for it.

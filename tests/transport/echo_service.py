@@ -126,13 +126,23 @@ class Served(NamedTuple):
 
 @asynccontextmanager
 async def native(
-    pem: Pem | None = None, *, port: int = 0, max_streams: int = 1000, guard: Guard | None = None
+    pem: Pem | None = None,
+    *,
+    port: int = 0,
+    max_streams: int = 1000,
+    max_age_seconds: float | None = None,
+    guard: Guard | None = None,
 ) -> AsyncIterator[Served]:
     """The service over the native transport."""
     # Imported here, as everywhere: the extension may not be there.
     from kvscout_common.transport.native_server import NativeServer
 
-    server = NativeServer(guard or Guard(), max_message_bytes=MAX_MESSAGE_BYTES, max_streams=max_streams)
+    server = NativeServer(
+        guard or Guard(),
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        max_streams=max_streams,
+        max_age_seconds=max_age_seconds,
+    )
     echo = Echo()
     echo.add_to(server)
     port = server.listen("127.0.0.1", port, pem)

@@ -1,14 +1,17 @@
 """Peers that send frames without end, or parts of a call without ever finishing it: others are served meanwhile."""
 
 import asyncio
+import gzip
 import json
 import struct
 from contextlib import suppress
 
 import pytest
 from http2_resets import (
+    ACK,
     DATA,
     END_HEADERS,
+    END_STREAM,
     HEADERS,
     PING,
     PREFACE,
@@ -95,3 +98,43 @@ async def test_calls_that_are_begun_and_never_finished_are_bounded_and_end_with_
             return not served.server.stats()["calls"]
 
         await eventually(none_left, what="nothing is left of them")
+
+
+async def test_small_messages_that_unpack_to_large_ones_are_refused_once_there_is_no_room_for_what_is_in_them() -> None:
+    from kvscout_native import RPC_EVENTS, Rpc
+
+    mib, bombs = 1 << 20, 50
+    packed = gzip.compress(bytes(mib))
+    headers = headers_of(UNARY, {"grpc-encoding": "gzip"})
+    rpc = Rpc(max_message_bytes=mib, queue_bytes=4 * mib)
+    _, port = rpc.listen("127.0.0.1", 0, [(UNARY, False, False)])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    streams = range(1, 2 * bombs, 2)
+    # All are open before the first of them is full: none is refused for what others hold already.
+    opened = b"".join(frame(HEADERS, END_HEADERS, stream, headers) for stream in streams)
+    message = struct.pack(">BI", 1, len(packed)) + packed
+    filled = b"".join(frame(DATA, END_STREAM, stream, message) for stream in streams)
+    writer.write(PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0) + opened + filled)
+    refused, taken = 0, 0
+
+    async def count_refused() -> None:
+        nonlocal refused
+        while True:
+            head = await reader.readexactly(9)
+            await reader.readexactly(int.from_bytes(head[:3], "big"))
+            refused += head[3] == HEADERS and bool(head[4] & END_STREAM)
+
+    counting = asyncio.create_task(count_refused())
+
+    async def all_seen() -> bool:
+        nonlocal taken
+        taken += sum(event[0] == RPC_EVENTS["OPEN"] for event in rpc.turn())
+        rpc.flush()
+        return bool(taken + refused == bombs)
+
+    await eventually(all_seen)
+    assert taken == 4
+    assert rpc.stats()["queued_bytes"] == 4 * mib
+    counting.cancel()
+    await asyncio.wait({counting})
+    writer.transport.abort()

@@ -11,7 +11,21 @@ from typing import Any
 import grpc
 import pytest
 import trustme
-from http2_resets import PREFACE, SETTINGS, attacking, frame
+from http2_resets import (
+    ACK,
+    DATA,
+    EMPTY_MESSAGE,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    PREFACE,
+    SETTINGS,
+    attacking,
+    frame,
+    headers_of,
+    resets,
+)
 from processes import eventually
 from tcp_relay import tcp_relay
 from transport.echo_service import MAX_MESSAGE_BYTES, SERVICE, grpcio_channel, native, native_channel
@@ -117,6 +131,22 @@ async def test_a_flood_of_resets_costs_its_own_connection_only() -> None:
             assert await channel.unary_unary(UNARY)(wish(), timeout=20)
         await until(lambda: served.server.stats()["connections_refused"], "the flood is noticed")
         await until(lambda: served.echo.running == 0, "nothing of the flood is left")
+
+
+async def test_a_caller_that_gives_a_hundred_calls_up_at_once_keeps_its_connection() -> None:
+    given_up, asked = 300, 601
+    async with native() as served, raw(served.port) as (reader, writer):
+        writer.write(PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0) + resets(UNARY, given_up))
+        writer.write(frame(HEADERS, END_HEADERS, asked, headers_of(UNARY)))
+        writer.write(frame(DATA, END_STREAM, asked, EMPTY_MESSAGE))
+        async with asyncio.timeout(20):
+            answered = False
+            while not answered:
+                head = await reader.readexactly(9)
+                await reader.readexactly(int.from_bytes(head[:3], "big"))
+                assert head[3] != GOAWAY
+                answered = head[3] == HEADERS and int.from_bytes(head[5:], "big") == asked
+        assert served.server.stats()["connections_refused"] == 0
 
 
 async def test_a_caller_that_does_not_read_stops_the_handler_and_holds_no_more_than_its_window() -> None:

@@ -8,14 +8,24 @@ from typing import Any
 
 import grpc
 import pytest
-from http2_resets import ACK, DATA, EMPTY_MESSAGE, END_HEADERS, END_STREAM, HEADERS, RST_STREAM, SETTINGS, frame
+from http2_resets import (
+    ACK,
+    DATA,
+    EMPTY_MESSAGE,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    RST_STREAM,
+    SETTINGS,
+    frame,
+)
 from transport.echo_service import native_channel
 
 from kvscout_common.hashing import native_available
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: it is what is tested")
 
-GOAWAY = 7
 REFUSED_STREAM, CANCEL = 7, 8
 UNARY = "/kvscout.test.Scripted/Unary"
 
@@ -128,6 +138,21 @@ async def test_a_stream_that_has_written_is_not_made_again_and_one_that_has_not_
         untouched = channel.stream_stream(UNARY)(timeout=10)
         assert await untouched.read() == b""
         assert peer.calls == 3
+
+
+async def test_answers_to_calls_that_were_given_up_leave_the_connection_as_it_is() -> None:
+    late = 1_200
+    kept: list[int] = []
+    async with scripted(*[lambda _, stream: kept.append(stream)] * late, answers) as (peer, channel):
+        calls = [channel.unary_unary(UNARY)(b"late", timeout=60) for _ in range(late)]
+        while len(kept) < late:
+            await asyncio.sleep(0.01)
+        for call in calls:
+            call.cancel()
+        for stream in kept:
+            answers(peer, stream)
+        assert await channel.unary_unary(UNARY)(b"in time", timeout=10) == b""
+        assert peer.connections == 1
 
 
 async def test_a_call_in_flight_ends_when_its_channel_is_closed() -> None:

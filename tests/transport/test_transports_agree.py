@@ -196,3 +196,17 @@ async def test_a_message_over_the_limit_is_refused_by_either_side() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await channel.unary_unary(f"/{SERVICE}/Unary")(padded({"bytes": size}, 0))
             assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, name
+
+
+async def test_requests_that_are_compressed_are_taken() -> None:
+    packed = {"compression": grpc.Compression.Gzip}
+    async with everyone() as pairs:
+        for name in ("grpcio→native", "grpcio→grpcio"):
+            channel, _ = pairs[name]
+            answer = await channel.unary_unary(f"/{SERVICE}/Unary")(padded({"bytes": 3}, 100_000), timeout=30, **packed)
+            assert answer.endswith(b"\0" * 3), name
+            requests = [padded({"number": number}, 1_000 * number) for number in range(5)]
+            answers: list[bytes] = []
+            stream = channel.stream_stream(f"/{SERVICE}/Both")(timeout=30, **packed)
+            await exchange(stream, requests, answers, lockstep=True)
+            assert answers == requests, name

@@ -7,7 +7,7 @@ from processes import running
 from kvscout.v1 import indexer_pb2_grpc, types_pb2
 from kvscout_common.channel import call, open_channel
 from kvscout_common.hashing import native_available
-from kvscout_common.transport import Transport
+from kvscout_common.transport import Transport, default_transport
 
 NATIVE = pytest.mark.skipif(not native_available(), reason="the extension is not built")
 
@@ -15,7 +15,7 @@ NATIVE = pytest.mark.skipif(not native_available(), reason="the extension is not
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ((), Transport.GRPCIO),
+        ((), default_transport()),
         (("--rpc-transport", "grpcio"), Transport.GRPCIO),
         pytest.param(("--rpc-transport", "native"), Transport.NATIVE, marks=NATIVE),
     ],

@@ -27,6 +27,11 @@ class Transport(StrEnum):
 _chosen = Transport.GRPCIO
 
 
+def default_transport() -> Transport:
+    """What carries a server's calls unless it is told otherwise: the extension, where it is there."""
+    return Transport.NATIVE if native_available() else Transport.GRPCIO
+
+
 def choose(transport: Transport) -> None:
     """Sets what servers and channels that this process makes from here on are made of; a client needs no choice.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from kvscout_common.keepalive import TIME_MS, TIMEOUT_MS
 from kvscout_common.statuses import Status
@@ -48,6 +48,36 @@ class Sink(Protocol):
         """Something happened; `event` is as the extension's stub says."""
 
 
+class ClosedRpc:
+    """What is left of the extension's `Rpc` when its core was closed: calls that end after it say so to this.
+
+    Args:
+        stats: Its last.
+    """
+
+    def __init__(self, stats: dict[str, int]) -> None:
+        self._stats = {**stats, "connections": 0, "calls": 0, "queued_bytes": 0}
+
+    def stats(self) -> dict[str, int]:
+        """Nothing is open, and what was refused stays."""
+        return self._stats
+
+    def send(self, *_: object) -> bool:
+        """There is room."""
+        return True
+
+    def call(self, *_: object) -> None:
+        """There is no connection."""
+
+    def peer(self, *_: object) -> None:
+        """Everybody has gone."""
+
+    def ignore(self, *_: object) -> None:
+        """What there is nobody to say to."""
+
+    answer = finish = headers = consumed = half_close = reset = close = set_tls = ignore
+
+
 class NativeCore:
     """One epoll of its own, read by the running loop.
 
@@ -56,6 +86,7 @@ class NativeCore:
         failed: Told why connections cannot be accepted.
         max_message_bytes: Longest message in either direction.
         max_streams: Calls open at once on a connection.
+        max_age_seconds: About so long a connection that was accepted takes new calls; None = for ever.
     """
 
     def __init__(
@@ -63,12 +94,14 @@ class NativeCore:
         *,
         max_message_bytes: int,
         max_streams: int = 1000,
+        max_age_seconds: float | None = None,
         opened: Callable[[tuple[Any, ...]], None] | None = None,
         failed: Callable[[str], None] | None = None,
     ) -> None:
         self.rpc = Rpc(
             max_message_bytes=max_message_bytes,
             max_streams=max_streams,
+            max_age_seconds=max_age_seconds,
             keepalive_seconds=TIME_MS / 1000,
             keepalive_timeout_seconds=TIMEOUT_MS / 1000,
         )
@@ -99,12 +132,14 @@ class NativeCore:
         self.flush()
 
     def close(self) -> None:
-        """Ends it; its sockets are closed when nobody refers to it any more."""
+        """Ends it, and closes its sockets."""
         if not self._closed:
             self._closed = True
             self.loop.remove_reader(self._fd)
             self._tick_timer.cancel()
             self.deadlines.close()
+            # Now, and here: the extension's object must not be left to a garbage collector that runs in another thread.
+            self.rpc = cast("Rpc", ClosedRpc(self.rpc.stats()))
 
     def turn(self) -> None:
         """Reads what there is, and has it heard."""
@@ -143,4 +178,6 @@ class NativeCore:
     def _tick(self) -> None:
         self.rpc.tick()
         self.turn()
+        if self._closed:
+            return
         self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)

@@ -42,6 +42,7 @@ class NativeServer:
         guard: What every call passes.
         max_message_bytes: Longest message in either direction.
         max_streams: Calls open at once on a connection.
+        max_age_seconds: About so long a connection takes new calls; None = for ever.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class NativeServer:
         *,
         max_message_bytes: int,
         max_streams: int,
+        max_age_seconds: float | None = None,
     ) -> None:
         self._guard = guard
         self._handlers: dict[str, Handler] = {}
@@ -58,6 +60,7 @@ class NativeServer:
         self._core = NativeCore(
             max_message_bytes=max_message_bytes,
             max_streams=max_streams,
+            max_age_seconds=max_age_seconds,
             opened=self._open,
             failed=self._cannot_accept,
         )

@@ -121,8 +121,10 @@ impl RpcLoop {
     #[new]
     #[pyo3(signature = (
         *, max_message_bytes=64 << 20, max_streams=1_000, max_connections=10_000, keepalive_seconds=5.0,
-        keepalive_timeout_seconds=4.0, handshake_seconds=10.0, queue_bytes=256 << 20
+        keepalive_timeout_seconds=4.0, handshake_seconds=10.0, queue_bytes=256 << 20,
+        max_age_seconds=None
     ))]
+    #[allow(clippy::too_many_arguments)] // the Python signature
     fn new(
         max_message_bytes: usize,
         max_streams: u32,
@@ -131,6 +133,7 @@ impl RpcLoop {
         keepalive_timeout_seconds: f64,
         handshake_seconds: f64,
         queue_bytes: usize,
+        max_age_seconds: Option<f64>,
     ) -> PyResult<Self> {
         let limits = Limits {
             max_message: max_message_bytes,
@@ -140,6 +143,7 @@ impl RpcLoop {
             handshake: Duration::from_secs_f64(handshake_seconds),
             keepalive: Duration::from_secs_f64(keepalive_seconds),
             keepalive_timeout: Duration::from_secs_f64(keepalive_timeout_seconds),
+            max_age: max_age_seconds.map(Duration::from_secs_f64),
             ..Limits::default()
         };
         Ok(Self { rpc: Rpc::new(limits)? })

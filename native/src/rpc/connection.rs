@@ -5,7 +5,9 @@
 //!  (client)     (if any)
 //! ```
 
+use std::collections::hash_map::RandomState;
 use std::future::Future;
+use std::hash::BuildHasher;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -94,6 +96,8 @@ pub struct Connection {
     pinged_at: Option<Instant>,
     /// Streams that the peer has reset in the second that began then.
     resets: (Instant, u32),
+    /// When it is to take no new streams any more.
+    ages_at: Option<Instant>,
     /// It takes no new streams any more.
     pub leaving: bool,
     limits: Rc<Limits>,
@@ -115,7 +119,9 @@ impl Connection {
             Some(acceptor) => Stage::AcceptingTls(Box::new(acceptor.accept(socket))),
             None => Stage::Greeting(Box::new(limits.server().handshake(Io::Plain(socket)))),
         };
-        Self::new(stage, Side::Server(listener), ready, peer, bell, limits, now)
+        let ages_at = limits.max_age.map(|age| now + age.mul_f64(spread()));
+        let accepted = Self::new(stage, Side::Server(listener), ready, peer, bell, limits, now);
+        Self { ages_at, ..accepted }
     }
 
     pub fn connecting(
@@ -153,6 +159,7 @@ impl Connection {
             pings: None,
             pinged_at: None,
             resets: (now, 0),
+            ages_at: None,
             leaving: false,
             limits,
         }
@@ -282,7 +289,7 @@ impl Connection {
             self.resets = (now, 0);
         }
         self.resets.1 += 1;
-        if self.resets.1 < self.limits.resets_per_second {
+        if self.resets.1 <= self.limits.resets() {
             return false;
         }
         if let Stage::Server(connection) = &mut self.stage {
@@ -301,6 +308,10 @@ impl Connection {
         if !self.is_open() {
             let slow = now.duration_since(self.opened_at) > self.limits.handshake;
             return slow.then(|| "the handshake takes too long".to_owned());
+        }
+        if self.ages_at.is_some_and(|at| at <= now) {
+            self.ages_at = None;
+            self.leave();
         }
         let pings = self.pings.as_mut()?;
         if let Some(pinged_at) = self.pinged_at {
@@ -322,6 +333,12 @@ impl Connection {
         }
         None
     }
+}
+
+/// A factor near 1, another one each time: connections that came together are not to leave together.
+fn spread() -> f64 {
+    let random = RandomState::new().hash_one(()) as u32;
+    0.9 + 0.2 * f64::from(random) / f64::from(u32::MAX)
 }
 
 fn greeting_server(limits: &Limits, io: Io) -> Stage {

@@ -5,7 +5,7 @@ use std::io::Read;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use flate2::read::GzDecoder;
 
-use super::status::{INTERNAL, RESOURCE_EXHAUSTED, Status, UNIMPLEMENTED};
+use super::status::{FULL, INTERNAL, RESOURCE_EXHAUSTED, Status, UNIMPLEMENTED};
 
 /// Bytes before each message.
 pub const PREFIX: usize = 5;
@@ -43,11 +43,13 @@ pub struct Deframer {
     rest: BytesMut,
     max_message: usize,
     encoding: Encoding,
+    /// Bytes that may still come out of compressed messages: a few of theirs, which a window lets through, hold much.
+    pub room: usize,
 }
 
 impl Deframer {
     pub fn new(max_message: usize, encoding: Encoding) -> Self {
-        Self { rest: BytesMut::new(), max_message, encoding }
+        Self { rest: BytesMut::new(), max_message, encoding, room: usize::MAX }
     }
 
     pub fn set_encoding(&mut self, encoding: Encoding) {
@@ -109,7 +111,7 @@ impl Deframer {
         )
     }
 
-    fn message(&self, compressed: bool, message: Bytes) -> Result<Bytes, Status> {
+    fn message(&mut self, compressed: bool, message: Bytes) -> Result<Bytes, Status> {
         match (compressed, self.encoding) {
             (false, _) => Ok(message),
             (true, Encoding::Gzip) => self.inflated(&message),
@@ -120,12 +122,18 @@ impl Deframer {
         }
     }
 
-    fn inflated(&self, message: &[u8]) -> Result<Bytes, Status> {
+    fn inflated(&mut self, message: &[u8]) -> Result<Bytes, Status> {
+        if self.room == 0 {
+            return Err(Status::new(RESOURCE_EXHAUSTED, FULL));
+        }
         let mut inflated = Vec::new();
         let limit = self.max_message as u64 + 1;
         match GzDecoder::new(message).take(limit).read_to_end(&mut inflated) {
             Ok(length) if length > self.max_message => Err(self.too_long(length)),
-            Ok(_) => Ok(inflated.into()),
+            Ok(length) => {
+                self.room = self.room.saturating_sub(length);
+                Ok(inflated.into())
+            }
             Err(error) => Err(Status::new(INTERNAL, format!("a message cannot be inflated: {error}"))),
         }
     }
@@ -175,6 +183,19 @@ mod tests {
     fn what_is_no_frame_is_refused() {
         let mut deframer = Deframer::new(4, Encoding::Identity);
         assert_eq!(all(&mut deframer, b"GET / HTTP/1.1").unwrap_err().code, INTERNAL);
+    }
+
+    #[test]
+    fn compressed_messages_are_refused_once_there_is_no_room_for_what_is_in_them() {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+        encoder.write_all(&[5; 1000]).unwrap();
+        let mut frame = framed(&encoder.finish().unwrap()).to_vec();
+        frame[0] = 1;
+        let mut deframer = Deframer::new(1000, Encoding::Gzip);
+        deframer.room = 1500;
+        let mut messages = 0;
+        let refused = deframer.take(frame.repeat(3).into(), |_| messages += 1).unwrap_err();
+        assert_eq!((messages, refused.code), (2, RESOURCE_EXHAUSTED));
     }
 
     #[test]

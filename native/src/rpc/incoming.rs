@@ -95,7 +95,7 @@ impl Rpc {
         let encoding = Encoding::named(head.headers.get("grpc-encoding").map(HeaderValue::as_bytes));
         let refused = if self.held > self.limits.queue {
             self.refused_calls += 1;
-            Some(Status::new(status::RESOURCE_EXHAUSTED, "too many requests wait to be handled"))
+            Some(Status::new(status::RESOURCE_EXHAUSTED, status::FULL))
         } else if encoding == Encoding::Unknown {
             Some(Status::new(status::UNIMPLEMENTED, "gzip is the only compression here"))
         } else if method.is_none() {

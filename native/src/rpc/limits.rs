@@ -4,6 +4,12 @@ use std::time::Duration;
 
 use h2::{client, server};
 
+/// Streams that were reset here are remembered: what was on its way is ignored, and not answered with another reset.
+const REMEMBERED: usize = 1_000;
+const REMEMBERED_FOR: Duration = Duration::from_secs(10);
+/// Resets by which a peer is answered that breaks a stream's rules. `h2` counts them for as long as a connection lives.
+const ANSWERED_WITH_RESET: usize = 10_000;
+
 #[derive(Debug, Clone)]
 pub struct Limits {
     /// Longest message in either direction, bytes.
@@ -21,6 +27,8 @@ pub struct Limits {
     pub send_queue: usize,
     pub max_headers: u32,
     pub resets_per_second: u32,
+    /// After which a peer is told to open no more calls on a connection that was accepted; `None` = it may for ever.
+    pub max_age: Option<Duration>,
     /// From the connection to the end of the HTTP/2 preface.
     pub handshake: Duration,
     /// Silence after which a peer is pinged, and how long it has to answer.
@@ -40,6 +48,7 @@ impl Default for Limits {
             send_queue: 64 << 10,
             max_headers: 16 << 10,
             resets_per_second: 500,
+            max_age: None,
             handshake: Duration::from_secs(10),
             keepalive: Duration::from_secs(5),
             keepalive_timeout: Duration::from_secs(4),
@@ -53,6 +62,11 @@ impl Limits {
         (self.stream_window as usize / 2, self.send_queue)
     }
 
+    /// Streams that a peer may reset in a second: at least all that it may have open, which it may have to give up at once.
+    pub fn resets(&self) -> u32 {
+        self.resets_per_second.max(self.max_streams)
+    }
+
     pub fn server(&self) -> server::Builder {
         let mut builder = server::Builder::new();
         builder
@@ -60,7 +74,12 @@ impl Limits {
             .initial_window_size(self.stream_window)
             .initial_connection_window_size(self.connection_window)
             .max_header_list_size(self.max_headers)
-            .max_send_buffer_size(self.send_queue.max(1 << 20));
+            .max_send_buffer_size(self.send_queue.max(1 << 20))
+            .max_concurrent_reset_streams(REMEMBERED)
+            .reset_stream_duration(REMEMBERED_FOR)
+            .max_local_error_reset_streams(Some(ANSWERED_WITH_RESET))
+            // Reset in the same read that brought them: `Connection::stream_reset` counts these and all others.
+            .max_pending_accept_reset_streams(self.resets() as usize);
         builder
     }
 
@@ -71,7 +90,10 @@ impl Limits {
             .initial_window_size(self.stream_window)
             .initial_connection_window_size(self.connection_window)
             .max_header_list_size(self.max_headers)
-            .max_send_buffer_size(self.send_queue.max(1 << 20));
+            .max_send_buffer_size(self.send_queue.max(1 << 20))
+            .max_concurrent_reset_streams(REMEMBERED)
+            .reset_stream_duration(REMEMBERED_FOR)
+            .max_local_error_reset_streams(Some(ANSWERED_WITH_RESET));
         builder
     }
 }

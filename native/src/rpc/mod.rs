@@ -224,12 +224,9 @@ impl Rpc {
     fn tell<R>(&mut self, key: u64, act: impl FnOnce(&mut Call, &mut dyn FnMut(News)) -> R) -> Option<R> {
         let call = self.calls.get_mut(key)?;
         let held = call.held();
-        call.may_grow = self.held <= self.limits.queue;
-        let (mut told, mut reset) = (Vec::new(), false);
-        let result = act(call, &mut |news| {
-            reset = reset || news == News::Reset;
-            told.push(news);
-        });
+        call.set_room(self.limits.queue.saturating_sub(self.held));
+        let mut told = Vec::new();
+        let result = act(call, &mut |news| told.push(news));
         self.held = self.held + call.held() - held;
         let meta = call.meta.take();
         let over = call.over;
@@ -252,21 +249,21 @@ impl Rpc {
             }
         }
         if over {
-            self.forget(key, reset);
+            self.forget(key);
         } else if let Some(call) = self.calls.get_mut(key) {
             call.meta = meta;
         }
         Some(result)
     }
 
-    fn forget(&mut self, key: u64, reset: bool) {
+    fn forget(&mut self, key: u64) {
         let Some(call) = self.calls.remove(key) else { return };
         self.held -= call.held();
         let Some(connection) = self.connections.get_mut(call.connection) else { return };
         connection.streams.remove(&key);
         // What dropping its handles leaves to be sent.
         connection.bell.ring();
-        if reset && connection.stream_reset(Instant::now()) {
+        if call.was_reset && connection.stream_reset(Instant::now()) {
             self.refused_connections += 1;
         }
     }

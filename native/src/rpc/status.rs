@@ -13,6 +13,8 @@ pub const UNIMPLEMENTED: u8 = 12;
 pub const INTERNAL: u8 = 13;
 pub const UNAVAILABLE: u8 = 14;
 pub const UNAUTHENTICATED: u8 = 16;
+/// Text of what is refused while too much waits.
+pub const FULL: &str = "too many requests wait to be handled";
 
 /// How a call ended, or why it cannot be served.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -132,7 +132,9 @@ pub struct Call {
     full: bool,
     send_limit: usize,
     /// There is room for messages larger than the window.
-    pub may_grow: bool,
+    may_grow: bool,
+    /// The caller gave it up.
+    pub was_reset: bool,
     /// Whether the peer may have looked at it, if it ended now.
     seen: Seen,
     /// Nothing is to be told any more, and nothing is left to do.
@@ -193,6 +195,7 @@ impl Call {
             full: false,
             send_limit: windows.1,
             may_grow: true,
+            was_reset: false,
             seen: Seen::Maybe,
             over: false,
         }
@@ -214,6 +217,12 @@ impl Call {
         self.unhandled_bytes + self.deframer.waiting()
     }
 
+    /// Says how many bytes there is room for, of all calls.
+    pub fn set_room(&mut self, bytes: usize) {
+        self.may_grow = bytes > 0;
+        self.deframer.room = bytes;
+    }
+
     /// Gets on as far as is possible now.
     pub fn drive(&mut self, tell: &mut dyn FnMut(News)) {
         self.bell.taken();
@@ -233,6 +242,7 @@ impl Call {
     /// The stream broke.
     pub fn broke(&mut self, error: &h2::Error, tell: &mut dyn FnMut(News)) {
         if self.is_server() {
+            self.was_reset = error.is_reset() && !self.sent_all;
             return self.gone(tell);
         }
         self.seen = Seen::at_end(error);
@@ -299,7 +309,8 @@ impl Call {
             (None, Some(send)) => send.poll_reset(context),
             (None, None) => Poll::Pending,
         };
-        if reset.is_ready() {
+        if let Poll::Ready(reset) = reset {
+            self.was_reset = reset.is_ok() && !self.sent_all;
             self.gone(tell);
         }
     }
