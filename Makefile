@@ -33,6 +33,15 @@ ifneq ($(CARGO),)
 endif
 	$(PY) -m pytest -n $(TEST_WORKERS)
 
+# What crosses processes, through each front, with TLS and tokens, and what begins and ends calls.
+GRPCIO_TESTS := $(addprefix tests/,$(addsuffix .py, \
+	$(addprefix integration/test_,gateway_generate gateway_openai security reflection half_open) \
+	$(addprefix common/test_,serving stopping guard rapid_resets) \
+	scheduler/test_lifecycle_stream indexer/test_indexer_process))
+
+test-grpcio: ## Again over grpcio, which carries the calls where the extension is not built, what crosses processes.
+	kvscout_rpc_transport=grpcio $(PY) -m pytest -n $(TEST_WORKERS) $(GRPCIO_TESTS)
+
 fuzz: ## Fuzz the index, every decoder and every rpc, for an hour or FUZZ_SECONDS; libFuzzer targets where cargo-fuzz is.
 	PYTHONPATH=tests $(PY) tests/fuzz.py
 
@@ -75,4 +84,4 @@ native: ## Build the Rust extension in place; fails without cargo.
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test fuzz soak chaos-events chaos-gateway chaos-replicas h2spec check protos protos-check native bench
+.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec check protos protos-check native bench

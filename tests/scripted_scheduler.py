@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -169,8 +169,14 @@ def _selected(worker_id: str) -> scheduler_pb2.SelectResponse:
 
 
 @asynccontextmanager
-async def scripted_scheduler() -> AsyncIterator[tuple[ScriptedScheduler, grpc.aio.Channel]]:
-    """A scripted scheduler in this process, and a channel to it."""
+async def scripted_scheduler(
+    on_port: Callable[[int], object] = lambda port: None,
+) -> AsyncIterator[tuple[ScriptedScheduler, grpc.aio.Channel]]:
+    """A scripted scheduler in this process, and a channel to it; `on_port` is told where, for further channels."""
     servicer = ScriptedScheduler()  # type: ignore[abstract]  # the rest answers UNIMPLEMENTED
-    async with serving(lambda server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server)) as channel:
+
+    def add(server: grpc.aio.Server) -> None:
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server)
+
+    async with serving(add, on_port=on_port) as channel:
         yield servicer, channel

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 from processes import eventually
 from scheduler_builders import ManualClock
@@ -194,7 +195,11 @@ async def test_a_stream_that_breaks_says_why() -> None:
 
 
 async def test_why_a_stream_ended_is_known_though_a_write_failed_because_of_it() -> None:
-    async with scripted_scheduler() as (scheduler, channel):
+    ports: list[int] = []
+    async with (
+        scripted_scheduler(ports.append) as (scheduler, _),
+        grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
+    ):
         scheduler.refuses = errors.Unimplemented("no Lifecycle")
         rpc: Any = SchedulerLink(channel).open_lifecycle
 
