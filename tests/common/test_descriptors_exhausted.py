@@ -17,7 +17,6 @@ from kvscout.v1 import scheduler_pb2_grpc, types_pb2
 from kvscout_common.channel import call, open_channel
 from kvscout_common.transport import Transport
 
-
 SAID = {Transport.NATIVE: b"kvscout.rpc: connections cannot be accepted", Transport.GRPCIO: b"limit reached"}
 
 

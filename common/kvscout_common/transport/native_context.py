@@ -225,6 +225,9 @@ class NativeContext:
             callback(self)
 
     def _expire(self) -> None:
+        if not self._finished:
+            # While they write, grpc's clients take a status without headers for their own failure.
+            self._core.rpc.headers(self._number, [])
         self.finish(grpc.StatusCode.DEADLINE_EXCEEDED.value[0], "Deadline Exceeded")
         self._end()
 
