@@ -36,6 +36,11 @@ class Connection:
     timeout_seconds: float
     security: ClientSecurity
 
+    @property
+    def services(self) -> Services:
+        """The gateway, as one whose helpers are asked, too."""
+        return Services(self.gateway, (), self.tenant, self.timeout_seconds, self.security)
+
     def router(self) -> Router:
         """A client; use it as a context manager."""
         return Router(self.gateway, tenant=self.tenant, security=self.security, timeout_seconds=self.timeout_seconds)
@@ -111,7 +116,9 @@ class Services:
 
     gateway: str
     further: tuple[str, ...]
-    collection: Collection
+    tenant: str
+    timeout_seconds: float
+    security: ClientSecurity
 
     async def snapshot(self, *, engines: bool) -> Snapshot:
         """What they say now.
@@ -120,16 +127,15 @@ class Services:
             engines: Ask the workers' engines, too.
         """
         named = [Named(self.gateway, Kind.GATEWAY), *(Named(address) for address in self.further)]
-        return await self.collection.snapshot(named, engines=engines)
+        collection = Collection(self.security, tenant=self.tenant, timeout_seconds=self.timeout_seconds)
+        return await collection.snapshot(named, engines=engines)
 
 
 def services_flags(command: Command) -> Command:
     """Gives a command the flags of all services; it gets `Services` as its first argument."""
     decorate = _flags(
         lambda values, security: Services(
-            values.pop("gateway"),
-            values.pop("addresses"),
-            Collection(security, tenant=values.pop("tenant"), timeout_seconds=values.pop("timeout")),
+            values.pop("gateway"), values.pop("addresses"), values.pop("tenant"), values.pop("timeout"), security
         ),
         _timeout_flag(5.0, "Longest wait for each answer, in seconds."),
         flag("--tenant", section=CONNECTION, default=ALL_TENANTS, help="Tenant; * = all that the token may see."),

@@ -13,6 +13,7 @@ import click
 
 from kvscout_cli.process import ProcessFailed
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument, KvscoutError, Unavailable
+from kvscout_common.flags import SectionedGroup
 
 COMMANDS = (
     "demo",
@@ -20,9 +21,13 @@ COMMANDS = (
     "down",
     "status",
     "doctor",
+    "top",
+    "top",
     "route",
     "generate",
     "workers",
+    "loads",
+    "loads",
     "requests",
     "replicas",
     "dump",
@@ -74,7 +79,7 @@ def cli_error(error: KvscoutError) -> CliError:
             return CliError(error)
 
 
-class Commands(click.Group):
+class Commands(SectionedGroup):
     """The command group; turns kvscout errors into messages."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -96,8 +101,7 @@ class Commands(click.Group):
             raise cli_error(error) from error
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="kvscout")
+@click.group(cls=Commands)
 def main() -> None:
     """KV-aware routing of LLM requests: try it, run it, talk to it."""
 

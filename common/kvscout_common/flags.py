@@ -25,6 +25,7 @@ E = TypeVar("E", bound=StrEnum)
 SERVER = "Server"
 BEHAVIOUR = "Behaviour"
 PERFORMANCE = "Performance"
+_UNCUT = 1_000
 
 
 class ValueOf(click.Choice[E]):
@@ -45,7 +46,24 @@ class SectionedOption(click.Option):
         self.section = section
 
 
-class SectionedCommand(click.Command):
+class _Described(click.Command):
+    """A command with -h and --version that is listed with all of its first sentence."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.context_settings.setdefault("help_option_names", ["-h", "--help"])
+        click.version_option(package_name="kvscout")(self)
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """The first sentence, which click would cut."""
+        return super().get_short_help_str(_UNCUT)
+
+
+class SectionedGroup(_Described, click.Group):
+    """A group of commands."""
+
+
+class SectionedCommand(_Described):
     """A command whose --help lists its options by section."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from fake_gateway import FakeGateway, fake_gateway
@@ -15,7 +17,7 @@ from google.protobuf import proto
 
 from kvscout.v1 import events_pb2, gateway_pb2
 from kvscout_cli.main import main
-from kvscout_common import errors
+from kvscout_common import __version__, errors
 from kvscout_common.worker import EngineKind, Role
 from kvscout_common.worker_proto import spec_from_proto
 
@@ -165,10 +167,44 @@ def test_a_gateway_that_is_not_there_is_said_so() -> None:
     assert result.stderr == "error: no gateway answers at 127.0.0.1:1; `kvscout up` starts one on this machine\n"
 
 
-@pytest.mark.parametrize("command", ["demo", "up", "down", "route", "generate", "workers"])
-def test_every_command_has_help(command: str) -> None:
-    assert command in CliRunner().invoke(main, ["--help"]).stdout
-    assert CliRunner().invoke(main, [command, "--help"]).exit_code == 0
+def commands() -> list[tuple[str, ...]]:
+    context = click.Context(main)
+    found: list[tuple[str, ...]] = []
+    for name in main.list_commands(context):
+        command = main.get_command(context, name)
+        found.append((name,))
+        if isinstance(command, click.Group):
+            found += [(name, other) for other in command.list_commands(context)]
+    return found
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_every_command_has_help_and_tells_its_version(command: tuple[str, ...]) -> None:
+    long, short = (CliRunner().invoke(main, [*command, flag]) for flag in ("--help", "-h"))
+    assert (long.exit_code, long.stdout) == (0, short.stdout)
+    version = CliRunner().invoke(main, [*command, "--version"])
+    assert (version.exit_code, version.stdout.split()[-1]) == (0, __version__)
+
+
+@pytest.mark.parametrize("service", ["indexer", "scheduler", "gateway", "bridge"])
+def test_every_service_has_help_and_tells_its_version(service: str) -> None:
+    program = import_module(f"kvscout_{service}.main").main
+    assert CliRunner().invoke(program, ["-h"]).exit_code == 0
+    assert __version__ in CliRunner().invoke(program, ["--version"]).stdout
+
+
+def test_a_list_of_commands_cuts_no_sentence() -> None:
+    for group in ((), ("workers",), ("bench",)):
+        listed = CliRunner().invoke(main, [*group, "-h"]).stdout.partition("Commands:")[2]
+        assert listed
+        assert "..." not in listed
+
+
+def test_loads_are_shown(gateway: FakeGateway) -> None:
+    heading, line = kvscout(gateway, "loads", "--model", "m").stdout.splitlines()
+    assert (heading.split()[0], line.split()) == ("worker", ["w0/0", "1", "0", "0", "–", "busy"])
+    [load] = json.loads(kvscout(gateway, "loads", "--json").stdout)
+    assert (load["active_requests"], load["busy"]) == (1, True)
 
 
 def test_dump_prints_a_line_a_worker_or_every_chunk_and_writes_them_to_a_file(

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
+import pty
+import signal
 import socket
+import struct
 import sys
+import termios
 from collections.abc import AsyncIterator
-from contextlib import closing
+from contextlib import closing, suppress
+from itertools import count
 from typing import Any
 
 import pytest
@@ -122,6 +129,55 @@ async def test_doctor_tells_what_it_finds_as_text_and_as_json(stack: Stack) -> N
     assert out.startswith("error service-unreachable\n  No service answers at an address.\n  · gateway 127.0.0.1:1: ")
     assert "  → Start it there" in out
     assert "1 finding (asked: nobody answered; 0 workers)" in out
+
+
+async def test_top_shows_frames_on_a_terminal_with_the_decisions_as_they_are_made(stack: Stack) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvscout_cli.main", "top", "--interval", "0.2", "--gateway", stack.gateway.address),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    written = bytearray()
+
+    async def decided() -> bool:
+        await stack.client.generate(fresh_prompt(32), max_tokens=1, request_id=f"seen-by-top-{next(numbers)}")
+        with suppress(BlockingIOError):
+            written.extend(os.read(ours, 1 << 20))
+        return b"seen-by-top-" in written
+
+    numbers = count()
+    try:
+        await eventually(decided, what="a decision on the terminal")
+        assert b"hit rate" in written
+        process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        os.close(ours)
+
+
+async def test_top_prints_one_frame_where_there_is_no_terminal(stack: Stack) -> None:
+    code, out, err = await kvscout("top", "--gateway", stack.gateway.address)
+    assert (code, err) == (0, "")
+    assert out.count("hit rate") == 2  # of all, and a column
+    assert "w0/0" in out
+
+
+async def test_workers_are_listed_with_the_state_of_their_events(stack: Stack) -> None:
+    code, out, _ = await kvscout("workers", "list", "--json", "--gateway", stack.gateway.address)
+    assert code == 0
+    events = {worker["spec"]["worker_id"]: worker["events"] for worker in json.loads(out)}
+    assert events.keys() >= {"w0", "w1"}
+    assert set(events["w0"]) <= {"live", "waiting"}
 
 
 async def test_nobody_at_the_gateways_address_is_a_row_and_not_a_crash() -> None:

@@ -20,10 +20,10 @@ from kvscout_bench.rpc_bench import RpcBench
 from kvscout_bench.scheduler_bench import SchedulerBench
 from kvscout_cli.connection import option
 from kvscout_cli.output import stderr, stdout
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.flags import SectionedCommand, SectionedGroup
 
 
-@click.group(name="bench", invoke_without_command=True)
+@click.group(name="bench", cls=SectionedGroup, invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
     """Measure on this machine; without a subcommand, everything."""

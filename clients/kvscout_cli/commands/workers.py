@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,17 @@ from rich.table import Table
 from kvscout.v1 import scheduler_pb2
 from kvscout_cli.connection import Connection, Schedulers, connection_flags, json_flag, option, scheduler_flags
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import print_json, stdout
+from kvscout_cli.output import plain, print_json, stdout
 from kvscout_client import RegisteredWorker, WorkerRecord
+from kvscout_common.doctor.overview import Overview, SourceRow, overview
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import SectionedCommand, ValueOf
+from kvscout_common.flags import SectionedCommand, SectionedGroup, ValueOf
 from kvscout_common.worker import DEFAULT_TENANT, EngineKind, EventEndpoint, Role, WorkerSpec
 from kvscout_common.worker_proto import rank_from_proto
 from kvscout_common.workers_file import load_workers
 
 
-@click.group(name="workers")
+@click.group(name="workers", cls=SectionedGroup)
 def command() -> None:
     """List, register, drain and remove workers."""
 
@@ -31,22 +33,24 @@ def command() -> None:
 @json_flag
 @connection_flags
 def list_workers(connection: Connection, model: str, as_json: bool) -> None:
-    """List the registered workers."""
+    """List the registered workers, and the state of their events where an indexer tells it."""
 
-    async def ask() -> list[WorkerRecord]:
+    async def ask() -> tuple[list[WorkerRecord], Overview]:
         async with connection.router() as router:
-            return await router.list_workers(model=model)
+            records = await router.list_workers(model=model)
+        return records, overview(await connection.services.snapshot(engines=False))
 
-    records = run(ask())
+    records, shown = run(ask())
+    events = {record.spec.worker_id: _events(record, shown.sources) for record in records}
     if as_json:
-        print_json(records)
+        print_json([{**plain(record), "events": events[record.spec.worker_id]} for record in records])
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("worker", "model", "role", "engine", "endpoint"):
         table.add_column(column)
     for column in ("ranks", "block size", "KV blocks"):
         table.add_column(column, justify="right")
-    for column in ("source", "lease", "state"):
+    for column in ("source", "lease", "state", "events"):
         table.add_column(column)
     for record in records:
         spec, lease = record.spec, record.lease_remaining_seconds
@@ -54,8 +58,16 @@ def list_workers(connection: Connection, model: str, as_json: bool) -> None:
             *(spec.worker_id, spec.model, spec.role.value, spec.engine.value, spec.http_endpoint or "–"),
             *(str(spec.dp_size), str(spec.block_size), str(spec.total_kv_blocks or "–")),
             *(record.source, "–" if lease is None else f"{lease:.0f} s", "draining" if spec.draining else "active"),
+            ", ".join(events[spec.worker_id]) or "–",
         )
     stdout().print(table)
+
+
+def _events(record: WorkerRecord, sources: Iterable[SourceRow]) -> list[str]:
+    """The states that the events of a worker's ranks are in, what is wrong first."""
+    name = (record.spec.tenant, record.spec.worker_id)
+    rows = [row for row in sources if (row.tenant, row.worker_id) == name]
+    return list(dict.fromkeys(row.state for row in sorted(rows, key=lambda row: row.well)))
 
 
 @command.command(cls=SectionedCommand)

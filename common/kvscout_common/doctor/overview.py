@@ -85,6 +85,7 @@ class Seen:
 
     requests: int = 0
     failures: int = 0
+    prompt_tokens: int = 0
     checked: int = 0
     mispredicted: int = 0
     unreported: int = 0
@@ -96,6 +97,7 @@ class Seen:
         """What one more gateway saw."""
         self.requests += one.requests
         self.failures += one.failures
+        self.prompt_tokens += one.prompt_tokens
         self.checked += one.checked
         self.mispredicted += one.mispredicted
         self.unreported += one.unreported

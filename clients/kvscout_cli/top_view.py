@@ -1,0 +1,134 @@
+"""What `kvscout top` shows: one frame from what the services said now and a moment ago. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2
+from kvscout_cli.output import age, columns
+from kvscout_client import WorkerLoad
+from kvscout_common.doctor.overview import SourceRow, overview, seen_by_gateways
+from kvscout_common.doctor.snapshot import RankName, Snapshot
+from kvscout_common.plain_text import printable
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What was known at one time."""
+
+    at: float
+    """Seconds."""
+    snapshot: Snapshot
+    loads: Mapping[RankName, WorkerLoad]
+
+    @property
+    def requests(self) -> int:
+        """That all gateways served since their start."""
+        return sum(status.requests for _, status in self.snapshot.told(gateway_pb2.GatewayStatus))
+
+    def hit_rate(self, before: Moment | None) -> float | None:
+        """Cached ÷ prompt tokens since then, or since the gateways' start; None = nothing was reported."""
+        prompt, cached = self._tokens()
+        if before is not None:
+            prompt_before, cached_before = before._tokens()
+            prompt, cached = prompt - prompt_before, cached - cached_before
+        return cached / prompt if prompt > 0 else None
+
+    def _tokens(self) -> tuple[int, int]:
+        told = self.snapshot.told(gateway_pb2.GatewayStatus)
+        seen = [one for _, status in told for one in status.workers]
+        return sum(one.prompt_tokens for one in seen), sum(one.cached_tokens for one in seen)
+
+
+def frame(now: Moment, before: Moment | None, decisions: Iterable[scheduler_pb2.WatchDecisionsResponse]) -> Group:
+    """What is shown.
+
+    Args:
+        now: What is known.
+        before: What was known a moment ago; None = rates are not known.
+        decisions: The last ones, the newest first.
+    """
+    return Group(_totals(now, before), Text(), _workers(now), Text(), _decisions(decisions))
+
+
+def _totals(now: Moment, before: Moment | None) -> Text:
+    gateways = [status for _, status in now.snapshot.told(gateway_pb2.GatewayStatus)]
+    schedulers = [status for _, status in now.snapshot.told(scheduler_pb2.SchedulerStatus)]
+    rate = "–"
+    if before is not None and now.at > before.at:
+        rate = f"{max(0, now.requests - before.requests) / (now.at - before.at):.1f}/s"
+    shown = overview(now.snapshot)
+    ill = sum(not row.well for row in shown.services) + sum(not row.well for row in shown.sources)
+    parts = (
+        f"requests {now.requests:,} ({rate})",
+        f"in flight {sum(status.in_flight for status in gateways):,}",
+        f"failed {sum(status.failures for status in gateways):,}",
+        f"queued {sum(pool.queued for status in schedulers for pool in status.pools):,}",
+        f"hit rate {_percent(now.hit_rate(before))} now, {_percent(now.hit_rate(None))} in all",
+        "all well" if not ill else f"{ill} in trouble: see kvscout doctor",
+    )
+    return Text(" · ".join(parts), style="bold")
+
+
+def _workers(now: Moment) -> Table:
+    names = ("active", "prefill tokens", "decode blocks", "cached blocks", "hit rate", "event age")
+    table = columns("worker", "model", *names, "events", "load", right=names)
+    seen = seen_by_gateways(now.snapshot)
+    for row in overview(now.snapshot).sources:
+        name = RankName(row.tenant, row.worker_id, row.dp_rank)
+        load, one = now.loads.get(name), seen.get(name)
+        hit = one.cached_tokens / one.prompt_tokens if one is not None and one.prompt_tokens else None
+        decode = "–"
+        if load is not None:
+            total = f" / {load.total_kv_blocks:,}" if load.total_kv_blocks else ""
+            decode = f"{load.active_decode_blocks:,}{total}"
+        cells = (
+            str(name),
+            row.model,
+            "–" if load is None else f"{load.active_requests:,}",
+            "–" if load is None else f"{load.active_prefill_tokens:,}",
+            decode,
+            f"{row.blocks:,}",
+            _percent(hit),
+            age(row.last_event_age_seconds),
+        )
+        table.add_row(*map(Text, cells), _events(row), Text(_load(load)))
+    return table
+
+
+def _events(row: SourceRow) -> Text:
+    return Text(row.state, style="" if row.well else "red")
+
+
+def _load(load: WorkerLoad | None) -> str:
+    if load is None:
+        return "–"
+    states = (
+        (load.draining, "draining"),
+        (load.cooldown_seconds > 0, f"cools down {load.cooldown_seconds:.0f} s"),
+        (load.busy, "busy"),
+    )
+    return ", ".join(text for applies, text in states if applies) or "ok"
+
+
+def _decisions(decisions: Iterable[scheduler_pb2.WatchDecisionsResponse]) -> Table:
+    table = columns(
+        "last decisions", "model", "tokens", "worker", "overlap", "cost", right=("tokens", "overlap", "cost")
+    )
+    for one in decisions:
+        request, decision = one.request, one.decision
+        where = f"{decision.worker.worker_id}/{decision.worker.dp_rank}" if not one.code else printable(one.message)
+        overlap = "–" if one.code else f"{decision.overlap_blocks:,}"
+        cost = "–" if one.code else f"{decision.cost:.1f}"
+        cells = (request.request_id or "query", request.model, f"{one.isl_tokens:,}", where, overlap, cost)
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"
