@@ -117,12 +117,13 @@ class GrpcClient:
         limits = gateway_pb2.GenerateRequest(stop_conditions=gateway_pb2.StopConditions(max_tokens=chunks))
         if gap_ms is not None:
             limits.engine_fields = json.dumps({GAP_FIELD: gap_ms})
+        seconds = CALL_SECONDS + chunks * (gap_ms or 0.0) / 1e3
         suffix, clock = limits.SerializeToString(), asyncio.get_running_loop().time
 
         async def send(number: int) -> float | None:
             method: Any = self._channel.unary_stream(f"{_SERVICE}Generate")
             tokens, began = 0, None
-            async for message in method(self._generates[number % PROMPTS] + suffix, timeout=CALL_SECONDS):
+            async for message in method(self._generates[number % PROMPTS] + suffix, timeout=seconds):
                 tokens += len(gateway_pb2.GenerateResponse.FromString(message).token_ids)
                 if began is None and tokens:
                     began = clock()

@@ -41,8 +41,7 @@ class JsonBody:
         """
         self._data = data
         try:
-            self._text = data.decode()
-            self.fields, self._places = _scan(self._text)
+            self.fields, self._places = _scan(data.decode())
         except (ValueError, RecursionError, IndexError) as error:
             raise InvalidArgument(f"is no JSON object: {error}", field="body") from error
 
@@ -60,12 +59,13 @@ class JsonBody:
         changes = {name: value for name, value in changes.items() if self._differs(name, value)}
         if not changes:
             return self._data
-        kept: list[str] = []
+        # Made anew: a thousand streams would hold each prompt once more, for as long as they are answered.
+        text, kept = self._data.decode(), list[str]()
         for name, place in self._places.items():
             if name not in changes:
-                kept.append(self._text[place.begin : place.end])
+                kept.append(text[place.begin : place.end])
             elif changes[name] is not None:
-                kept.append(self._text[place.begin : place.value] + _written(changes[name]))
+                kept.append(text[place.begin : place.value] + _written(changes[name]))
         kept += [f"{_written(name)}:{_written(changes[name])}" for name in changes if name not in self._places]
         return ("{" + ",".join(kept) + "}").encode()
 
