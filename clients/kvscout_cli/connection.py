@@ -23,9 +23,6 @@ from kvscout_common.worker import DEFAULT_TENANT
 
 CONNECTION = "Connection"
 
-_NOT_CONNECTED = "failed to connect"
-"""How grpc begins the message of a connection that could not be made."""
-
 
 @dataclass(frozen=True, slots=True)
 class Connection:
@@ -92,7 +89,7 @@ def connection_flags(command: Command) -> Command:
         try:
             return command(connection, **values)
         except Unavailable as error:
-            if not error.message.startswith(_NOT_CONNECTED):
+            if error.answered:
                 raise
             raise Unavailable(
                 f"no gateway answers at {connection.gateway}; `kvscout up` starts one on this machine"

@@ -210,6 +210,10 @@ def status(message: gateway_pb2.GatewayStatus) -> RouterStatus:
                 checked=w.checked,
                 mispredicted=w.mispredicted,
                 prediction_error_tokens=w.prediction_error_tokens,
+                predicted_cached_tokens=w.predicted_cached_tokens,
+                unreported=w.unreported,
+                problem=w.problem,
+                health_check_problem=w.health_check_problem,
             )
             for w in message.workers
         ),

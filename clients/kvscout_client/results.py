@@ -231,6 +231,14 @@ class WorkerObservation:
     mispredicted: int
     prediction_error_tokens: int
     """Σ |predicted − reported| cached tokens."""
+    predicted_cached_tokens: int = 0
+    """Σ predicted cached tokens of the checked requests."""
+    unreported: int = 0
+    """Requests that were predicted to be cached in part, of a worker that has never reported cached tokens."""
+    problem: str = ""
+    """Why it gets no requests now; "" = it does."""
+    health_check_problem: str = ""
+    """What was wrong with its last health check, once several failed; "" = nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,18 @@ def test_engine_and_role_of_a_worker_are_typed_as_the_workers_file_has_them(gate
 def test_workers_are_listed_registered_drained_and_removed(gateway: FakeGateway) -> None:
     listed = kvscout(gateway, "workers", "list")
     assert [line.split()[0] for line in listed.stdout.splitlines()] == ["worker", "w0", "w1"]
-    arguments = ("--model", "m", "--block-size", "16", "--events", "tcp://h:1", "--label", "zone=a", "--tenant", "t")
+    arguments = (
+        "--model",
+        "m",
+        "--block-size",
+        "16",
+        "--event-endpoint",
+        "tcp://h:1",
+        "--label",
+        "zone=a",
+        "--tenant",
+        "t",
+    )
     registered = kvscout(gateway, "workers", "register", "w9", *arguments)
     assert (registered.exit_code, registered.stdout) == (0, "w9 registered\n")
     worker = gateway.last.worker
@@ -132,8 +143,8 @@ def test_active_requests_are_listed(gateway: FakeGateway) -> None:
         ("workers", "register"),
         ("workers", "register", "w", "--model", "m"),
         ("workers", "register", "w", "--model", "m", "--block-size", "16", "--label", "nothing"),
-        ("workers", "register", "w", "--model", "m", "--block-size", "16", "--replay", "tcp://h:1"),
-        ("workers", "register", "w", "--model", "m", "--block-size", "16", "--events", "nowhere"),
+        ("workers", "register", "w", "--model", "m", "--block-size", "16", "--replay-endpoint", "tcp://h:1"),
+        ("workers", "register", "w", "--model", "m", "--block-size", "16", "--event-endpoint", "nowhere"),
         ("nonsense",),
     ],
     ids=" ".join,

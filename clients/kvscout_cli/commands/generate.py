@@ -41,9 +41,9 @@ class _Answer:
 @click.command(cls=SectionedCommand)
 @prompt_arguments
 @model_flag
-@option("--lora", default="", help="LoRA adapter.")
-@option("--salt", default="", help="Cache salt.")
-@option("--worker", default="", help="Worker that must run it.")
+@option("--lora-name", default="", help="LoRA adapter.")
+@option("--cache-salt", default="", help="Cache salt.")
+@option("--worker-id", default="", help="Worker that must run it.")
 @option("--max-tokens", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens to generate.")
 @option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
 @option("--sampling-temperature", type=click.FloatRange(min=0), help="0 = greedy.  [default: the engine's]")
@@ -54,9 +54,9 @@ def command(
     *,
     token_ids: list[int],
     model: str,
-    lora: str,
-    salt: str,
-    worker: str,
+    lora_name: str,
+    cache_salt: str,
+    worker_id: str,
     max_tokens: int,
     ignore_eos: bool,
     sampling_temperature: float | None,
@@ -77,9 +77,9 @@ def command(
                 model=await chosen_model(router, model),
                 stop=StopConditions(max_tokens=max_tokens, ignore_eos=ignore_eos),
                 sampling=SamplingOptions(temperature=sampling_temperature),
-                lora_name=lora,
-                cache_salt=salt,
-                worker_id=worker,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+                worker_id=worker_id,
                 start_timeout_seconds=connection.timeout_seconds,
             )
             async for chunk in chunks:

@@ -16,12 +16,12 @@ from kvscout_common.flags import SectionedCommand
 @click.command(cls=SectionedCommand)
 @prompt_arguments
 @model_flag
-@option("--lora", default="", help="LoRA adapter.")
-@option("--salt", default="", help="Cache salt.")
-@option("--worker", default="", help="Worker that must be chosen.")
+@option("--lora-name", default="", help="LoRA adapter.")
+@option("--cache-salt", default="", help="Cache salt.")
+@option("--worker-id", default="", help="Worker that must be chosen.")
 @option("--policy", help="Policy for this request, such as kv or round-robin.")
-@option("--temperature", type=float, help="Router temperature for this request.")
-@option("--overlap-weight", type=float, help="Overlap score weight for this request.")
+@option("--router-temperature", type=float, help="Router temperature for this request.")
+@option("--overlap-score-weight", type=float, help="Overlap score weight for this request.")
 @option("--explain", is_flag=True, help="Show every candidate.")
 @json_flag
 @connection_flags
@@ -30,12 +30,12 @@ def command(
     *,
     token_ids: list[int],
     model: str,
-    lora: str,
-    salt: str,
-    worker: str,
+    lora_name: str,
+    cache_salt: str,
+    worker_id: str,
     policy: str | None,
-    temperature: float | None,
-    overlap_weight: float | None,
+    router_temperature: float | None,
+    overlap_score_weight: float | None,
     explain: bool,
     as_json: bool,
 ) -> None:
@@ -51,10 +51,10 @@ def command(
             return await router.route(
                 token_ids,
                 model=await chosen_model(router, model),
-                lora_name=lora,
-                cache_salt=salt,
-                worker_id=worker,
-                override=RouterOverride(overlap_weight, temperature, policy),
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+                worker_id=worker_id,
+                override=RouterOverride(overlap_score_weight, router_temperature, policy),
                 explain=explain,
             )
 

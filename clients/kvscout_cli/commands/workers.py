@@ -80,9 +80,9 @@ def _events(record: WorkerRecord, sources: Iterable[SourceRow]) -> list[str]:
 )
 @option("--model", default="", help="Model it serves.")
 @option("--block-size", type=click.IntRange(min=1), help="Tokens a KV block.")
-@option("--http", default="", help="Base URL of its HTTP API.")
-@option("--events", multiple=True, help="ZMQ event endpoint; repeat for further ranks.")
-@option("--replay", multiple=True, help="ZMQ replay endpoint; repeat in the order of --events.")
+@option("--http-endpoint", default="", help="Base URL of its HTTP API.")
+@option("--event-endpoint", multiple=True, help="ZMQ event endpoint; repeat for further ranks.")
+@option("--replay-endpoint", multiple=True, help="ZMQ replay endpoint; repeat in the order of --event-endpoint.")
 @option(
     "--engine",
     default=EngineKind.VLLM.value,
@@ -110,7 +110,8 @@ def register(
 
     \b
         kvscout workers register vllm-0 --model llama --block-size 16 \\
-            --http http://10.0.0.5:8000 --events tcp://10.0.0.5:5557 --replay tcp://10.0.0.5:5657
+            --http-endpoint http://10.0.0.5:8000 \\
+            --event-endpoint tcp://10.0.0.5:5557 --replay-endpoint tcp://10.0.0.5:5657
     """
     if bool(worker_id) == bool(path):
         raise click.UsageError("Give a worker id or --file.")
@@ -194,9 +195,9 @@ def clear_cooldowns(schedulers: Schedulers, worker_id: str, model: str, tenant: 
 def _spec(worker_id: str, tenant: str, **values: Any) -> WorkerSpec:
     if not values["model"] or not values["block_size"]:
         raise click.UsageError("--model and --block-size are needed.")
-    events, replays = values["events"], values["replay"]
+    events, replays = values["event_endpoint"], values["replay_endpoint"]
     if replays and len(replays) != len(events):
-        raise ConfigError(f"{len(replays)} given for {len(events)} --events", field="--replay")
+        raise ConfigError(f"{len(replays)} given for {len(events)} --event-endpoint", field="--replay-endpoint")
     labels = {}
     for label in values["label"]:
         key, separator, value = label.partition("=")
@@ -210,7 +211,7 @@ def _spec(worker_id: str, tenant: str, **values: Any) -> WorkerSpec:
         block_size=values["block_size"],
         role=values["role"],
         engine=values["engine"],
-        http_endpoint=values["http"],
+        http_endpoint=values["http_endpoint"],
         dp_size=values["dp_size"],
         event_endpoints=tuple(
             EventEndpoint(rank, endpoint, replays[rank] if replays else "") for rank, endpoint in enumerate(events)
