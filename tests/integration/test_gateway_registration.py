@@ -205,6 +205,7 @@ async def test_a_second_gateway_routes_to_the_workers_of_the_first_and_can_take_
 
 async def test_a_helper_that_is_away_is_told_when_it_is_back(stack: Stack) -> None:
     client = stack.client
+    known, *_ = await everywhere(stack)
     assert await stack.indexer.stop() == 0
     late = workers_pb2.Worker(worker_id="late", model="late", block_size=16)
     with pytest.raises(errors.Unavailable, match="will be when they are back: indexer"):
@@ -214,4 +215,4 @@ async def test_a_helper_that_is_away_is_told_when_it_is_back(stack: Stack) -> No
     assert not indexer.healthy
     assert indexer.pending_registrations >= 1
     async with running("kvscout_indexer.main", "--port", str(stack.indexer.ready["port"])):
-        await until_everywhere(stack, "w0", "late")
+        await until_everywhere(stack, *known, "late")
