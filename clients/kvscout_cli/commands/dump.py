@@ -13,7 +13,7 @@ from rich.table import Table
 from kvscout.v1 import events_pb2
 from kvscout_cli.connection import Connection, connection_flags, option
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import stdout
+from kvscout_cli.output import columns, stdout
 from kvscout_common.flags import SectionedCommand
 
 
@@ -79,9 +79,8 @@ def _count(totals: dict[tuple[str, int], _Total], batch: events_pb2.KvEventBatch
 
 
 def _table(totals: dict[tuple[str, int], _Total]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("worker", "rank", "model", "blocks", "holes", "orphans", "last event", "bytes", "history"):
-        table.add_column(column, justify="left" if column in ("worker", "model", "history") else "right")
+    counted = ("blocks", "holes", "orphans", "last event", "bytes")
+    table = columns("worker", "rank", "model", *counted, "history", right=("rank", *counted))
     for (worker_id, dp_rank), total in totals.items():
         counts = (total.blocks, total.holes, total.orphans)
         table.add_row(

@@ -11,7 +11,7 @@ from rich.table import Table
 from kvscout.v1 import scheduler_pb2
 from kvscout_cli.connection import Schedulers, json_flag, scheduler_flags
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import print_json, stderr, stdout
+from kvscout_cli.output import columns, print_json, stderr, stdout
 from kvscout_common.flags import SectionedCommand
 
 COLUMNS = ("seen by", "replica", "state")
@@ -51,11 +51,7 @@ def _plain(answer: scheduler_pb2.GetReplicasResponse) -> dict[str, Any]:
 
 
 def _table(answers: dict[str, scheduler_pb2.GetReplicasResponse]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in COLUMNS:
-        table.add_column(column)
-    for column in NUMBERS:
-        table.add_column(column, justify="right")
+    table = columns(*COLUMNS, *NUMBERS, right=NUMBERS)
     for address, answer in answers.items():
         for replica in answer.replicas:
             lag = f"{replica.lag_events} events, {replica.lag_seconds:.1f} s" if replica.lag_events else "–"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import click
-from rich.table import Table
 
 from kvscout_cli.connection import Connection, connection_flags, json_flag, option
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import print_json, stdout
+from kvscout_cli.output import columns, print_json, stdout
 from kvscout_client import ActiveRequest
 from kvscout_common.flags import SectionedCommand
 
@@ -29,11 +28,8 @@ def command(connection: Connection, model: str, worker_id: str, limit: int, as_j
     if as_json:
         print_json(requests)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("request", "model", "role", "worker", "phase"):
-        table.add_column(column)
-    for column in ("blocks", "output blocks", "uncached tokens", "age"):
-        table.add_column(column, justify="right")
+    numbers = ("blocks", "output blocks", "uncached tokens", "age")
+    table = columns("request", "model", "role", "worker", "phase", *numbers, right=numbers)
     for one in requests:
         table.add_row(
             *(one.request_id, one.model, one.role.value, f"{one.worker.worker_id}/{one.worker.dp_rank}"),

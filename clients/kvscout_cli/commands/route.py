@@ -7,7 +7,7 @@ from rich.table import Table
 
 from kvscout_cli.connection import Connection, chosen_model, connection_flags, json_flag, model_flag, option
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import print_json, stdout
+from kvscout_cli.output import columns, print_json, stdout
 from kvscout_cli.prompt import prompt_arguments
 from kvscout_client import Explanation, RouteDecision, RouterOverride
 from kvscout_common.flags import SectionedCommand
@@ -78,11 +78,8 @@ def command(
 
 
 def _candidates(explanation: Explanation) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("worker")
-    for column in ("rank", "device", "host", "disk", "prefill blocks", "decode blocks", "cost"):
-        table.add_column(column, justify="right")
-    table.add_column("not eligible")
+    headings = ("rank", "device", "host", "disk", "prefill blocks", "decode blocks", "cost")
+    table = columns("worker", *headings, "not eligible", right=headings)
     for c in sorted(explanation.candidates, key=lambda c: (not c.eligible, c.cost, c.worker)):
         numbers = (c.worker.dp_rank, c.device_blocks, c.host_blocks, c.disk_blocks)
         costs = (c.prefill_blocks, c.decode_blocks, c.cost)

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_cli.connection import Connection, Schedulers, connection_flags, json_flag, option, scheduler_flags
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import plain, print_json, stdout
+from kvscout_cli.output import columns, plain, print_json, stdout
 from kvscout_client import RegisteredWorker, WorkerRecord
 from kvscout_common.doctor.overview import Overview, SourceRow, overview
 from kvscout_common.errors import ConfigError
@@ -45,13 +44,9 @@ def list_workers(connection: Connection, model: str, as_json: bool) -> None:
     if as_json:
         print_json([{**plain(record), "events": events[record.spec.worker_id]} for record in records])
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("worker", "model", "role", "engine", "endpoint"):
-        table.add_column(column)
-    for column in ("ranks", "block size", "KV blocks"):
-        table.add_column(column, justify="right")
-    for column in ("source", "lease", "state", "events"):
-        table.add_column(column)
+    numbers = ("ranks", "block size", "KV blocks")
+    names = ("worker", "model", "role", "engine", "endpoint")
+    table = columns(*names, *numbers, "source", "lease", "state", "events", right=numbers)
     for record in records:
         spec, lease = record.spec, record.lease_remaining_seconds
         table.add_row(
