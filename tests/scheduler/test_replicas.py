@@ -214,7 +214,7 @@ async def test_a_scheduler_without_replicas_says_so() -> None:
 async def test_replica_sync_without_nats_is_refused_at_start() -> None:
     (port,) = free_ports(1)
     member = Member("alone", "kvscout_scheduler.main", "--port", str(port), "--router-replica-sync")
-    with pytest.raises(AssertionError, match="ended with 2"):
+    with pytest.raises(AssertionError, match="ended by itself with 2"):
         await member.start()
 
 
