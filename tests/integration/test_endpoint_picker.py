@@ -6,6 +6,7 @@ Whatever happens to a request, nothing stays booked for it.
 import asyncio
 import json
 import random
+import re
 import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ import aiohttp
 import grpc
 import pytest
 import pytest_asyncio
+import yaml
 from aiohttp import web
 from envoy_process import Change, Envoy, Settings, full_duplex, running_envoy, streamed
 from ext_proc_messages import NONE, parsed, request_headers
@@ -520,6 +522,30 @@ async def test_a_picker_that_leaves_cuts_nothing_and_lets_the_lease_end_what_it_
         stays = (mode, transport) == ("full duplex", "grpcio")
         assert bool(await client.active()) is not stays
         await client.until_idle()
+
+
+def logged(settings: Settings) -> None:
+    """What the guide says of access logs."""
+    guide = (Path(__file__).parents[2] / "docs/envoy.md").read_text()
+    [snippet] = re.findall(r"^```yaml\n(access_log:\n.*?)^```", guide, re.DOTALL | re.MULTILINE)
+    settings.manager.update(yaml.safe_load(snippet))
+
+
+async def test_the_access_log_ends_what_was_left(world: World) -> None:
+    # A lease that outlives the test: only the log can end what is booked.
+    flags = ("--endpoint-picker-watch", "leave", "--endpoint-picker-lease-seconds", "3600")
+    async with world.gateway(*flags) as (gateway, client), world.envoy(logged, gateway) as envoy:
+        for _ in range(3):
+            assert (await envoy.post(completion(stream=True))).status == 200
+        await client.until_idle()
+        aborted = asyncio.ensure_future(envoy.post(completion(model="slow", stream=True, max_tokens=200)))
+        await client.until_active()
+        aborted.cancel()
+        await client.until_idle("slow")
+        samples = await scrape(gateway)
+        assert samples["kvscout_endpoint_picks_logged_total"] == 4
+        assert samples["kvscout_endpoint_picks_left"] == 0
+        assert samples["kvscout_requests_in_flight"] == 0
 
 
 async def test_a_gateway_that_drains_sees_its_requests_to_their_ends(world: World) -> None:

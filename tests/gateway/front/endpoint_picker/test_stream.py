@@ -79,7 +79,7 @@ def test_what_a_client_says_about_destinations_is_removed_unless_the_pick_says_i
     one.receive(request_body(body_of()))
     [answer] = parsed(one.picked({**PICK, wire.RANK: "1"}).answers)
     mutation = answer.request_body.response.header_mutation
-    assert set(mutation.remove_headers) == {"x-prefiller-host-port", "x-encoder-hosts-ports"}
+    assert set(mutation.remove_headers) == {"x-prefiller-host-port", "x-kvscout-pick", "x-encoder-hosts-ports"}
     for option in mutation.set_headers:
         assert option.append_action == pb.HeaderValueOption.APPEND_ACTION_OVERWRITE_IF_EXISTS_OR_ADD
         assert option.header.raw_value

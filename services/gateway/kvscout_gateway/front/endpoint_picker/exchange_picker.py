@@ -1,13 +1,16 @@
 """Picks by the gateway's own routing: each request is an exchange that others send, and this front tells what happens.
 
-What is booked for a request ends with its stream. Where nobody shows its end, it ends when its lease does.
+What is booked for a request ends with its stream; where that shows no end, with its line in the proxy's access log, at
+the latest with its lease.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
+import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,6 +27,7 @@ from kvscout_gateway.catalog import Serving, TenantView
 from kvscout_gateway.engines.failure import EngineFailed, fault_of_status
 from kvscout_gateway.engines.usage import usage_of_stream
 from kvscout_gateway.front.endpoint_picker import wire
+from kvscout_gateway.front.endpoint_picker.access_log import Over
 from kvscout_gateway.front.endpoint_picker.addresses import address_of, reachable
 from kvscout_gateway.front.endpoint_picker.asked import Asked
 from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig
@@ -37,6 +41,8 @@ from kvscout_gateway.tokens.prompt_tokens import PromptTokens
 
 log = logging.getLogger("kvscout.gateway")
 
+NAME_BYTES = 16
+"""Random ones of a pick's name."""
 QUEUE_SHARE = 0.75
 """Of the time for a pick, what it may stand in line: who waited so long is refused, not sent where all are busy."""
 LOOKED_AT = 3
@@ -54,7 +60,14 @@ class PickerMetrics:
             "kvscout_endpoint_picks_served_elsewhere", "Requests that a fallback served", registry=registry
         )
         self.left = Gauge(
-            "kvscout_endpoint_picks_left", "Requests that nobody tells the end of, until their lease", registry=registry
+            "kvscout_endpoint_picks_left",
+            "Requests that were left, until their lease or their line in the access log",
+            registry=registry,
+        )
+        self.logged = Counter(
+            "kvscout_endpoint_picks_logged",
+            "Requests that were left and whose end the access log told",
+            registry=registry,
         )
 
 
@@ -83,7 +96,10 @@ class ExchangePicker:
         self._config = config
         self.metrics = metrics
         self._draw = draw
-        self._left: set[ExchangePick] = set()
+        self._left: dict[str, ExchangePick] = {}
+        """By name."""
+        # Engines see the names: whoever does can still not end the picks that follow.
+        self._names = map(secrets.token_hex, itertools.repeat(NAME_BYTES))
 
     @property
     def lease_seconds(self) -> float:
@@ -102,7 +118,10 @@ class ExchangePicker:
             exchange = stack.enter_context(self._exchanges.begin(wish))
             leg, prefill = await self._exchanges.plan(exchange.wish).place(exchange)
             first = _address_of(leg)
-            headers = {wire.DESTINATION: ",".join((first, *self._fallbacks(leg.wish, view, first)))}
+            headers = {
+                wire.DESTINATION: ",".join((first, *self._fallbacks(leg.wish, view, first))),
+                wire.PICK: next(self._names),
+            }
             if prefill is not None:
                 headers[wire.PREFILLER] = _address_of(prefill)
                 prefill.sent()
@@ -129,21 +148,32 @@ class ExchangePicker:
         return next((spec.worker_id for spec in specs if address_of(spec.http_endpoint) == address), "")
 
     def keep(self, pick: ExchangePick) -> None:
-        """Nobody will tell its end."""
-        self._left.add(pick)
+        """Nobody will tell its end, but an access log."""
+        self._left[pick.name] = pick
         self.metrics.left.inc()
         if self._exchanges.draining:
             pick.over()
 
     def let_go(self, pick: ExchangePick) -> None:
         """It is over; of one that somebody tells the end of, nothing was kept."""
-        if pick in self._left:
-            self._left.remove(pick)
+        if self._left.pop(pick.name, None) is not None:
             self.metrics.left.dec()
+
+    def end(self, over: Over) -> None:
+        """See `access_log.Ender`."""
+        pick = self._left.get(over.name)
+        if pick is None or pick.tenant != self._tenant():
+            return
+        self.metrics.logged.inc()
+        if over.status:
+            pick.answering(over.status, "")
+            pick.ended(None)
+        else:
+            pick.aborted()
 
     def forget(self) -> None:
         """Ends all that nobody will tell the end of: this gateway is leaving."""
-        for pick in list(self._left):
+        for pick in list(self._left.values()):
             pick.over()
 
     def _tenant(self) -> str:
@@ -220,6 +250,8 @@ class ExchangePick:
         self._leg = leg
         self._prefill = prefill
         self._tokens = tokens
+        self.name = headers.get(wire.PICK, "")
+        self.tenant = leg.wish.tenant if leg is not None else ""
         self._has_output = False
         self._moving: asyncio.Task[None] | None = None
         self._timers: list[asyncio.TimerHandle] = []

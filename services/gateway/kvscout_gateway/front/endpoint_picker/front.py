@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from kvscout_common.serving import SidePort
 from kvscout_common.transport import chosen
 from kvscout_gateway.front.endpoint_picker import wire
+from kvscout_gateway.front.endpoint_picker.access_log import SERVICE, AccessLog
 from kvscout_gateway.front.endpoint_picker.certificate import self_signed
 from kvscout_gateway.front.endpoint_picker.config import HELD_BODIES, EndpointPickerConfig
 from kvscout_gateway.front.endpoint_picker.exchange_picker import ExchangePicker, PickerMetrics
@@ -42,7 +43,7 @@ def endpoint_picker(config: EndpointPickerConfig, gateway: Gateway, metrics: Col
     return SidePort(
         name="endpoint_picker",
         port=config.port,
-        services=[(wire.SERVICE, processor.add_to)],
+        services=[(wire.SERVICE, processor.add_to), (SERVICE, AccessLog(picker).add_to)],
         make_pem=None if config.plaintext else lambda: self_signed(datetime.datetime.now(datetime.UTC)),
         needs_token=not config.tenant,
         alive_names=(LIVENESS,),

@@ -20,7 +20,9 @@ SERVED: Final = "x-gateway-destination-endpoint-served"
 PREFILLER: Final = "x-prefiller-host-port"
 """What llm-d's sidecar at a decode worker reads: where the prompt is computed."""
 RANK: Final = "x-data-parallel-rank"
-OWNED: Final = (DESTINATION, PREFILLER, RANK, "x-encoder-hosts-ports")
+PICK: Final = "x-kvscout-pick"
+"""The name of the pick: what a proxy's access log is to say of the request."""
+OWNED: Final = (DESTINATION, PREFILLER, RANK, PICK, "x-encoder-hosts-ports")
 """Headers that the picker sets or removes: a client's own would send requests where it likes."""
 LB_NAMESPACE: Final = "envoy.lb"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
