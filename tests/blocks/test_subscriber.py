@@ -9,6 +9,7 @@ import psutil
 import pytest
 import zmq
 import zmq.asyncio
+from processes import eventually
 from recorded_engine import RecordedEngine, recorded_engine
 from vllm_publisher import VllmPublisher, vllm_publisher
 from zmq_publisher import DEADLINE_MS, Publisher
@@ -224,16 +225,22 @@ async def test_what_is_not_read_waits_at_the_engine_not_here() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     async with vllm_publisher(payload_bytes=2**20) as engine:
         socket, monitor = open_sockets(context, EventEndpoint(0, engine.endpoint))
-        assert await asyncio.to_thread(monitor.poll, DEADLINE_MS)
-        await engine.publish(1)
-        assert await asyncio.to_thread(socket.poll, DEADLINE_MS)
-        await engine.publish(150)
-        await kept_while_unread(engine)
-        count = 0
-        while socket.poll(200):
-            socket.recv_multipart()
-            count += 1
-        close_sockets(socket, monitor)
+        try:
+
+            async def subscribed() -> int:
+                # What is published between the connection and the subscription is for nobody.
+                await engine.publish(1)
+                return await asyncio.to_thread(socket.poll, 100)
+
+            await eventually(subscribed, what="a subscription that has reached the engine")
+            await engine.publish(150)
+            await kept_while_unread(engine)
+            count = 0
+            while socket.poll(200):
+                socket.recv_multipart()
+                count += 1
+        finally:
+            close_sockets(socket, monitor)
     context.term()
     # A few more are in the connection's own buffers.
     assert RECEIVE_LIMIT <= count < 3 * RECEIVE_LIMIT
