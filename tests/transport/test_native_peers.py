@@ -161,6 +161,20 @@ async def test_a_caller_that_does_not_read_stops_the_handler_and_holds_no_more_t
         assert await stream.read() is grpc.aio.EOF
 
 
+@pytest.mark.parametrize("method", [DOWNLOAD, UNARY])
+async def test_calls_that_last_leave_the_window_of_their_connection_to_others(method: str) -> None:
+    count, request = 100, wish(fail="hang") + bytes(100_000)  # more than a connection's window by far
+    async with native() as served, native_channel(served.port) as channel:
+        open_call: Any = channel.unary_stream(method) if method == DOWNLOAD else channel.unary_unary(method)
+        calls = [open_call(request) for _ in range(count)]
+        await until(lambda: served.echo.running == count, "all handlers run")
+        await until(lambda: served.server.stats()["queued_bytes"] == 0, "what handlers have read counts no more")
+        for one in calls:
+            one.cancel()
+        await until(lambda: served.echo.running == 0, "the handlers are cancelled")
+        assert await channel.unary_unary(UNARY)(wish(), timeout=10)
+
+
 async def test_a_server_that_does_not_read_stops_the_writer() -> None:
     async with native() as served, native_channel(served.port) as channel:
         stream = channel.stream_stream(BOTH)()

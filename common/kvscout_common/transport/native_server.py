@@ -151,6 +151,10 @@ class NativeServer:
             context = NativeContext(self._core, number, metadata, timeout_us, method.handler)
             task = self._ready.run(self._run(method, context, message))
             if not context.closed:
+                if message is not None:
+                    # The handler has read it. Streams that last would keep the connection's window shut for all others.
+                    self._core.rpc.consumed(number, len(message))
+                    self._core.flush()
                 context.waits(task)
                 self._waiting.add(task)
                 task.add_done_callback(self._waiting.discard)

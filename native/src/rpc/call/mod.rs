@@ -12,7 +12,7 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use h2::client::ResponseFuture;
 use h2::server::SendResponse;
-use h2::{Reason, RecvStream, SendStream};
+use h2::{FlowControl, Reason, RecvStream, SendStream};
 use http::Request;
 use http::header::{HeaderMap, HeaderValue};
 
@@ -115,6 +115,8 @@ pub struct Call {
     pub request: Option<Request<()>>,
     role: Role,
     receive: Option<RecvStream>,
+    /// Of a server's call whose caller has sent all: to open the windows of what is not handled yet.
+    received: Option<FlowControl>,
     send: Option<SendStream<Bytes>>,
     deframer: Deframer,
     /// Complete messages that were told and are not handled: how many, and their bytes.
@@ -182,6 +184,7 @@ impl Call {
             request: None,
             role,
             receive,
+            received: None,
             send: None,
             deframer,
             unhandled: 0,
@@ -278,6 +281,7 @@ impl Call {
         self.queued = 0;
         self.finish(&status, HeaderMap::new());
         self.receive = None;
+        self.received = None;
         if let Role::Server { begun, .. } = &mut self.role {
             *begun = false;
         }

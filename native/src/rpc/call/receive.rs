@@ -119,7 +119,8 @@ impl Call {
                 if kind.request_streaming {
                     tell(News::HalfClosed);
                 }
-                self.receive = None;
+                // What is not handled yet keeps the connection's window shut, and is let go of when it is.
+                self.received = self.receive.take().map(|mut receive| receive.flow_control().clone());
             }
             Role::Client { .. } => {
                 let Some(receive) = &mut self.receive else { return };
@@ -146,8 +147,12 @@ impl Call {
 
     fn release(&mut self, length: usize) {
         self.shut -= length;
-        if let Some(receive) = &mut self.receive
-            && let Err(error) = receive.flow_control().release_capacity(length)
+        let flow = match &mut self.receive {
+            Some(receive) => Some(receive.flow_control()),
+            None => self.received.as_mut(),
+        };
+        if let Some(flow) = flow
+            && let Err(error) = flow.release_capacity(length)
         {
             debug_assert!(false, "released more than came: {error}");
         }
