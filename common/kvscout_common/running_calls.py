@@ -1,7 +1,7 @@
 """The calls that a server has taken and not yet answered, so that it can stop when there are none.
 
-Some last as long as their caller likes: watches, and streams between services. A server that stops ends them; every
-other call is work that somebody waits for, and comes to its end by itself.
+Some last as long as their caller likes: watches, logs, and streams between services. A server that stops ends them;
+every other call is work that somebody waits for, and comes to its end by itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ log = logging.getLogger("kvscout.serving")
 
 ENDLESS = frozenset(
     {
+        "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs",
         "/grpc.health.v1.Health/Watch",
         "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",

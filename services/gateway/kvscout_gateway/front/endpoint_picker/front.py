@@ -8,7 +8,7 @@ import random
 from prometheus_client import CollectorRegistry
 
 from kvscout_common.serving import SidePort
-from kvscout_common.transport import chosen
+from kvscout_common.transport import Transport, chosen
 from kvscout_gateway.front.endpoint_picker import wire
 from kvscout_gateway.front.endpoint_picker.access_log import SERVICE, AccessLog
 from kvscout_gateway.front.endpoint_picker.certificate import self_signed
@@ -36,7 +36,10 @@ def endpoint_picker(config: EndpointPickerConfig, gateway: Gateway, metrics: Col
         picker,
         config.follow(),
         Limits(
-            config.pick_seconds, config.body_bytes, HELD_BODIES * config.body_bytes, ends_at_once=chosen() == "native"
+            config.pick_seconds,
+            config.body_bytes,
+            HELD_BODIES * config.body_bytes,
+            ends_at_once=chosen() is Transport.NATIVE,
         ),
         lambda outcome: counts.picks.labels(outcome).inc(),
     )
