@@ -236,6 +236,29 @@ async def test_a_channel_comes_back_with_its_server_and_fails_at_once_without() 
 
 
 @pytest.mark.parametrize("connect", [native_channel, grpcio_channel])
+async def test_calls_that_wait_for_a_server_outlast_attempts_that_fail_but_not_their_deadline(connect: Any) -> None:
+    async with native() as served:
+        port = served.port
+    async with connect(port) as channel:
+        call = channel.unary_unary(UNARY)
+        late = await refused(call(wish(), timeout=0.3, wait_for_ready=True))
+        assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        patient = [asyncio.ensure_future(call(wish(), timeout=60, wait_for_ready=True)) for _ in range(3)]
+        # While they wait, others are told at once.
+        assert (await refused(call(wish(), timeout=10))).code() is grpc.StatusCode.UNAVAILABLE
+        async with native(port=port):
+            assert len(await asyncio.gather(*patient)) == 3
+            streamed = channel.unary_stream(DOWNLOAD)(wish(count=2), timeout=60, wait_for_ready=True)
+            assert [answer async for answer in streamed] == [b"0", b"1"]
+
+
+async def test_an_option_that_calls_do_not_have_is_refused() -> None:
+    async with native() as served, native_channel(served.port) as channel:
+        with pytest.raises(TypeError, match="compression"):
+            channel.unary_unary(UNARY)(wish(), compression=grpc.Compression.Gzip)
+
+
+@pytest.mark.parametrize("connect", [native_channel, grpcio_channel])
 async def test_a_server_that_stops_lets_running_calls_end_and_takes_no_new_ones(connect: Any) -> None:
     async with native() as served, connect(served.port) as channel:
         stream = channel.stream_stream(BOTH)()

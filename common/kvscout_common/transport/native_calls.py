@@ -41,6 +41,7 @@ class NativeCall:
         deserialize: Makes an answer of bytes; None = bytes are wanted.
         timeout: Seconds; None = no deadline.
         metadata: Sent with it, beside the channel's.
+        wait_for_ready: Whether it waits, up to its deadline, while no connection can be made, instead of failing.
         request: Its one request.
         requests: Its requests, one after the other; None = `write` and `done_writing` say.
     """
@@ -52,8 +53,9 @@ class NativeCall:
         *,
         serialize: Callable[[Any], bytes] | None,
         deserialize: Callable[[bytes], Any] | None,
-        timeout: float | None,
-        metadata: Metadata | None,
+        timeout: float | None = None,
+        metadata: Metadata | None = None,
+        wait_for_ready: bool | None = None,
         request: Any = None,
         requests: Any = None,
     ) -> None:
@@ -64,6 +66,7 @@ class NativeCall:
         self._serialize = serialize
         self._deserialize = deserialize
         self._metadata = [*channel.metadata(), *(metadata or ())]
+        self._waits = bool(wait_for_ready)
         self._number: int | None = None
         self._connection = 0
         self._inbox = Inbox(self._loop)
@@ -248,7 +251,7 @@ class NativeCall:
     async def _connect(self) -> None:
         try:
             while not self.done():
-                connection = await self._channel.connected()
+                connection = await self._channel.connected(waits=self._waits)
                 if self.done() or self._begin(connection):
                     return
         except ConnectionError as error:

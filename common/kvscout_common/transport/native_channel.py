@@ -5,7 +5,8 @@ is gone.
 
     stub ──▶ multicallable ──▶ call ──▶ connection
                                           └── idle ─▶ connecting ─▶ open ─▶ idle, after GOAWAY or a loss
-                                                          └── failed: back-off, calls fail at once meanwhile
+                                                          └── failed: back-off, calls fail at once meanwhile,
+                                                              but those that wait for it to be ready
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from kvscout_common.transport.native_core import CLOSED, CONNECTED, ClientTls, N
 FIRST_BACK_OFF_SECONDS = 0.1
 MAX_BACK_OFF_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
+CALL_OPTIONS = {"timeout", "metadata", "wait_for_ready"}
+"""What a caller may say of a call."""
 
 Call = TypeVar("Call", bound=NativeCall)
 
@@ -85,15 +88,10 @@ class NativeChannel:
         deserialize = serializers[1] if len(serializers) > 1 else options.get("response_deserializer")
 
         def make(given: dict[str, Any], **requests: Any) -> Call:
-            return kind(
-                self,
-                method,
-                serialize=serialize,
-                deserialize=deserialize,
-                timeout=given.get("timeout"),
-                metadata=given.get("metadata"),
-                **requests,
-            )
+            unknown = given.keys() - CALL_OPTIONS
+            if unknown:
+                raise TypeError(f"{method}: calls of this transport have no {', '.join(sorted(unknown))}")
+            return kind(self, method, serialize=serialize, deserialize=deserialize, **given, **requests)
 
         return make
 
@@ -121,28 +119,34 @@ class NativeChannel:
         if self._open and connection == self._connection:
             self._connection, self._open = None, False
 
-    async def connected(self) -> int:
+    async def connected(self, *, waits: bool = False) -> int:
         """The connection, once it is open.
 
+        Args:
+            waits: For as many attempts as it takes.
+
         Raises:
-            ConnectionError: It cannot be made; calls that come before the next attempt get that at once.
+            ConnectionError: It cannot be made; calls that come before the next attempt get that at once, unless they
+                wait.
         """
-        if self._closed:
-            raise ConnectionError("the channel is closed")
-        ready = self.ready()
-        if ready is not None:
-            return ready
         loop = asyncio.get_running_loop()
-        if self._connecting is None:
-            if loop.time() < self._not_before:
+        while not self._closed:
+            ready = self.ready()
+            if ready is not None:
+                return ready
+            pause = self._not_before - loop.time()
+            if self._connecting is None and pause > 0:
+                if not waits:
+                    raise ConnectionError(self._problem)
+                await asyncio.sleep(pause)
+                continue
+            if self._connecting is None:
+                self._connecting = loop.create_task(self._connect(), name=f"connect {self.target}")
+            # Shielded: a call that is given up leaves the attempt to the others.
+            await asyncio.shield(self._connecting)
+            if self.ready() is None and not waits:
                 raise ConnectionError(self._problem)
-            self._connecting = loop.create_task(self._connect(), name=f"connect {self.target}")
-        # Shielded: a call that is given up leaves the attempt to the others.
-        await asyncio.shield(self._connecting)
-        ready = self.ready()
-        if ready is None:
-            raise ConnectionError(self._problem)
-        return ready
+        raise ConnectionError("the channel is closed")
 
     async def close(self, grace: float | None = None) -> None:
         """Ends every call and the connection."""
