@@ -39,6 +39,11 @@ struct Request<'a> {
 }
 
 /// A request of the usual shape.
+/// Whether a caller whose token is bound to a tenant ("*": to none) may name another.
+fn may_name(caller_tenant: &str, tenant: &str) -> bool {
+    caller_tenant == "*" || caller_tenant == tenant
+}
+
 fn parse(bytes: &[u8]) -> Option<Request<'_>> {
     let mut request = Request::default();
     let mut reader = Reader::new(bytes);
@@ -149,6 +154,10 @@ impl Queries {
                 _ => {} // of a later version
             }
         }
+        // Also where no request is that tenant's: whoever names one must be allowed to.
+        if !may_name(caller_tenant, if tenant.is_empty() { DEFAULT_TENANT } else { tenant }) {
+            return None;
+        }
         let mut answers = Writer::default();
         for bytes in requests {
             let request = parse(bytes)?;
@@ -172,7 +181,7 @@ impl Queries {
     ) -> Option<()> {
         let tenant =
             [request.tenant, outer_tenant, DEFAULT_TENANT].into_iter().find(|name| !name.is_empty())?;
-        if caller_tenant != "*" && caller_tenant != tenant {
+        if !may_name(caller_tenant, tenant) {
             return None;
         }
         let tenants = self.tenants.read();
