@@ -25,7 +25,7 @@ from kvscout_common.errors import Unimplemented
 from kvscout_common.handlers import Context, Continuation, Handler, Synchronous, read_message
 from kvscout_common.identity import AUDITED, Admission, Identity, TokenTable, enter, leave
 from kvscout_common.rpc_metrics import MethodTimes, RpcTimes
-from kvscout_common.running_calls import RunningCalls, draining
+from kvscout_common.running_calls import RunningCall, RunningCalls, draining
 from kvscout_common.statuses import caller_gone, status_of
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -95,6 +95,25 @@ class GuardedMethod:
         self._audited = name.startswith("/kvscout.") and name.rpartition("/")[2] in AUDITED
         self.streams = (bool(handler.request_streaming), bool(handler.response_streaming))
         """Whether there are many requests, many answers."""
+
+    def begin(self, call: RunningCall, identity: Identity) -> None:
+        """A call runs from here on, until `end`.
+
+        Raises:
+            Draining: It is endless, and the server stops.
+            ResourceExhausted: Its tenant has as many endless ones as it may have.
+        """
+        self.admission.opened(identity)
+        try:
+            self.calls.begin(call, self.name)
+        except BaseException:
+            self.admission.closed(identity)
+            raise
+
+    def end(self, call: RunningCall, identity: Identity) -> None:
+        """It is over."""
+        self.admission.closed(identity)
+        self.calls.end(call)
 
     def as_handler(self) -> Handler:
         """For grpc.aio."""
@@ -173,7 +192,7 @@ class GuardedMethod:
     async def _counted(self, request: Any, context: Context, identity: Identity) -> Any:
         task = asyncio.current_task()
         assert task is not None
-        self.calls.begin(task, self.name)
+        self.begin(task, identity)
         entered = enter(identity)
         try:
             return await self._handled(request, context, identity)
@@ -186,7 +205,7 @@ class GuardedMethod:
             raise draining() from None
         finally:
             leave(entered)
-            self.calls.end(task)
+            self.end(task, identity)
 
     async def _handled(self, request: Any, context: Context, identity: Identity) -> Any:
         many_requests, many_answers = self.streams

@@ -13,7 +13,8 @@ Roles, each including what the ones before it may do only where the table below 
 * `client`: routes and generates, tracks its requests, reads what viewers read.
 * `admin`: everything; also what kvscout services present to one another.
 
-`name` is what the audit log calls its bearer.
+`name` is what the audit log calls its bearer. A second list, `limits`, says how much each tenant may have at once
+(`tenant_limits`).
 
 Every tenant named anywhere in a request must be the token's own ("*" = all). In `ListWorkers` and `GetStatus` every
 caller may ask for "*" and gets what it may see. `grpc.health.v1` needs no token, so
@@ -30,13 +31,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from kvscout_common.errors import ConfigError, PermissionDenied, Unauthenticated
 from kvscout_common.followed_file import FollowedFile, read_yaml
+from kvscout_common.running_calls import ENDLESS
+from kvscout_common.tenant_limits import Limit, TenantLimits, TenantTable, read_limits
 from kvscout_common.worker import DEFAULT_TENANT
 
 ALL_TENANTS = "*"
@@ -169,10 +172,23 @@ def leave(entered: Token[Identity]) -> None:
     _current.reset(entered)
 
 
-class TokenTable:
-    """Tokens by digest: who finds out by timing how far a digest was right has still no token that has it."""
+class TokensFile(NamedTuple):
+    """What a tokens file says."""
 
-    def __init__(self, by_digest: Mapping[str, Identity] | None = None) -> None:
+    by_digest: Mapping[str, Identity]
+    limits: TenantTable
+
+
+class TokenTable:
+    """Tokens by digest: who finds out by timing how far a digest was right has still no token that has it.
+
+    Args:
+        by_digest: None = none yet.
+        limits: Told of what tenants may have.
+    """
+
+    def __init__(self, by_digest: Mapping[str, Identity] | None = None, *, limits: TenantLimits | None = None) -> None:
+        self.limits = limits if limits is not None else TenantLimits()
         self._by_digest = by_digest or {}
 
     @classmethod
@@ -186,7 +202,7 @@ class TokenTable:
         table.follow(path)
         return table
 
-    def follow(self, path: Path) -> FollowedFile[Mapping[str, Identity]]:
+    def follow(self, path: Path) -> FollowedFile[TokensFile]:
         """Reads a tokens file now, and whenever it changes while the returned one is watched.
 
         Calls that were admitted stay so.
@@ -198,8 +214,9 @@ class TokenTable:
         file.load()
         return file
 
-    def _take(self, by_digest: Mapping[str, Identity]) -> None:
-        self._by_digest = by_digest
+    def _take(self, file: TokensFile) -> None:
+        self._by_digest = file.by_digest
+        self.limits.set(file.limits)
 
     def identify(self, token: str) -> Identity:
         """The identity of a token.
@@ -224,10 +241,11 @@ class TokenTable:
         return self.identify(token.strip())
 
 
-def _read_tokens(path: Path) -> Mapping[str, Identity]:
+def _read_tokens(path: Path) -> TokensFile:
     document = read_yaml(path, flag="auth_tokens", max_bytes=MAX_BYTES, secret=True)
-    if not isinstance(document, dict) or set(document) != {"tokens"}:
-        raise ConfigError(f"{path} must have the list 'tokens', and nothing else", field="auth_tokens")
+    if not isinstance(document, dict) or not {"tokens"} <= set(document) <= {"tokens", "limits"}:
+        problem = f"{path} must have the list 'tokens', beside it 'limits', and nothing else"
+        raise ConfigError(problem, field="auth_tokens")
     entries = document["tokens"]
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path} has no list 'tokens'", field="auth_tokens")
@@ -238,7 +256,7 @@ def _read_tokens(path: Path) -> Mapping[str, Identity]:
         if digest in table:
             raise ConfigError("the same token twice", field=where)
         table[digest] = identity
-    return table
+    return TokensFile(table, read_limits(document.get("limits", [])))
 
 
 def _read_entry(entry: Any, where: str) -> tuple[str, Identity]:
@@ -275,6 +293,7 @@ class Admission:
         service, _, self._method = method.strip("/").rpartition("/")
         self._tokens = None if service == "grpc.health.v1.Health" else tokens
         self._by_role = service.startswith("kvscout.")
+        self._streams = tokens.limits if tokens is not None and self._by_role and method in ENDLESS else None
         self._narrows = self._method in _NARROWED
 
     def admit(self, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
@@ -298,6 +317,20 @@ class Admission:
         if self._by_role and not identity.may_call(self._method):
             raise PermissionDenied(f"role {identity.role} may not call {self._method}")
         return identity
+
+    def opened(self, identity: Identity) -> None:
+        """A call of an admitted caller is open from here on; one without an end of its own counts, until `closed`.
+
+        Raises:
+            ResourceExhausted: Its tenant has as many as it may have.
+        """
+        if self._streams is not None and identity.tenant != ALL_TENANTS:
+            self._streams.take(Limit.STREAMS, identity.tenant)
+
+    def closed(self, identity: Identity) -> None:
+        """It is over."""
+        if self._streams is not None and identity.tenant != ALL_TENANTS:
+            self._streams.give_back(Limit.STREAMS, identity.tenant)
 
     def check(self, message: Any, identity: Identity) -> None:
         """Refuses a message that names a tenant which is not the caller's.

@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -22,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.errors import FailedPrecondition, NotFound
+from kvscout_common.tenant_limits import Limit, TenantLimits
 from kvscout_common.worker import WorkerSpec
 
 log = logging.getLogger("kvscout.registry")
@@ -99,6 +101,9 @@ class Registry:
 
     def __init__(self, clock: Callable[[], float], admit: Callable[[WorkerSpec], None] = any_worker) -> None:
         self.admit = admit
+        self.limits = TenantLimits()
+        """Of the service that this is the registry of."""
+        self.limits.use[Limit.WORKERS] = lambda: Counter(name.tenant for name in self._entries)
         self._clock = clock
         self._entries: dict[WorkerName, Entry] = {}
         self._facts: dict[WorkerName, EngineFacts] = {}
@@ -132,6 +137,16 @@ class Registry:
             for name in sorted(self._entries)
             if tenant in (ALL_TENANTS, name.tenant) and model in ("", self._entries[name].spec.model)
         ]
+
+    def require_room(self, name: WorkerName) -> None:
+        """Nothing, if a worker may be registered by its tenant: it is, or there is room for one more.
+
+        Raises:
+            ResourceExhausted: The tenant has all the workers that it may have.
+        """
+        if name not in self._entries and self.limits.of(name.tenant, Limit.WORKERS) is not None:
+            used = sum(other.tenant == name.tenant for other in self._entries)
+            self.limits.require(Limit.WORKERS, name.tenant, used)
 
     def has(self, name: WorkerName) -> bool:
         """Whether a worker is registered."""

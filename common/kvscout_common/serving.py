@@ -42,6 +42,7 @@ from kvscout_common.rpc_metrics import RpcTimes
 from kvscout_common.running_calls import RunningCalls
 from kvscout_common.stopping import Signals, stop_serving
 from kvscout_common.telemetry import configure_logging
+from kvscout_common.tenant_limits import TenantLimits
 from kvscout_common.tls import Pem, ServerCertificates
 from kvscout_common.transport import Transport, choose
 from kvscout_common.transport.http import HttpCall, HttpHandler, HttpLimits, HttpServer, serve_http
@@ -103,6 +104,8 @@ class App:
     close: Callable[[], Awaitable[None]] | None = None
     """Called last, to close what the service holds."""
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
+    limits: TenantLimits = field(default_factory=TenantLimits)
+    """Told what the tokens file allows each tenant."""
     side_ports: Sequence[SidePort] = ()
     http: HttpPort | None = None
     ready: Mapping[str, Any] = field(default_factory=dict)
@@ -171,7 +174,7 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         files: list[FollowedFile[Any]] = []
         tokens = certificates = None
         if config.auth_tokens is not None:
-            tokens = TokenTable()
+            tokens = TokenTable(limits=app.limits)
             files.append(tokens.follow(config.auth_tokens))
         if config.tls is not None:
             certificates = ServerCertificates(config.tls)
@@ -194,6 +197,7 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
             await _all_ready(listening)
         app.metrics.register(TransportCollector([one.server for one in listening]))
         app.metrics.register(times)
+        app.metrics.register(app.limits)
         register_process_metrics(app.metrics, app.name)
         metrics_port = None
         if config.metrics_port >= 0:

@@ -9,7 +9,7 @@ from kvscout.v1 import workers_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity import current_identity
 from kvscout_common.registrar import OwnRegistrar, Registrar
-from kvscout_common.registry import ALL_TENANTS, Registry
+from kvscout_common.registry import ALL_TENANTS, Registry, WorkerName
 from kvscout_common.worker import DEFAULT_TENANT, WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
 
@@ -36,6 +36,7 @@ class WorkerRpcs:
         if request.lease_seconds > MAX_LEASE_SECONDS:
             raise InvalidArgument(f"must be at most {MAX_LEASE_SECONDS}", field="lease_seconds")
         spec = self._admitted(request)
+        self.registry.require_room(WorkerName(spec.tenant, spec.worker_id))
         if request.passed_on:
             created = self.registry.learn(spec, request.lease_seconds)
         else:

@@ -13,6 +13,8 @@ from kvscout_common.channel import ClientSecurity, call
 from kvscout_common.errors import ConfigError, PermissionDenied, Unauthenticated
 from kvscout_common.identity import ALLOWED, AccessRole, TokenTable, current_identity, tenants_of
 
+A_TOKEN = "tokens: [{token: a, role: admin}]\n"
+
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
     """Answers everything asked here."""
@@ -159,10 +161,20 @@ def test_tenants_are_found_in_repeated_and_nested_messages() -> None:
             "tokens: [{token: a, role: admin, team: b}]",
             "auth_tokens.0: has a key other than name, role, sha256, tenant, token",
         ),
-        ("tokens: [{token: a, role: admin}]\nroles: []", "must have the list 'tokens', and nothing else"),
+        (
+            "tokens: [{token: a, role: admin}]\nroles: []",
+            "must have the list 'tokens', beside it 'limits', and nothing else",
+        ),
         ("tokens: [{token: 0123, role: admin}]", "auth_tokens.0.token: must be text, in quotes"),
         ("tokens: [{sha256: abc, role: admin}]", "auth_tokens.0.sha256: must be 64 hexadecimal digits"),
         ("tokens: [", "cannot read"),
+        ("tokens: [{token: a, role: admin}]\nlimits: {}", "auth_tokens.limits: must be a list"),
+        (f"{A_TOKEN}limits: [a]", "auth_tokens.limits.0: has a key other than tenant, requests"),
+        (f"{A_TOKEN}limits: [{{tenant: a, cores: 1}}]", "auth_tokens.limits.0: has a key other than tenant, requests"),
+        (f"{A_TOKEN}limits: [{{streams: 1}}]", "auth_tokens.limits.0.tenant: must name a tenant"),
+        (f"{A_TOKEN}limits: [{{tenant: a, streams: -1}}]", "auth_tokens.limits.0.streams: must be a whole number"),
+        (f"{A_TOKEN}limits: [{{tenant: a, workers: yes}}]", "auth_tokens.limits.0.workers: must be a whole number"),
+        (f"{A_TOKEN}limits: [{{tenant: a}}, {{tenant: a}}]", "auth_tokens.limits.1: the tenant 'a' twice"),
     ],
 )
 def test_a_wrong_tokens_file_names_the_entry_and_not_the_token(tmp_path: Path, text: str, message: str) -> None:

@@ -46,7 +46,7 @@ class SynchronousStream:
         core.flush()
         try:
             self._identity = method.admit(metadata)
-            method.calls.begin(self, method.name)
+            method.begin(self, self._identity)
         except KvscoutError as error:
             status = status_of(error, method.name)
             method.times.ended(status.code, self._started)
@@ -97,4 +97,4 @@ class SynchronousStream:
         self._method.times.ended(CANCELLED if status is None else status.code, self._started)
         if status is not None:
             self._core.finish(self._number, status)
-        self._method.calls.end(self)
+        self._method.end(self, self._identity)

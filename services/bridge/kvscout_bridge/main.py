@@ -214,6 +214,7 @@ async def build(config: BridgeConfig) -> App:
         drain=bridge.drain,
         close=bridge.close,
         metrics=registry_of(BridgeCollector(bridge)),
+        limits=bridge.registry.limits,
     )
 
 

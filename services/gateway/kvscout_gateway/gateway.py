@@ -161,6 +161,7 @@ class Gateway:
             migration_limit=config.migration_limit,
             max_in_flight=config.max_in_flight,
             lease_seconds=config.lease_seconds,
+            limits=self.registry.limits,
         )
         self.on_drain: list[Callable[[], object]] = []
         """Called when nothing new is taken any more, by whom something would wait for longer than it has to."""

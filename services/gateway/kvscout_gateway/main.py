@@ -257,6 +257,7 @@ async def build(config: GatewayConfig) -> App:
         drain=gateway.drain,
         close=gateway.close,
         metrics=metrics,
+        limits=gateway.registry.limits,
         side_ports=side_ports,
         http=openai.port() if config.http_port >= 0 else None,
     )

@@ -137,6 +137,7 @@ async def build(config: IndexerConfig) -> App:
         drain=indexer.drain,
         close=indexer.close,
         metrics=registry_of(IndexerCollector(indexer)),
+        limits=indexer.registry.limits,
     )
 
 

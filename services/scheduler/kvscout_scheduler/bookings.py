@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
+from kvscout_common.tenant_limits import Limit, TenantLimits
 from kvscout_scheduler.attempts import Ended, EndedAttempts
 from kvscout_scheduler.booking import ActiveRequest, Booking, EndReason, FreeOutcome, Phase
 from kvscout_scheduler.end_log import EndLog
@@ -36,11 +37,13 @@ END_AT_ONCE = 256
 class Bookings:
     """The active requests of a scheduler."""
 
-    def __init__(self, settings: SchedulerSettings, stats: SchedulerStats) -> None:
+    def __init__(self, settings: SchedulerSettings, stats: SchedulerStats, limits: TenantLimits | None = None) -> None:
         self._settings = settings
         self._stats = stats
         self._active: dict[RequestKey, Booking] = {}
         self._by_tenant: Counter[str] = Counter()
+        self._limits = limits if limits is not None else TenantLimits()
+        self._limits.use[Limit.BOOKINGS] = lambda: self._by_tenant
         self._members: dict[tuple[Pool, int], dict[Booking, None]] = {}
         self._leases = Leases()
         self._owners = Owners(settings.owner_grace_seconds)
@@ -75,7 +78,8 @@ class Bookings:
         Raises:
             AlreadyExists: Another attempt of the request is active.
             Cancelled: This attempt was freed already.
-            ResourceExhausted: There are too many active requests, or too many of the tenant while others have workers.
+            ResourceExhausted: There are too many active requests, or too many of the tenant: by its own limit, or
+                while others have workers.
         """
         active = self._active.get(key)
         if active is not None:
@@ -92,6 +96,7 @@ class Bookings:
             raise Cancelled(f"attempt {attempt_id} of request {key.request_id!r} was freed before it was booked")
         if len(self._active) >= self._settings.max_active_requests:
             raise ResourceExhausted(f"{len(self._active)} requests are active (limit)", retry_after_seconds=1.0)
+        self._limits.require(Limit.BOOKINGS, key.tenant, self._by_tenant[key.tenant])
         share = max(1, int(self._settings.max_active_requests * self._settings.tenant_share))
         if self.tenants > 1 and self._by_tenant[key.tenant] >= share:
             raise ResourceExhausted(

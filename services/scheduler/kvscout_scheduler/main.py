@@ -176,13 +176,15 @@ async def build(config: SchedulerConfig) -> App:
     from kvscout_scheduler.scraper import EngineScraper
     from kvscout_scheduler.servicer import SERVICE, SchedulerServicer
 
+    registry = Registry(time.monotonic)
     try:
-        scheduler = Scheduler(config.settings, clock=time.monotonic, rng=random.Random(config.seed))
+        scheduler = Scheduler(
+            config.settings, clock=time.monotonic, rng=random.Random(config.seed), limits=registry.limits
+        )
     except ConfigError:
         raise
     except InvalidArgument as error:
         raise ConfigError(error.message, field="router_mode") from error
-    registry = Registry(time.monotonic)
     registry.listen(scheduler.workers)
     link = NatsLink(config.nats, "kvscout-scheduler") if config.nats is not None else None
     replicas = None
@@ -229,6 +231,7 @@ async def build(config: SchedulerConfig) -> App:
         drain=drain,
         close=link.close if link is not None else None,
         metrics=registry_of(SchedulerCollector(scheduler, replicas)),
+        limits=registry.limits,
     )
 
 

@@ -22,6 +22,7 @@ from kvscout_common.errors import (
     Unavailable,
 )
 from kvscout_common.service_info import TenantWarning
+from kvscout_common.tenant_limits import TenantLimits
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import ActiveRequest, Booking, FreeOutcome
 from kvscout_scheduler.bookings import END_AT_ONCE, Bookings
@@ -97,12 +98,13 @@ class Scheduler:
         rng: Random,
         policies: PolicyRegistry | None = None,
         wall_clock: Callable[[], float] = time.time,
+        limits: TenantLimits | None = None,
     ) -> None:
         self.settings = settings.validate()
         self.policies = installed_policies() if policies is None else policies
         self.stats = SchedulerStats()
         self.thresholds = ThresholdTable(settings.thresholds)
-        self.bookings = Bookings(settings, self.stats)
+        self.bookings = Bookings(settings, self.stats, limits)
         self.waiting = WaitingLine(settings.queue_limit)
         self.workers = Workers(settings, self.bookings, clock)
         """Give it to the registry as a listener."""

@@ -29,6 +29,7 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from kvscout_common.tenant_limits import Limit, TenantLimits
 from kvscout_common.transport.http import SinkGone
 from kvscout_gateway.engines.adapter import ClientRequest
 from kvscout_gateway.engines.failure import EngineFailed, Fault
@@ -61,6 +62,7 @@ class Exchanges:
         migration_limit: int,
         max_in_flight: int,
         lease_seconds: int,
+        limits: TenantLimits | None = None,
     ) -> None:
         """Runs requests.
 
@@ -73,6 +75,7 @@ class Exchanges:
             migration_limit: Further tries of a leg after a failure.
             max_in_flight: Exchanges at once.
             lease_seconds: Of bookings that have a lease.
+            limits: Of each tenant; None = there are none.
         """
         self.means = means
         self.plan = plan
@@ -81,6 +84,7 @@ class Exchanges:
         self.migration_limit = migration_limit
         self._max_in_flight = max_in_flight
         self.lease_seconds = lease_seconds
+        self.limits = limits if limits is not None else TenantLimits()
         self.draining = False
         """Refuses what is new."""
         self.in_flight = 0
@@ -107,15 +111,16 @@ class Exchanges:
         if self.draining:
             raise Draining("the gateway is draining")
 
-    def admit(self) -> None:
+    def admit(self, wish: Wish) -> None:
         """One more is in flight.
 
         Raises:
-            Draining, ResourceExhausted: This gateway takes nothing now.
+            Draining, ResourceExhausted: This gateway takes nothing now, or nothing more of this tenant.
         """
         self.require_open()
         if self.in_flight >= self._max_in_flight:
             raise ResourceExhausted(f"{self.in_flight} requests are in flight (limit)", retry_after_seconds=1.0)
+        self.limits.take(Limit.REQUESTS, wish.tenant)
         self.in_flight += 1
         self.idle.clear()
         self.requests += 1
@@ -128,6 +133,7 @@ class Exchanges:
             self.failures += 1
         elif error is not None:
             outcome = "cancelled"
+        self.limits.give_back(Limit.REQUESTS, wish.tenant)
         self.in_flight -= 1
         if self.in_flight == 0:
             self.idle.set()
@@ -151,7 +157,7 @@ class Exchange:
         return self.wish.request_id
 
     def __enter__(self) -> Exchange:
-        self._all.admit()
+        self._all.admit(self.wish)
         return self
 
     def __exit__(
