@@ -15,6 +15,7 @@ from openai_stack import CHAT, DONE, MODEL, USAGE, breaks, delta, engine, event,
 from processes import eventually
 
 from kvscout_common.identity import AccessRole, Identity, TokenTable, _digest
+from kvscout_common.tenant_limits import Limit
 from kvscout_common.worker import Adapter, Role
 
 ANSWER = b'{ "id": "chatcmpl-1", "choices": [], "usage": {"prompt_tokens": 7}, "odd":1.0e3 }'
@@ -289,6 +290,34 @@ async def test_what_is_for_operators_needs_a_key_that_says_so() -> None:
             assert (await served.post("/sleep", b"", X_Api_Key="client", X_Kvscout_Tenant="team"))[0] == 403
             assert (await served.post("/sleep", b"", X_Api_Key="admin"))[2] == b"slept"
         assert [received.target for received in one.received] == ["/sleep"]
+
+
+async def test_a_tenant_at_its_limit_of_requests_is_told_so_and_others_are_served() -> None:
+    async with (
+        engine(streams(FIRST := delta("x"), then=hangs)) as one,
+        front(spec("w", one.url, tenant="team"), spec("w", one.url, tenant="other")) as served,
+    ):
+        limits = served.gateway.registry.limits
+        limits.set({"team": {Limit.REQUESTS: 1}})
+
+        async def over() -> bool:
+            return not limits.use[Limit.REQUESTS]()
+
+        body = {**CHAT, "stream": True}
+        for path in ("/v1/chat/completions", "/v1/embeddings"):
+            headers = {"X-Kvscout-Tenant": "team"}
+            async with served.http.post(served.url + path, json=body, headers=headers) as running:
+                assert await running.content.readexactly(len(FIRST)) == FIRST
+                for other in ("/v1/chat/completions", "/v1/embeddings"):
+                    status, told, answer = await served.post(other, body, **headers)
+                    assert (status, told["retry-after"]) == (429, "1")
+                    assert json.loads(answer)["error"]["param"] == "limits.requests"
+                    assert "tenant 'team' has 1 requests, its limit is 1" in json.loads(answer)["error"]["message"]
+                async with served.http.post(
+                    served.url + path, json=body, headers={"X-Kvscout-Tenant": "other"}
+                ) as theirs:
+                    assert await theirs.content.readexactly(len(FIRST)) == FIRST
+            await eventually(over, what="the end of both")
 
 
 async def test_a_key_is_asked_for_and_is_its_tenants() -> None:

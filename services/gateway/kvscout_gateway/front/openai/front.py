@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry
@@ -12,6 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied, Unimplemented
 from kvscout_common.identity import ALL_TENANTS, TokenTable
+from kvscout_common.tenant_limits import Limit
 from kvscout_common.transport.http import HttpCall, HttpRefused, SinkGone, SinkStalled
 from kvscout_gateway.front.openai.access import Caller, caller_of, header
 from kvscout_gateway.front.openai.body import JsonBody
@@ -27,6 +29,17 @@ if TYPE_CHECKING:
 
 MODELS: Final = "/v1/models"
 THRESHOLDS: Final = "/busy_threshold"
+ROUTES: Final[Mapping[str, Mapping[str, str]]] = {
+    COMPLETIONS: {"POST": "Generate"},
+    CHAT: {"POST": "Generate"},
+    MODELS: {"GET": "ListWorkers"},
+    THRESHOLDS: {"GET": "ListBusyThresholds", "POST": "GetBusyThresholds"},
+    "/metrics": {"GET": "GetStatus"},
+}
+"""By path and method, the rpc whose roles may ask; those below `/v1/models` are as it. All others are engines'.
+`/health` and `/ready` are open."""
+ENGINES_OWN: Final = "Generate"
+"""The same, of paths that are passed on."""
 INLINE_BODY_BYTES: Final = 256 * 1024
 """Longer bodies are parsed in a thread: the event loop has a few milliseconds for one request at most."""
 
@@ -76,25 +89,23 @@ class OpenAiFront:
             await call.respond(*refusal_of(error))
 
     async def _answer(self, call: HttpCall, caller: Caller) -> None:
-        method, path = call.method, call.path
-        if path in (COMPLETIONS, CHAT):
-            _only(method, "POST")
-            caller.require("Generate")
+        path = call.path
+        route = _route(path)
+        caller.require(_rpc_of(route, call.method))
+        if route in (COMPLETIONS, CHAT):
             self._gateway.exchanges.require_open()
             await self._generation.run(call, caller, await _json(call))
-        elif path == MODELS or path.startswith(f"{MODELS}/"):
-            _only(method, "GET")
-            caller.require("ListWorkers")
+        elif route == MODELS:
             await self._tell_models(call, caller, path.removeprefix(MODELS).strip("/"))
-        elif path == THRESHOLDS:
+        elif route == THRESHOLDS:
             await self._thresholds(call, caller)
-        elif path == "/metrics":
-            _only(method, "GET")
+        elif route == "/metrics":
             await self._tell_metrics(call, caller)
         else:
-            caller.require("Generate")
-            self._gateway.exchanges.require_open()
-            await self._passthrough.run(call, caller, await call.body())
+            exchanges = self._gateway.exchanges
+            exchanges.require_open()
+            with exchanges.limits.hold(Limit.REQUESTS, caller.tenant):
+                await self._passthrough.run(call, caller, await call.body())
 
     async def _health(self, call: HttpCall) -> None:
         """Health: the process answers. Ready: it takes requests."""
@@ -116,20 +127,17 @@ class OpenAiFront:
     async def _thresholds(self, call: HttpCall, caller: Caller) -> None:
         gateway, seconds = self._gateway, self._gateway.config.scheduler_timeout_seconds
         if call.method == "GET":
-            caller.require("ListBusyThresholds")
             everything = types_pb2.ListBusyThresholdsRequest(tenant=caller.tenant)
             listed, _ = await gateway.schedulers.call(
                 lambda stub: stub.ListBusyThresholds, everything, timeout_seconds=seconds
             )
             await _tell(call, {"thresholds": [shown(one) for one in listed.thresholds]})
             return
-        _only(call.method, "POST")
         change = change_of(await _json(call), caller.tenant)
         if isinstance(change, types_pb2.SetBusyThresholdsRequest):
             caller.require("SetBusyThresholds")
             await _tell(call, shown(await gateway.fanout.set_busy_thresholds(change)))
             return
-        caller.require("GetBusyThresholds")
         read, _ = await gateway.schedulers.call(lambda stub: stub.GetBusyThresholds, change, timeout_seconds=seconds)
         await _tell(call, shown(read))
 
@@ -140,9 +148,20 @@ class OpenAiFront:
         await call.respond(200, (("Content-Type", content_type),), encode(self._metrics))
 
 
-def _only(method: str, allowed: str) -> None:
-    if method != allowed:
-        raise Unimplemented(f"only {allowed} is for this path")
+def _route(path: str) -> str | None:
+    """The entry of `ROUTES` that a path belongs to; None = it is an engine's."""
+    if path in ROUTES:
+        return path
+    return MODELS if path.startswith(f"{MODELS}/") else None
+
+
+def _rpc_of(route: str | None, method: str) -> str:
+    if route is None:
+        return ENGINES_OWN
+    known = ROUTES[route]
+    if method not in known:
+        raise Unimplemented(f"only {' and '.join(known)} is for this path")
+    return known[method]
 
 
 async def _json(call: HttpCall) -> JsonBody:
