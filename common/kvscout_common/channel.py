@@ -109,15 +109,16 @@ class TokenFile:
 
     Args:
         path: The file, read at once.
+        secret: Warn of a file that everybody may read.
 
     Raises:
         ConfigError: It cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, secret: bool = True) -> None:
         self._token = ""
         self._looked_at = time.monotonic()
-        self._file = FollowedFile("token", (path,), lambda: _read_token(path), self._take)
+        self._file = FollowedFile("token", (path,), lambda: _read_token(path, secret), self._take)
         self._file.load()
 
     def token(self) -> str:
@@ -132,8 +133,8 @@ class TokenFile:
         self._token = token
 
 
-def _read_token(path: Path) -> str:
-    token = read_file(path, flag="token_file", max_bytes=MAX_TOKEN_BYTES, secret=True).strip()
+def _read_token(path: Path, secret: bool) -> str:
+    token = read_file(path, flag="token_file", max_bytes=MAX_TOKEN_BYTES, secret=secret).strip()
     if not token.isascii() or not token.decode("ascii").isprintable():
         raise ConfigError(f"{path} holds no token: one line of ASCII", field="token_file")
     return token.decode("ascii")

@@ -34,6 +34,10 @@ class ServerConfig:
     workers_file: Path | None = None
     workers_dns: tuple[str, ...] = ()
     """`dns://name:port?fields` whose addresses are workers."""
+    workers_k8s: tuple[str, ...] = ()
+    """Label selectors, or `pool/NAME`, whose pods are workers."""
+    kubeconfig: Path | None = None
+    """How the Kubernetes API is reached; None = as a pod does, or kubectl."""
     auth_tokens: Path | None = None
     allow_anonymous: bool = False
     metrics_auth: bool = False
@@ -76,6 +80,8 @@ class ServerConfig:
             metrics_port=values["metrics_port"],
             workers_file=values["workers_file"],
             workers_dns=tuple(values["workers_dns"]),
+            workers_k8s=tuple(values["workers_k8s"]),
+            kubeconfig=values["kubeconfig"],
             auth_tokens=values["auth_tokens"],
             allow_anonymous=values["allow_anonymous"],
             metrics_auth=values["metrics_auth"],

@@ -29,7 +29,7 @@ AGAIN_SECONDS = 60.0
 """How often an engine that answered is asked again."""
 ASKED_AT_ONCE = 32
 
-Ask = Callable[[aiohttp.ClientSession, str, EngineKind], Awaitable[EngineFacts]]
+Ask = Callable[[aiohttp.ClientSession, str, EngineKind | None], Awaitable[EngineFacts]]
 
 
 class Discovery:

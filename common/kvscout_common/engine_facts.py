@@ -26,6 +26,8 @@ class EngineFacts:
     """Names under which it serves."""
     block_size: int = 0
     total_kv_blocks: int = 0
+    engine: EngineKind | None = None
+    """Which one it is; None = what it said fits several."""
 
     def complete(self, spec: WorkerSpec) -> WorkerSpec:
         """A registration with what it leaves open.

@@ -30,46 +30,50 @@ MAX_MODELS = 1024
 ANY_HOSTS = (*WILDCARDS, "[::]", "")
 NULL_BLOCKS = 1
 """vLLM counts a block that never holds tokens."""
+_OWNERS = {"vllm": EngineKind.VLLM, "sglang": EngineKind.SGLANG, "kvscout-mocker": EngineKind.MOCK}
+"""Of models, as engines name them."""
 _CACHE_CONFIG = "vllm:cache_config_info"
 _COUNT_DIGITS = 9
 
 
-async def ask_engine(http: aiohttp.ClientSession, url: str, engine: EngineKind) -> EngineFacts:
+async def ask_engine(http: aiohttp.ClientSession, url: str, engine: EngineKind | None) -> EngineFacts:
     """What an engine tells of itself.
 
     Args:
         http: To ask with.
         url: Base URL of its HTTP API.
-        engine: Which dialect it speaks.
+        engine: Which dialect it speaks; None = that of the owner that it names of its models, or else vLLM's.
 
     Raises:
         Unavailable: It cannot be reached, or does not serve its models yet.
     """
     json = partial(read_json, http, timeout_seconds=TIMEOUT_SECONDS)
-    models = _models(await json(f"{url}/v1/models"))
+    cards = _cards(await json(f"{url}/v1/models"))
+    models = tuple(card["id"] for card in sorted(cards, key=lambda card: bool(card.get("parent"))))
     if not models:
         raise Unavailable(f"{url} serves no model yet")
+    told = _OWNERS.get(str(cards[0].get("owned_by")))
+    engine = engine or told
     host = urlsplit(url).hostname or ""
     if engine is EngineKind.SGLANG:
         info = await json(f"{url}/server_info")
         endpoints, block_size = _sglang_events(info, host)
         tokens = _number(info.get("max_total_num_tokens")) if isinstance(info, Mapping) else None
-        return EngineFacts(url, endpoints, models, block_size, (tokens or 0) // block_size if block_size else 0)
+        return EngineFacts(url, endpoints, models, block_size, (tokens or 0) // block_size if block_size else 0, told)
     endpoints = _vllm_events(await json(f"{url}/kv_event_sources"), host)
     metrics = await read_page(http, f"{url}/metrics", timeout_seconds=TIMEOUT_SECONDS)
     block_size, blocks = await parsed(metrics or b"", _vllm_cache)
-    return EngineFacts(url, endpoints, models, block_size, blocks)
+    return EngineFacts(url, endpoints, models, block_size, blocks, told)
 
 
-def _models(answer: Any) -> tuple[str, ...]:
-    """Names that an engine serves under, base models first."""
+def _cards(answer: Any) -> list[Mapping[str, Any]]:
+    """The models of an engine whose names can be names."""
     cards = answer.get("data") if isinstance(answer, Mapping) else None
-    named = [
+    return [
         card
         for card in (cards[:MAX_MODELS] if isinstance(cards, list) else ())
         if isinstance(card, Mapping) and isinstance(card.get("id"), str) and not name_problem(card["id"])
     ]
-    return tuple(card["id"] for card in sorted(named, key=lambda card: bool(card.get("parent"))))
 
 
 def _vllm_events(answer: Any, host: str) -> tuple[EventEndpoint, ...]:

@@ -129,6 +129,17 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
             multiple=True,
             help="dns://name:port?model=…&block_size=…: each of its addresses is a worker; repeat for several names.",
         ),
+        server_flag(
+            "--workers-k8s",
+            multiple=True,
+            help="Label selector of pods, or pool/NAME of an InferencePool, perhaps with ?port=…&role=…: each of the"
+            " pods is a worker; repeat for several.",
+        ),
+        server_flag(
+            "--kubeconfig",
+            type=path,
+            help="For --workers-k8s outside of the cluster; without it as the pod's service account, or as kubectl.",
+        ),
         server_flag("--auth-tokens", type=path, help="YAML file of bearer tokens; required beyond loopback."),
         server_flag(
             "--allow-anonymous",

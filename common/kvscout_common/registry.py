@@ -1,13 +1,13 @@
 """The worker registry: who is registered, where the registration comes from, and when it ends.
 
-Backends (RPCs, a watched YAML file, a bucket in NATS, DNS) write into one `Registry`; services listen to it. It does no
-I/O: the clock is passed in, and whoever owns it calls `expire` regularly.
+Backends (RPCs, a watched YAML file, a bucket in NATS, DNS, Kubernetes) write into one `Registry`; services listen to
+it. It does no I/O: the clock is passed in, and whoever owns it calls `expire` regularly.
 
 Invariants
 1. A worker is one entry, named by (tenant, worker_id), whatever its source.
 2. Listeners hear `added` before anything else of a worker and `removed` last, each exactly once an entry.
 3. An entry from the file is changed and removed by the file alone; it wins over every other one of the same name. So
-   does one from DNS, except over the file's.
+   does one from Kubernetes, except over the file's, and one from DNS, except over both (`DECLARED`).
 4. What an engine told of itself (`complete`) fills in what its registration leaves open, for as long as that stands:
    listeners see the completed worker, and `Entry.registered` is what was registered.
 """
@@ -46,12 +46,14 @@ class Source(StrEnum):
     NATS = "nats"
     """The key-value bucket that services share."""
     DNS = "dns"
+    KUBERNETES = "kubernetes"
     PEER = "peer"
     """Another service knows it: a gateway learns it from its indexers and schedulers, and passes it on to others."""
 
 
-DECLARED = {Source.FILE: "the workers file", Source.DNS: "DNS"}
-"""Sources that alone change and remove what comes from them."""
+DECLARED = {Source.FILE: "the workers file", Source.KUBERNETES: "Kubernetes", Source.DNS: "DNS"}
+"""Sources that alone change and remove what comes from them; of one name, that of the first counts."""
+_RANK = {source: rank for rank, source in enumerate(DECLARED)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Entry:
     """The worker as it is known: as registered, completed with what its engine told."""
     source: Source
     registered: WorkerSpec
+    told: WorkerSpec | None = None
+    """What one of `DECLARED` said last: `registered` but for the draining that was asked for since."""
     lease_seconds: int = 0
     """0 = no lease."""
     expires_at: float | None = None
@@ -168,13 +172,13 @@ class Registry:
             True if it is new.
 
         Raises:
-            FailedPrecondition: If the file or DNS has a worker of this name and is not `source`.
+            FailedPrecondition: If one of `DECLARED` has a worker of this name and is not `source`.
         """
         old = self._entries.get(WorkerName(spec.tenant, spec.worker_id))
         if old is not None:
             require_writable(old, source)
         expires_at = self._clock() + lease_seconds if lease_seconds else None
-        self._put(Entry(spec, source, spec, lease_seconds, expires_at))
+        self._put(Entry(spec, source, spec, None, lease_seconds, expires_at))
         return old is None
 
     def learn(self, spec: WorkerSpec, lease_seconds: int) -> bool:
@@ -197,7 +201,7 @@ class Registry:
 
         Raises:
             NotFound: If it is not registered.
-            FailedPrecondition: If it comes from the file or DNS.
+            FailedPrecondition: If it comes from one of `DECLARED`.
         """
         entry = self.get(spec.tenant, spec.worker_id)
         require_writable(entry, Source.RPC)
@@ -214,7 +218,7 @@ class Registry:
         self._put(entry)
 
     def set_draining(self, tenant: str, worker_id: str, draining: bool) -> None:
-        """Starts or ends draining; allowed for entries of the file and DNS too, until it changes there.
+        """Starts or ends draining; allowed for entries of `DECLARED` too, until they change there.
 
         Raises:
             NotFound: If it is not registered.
@@ -238,7 +242,7 @@ class Registry:
 
         Raises:
             NotFound: If it is not registered.
-            FailedPrecondition: If it comes from the file or DNS and that is not `source`.
+            FailedPrecondition: If it comes from one of `DECLARED` that is not `source`.
         """
         entry = self.get(tenant, worker_id)
         require_writable(entry, source)
@@ -274,8 +278,8 @@ class Registry:
     def replace_source(self, source: Source, specs: Iterable[WorkerSpec]) -> None:
         """Makes `specs` the whole of what a source contributes: adds, updates, removes.
 
-        Entries of other sources stay, except that the file takes over entries of the same name, and DNS those that are
-        not the file's.
+        Entries of other sources stay, except that the ones of `DECLARED` take over entries of the same name from all
+        that come after them.
         """
         wanted = {WorkerName(spec.tenant, spec.worker_id): spec for spec in specs}
         for entry in [e for e in self._entries.values() if e.source is source and e.name not in wanted]:
@@ -286,11 +290,11 @@ class Registry:
         """Adds and updates some of what a source contributes, by the rules of `replace_source`."""
         for spec in specs:
             old = self._entries.get(WorkerName(spec.tenant, spec.worker_id))
-            if old is not None and old.source is source and not old.lease_seconds and old.registered == spec:
+            last = None if old is None else old.told or old.registered
+            if old is not None and old.source is source and not old.lease_seconds and last == spec:
                 continue
-            taken_over = source is Source.FILE or (source is Source.DNS and old and old.source is not Source.FILE)
-            if old is None or old.source is source or taken_over:
-                self._put(Entry(spec, source, spec))
+            if old is None or old.source is source or _takes_over(source, old.source):
+                self._put(Entry(spec, source, spec, spec if source in DECLARED else None))
 
     def _put(self, entry: Entry) -> None:
         old = self._entries.get(entry.name)
@@ -319,8 +323,13 @@ def require_writable(entry: Entry, source: Source) -> None:
     """Nothing, if a source may change an entry.
 
     Raises:
-        FailedPrecondition: If it comes from the file or DNS and that is not `source`.
+        FailedPrecondition: If it comes from one of `DECLARED` that is not `source`.
     """
-    if entry.source in DECLARED and entry.source is not source and source is not Source.FILE:
+    if entry.source in DECLARED and entry.source is not source and not _takes_over(source, entry.source):
         where = DECLARED[entry.source]
         raise FailedPrecondition(f"worker {entry.spec.worker_id!r} comes from {where}: change it there")
+
+
+def _takes_over(source: Source, other: Source) -> bool:
+    """Whether an entry of one source counts where another has one of the same name."""
+    return source in DECLARED and _RANK[source] < _RANK.get(other, len(_RANK))

@@ -15,9 +15,8 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -31,7 +30,7 @@ from kvscout_common.registry import ALL_TENANTS, Registry, Source
 from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerSpec
-from kvscout_common.workers_file import worker_from_mapping
+from kvscout_common.worker_template import WorkerTemplate, fields_of
 
 log = logging.getLogger("kvscout.registry")
 
@@ -41,9 +40,6 @@ LOOKUP_SECONDS = 5.0
 MAX_ADDRESSES = 4096
 ASKED_AT_ONCE = 32
 FIELD = "workers_dns"
-GIVEN = {"worker_id", "http_endpoint", "event_endpoints", "dp_start_rank"}
-"""Fields that workers of one name cannot share."""
-
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
@@ -54,10 +50,7 @@ class DnsName:
     url: str
     host: str
     port: int
-    shared: WorkerSpec
-    """What its workers have in common; model "?" and block size 1 stand for what the engine is asked for."""
-    asks_model: bool
-    asks_block_size: bool
+    shared: WorkerTemplate
 
     @classmethod
     def parse(cls, url: str) -> DnsName:
@@ -73,28 +66,18 @@ class DnsName:
             raise ConfigError(f"{url!r}: {error}", field=FIELD) from error
         if parts.scheme != "dns" or not host or not port or parts.path not in ("", "/"):
             raise ConfigError(f"{url!r} is not dns://name:port", field=FIELD)
-        values = _fields(url, parts.query)
-        asked = ("model" not in values, "block_size" not in values)
-        filled = {"model": "?", "block_size": 1, **values, "worker_id": "?", "http_endpoint": f"http://{host}:{port}"}
-        return cls(url, host, port, worker_from_mapping(filled, FIELD), *asked)
+        return cls(url, host, port, WorkerTemplate(fields_of(url, parts.query, FIELD), FIELD))
 
     def worker(self, address: str, facts: EngineFacts | None) -> WorkerSpec:
         """The worker at an address.
 
         Raises:
             Unavailable: The engine does not tell what the URL leaves open.
+            InvalidArgument: What it tells is wrong.
         """
         where = f"{bracketed(address)}:{self.port}"
-        spec = replace(self.shared, worker_id=where, http_endpoint=f"http://{where}")
-        if facts is None:
-            return spec
-        if self.asks_model:
-            spec = replace(spec, model=facts.models[0] if facts.models else "")
-        if self.asks_block_size:
-            spec = replace(spec, block_size=facts.block_size)
-        if not spec.model or not spec.block_size:
-            raise Unavailable(f"{where} does not tell its model and block size: give them in {self.url}")
-        return facts.complete(spec).validate()
+        spec = self.shared.worker(where, f"http://{where}", facts)
+        return spec if facts is None else facts.complete(spec).validate()
 
 
 @dataclass(slots=True)
@@ -188,31 +171,18 @@ class DnsWorkers:
         return [spec for spec in found if spec is not None]
 
     async def _worker(self, http: aiohttp.ClientSession, state: _State, address: str) -> WorkerSpec | None:
-        plain = state.name.worker(address, None)
-        complete = not (state.name.asks_model or state.name.asks_block_size or lacks_event_endpoints(plain))
-        if complete:
+        name = state.name
+        if not name.shared.open and not lacks_event_endpoints(plain := name.worker(address, None)):
             return plain
         try:
             if address not in state.facts:
                 async with self._slots:
-                    state.facts[address] = await self._ask(http, plain.http_endpoint, plain.engine)
-            spec = state.name.worker(address, state.facts[address])
+                    url = f"http://{bracketed(address)}:{name.port}"
+                    state.facts[address] = await self._ask(http, url, name.shared.engine)
+            spec = name.worker(address, state.facts[address])
             self._registry.admit(spec)
         except (Unavailable, InvalidArgument) as error:
             state.facts.pop(address, None)
             state.unknown[address] = str(error)
             return None
         return spec
-
-
-def _fields(url: str, query: str) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, text in parse_qsl(query, keep_blank_values=True):
-        head, _, label = key.partition(".")
-        if head in GIVEN or key in values:
-            raise ConfigError(f"{key!r} cannot be given in {url!r}, or not twice", field=FIELD)
-        if head == "labels" and label:
-            values.setdefault("labels", {})[label] = text
-        else:
-            values[key] = {"true": True, "false": False}.get(text, text)
-    return values

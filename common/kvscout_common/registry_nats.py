@@ -232,7 +232,7 @@ class NatsRegistry:
             self._registry.register(stored.spec, source=Source.NATS, lease_seconds=stored.lease_seconds)
 
     def _show_hidden(self) -> None:
-        """Shows what a file or DNS had in front of it."""
+        """Shows what one of `DECLARED` had in front of it."""
         for name, stored in self._table.items():
             if self._registry.find(name) is None:
                 self._show(stored)

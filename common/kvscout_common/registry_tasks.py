@@ -1,4 +1,4 @@
-"""What fills a service's registry, as configured: worker rpcs, the watched file, the bucket in NATS, DNS."""
+"""What fills a service's registry, as configured: worker rpcs, a watched file, a bucket in NATS, DNS, Kubernetes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvscout_common.nats_link import NatsLink
 from kvscout_common.registrar import OwnRegistrar, Registrar
 from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_dns import DnsWorkers
+from kvscout_common.registry_kubernetes import KubernetesWorkers
 from kvscout_common.registry_nats import NatsRegistry
 from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.workers_file import WorkersFile
@@ -43,7 +44,7 @@ class Backends:
             the link runs it.
 
     Raises:
-        ConfigError: If the file or a DNS name is wrong.
+        ConfigError: If the file, a DNS name or a selector of pods is wrong.
     """
 
     def __init__(self, registry: Registry, config: ServerConfig, link: NatsLink | None = None) -> None:
@@ -60,13 +61,12 @@ class Backends:
         if link is not None:
             self._follow_nats(NatsRegistry(link, registry))
         if config.workers_dns:
-            names = DnsWorkers(config.workers_dns, registry)
-            self.tasks["workers-dns"] = names.run
-            self._read.append(names.read)
-            self._warnings.append(names.warnings)
+            self._follow("workers-dns", DnsWorkers(config.workers_dns, registry))
+        if config.workers_k8s:
+            self._follow("workers-k8s", KubernetesWorkers(config.workers_k8s, registry, config.kubeconfig))
 
     async def warm(self) -> None:
-        """Waits until NATS and DNS have told of their workers, or `WARM_SECONDS`: a service without them knows none."""
+        """Waits until NATS, DNS and Kubernetes have told of their workers, or `WARM_SECONDS`."""
         try:
             async with asyncio.timeout(WARM_SECONDS):
                 for read in self._read:
@@ -95,9 +95,12 @@ class Backends:
 
     def _follow_nats(self, shared: NatsRegistry) -> None:
         self.registrar = shared
-        self.tasks["registry-nats"] = shared.run
-        self._read.append(shared.read)
-        self._warnings.append(shared.warnings)
+        self._follow("registry-nats", shared)
+
+    def _follow(self, name: str, source: NatsRegistry | DnsWorkers | KubernetesWorkers) -> None:
+        self.tasks[name] = source.run
+        self._read.append(source.read)
+        self._warnings.append(source.warnings)
 
     async def _expire_leases(self) -> None:
         while True:

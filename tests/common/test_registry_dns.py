@@ -43,7 +43,7 @@ class Engines:
         self.asked: list[str] = []
         self.facts = {"models": ("m",), "block_size": 16, "total_kv_blocks": 9, **facts}
 
-    async def __call__(self, http: aiohttp.ClientSession, url: str, kind: EngineKind) -> EngineFacts:
+    async def __call__(self, http: aiohttp.ClientSession, url: str, kind: EngineKind | None) -> EngineFacts:
         self.asked.append(url)
         if url not in self.up:
             raise Unavailable("not up")

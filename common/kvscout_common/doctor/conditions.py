@@ -91,7 +91,8 @@ NATS_CLUSTERS_DIFFER = _warning(
 NO_WORKERS = _error(
     "no-workers",
     "A gateway knows no worker: every request is refused.",
-    "Register some: --workers-file, --workers-dns, `kvscout workers register`, or a bridge in the same NATS namespace.",
+    "Register some: --workers-file, --workers-k8s, --workers-dns, `kvscout workers register`, or a bridge in the same"
+    " NATS namespace.",
 )
 SCHEDULER_WITHOUT_WORKERS = _error(
     "scheduler-without-workers",

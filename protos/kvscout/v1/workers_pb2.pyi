@@ -652,7 +652,7 @@ class WorkerEntry(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     REGISTERED_FIELD_NUMBER: _builtins.int
     source: _builtins.str
-    """"rpc", "file", "nats", "dns", or "peer" (a gateway learned it from its indexers and schedulers)."""
+    """"rpc", "file", "nats", "dns", "kubernetes", or "peer" (a gateway learned it from its indexers and schedulers)."""
     lease_remaining_seconds: _builtins.float
     """Seconds until the lease ends; unset = no lease."""
     lease_seconds: _builtins.int

@@ -8,7 +8,7 @@ What a member tells: who is registered with it. Three things may have happened t
 or no longer lists, and each has its own answer:
 * the member restarted, or could not be reached for as long as the lease: it is told again;
 * another gateway changed it or removed it: that gateway has it from now on (`yielded`);
-* it is in this gateway's file or DNS names: they win, it is told again.
+* it is declared to this gateway (file, Kubernetes, DNS): that wins, it is told again.
 
 What was registered with one member alone, as publishers do that know indexers only, is passed on to the others, with a
 lease that is renewed while it is listed there. Who was passed something passes nothing on: what is gone where it was

@@ -30,7 +30,7 @@ class Peer(NamedTuple):
 
     @property
     def declared(self) -> bool:
-        """Whether it is of the member's own file or DNS names: nobody else can change it there."""
+        """Whether it is of the member's own file, pods or DNS names: nobody else can change it there."""
         return self.source in DECLARED
 
 

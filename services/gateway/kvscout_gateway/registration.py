@@ -5,8 +5,8 @@ does not (registered at another gateway, or before a restart) are adopted as `pe
 nobody except a member that is new. The first call about one of them that comes here makes it this gateway's own.
 
 Where the registry is shared, in NATS, members follow that themselves: what is in it is neither told to them nor learned
-from them, and a member that does not seem to follow is a problem of that member. Workers of this gateway's file and of
-its DNS names are told as ever.
+from them, and a member that does not seem to follow is a problem of that member. Workers of this gateway's file, pods
+and DNS names are told as ever.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Registration:
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
         """Tells of a removal. Not of a lease that ended: members time it too, and another gateway may have renewed
         it; nor of a peer that is gone: it is the members who said so."""
-        if reason in ("removed", Source.FILE, Source.DNS):
+        if reason == "removed" or reason in DECLARED:
             self._touch(WorkerName(spec.tenant, spec.worker_id))
 
     def _touch(self, removed: WorkerName | None = None) -> None:

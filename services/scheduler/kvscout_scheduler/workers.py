@@ -15,7 +15,7 @@ from kvscout_scheduler.pool import Leaving, Pool
 from kvscout_scheduler.request import PoolId
 from kvscout_scheduler.settings import SchedulerSettings
 
-TAKEN_OUT = frozenset({"removed", Source.NATS, Source.FILE})
+TAKEN_OUT = frozenset({"removed", Source.NATS, Source.FILE, Source.KUBERNETES})
 """Reasons of the registry for which a worker does not come back by itself; "nats" is a removal that somebody wrote to
 the bucket. All others (its lease, an address that DNS leaves out) may be the registry's trouble, not the worker's."""
 
