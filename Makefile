@@ -5,7 +5,7 @@ NATIVE := native/Cargo.toml
 # Tests wait for processes more than they compute.
 TEST_WORKERS ?= 3
 CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler
-SOURCES := common services clients bench protos/generate.py tests
+SOURCES := common services clients bench protos/generate.py docs tests
 .DEFAULT_GOAL := help
 
 help: ## List the targets.
@@ -14,7 +14,7 @@ help: ## List the targets.
 setup: ## Create .venv and install kvscout with everything to develop it (the extension too, where cargo is).
 	@sh deploy/make-venv.sh .venv
 	@test -n "$(CARGO)" || echo "No Rust toolchain found: kvscout will run in plain Python, with the same answers, slower."
-	$(PY) -m pip install --quiet --editable '.[dev,embedded]'
+	$(PY) -m pip install --quiet --editable '.[dev,docs,embedded]'
 	@$(PY) -c "from kvscout_common.hashing import backend_name; print('kvscout is ready, hashing backend:', backend_name())"
 
 demo: ## Start the whole system with simulated engines and compare kv-aware routing with round-robin.
@@ -60,7 +60,7 @@ chaos-replicas: ## Kill and stop schedulers and NATS and lose their messages at 
 h2spec: ## The cases of h2spec (needs Go) against the native transport.
 	PYTHONPATH=tests $(PY) tests/h2spec.py
 
-check: protos-check ## Lint, format check and types: exactly what CI runs besides the tests.
+check: protos-check docs ## Lint, format check, types and docs: exactly what CI runs besides the tests.
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
 	$(PY) -m mypy
@@ -81,7 +81,14 @@ native: ## Build the Rust extension in place; fails without cargo.
 	kvscout_require_native=1 $(PY) -c 'from setuptools import setup; setup()' build_rust --inplace --release
 	kvscout_require_native=1 $(PY) -c "from kvscout_common.hashing import backend_name; print('backend:', backend_name())"
 
+docs: ## Build the documentation as a site under build/site, without network; fail at a dead link or tables of old flags.
+	$(PY) docs/generate.py --check
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+
+docs-flags: ## Write the tables of docs/tuning.md anew.
+	$(PY) docs/generate.py
+
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec check protos protos-check native bench
+.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec check protos protos-check docs docs-flags native bench
