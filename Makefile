@@ -83,7 +83,7 @@ native: ## Build the Rust extension in place; fails without cargo.
 
 docs: ## Build the documentation as a site under build/site, without network; fail at a dead link or tables of old flags.
 	$(PY) docs/generate.py --check
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 docs-flags: ## Write the tables of docs/tuning.md anew.
 	$(PY) docs/generate.py
