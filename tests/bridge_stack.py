@@ -31,7 +31,7 @@ NAMES = NatsNames("test")
 class AnyBridge(Protocol):
     """A running bridge."""
 
-    async def status(self) -> bridge_pb2.BridgeStatus:
+    async def status(self) -> bridge_pb2.BridgeGetStatusResponse:
         """What it says of itself."""
 
     async def stop(self) -> None:
@@ -45,7 +45,7 @@ class BridgeHere:
         self.bridge = Bridge(config)
         self._tasks = [asyncio.create_task(make(), name=name) for name, make in self.bridge.tasks().items()]
 
-    async def status(self) -> bridge_pb2.BridgeStatus:
+    async def status(self) -> bridge_pb2.BridgeGetStatusResponse:
         failed = [task for task in self._tasks if task.done()]
         for task in failed:
             task.result()
@@ -67,11 +67,13 @@ class BridgeProcess:
 
     running: Running
 
-    async def status(self) -> bridge_pb2.BridgeStatus:
+    async def status(self) -> bridge_pb2.BridgeGetStatusResponse:
         channel = open_channel(self.running.address)
         try:
             stub = bridge_pb2_grpc.BridgeStub(channel)
-            status: bridge_pb2.BridgeStatus = await call(stub.GetStatus, types_pb2.GetStatusRequest(), timeout=10)
+            status: bridge_pb2.BridgeGetStatusResponse = await call(
+                stub.GetStatus, types_pb2.GetStatusRequest(), timeout=10
+            )
         finally:
             await channel.close()
         return status

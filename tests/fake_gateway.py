@@ -48,11 +48,10 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
             candidate = scheduler_pb2.Candidate(worker=rank, eligible=True, device_blocks=3, cost=1.5)
             explanation = scheduler_pb2.Explanation(policy="kv", reason="least cost", candidates=[candidate])
         return gateway_pb2.RouteResponse(
-            worker_id="w0",
-            dp_rank=1,
+            worker=types_pb2.WorkerRank(worker_id="w0", dp_rank=1),
             overlap_blocks=3,
             effective_overlap_blocks=3.5,
-            endpoint="http://w0",
+            http_endpoint="http://w0",
             num_blocks=4,
             block_size=16,
             cost=1.5,
@@ -79,12 +78,12 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
             raise self.errors["Generate.end"]
 
     async def MarkPrefillComplete(
-        self, request: scheduler_pb2.RequestRef, context: Any
+        self, request: scheduler_pb2.MarkPrefillCompleteRequest, context: Any
     ) -> scheduler_pb2.MarkPrefillCompleteResponse:
         self._take("MarkPrefillComplete", request)
         return scheduler_pb2.MarkPrefillCompleteResponse(changed=True)
 
-    async def Free(self, request: scheduler_pb2.RequestRef, context: Any) -> scheduler_pb2.FreeResponse:
+    async def Free(self, request: scheduler_pb2.FreeRequest, context: Any) -> scheduler_pb2.FreeResponse:
         self._take("Free", request)
         return scheduler_pb2.FreeResponse(outcome=scheduler_pb2.FREE_OUTCOME_FREED)
 
@@ -117,9 +116,9 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
 
     async def UpdateWorker(
         self, request: workers_pb2.UpdateWorkerRequest, context: Any
-    ) -> workers_pb2.RegisterWorkerResponse:
+    ) -> workers_pb2.UpdateWorkerResponse:
         self._take("UpdateWorker", request)
-        return workers_pb2.RegisterWorkerResponse(created=False, worker=request.worker)
+        return workers_pb2.UpdateWorkerResponse(worker=request.worker)
 
     async def RemoveWorker(
         self, request: workers_pb2.RemoveWorkerRequest, context: Any
@@ -144,21 +143,21 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         worker = workers_pb2.Worker(worker_id="w0", model="m", block_size=16)
         return workers_pb2.ListWorkersResponse(
             workers=[
-                workers_pb2.WorkerEntry(worker=worker, source="file"),
+                workers_pb2.WorkerEntry(worker=worker, source=workers_pb2.REGISTRATION_SOURCE_FILE),
                 workers_pb2.WorkerEntry(
                     worker=workers_pb2.Worker(worker_id="w1", model="m", block_size=16),
-                    source="rpc",
+                    source=workers_pb2.REGISTRATION_SOURCE_RPC,
                     lease_remaining_seconds=7.5,
                 ),
             ]
         )
 
     async def GetPotentialLoads(
-        self, request: gateway_pb2.GatewayPotentialLoadsRequest, context: Any
-    ) -> scheduler_pb2.PotentialLoadsResponse:
+        self, request: gateway_pb2.GatewayGetPotentialLoadsRequest, context: Any
+    ) -> scheduler_pb2.GetPotentialLoadsResponse:
         self._take("GetPotentialLoads", request)
         rank = types_pb2.WorkerRank(worker_id="w0")
-        return scheduler_pb2.PotentialLoadsResponse(
+        return scheduler_pb2.GetPotentialLoadsResponse(
             loads=[scheduler_pb2.WorkerLoad(worker=rank, potential_prefill_tokens=64, active_requests=1, busy=True)]
         )
 
@@ -175,15 +174,17 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
 
     async def GetBusyThresholds(
         self, request: types_pb2.GetBusyThresholdsRequest, context: Any
-    ) -> types_pb2.BusyThresholds:
+    ) -> types_pb2.GetBusyThresholdsResponse:
         self._take("GetBusyThresholds", request)
-        return types_pb2.BusyThresholds(model=request.model, tenant="default", active_prefill_tokens_threshold=0)
+        read = types_pb2.BusyThresholds(model=request.model, tenant="default", active_prefill_tokens_threshold=0)
+        return types_pb2.GetBusyThresholdsResponse(thresholds=read)
 
     async def SetBusyThresholds(
         self, request: types_pb2.SetBusyThresholdsRequest, context: Any
-    ) -> types_pb2.BusyThresholds:
+    ) -> types_pb2.SetBusyThresholdsResponse:
         self._take("SetBusyThresholds", request)
-        return types_pb2.BusyThresholds(model=request.model, tenant="default", active_decode_blocks_threshold=0.5)
+        changed = types_pb2.BusyThresholds(model=request.model, tenant="default", active_decode_blocks_threshold=0.5)
+        return types_pb2.SetBusyThresholdsResponse(thresholds=changed)
 
     async def ListBusyThresholds(
         self, request: types_pb2.ListBusyThresholdsRequest, context: Any
@@ -191,11 +192,13 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         self._take("ListBusyThresholds", request)
         return types_pb2.ListBusyThresholdsResponse(thresholds=[types_pb2.BusyThresholds(model="m")])
 
-    async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> gateway_pb2.GatewayStatus:
+    async def GetStatus(
+        self, request: types_pb2.GetStatusRequest, context: Any
+    ) -> gateway_pb2.GatewayGetStatusResponse:
         self._take("GetStatus", request)
-        return gateway_pb2.GatewayStatus(
-            service=types_pb2.ServiceInfo(version="1.2.3", backend="native", warnings=["look here"]),
-            helpers=[gateway_pb2.HelperStatus(kind="indexer", address="a:1", last_error="late")],
+        return gateway_pb2.GatewayGetStatusResponse(
+            service=types_pb2.ServiceInfo(version="1.2.3", backend=types_pb2.BACKEND_NATIVE, warnings=["look here"]),
+            helpers=[gateway_pb2.HelperStatus(kind=gateway_pb2.HELPER_KIND_INDEXER, address="a:1", last_error="late")],
             workers=[gateway_pb2.WorkerObservation(worker=types_pb2.WorkerRank(worker_id="w0"), requests=4)],
             requests=4,
             degraded={"indexer": 2},

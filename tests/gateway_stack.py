@@ -103,7 +103,7 @@ class GatewayClient:
         request = workers_pb2.RegisterWorkerRequest(worker=worker, lease_seconds=lease_seconds)
         await call(self.stub.RegisterWorker, request, timeout=CALL_SECONDS)
 
-    async def status(self) -> gateway_pb2.GatewayStatus:
+    async def status(self) -> gateway_pb2.GatewayGetStatusResponse:
         """The gateway's status."""
         return await call(self.stub.GetStatus, types_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
 
@@ -119,7 +119,7 @@ class GatewayClient:
 
     async def loads(self, model: str = MODEL) -> list[tuple[int, int, int]]:
         """(active requests, prefill tokens, decode blocks) of each worker rank."""
-        request = scheduler_pb2.PotentialLoadsRequest(model=model)
+        request = scheduler_pb2.SchedulerGetPotentialLoadsRequest(model=model)
         answer = await call(self.scheduler.GetPotentialLoads, request, timeout=CALL_SECONDS)
         return [(w.active_requests, w.active_prefill_tokens, w.active_decode_blocks) for w in answer.loads]
 

@@ -205,7 +205,7 @@ class HostileWorld:
         asked = scheduler_pb2.ListActiveRequestsRequest(tenant=PROBE)
         active = (await scheduler.ListActiveRequests(asked, timeout=CALL_SECONDS)).requests
         assert [(a.request.request_id, a.worker.worker_id) for a in active] == [("probe-r", "probe-w")]
-        loads = scheduler_pb2.PotentialLoadsRequest(tenant=PROBE, model="probe-m")
+        loads = scheduler_pb2.SchedulerGetPotentialLoadsRequest(tenant=PROBE, model="probe-m")
         (load,) = (await scheduler.GetPotentialLoads(loads, timeout=CALL_SECONDS)).loads
         assert (load.active_requests, load.busy, load.draining, load.cooldown_seconds) == (1, False, False, 0.0)
         of_model = types_pb2.GetBusyThresholdsRequest(tenant=PROBE, model="probe-m")

@@ -88,7 +88,7 @@ class IndexerClient:
 
     async def status(self, worker_id: str = "w", dp_rank: int = 0) -> indexer_pb2.SourceStatus:
         """State of one rank's events."""
-        status: indexer_pb2.IndexerStatus = await self.rpc("GetStatus", types_pb2.GetStatusRequest())
+        status: indexer_pb2.IndexerGetStatusResponse = await self.rpc("GetStatus", types_pb2.GetStatusRequest())
         return next(s for s in status.sources if (s.worker.worker_id, s.worker.dp_rank) == (worker_id, dp_rank))
 
     async def until(

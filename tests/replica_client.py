@@ -31,6 +31,11 @@ State = tuple[dict[str, tuple[Any, ...]], dict[str, tuple[int, int, int]]]
 """Requests by id, loads by worker."""
 
 
+def free_of(named: scheduler_pb2.RequestRef) -> scheduler_pb2.FreeRequest:
+    """Its Free: the same fields."""
+    return scheduler_pb2.FreeRequest.FromString(named.SerializeToString())
+
+
 def ref(request_id: str, attempt_id: int) -> scheduler_pb2.RequestRef:
     """A request in one of its attempts."""
     return scheduler_pb2.RequestRef(model=MODEL, request_id=request_id, attempt_id=attempt_id)
@@ -121,13 +126,13 @@ class ReplicaClient:
         return worker_id
 
     async def mark(self, request_id: str, *, attempt_id: int = 0) -> Any:
-        ref = scheduler_pb2.RequestRef(model=MODEL, request_id=request_id, attempt_id=attempt_id)
-        return await self.rpc("MarkPrefillComplete", ref)
+        request = scheduler_pb2.MarkPrefillCompleteRequest(model=MODEL, request_id=request_id, attempt_id=attempt_id)
+        return await self.rpc("MarkPrefillComplete", request)
 
     async def state(self) -> State:
         """Its requests and loads, as replicas must agree on them."""
-        listed = await self.rpc("ListActiveRequests", scheduler_pb2.ListActiveRequestsRequest(limit=100_000))
-        loads = await self.rpc("GetPotentialLoads", scheduler_pb2.PotentialLoadsRequest(model=MODEL))
+        listed = await self.rpc("ListActiveRequests", scheduler_pb2.ListActiveRequestsRequest(page_size=10_000))
+        loads = await self.rpc("GetPotentialLoads", scheduler_pb2.SchedulerGetPotentialLoadsRequest(model=MODEL))
         requests = {
             each.request.request_id: (
                 each.request.attempt_id, each.worker.worker_id, each.phase, each.blocks, each.output_blocks,
@@ -196,7 +201,7 @@ class GatewayStream:
         hello = scheduler_pb2.LifecycleHello(
             owner_id=owner_id,
             in_flight=map(self.ref, in_flight),
-            opened_at=time.time_ns() // 1000,
+            opened_unix_us=time.time_ns() // 1000,
             heartbeat_ms=HEARTBEAT_MS if self._attempts is not NO_ATTEMPTS else 0,
         )
         async with asyncio.timeout(seconds):

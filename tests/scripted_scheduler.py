@@ -150,9 +150,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.booked.pop(request.request_id, None)
         return scheduler_pb2.FreeResponse(outcome=scheduler_pb2.FREE_OUTCOME_FREED)
 
-    async def GetStatus(self, request: Any, context: Any) -> scheduler_pb2.SchedulerStatus:
+    async def GetStatus(self, request: Any, context: Any) -> scheduler_pb2.SchedulerGetStatusResponse:
         await self._unary("")
-        return scheduler_pb2.SchedulerStatus(service=types_pb2.ServiceInfo(draining=self.draining))
+        return scheduler_pb2.SchedulerGetStatusResponse(service=types_pb2.ServiceInfo(draining=self.draining))
 
     async def _unary(self, heard: str) -> None:
         if heard:

@@ -81,9 +81,11 @@ class WorkerService(WorkerRpcs, scheduler_pb2_grpc.SchedulerServicer):
         self.calls["RemoveWorker"] += 1
         return await super().RemoveWorker(request, context)
 
-    async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> scheduler_pb2.SchedulerStatus:
+    async def GetStatus(
+        self, request: types_pb2.GetStatusRequest, context: Any
+    ) -> scheduler_pb2.SchedulerGetStatusResponse:
         uptime = time.monotonic() - self._started
-        return scheduler_pb2.SchedulerStatus(service=types_pb2.ServiceInfo(uptime_seconds=uptime))
+        return scheduler_pb2.SchedulerGetStatusResponse(service=types_pb2.ServiceInfo(uptime_seconds=uptime))
 
 
 @asynccontextmanager

@@ -243,8 +243,10 @@ def _register(gateway: str, engines: list[str]) -> None:
             stub.RegisterWorker(workers_pb2.RegisterWorkerRequest(worker=worker), timeout=READY_SECONDS)
 
         def attached() -> bool:
-            status: gateway_pb2.GatewayStatus = stub.GetStatus(types_pb2.GetStatusRequest(), timeout=READY_SECONDS)
-            schedulers = [helper for helper in status.helpers if helper.kind == "scheduler"]
+            status: gateway_pb2.GatewayGetStatusResponse = stub.GetStatus(
+                types_pb2.GetStatusRequest(), timeout=READY_SECONDS
+            )
+            schedulers = [helper for helper in status.helpers if helper.kind == gateway_pb2.HELPER_KIND_SCHEDULER]
             return all(helper.stream_connected for helper in schedulers) and not any(
                 helper.pending_registrations for helper in status.helpers
             )

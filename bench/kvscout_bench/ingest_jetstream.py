@@ -136,7 +136,9 @@ def _register(indexer: IndexerProcess) -> None:
 
 
 def _memberships(indexer: IndexerProcess) -> int:
-    status: indexer_pb2.IndexerStatus = indexer.stub.GetStatus(types_pb2.GetStatusRequest(), timeout=READY_SECONDS)
+    status: indexer_pb2.IndexerGetStatusResponse = indexer.stub.GetStatus(
+        types_pb2.GetStatusRequest(), timeout=READY_SECONDS
+    )
     return sum(index.memberships for index in status.indexes)
 
 

@@ -43,7 +43,9 @@ class IndexerProcess(ServiceProcess):
 
     def sources(self) -> Sequence[indexer_pb2.SourceStatus]:
         """What it says of every worker's events."""
-        status: indexer_pb2.IndexerStatus = self.stub.GetStatus(types_pb2.GetStatusRequest(), timeout=READY_SECONDS)
+        status: indexer_pb2.IndexerGetStatusResponse = self.stub.GetStatus(
+            types_pb2.GetStatusRequest(), timeout=READY_SECONDS
+        )
         return status.sources
 
     def until_applied(self, batches: int) -> None:

@@ -29,7 +29,7 @@ class Moment:
     @property
     def requests(self) -> int:
         """That all gateways served since their start."""
-        return sum(status.requests for _, status in self.snapshot.told(gateway_pb2.GatewayStatus))
+        return sum(status.requests for _, status in self.snapshot.told(gateway_pb2.GatewayGetStatusResponse))
 
     def hit_rate(self, before: Moment | None) -> float | None:
         """Cached ÷ prompt tokens since then, or since the gateways' start; None = nothing was reported."""
@@ -40,7 +40,7 @@ class Moment:
         return cached / prompt if prompt > 0 else None
 
     def _tokens(self) -> tuple[int, int]:
-        told = self.snapshot.told(gateway_pb2.GatewayStatus)
+        told = self.snapshot.told(gateway_pb2.GatewayGetStatusResponse)
         seen = [one for _, status in told for one in status.workers]
         return sum(one.prompt_tokens for one in seen), sum(one.cached_tokens for one in seen)
 
@@ -57,8 +57,8 @@ def frame(now: Moment, before: Moment | None, decisions: Iterable[scheduler_pb2.
 
 
 def _totals(now: Moment, before: Moment | None) -> Text:
-    gateways = [status for _, status in now.snapshot.told(gateway_pb2.GatewayStatus)]
-    schedulers = [status for _, status in now.snapshot.told(scheduler_pb2.SchedulerStatus)]
+    gateways = [status for _, status in now.snapshot.told(gateway_pb2.GatewayGetStatusResponse)]
+    schedulers = [status for _, status in now.snapshot.told(scheduler_pb2.SchedulerGetStatusResponse)]
     rate = "–"
     if before is not None and now.at > before.at:
         rate = f"{max(0, now.requests - before.requests) / (now.at - before.at):.1f}/s"

@@ -41,7 +41,7 @@ class Booking:
     ::
 
         async with await router.route(token_ids, request_id="r-1") as booking:
-            stream = await my_engine(booking.decision.endpoint, token_ids)
+            stream = await my_engine(booking.decision.http_endpoint, token_ids)
             await stream.first_token()
             await booking.prefill_complete()
             await stream.rest()

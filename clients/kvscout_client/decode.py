@@ -21,6 +21,7 @@ from kvscout_client.results import (
     WorkerObservation,
     WorkerRecord,
 )
+from kvscout_common.enum_words import word_of
 from kvscout_common.worker import WorkerRank
 from kvscout_common.worker_proto import rank_from_proto, role_from_proto, spec_from_proto
 
@@ -68,8 +69,8 @@ def decision(message: gateway_pb2.RouteResponse, *, requested: bool) -> RouteDec
         requested: A booking was asked for; a gateway that does not say has made it.
     """
     return RouteDecision(
-        worker=WorkerRank(message.worker_id, message.dp_rank),
-        endpoint=message.endpoint,
+        worker=_rank(message.worker),
+        http_endpoint=message.http_endpoint,
         overlap_blocks=message.overlap_blocks,
         effective_overlap_blocks=message.effective_overlap_blocks,
         num_blocks=message.num_blocks,
@@ -92,7 +93,7 @@ def _explanation(message: scheduler_pb2.Explanation) -> Explanation:
             Candidate(
                 worker=_rank(c.worker),
                 eligible=c.eligible,
-                ineligible_reason=c.ineligible_reason,
+                ineligible_reason=word_of(scheduler_pb2.IneligibleReason, c.ineligible_reason),
                 device_blocks=c.device_blocks,
                 host_blocks=c.host_blocks,
                 disk_blocks=c.disk_blocks,
@@ -157,7 +158,7 @@ def worker_record(message: workers_pb2.WorkerEntry) -> WorkerRecord:
     """A registered worker."""
     return WorkerRecord(
         spec=spec_from_proto(message.worker),
-        source=message.source,
+        source=word_of(workers_pb2.RegistrationSource, message.source),
         lease_remaining_seconds=(
             message.lease_remaining_seconds if message.HasField("lease_remaining_seconds") else None
         ),
@@ -178,19 +179,19 @@ def thresholds(message: types_pb2.BusyThresholds) -> BusyThresholds:
     )
 
 
-def status(message: gateway_pb2.GatewayStatus) -> RouterStatus:
+def status(message: gateway_pb2.GatewayGetStatusResponse) -> RouterStatus:
     """The state of a gateway."""
     service = message.service
     return RouterStatus(
         version=service.version,
         uptime_seconds=service.uptime_seconds,
-        backend=service.backend,
-        transport=service.transport,
+        backend=word_of(types_pb2.Backend, service.backend),
+        transport=word_of(types_pb2.RpcTransport, service.transport),
         draining=service.draining,
         warnings=tuple(service.warnings),
         helpers=tuple(
             HelperState(
-                kind=h.kind,
+                kind=word_of(gateway_pb2.HelperKind, h.kind),
                 address=h.address,
                 healthy=h.healthy,
                 last_error=h.last_error,

@@ -44,7 +44,7 @@ class RouteDecision:
     """Where a prompt should go."""
 
     worker: WorkerRank
-    endpoint: str
+    http_endpoint: str
     """The worker's HTTP endpoint; "" = none registered."""
     overlap_blocks: int
     """Leading blocks of the prompt on its device."""

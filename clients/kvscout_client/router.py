@@ -36,8 +36,12 @@ _WithTokens = TypeVar(
     "_WithTokens",
     gateway_pb2.RouteRequest,
     gateway_pb2.GenerateRequest,
-    gateway_pb2.GatewayPotentialLoadsRequest,
+    gateway_pb2.GatewayGetPotentialLoadsRequest,
 )
+
+
+PAGE_SIZE = 1_000
+"""Of lists: an answer stays far below what a message may have."""
 
 
 class Unchanged(Enum):
@@ -107,8 +111,8 @@ class Router:
         cache_salt: str = "",
         mm_items: Iterable[MmItem] = (),
         role: Role = Role.AGGREGATED,
-        worker_id: str = "",
-        dp_rank: int | None = None,
+        pinned_worker_id: str = "",
+        pinned_dp_rank: int | None = None,
         allowed_worker_ids: Iterable[str] = (),
         required_labels: Mapping[str, str] | None = None,
         override: RouterOverride | None = None,
@@ -130,8 +134,8 @@ class Router:
         cache_salt: str = "",
         mm_items: Iterable[MmItem] = (),
         role: Role = Role.AGGREGATED,
-        worker_id: str = "",
-        dp_rank: int | None = None,
+        pinned_worker_id: str = "",
+        pinned_dp_rank: int | None = None,
         allowed_worker_ids: Iterable[str] = (),
         required_labels: Mapping[str, str] | None = None,
         override: RouterOverride | None = None,
@@ -152,8 +156,8 @@ class Router:
         cache_salt: str = "",
         mm_items: Iterable[MmItem] = (),
         role: Role = Role.AGGREGATED,
-        worker_id: str = "",
-        dp_rank: int | None = None,
+        pinned_worker_id: str = "",
+        pinned_dp_rank: int | None = None,
         allowed_worker_ids: Iterable[str] = (),
         required_labels: Mapping[str, str] | None = None,
         override: RouterOverride | None = None,
@@ -174,8 +178,8 @@ class Router:
             cache_salt: Separates the prompt's cache blocks from others'.
             mm_items: Multimodal items of the prompt, by which its blocks differ from others with the same tokens.
             role: Role of the worker wanted.
-            worker_id: The worker that must be chosen; "" = free choice.
-            dp_rank: The rank of it that must be chosen.
+            pinned_worker_id: The worker that must be chosen; "" = free choice.
+            pinned_dp_rank: The rank of it that must be chosen.
             allowed_worker_ids: Only these may be chosen; empty = all.
             required_labels: Labels the worker must have.
             override: Changes of the scheduler's settings for this request.
@@ -201,8 +205,8 @@ class Router:
                 mm_items=_mm_items(mm_items),
                 role=role_to_proto(role),
                 allowed_worker_ids=allowed_worker_ids,
-                worker_id=worker_id,
-                dp_rank=dp_rank,
+                pinned_worker_id=pinned_worker_id,
+                pinned_dp_rank=pinned_dp_rank,
                 required_labels=required_labels or {},
                 router_config_override=override.to_proto() if override else None,
                 priority=priority,
@@ -231,8 +235,8 @@ class Router:
         cache_salt: str = "",
         mm_items: Iterable[MmItem] = (),
         engine_fields: Mapping[str, Any] | None = None,
-        worker_id: str = "",
-        dp_rank: int | None = None,
+        pinned_worker_id: str = "",
+        pinned_dp_rank: int | None = None,
         allowed_worker_ids: Iterable[str] = (),
         required_labels: Mapping[str, str] | None = None,
         override: RouterOverride | None = None,
@@ -252,8 +256,8 @@ class Router:
             output: What to return.
             engine_fields: Further fields of the engine's own request, passed on as JSON, such as the content of
                 `mm_items`, which need it. Those that the gateway sets are refused.
-            lora_name, cache_salt, mm_items, worker_id, dp_rank, allowed_worker_ids, required_labels, override,
-                priority, explain: As for `route`.
+            lora_name, cache_salt, mm_items, pinned_worker_id, pinned_dp_rank, allowed_worker_ids, required_labels,
+                override, priority, explain: As for `route`.
             timeout_seconds: Deadline of the whole request; None = none.
             start_timeout_seconds: Longest wait for its first token; None = any.
 
@@ -276,8 +280,8 @@ class Router:
                 cache_salt=cache_salt,
                 mm_items=_mm_items(mm_items),
                 engine_fields=_json_of(engine_fields) if engine_fields else "",
-                worker_id=worker_id,
-                dp_rank=dp_rank,
+                pinned_worker_id=pinned_worker_id,
+                pinned_dp_rank=pinned_dp_rank,
                 allowed_worker_ids=allowed_worker_ids,
                 required_labels=required_labels or {},
                 router_config_override=override.to_proto() if override else None,
@@ -300,16 +304,20 @@ class Router:
         Raises:
             NotFound: Unknown request.
         """
-        reference = self._reference(request_id, model, attempt_id)
+        request = scheduler_pb2.MarkPrefillCompleteRequest(
+            model=model or self._model, tenant=self._tenant, request_id=request_id, attempt_id=attempt_id
+        )
         answer: scheduler_pb2.MarkPrefillCompleteResponse = await call(
-            self._stub.MarkPrefillComplete, reference, timeout=self._timeout
+            self._stub.MarkPrefillComplete, request, timeout=self._timeout
         )
         return answer.changed
 
     async def free(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> FreeOutcome:
         """Ends a booked request; one that is unknown or freed is no error."""
-        reference = self._reference(request_id, model, attempt_id)
-        return decode.free_outcome(await call(self._stub.Free, reference, timeout=self._timeout))
+        request = scheduler_pb2.FreeRequest(
+            model=model or self._model, tenant=self._tenant, request_id=request_id, attempt_id=attempt_id
+        )
+        return decode.free_outcome(await call(self._stub.Free, request, timeout=self._timeout))
 
     async def renew(
         self, request_ids: Iterable[str], *, model: str = "", attempt_id: int = 0, lease_seconds: int = 0
@@ -328,7 +336,10 @@ class Router:
         names = list(request_ids)
         request = scheduler_pb2.RenewRequest(
             tenant=self._tenant,
-            requests=[self._reference(name, model, attempt_id) for name in names],
+            requests=[
+                scheduler_pb2.RequestRef(model=model or self._model, request_id=name, attempt_id=attempt_id)
+                for name in names
+            ],
             lease_seconds=lease_seconds,
         )
         answer: scheduler_pb2.RenewResponse = await call(self._stub.Renew, request, timeout=self._timeout)
@@ -345,26 +356,35 @@ class Router:
             FailedPrecondition: The scheduler does not track output.
         """
         request = scheduler_pb2.AddOutputRequest(
-            tenant=self._tenant, request=self._reference(request_id, model, attempt_id), blocks=blocks
+            model=model or self._model,
+            tenant=self._tenant,
+            request_id=request_id,
+            attempt_id=attempt_id,
+            blocks=blocks,
         )
         answer: scheduler_pb2.AddOutputResponse = await call(self._stub.AddOutput, request, timeout=self._timeout)
         return answer.output_blocks
 
-    async def active_requests(self, *, model: str = "", worker_id: str = "", limit: int = 0) -> list[ActiveRequest]:
+    async def active_requests(self, *, model: str = "", worker_id: str = "", limit: int = 1_000) -> list[ActiveRequest]:
         """Requests that are booked now, whoever booked them.
 
         Args:
             model: Only of this one; "" = of all.
             worker_id: Only on this one; "" = on all.
-            limit: At most so many; 0 = 1,000.
+            limit: At most so many, the oldest.
         """
-        request = scheduler_pb2.ListActiveRequestsRequest(
-            tenant=self._tenant, model=model, worker_id=worker_id, limit=limit
-        )
-        answer: scheduler_pb2.ListActiveRequestsResponse = await call(
-            self._stub.ListActiveRequests, request, timeout=self._timeout
-        )
-        return [decode.active_request(one) for one in answer.requests]
+        request = scheduler_pb2.ListActiveRequestsRequest(tenant=self._tenant, model=model, worker_id=worker_id)
+        found: list[ActiveRequest] = []
+        while len(found) < limit:
+            request.page_size = min(limit - len(found), PAGE_SIZE)
+            answer: scheduler_pb2.ListActiveRequestsResponse = await call(
+                self._stub.ListActiveRequests, request, timeout=self._timeout
+            )
+            found += [decode.active_request(one) for one in answer.requests]
+            request.page_token = answer.next_page_token
+            if not request.page_token:
+                break
+        return found
 
     # Workers
 
@@ -383,15 +403,18 @@ class Router:
         )
         return RegisteredWorker(spec_from_proto(answer.worker), answer.created)
 
-    async def update_worker(self, spec: WorkerSpec) -> RegisteredWorker:
+    async def update_worker(self, spec: WorkerSpec) -> WorkerSpec:
         """Replaces the registration of a worker that must exist; its lease goes on.
+
+        Returns:
+            The registration as stored, defaults filled in.
 
         Raises:
             NotFound: Unknown worker.
         """
         request = workers_pb2.UpdateWorkerRequest(tenant=spec.tenant, worker=spec_to_proto(spec))
-        answer: workers_pb2.RegisterWorkerResponse = await call(self._stub.UpdateWorker, request, timeout=self._timeout)
-        return RegisteredWorker(spec_from_proto(answer.worker), answer.created)
+        answer: workers_pb2.UpdateWorkerResponse = await call(self._stub.UpdateWorker, request, timeout=self._timeout)
+        return spec_from_proto(answer.worker)
 
     async def remove_worker(self, worker_id: str) -> None:
         """Removes a worker with its blocks and bookings.
@@ -432,9 +455,14 @@ class Router:
         Args:
             model: Only of this model; "" = all, the router's default model notwithstanding.
         """
-        request = workers_pb2.ListWorkersRequest(tenant=self._tenant, model=model)
-        answer: workers_pb2.ListWorkersResponse = await call(self._stub.ListWorkers, request, timeout=self._timeout)
-        return [decode.worker_record(entry) for entry in answer.workers]
+        request = workers_pb2.ListWorkersRequest(tenant=self._tenant, model=model, page_size=PAGE_SIZE)
+        found: list[WorkerRecord] = []
+        while True:
+            answer: workers_pb2.ListWorkersResponse = await call(self._stub.ListWorkers, request, timeout=self._timeout)
+            found += [decode.worker_record(entry) for entry in answer.workers]
+            request.page_token = answer.next_page_token
+            if not request.page_token:
+                return found
 
     # Load and state
 
@@ -449,7 +477,7 @@ class Router:
     ) -> list[WorkerLoad]:
         """The load of each worker rank, now and with a prompt added; no prompt = as it is."""
         request = _filled(
-            gateway_pb2.GatewayPotentialLoadsRequest(
+            gateway_pb2.GatewayGetPotentialLoadsRequest(
                 model=model or self._model,
                 tenant=self._tenant,
                 role=role_to_proto(role),
@@ -458,7 +486,7 @@ class Router:
             ),
             token_ids,
         )
-        answer: scheduler_pb2.PotentialLoadsResponse = await call(
+        answer: scheduler_pb2.GetPotentialLoadsResponse = await call(
             self._stub.GetPotentialLoads, request, timeout=self._timeout
         )
         return [decode.load(entry) for entry in answer.loads]
@@ -466,7 +494,10 @@ class Router:
     async def busy_thresholds(self, *, model: str = "") -> BusyThresholds:
         """A model's busy thresholds."""
         request = types_pb2.GetBusyThresholdsRequest(model=model or self._model, tenant=self._tenant)
-        return decode.thresholds(await call(self._stub.GetBusyThresholds, request, timeout=self._timeout))
+        answer: types_pb2.GetBusyThresholdsResponse = await call(
+            self._stub.GetBusyThresholds, request, timeout=self._timeout
+        )
+        return decode.thresholds(answer.thresholds)
 
     async def list_busy_thresholds(self) -> list[BusyThresholds]:
         """The thresholds of every model that has any."""
@@ -502,7 +533,10 @@ class Router:
                 request.clear.append(name)
             elif not isinstance(value, Unchanged):
                 setattr(request, name, value)
-        return decode.thresholds(await call(self._stub.SetBusyThresholds, request, timeout=self._timeout))
+        answer: types_pb2.SetBusyThresholdsResponse = await call(
+            self._stub.SetBusyThresholds, request, timeout=self._timeout
+        )
+        return decode.thresholds(answer.thresholds)
 
     async def dump(self, *, model: str = "") -> AsyncGenerator[events_pb2.KvEventBatch, None]:
         """The state of the index as state chunks, worker rank by worker rank.
@@ -523,11 +557,6 @@ class Router:
         """The state of the gateway, of its helpers and of what it saw of the workers."""
         request = types_pb2.GetStatusRequest(tenant=self._tenant, model=model)
         return decode.status(await call(self._stub.GetStatus, request, timeout=self._timeout))
-
-    def _reference(self, request_id: str, model: str, attempt_id: int) -> scheduler_pb2.RequestRef:
-        return scheduler_pb2.RequestRef(
-            model=model or self._model, tenant=self._tenant, request_id=request_id, attempt_id=attempt_id
-        )
 
 
 def _mm_items(items: Iterable[MmItem]) -> list[types_pb2.MultimodalItem]:

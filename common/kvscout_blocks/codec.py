@@ -227,7 +227,7 @@ def decode_events(message: events_pb2.KvEventBatch) -> Published:
         message.epoch,
         message.event_id if message.HasField("event_id") else None,
         reset,
-        EventBatch(tuple(events), message.timestamp, message.dp_rank, tuple(faults)),
+        EventBatch(tuple(events), message.made_unix_seconds, message.dp_rank, tuple(faults)),
     )
 
 
@@ -284,7 +284,7 @@ def encode_events(
         eagle=pool.eagle,
         epoch=epoch,
         event_id=event_id,
-        timestamp=batch.timestamp,
+        made_unix_seconds=batch.timestamp,
         events=[_event_to_proto(event, pool, adapters) for event in batch.events],
     )
 

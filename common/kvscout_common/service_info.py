@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 from kvscout.v1 import types_pb2
 from kvscout_common import __version__
 from kvscout_common.descriptors import descriptor_limit, open_descriptors
+from kvscout_common.enum_words import value_of
 from kvscout_common.hashing import backend_name, native_available
 from kvscout_common.identity import current_identity
 from kvscout_common.transport import chosen
@@ -64,8 +65,8 @@ def service_info(
     return types_pb2.ServiceInfo(
         version=__version__,
         uptime_seconds=time.monotonic() - started,
-        backend=backend_name(),
-        transport=chosen(),
+        backend=value_of(types_pb2.Backend, backend_name()),
+        transport=value_of(types_pb2.RpcTransport, chosen()),
         draining=draining,
         warnings=[*([] if native_available() else [SLOW_BACKEND]), *shown(warnings)],
         clock_unix_seconds=time.time(),

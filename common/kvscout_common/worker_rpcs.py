@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from typing import Any
 
 from kvscout.v1 import workers_pb2
+from kvscout_common.enum_words import value_of
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity import current_identity
+from kvscout_common.pages import page_token, read_page_token
 from kvscout_common.registrar import OwnRegistrar, Registrar
 from kvscout_common.registry import ALL_TENANTS, Registry, WorkerName
 from kvscout_common.worker import DEFAULT_TENANT, WorkerSpec
@@ -45,10 +48,10 @@ class WorkerRpcs:
 
     async def UpdateWorker(
         self, request: workers_pb2.UpdateWorkerRequest, context: Any
-    ) -> workers_pb2.RegisterWorkerResponse:
+    ) -> workers_pb2.UpdateWorkerResponse:
         spec = self._admitted(request)
         await self.registrar.update(spec)
-        return workers_pb2.RegisterWorkerResponse(created=False, worker=spec_to_proto(spec))
+        return workers_pb2.UpdateWorkerResponse(worker=spec_to_proto(spec))
 
     async def DrainWorker(
         self, request: workers_pb2.DrainWorkerRequest, context: Any
@@ -77,12 +80,19 @@ class WorkerRpcs:
         if tenant == ALL_TENANTS:
             tenant = current_identity().tenant
         answer = workers_pb2.ListWorkersResponse()
-        for number, entry in enumerate(self.registry.entries(tenant, request.model)):
+        entries = self.registry.entries(tenant, request.model)
+        after = read_page_token(request.page_token, str, str)
+        if after is not None:
+            entries = entries[bisect_right(entries, after, key=lambda entry: entry.name) :]
+        if 0 < request.page_size < len(entries):
+            entries = entries[: request.page_size]
+            answer.next_page_token = page_token(*entries[-1].name)
+        for number, entry in enumerate(entries):
             if number % WORKERS_A_TURN == WORKERS_A_TURN - 1:
                 await asyncio.sleep(0)
             answer.workers.add(
                 worker=spec_to_proto(entry.spec),
-                source=entry.source,
+                source=value_of(workers_pb2.RegistrationSource, entry.source),
                 lease_remaining_seconds=self.registry.lease_remaining(entry),
                 lease_seconds=entry.lease_seconds,
                 registered=spec_to_proto(entry.registered) if entry.registered != entry.spec else None,

@@ -32,8 +32,8 @@ async def main(gateway: str, model: str, speeds: dict[str, float]) -> None:
         first = None
         async for chunk in router.generate(
             PROMPT,
-            worker_id=best.worker.worker_id,
-            dp_rank=best.worker.dp_rank,
+            pinned_worker_id=best.worker.worker_id,
+            pinned_dp_rank=best.worker.dp_rank,
             stop=StopConditions(max_tokens=16),
         ):
             if chunk.token_ids and first is None:

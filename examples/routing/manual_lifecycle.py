@@ -32,7 +32,7 @@ async def main(gateway: str, model: str) -> None:
         body = {"model": model, "prompt": PROMPT, "max_tokens": 16, "stream": True, "return_token_ids": True}
         headers = {"X-Request-Id": booking.request_id, "X-data-parallel-rank": str(decision.worker.dp_rank)}
         tokens = 0
-        async with http.post(f"{decision.endpoint}/v1/completions", json=body, headers=headers) as answer:
+        async with http.post(f"{decision.http_endpoint}/v1/completions", json=body, headers=headers) as answer:
             answer.raise_for_status()
             async for line in answer.content:
                 if not line.startswith(b"data: {"):

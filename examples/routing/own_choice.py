@@ -36,7 +36,7 @@ async def main(gateway: str, model: str) -> None:
             best = min(able, key=lambda load: weight(load, sent)).worker
             sent[best.worker_id] += 1
             async for _ in router.generate(
-                prompt, worker_id=best.worker_id, dp_rank=best.dp_rank, stop=StopConditions(max_tokens=16)
+                prompt, pinned_worker_id=best.worker_id, pinned_dp_rank=best.dp_rank, stop=StopConditions(max_tokens=16)
             ):
                 pass
 

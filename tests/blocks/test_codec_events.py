@@ -33,7 +33,7 @@ def stored(**fields: object) -> events_pb2.KvEvent:
 def test_every_field_reaches_the_event() -> None:
     full = stored(engine_hashes=[1, 2], parent_engine_hash=0, local_hashes=[3, 4], tier=2, group=5, attention_kind=1)
     removed = events_pb2.KvEvent(removed=events_pb2.BlocksRemoved(engine_hashes=[1], tier=types_pb2.TIER_DISK, group=5))
-    read = decode_events(message(full, removed, epoch=7, event_id=0, tenant="t", timestamp=1.5, eagle=True))
+    read = decode_events(message(full, removed, epoch=7, event_id=0, tenant="t", made_unix_seconds=1.5, eagle=True))
     assert (read.worker, read.pool, read.epoch, read.event_id) == (WORKER, PoolKey("m", "t", 4, True), 7, 0)
     assert read.batch == EventBatch(
         (

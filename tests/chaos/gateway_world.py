@@ -223,7 +223,7 @@ class World:
             active = await call(stub.ListActiveRequests, scheduler_pb2.ListActiveRequestsRequest(), timeout=5.0)
             found += [f"booked: {one.request.request_id} on {one.worker.worker_id}" for one in active.requests]
             for role in (types_pb2.ROLE_AGGREGATED, types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE):
-                request = scheduler_pb2.PotentialLoadsRequest(model=MODEL, role=role)
+                request = scheduler_pb2.SchedulerGetPotentialLoadsRequest(model=MODEL, role=role)
                 for load in (await call(stub.GetPotentialLoads, request, timeout=5.0)).loads:
                     if load.active_requests or load.active_prefill_tokens or load.active_decode_blocks:
                         found.append(f"load: {load.worker.worker_id}")

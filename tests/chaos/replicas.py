@@ -28,7 +28,7 @@ import grpc
 from nats_relay import NatsRelay
 from nats_server import NatsServer, nats_server
 from processes import eventually
-from replica_client import BLOCK, MODEL, GatewayStream, ReplicaClient, gateway, ref
+from replica_client import BLOCK, MODEL, GatewayStream, ReplicaClient, free_of, gateway, ref
 from scheduler_policy_plugin import install
 from tcp_relay import TcpRelay
 
@@ -139,7 +139,7 @@ class Gateway:
 
     def _give_up(self, name: str) -> None:
         """Goes on with another attempt, at the next scheduler; this one hears of that when it hears again."""
-        stub, given_up = self.paths[self.place].stub, ref(name, self.attempts[name])
+        stub, given_up = self.paths[self.place].stub, free_of(ref(name, self.attempts[name]))
         self.attempts[name] += 1
 
         async def free() -> None:
@@ -217,7 +217,7 @@ class Gateway:
         self._owed.update(owed)
         if done and self._rng.random() < 0.2:
             other = self._rng.choice(self._replicas)
-            await asyncio.wait_for(other.stub.Free(stream.ref(done[0])), CALL_SECONDS)
+            await asyncio.wait_for(other.stub.Free(free_of(stream.ref(done[0]))), CALL_SECONDS)
         await stream.ask(*({"free": stream.ref(name)} for name in done), seconds=CALL_SECONDS)
         self._owed.difference_update(owed)
         for name in done:

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from fake_gateway import FakeGateway, fake_gateway
 from google.protobuf import proto
 
-from kvscout.v1 import events_pb2, gateway_pb2
+from kvscout.v1 import events_pb2, gateway_pb2, types_pb2
 from kvscout_cli.main import main
 from kvscout_common import __version__, errors
 from kvscout_common.worker import EngineKind, Role
@@ -67,7 +67,9 @@ def test_route_reads_stdin_and_prints_json(gateway: FakeGateway) -> None:
 
 def test_generate_streams_text_and_tells_what_was_cached(gateway: FakeGateway) -> None:
     gateway.chunks = [
-        gateway_pb2.GenerateResponse(token_ids=[5], text="hello ", route=gateway_pb2.RouteResponse(worker_id="w0")),
+        gateway_pb2.GenerateResponse(
+            token_ids=[5], text="hello ", route=gateway_pb2.RouteResponse(worker=types_pb2.WorkerRank(worker_id="w0"))
+        ),
         gateway_pb2.GenerateResponse(token_ids=[6], finish_reason=gateway_pb2.FINISH_REASON_LENGTH),
         gateway_pb2.GenerateResponse(usage=gateway_pb2.Usage(prompt_tokens=40, completion_tokens=2, cached_tokens=32)),
     ]
@@ -85,7 +87,9 @@ def test_the_timeout_of_generate_is_for_its_first_token_and_not_for_all_that_fol
     gateway.chunks = [gateway_pb2.GenerateResponse(token_ids=[token]) for token in (5, 6, 7)]
     result = kvscout(gateway, "generate", "1", "--model", "m", "--timeout", "0.6")
     assert (result.exit_code, result.stdout) == (0, "5 6 7 \n"), result.stderr
-    gateway.chunks = [gateway_pb2.GenerateResponse(route=gateway_pb2.RouteResponse(worker_id="w0"))]
+    gateway.chunks = [
+        gateway_pb2.GenerateResponse(route=gateway_pb2.RouteResponse(worker=types_pb2.WorkerRank(worker_id="w0")))
+    ]
     gateway.hang_after_chunks = True
     result = kvscout(gateway, "generate", "1", "--model", "m", "--timeout", "0.3")
     assert result.exit_code != 0

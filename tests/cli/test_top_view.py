@@ -18,14 +18,14 @@ NAME = RankName("t", "w", 0)
 def moment(at: float, requests: int, cached: int) -> Moment:
     worker = types_pb2.WorkerRank(worker_id="w")
     seen = gateway_pb2.WorkerObservation(worker=worker, tenant="t", prompt_tokens=100 * requests, cached_tokens=cached)
-    status = gateway_pb2.GatewayStatus(requests=requests, in_flight=2, failures=1, workers=[seen])
+    status = gateway_pb2.GatewayGetStatusResponse(requests=requests, in_flight=2, failures=1, workers=[seen])
     load = WorkerLoad(
         WorkerRank("w", 0), 0, 0, 3, 640, 40, busy=True, cooldown_seconds=0.0, draining=False, total_kv_blocks=4096
     )
     pools = [scheduler_pb2.PoolLoad(model="m", queued=5)]
     services = (
         Service("g:1", Kind.GATEWAY, serving=True, status=status),
-        Service("s:1", Kind.SCHEDULER, serving=True, status=scheduler_pb2.SchedulerStatus(pools=pools)),
+        Service("s:1", Kind.SCHEDULER, serving=True, status=scheduler_pb2.SchedulerGetStatusResponse(pools=pools)),
     )
     return Moment(at, Snapshot(services), {NAME: load})
 

@@ -50,8 +50,8 @@ async def test_route_asks_with_everything_given_and_books_nothing(router: Router
         cache_salt="s",
         mm_items=[MmItem("image-1", 1, 2)],
         role=Role.DECODE,
-        worker_id="w0",
-        dp_rank=0,
+        pinned_worker_id="w0",
+        pinned_dp_rank=0,
         allowed_worker_ids=["w0"],
         required_labels={"zone": "a"},
         override=RouterOverride(overlap_score_weight=0.0, policy="random", seed=9),
@@ -61,9 +61,9 @@ async def test_route_asks_with_everything_given_and_books_nothing(router: Router
     asked = gateway.last
     assert list(asked.token_ids) == [1, 2, 3]
     assert (asked.model, asked.tenant, asked.request_id, asked.role) == ("m", "t", "", types_pb2.ROLE_DECODE)
-    assert (asked.lora_name, asked.cache_salt, asked.worker_id, asked.priority) == ("l", "s", "w0", -2)
+    assert (asked.lora_name, asked.cache_salt, asked.pinned_worker_id, asked.priority) == ("l", "s", "w0", -2)
     assert [(item.id, item.offset, item.length) for item in asked.mm_items] == [("image-1", 1, 2)]
-    assert asked.HasField("dp_rank")
+    assert asked.HasField("pinned_dp_rank")
     assert asked.router_config_override.HasField("overlap_score_weight")
     assert not asked.router_config_override.HasField("router_temperature")
     assert decision.worker == WorkerRank("w0", 1)
@@ -89,7 +89,7 @@ async def test_generate_takes_multimodal_items_and_the_engines_own_fields(router
 async def test_unset_fields_stay_unset_on_the_wire(router: Router, gateway: FakeGateway) -> None:
     decision = await router.route([1], model="other")
     assert gateway.last.model == "other"
-    assert not gateway.last.HasField("dp_rank")
+    assert not gateway.last.HasField("pinned_dp_rank")
     assert not gateway.last.HasField("router_config_override")
     assert decision.explanation is None
 
@@ -101,7 +101,8 @@ async def test_a_booking_is_freed_when_its_block_ends(router: Router, gateway: F
     free = gateway.last
     assert (free.model, free.tenant, free.request_id, free.attempt_id) == ("m", "t", "r", 3)
     assert await booking.free() is FreeOutcome.ALREADY_FREED
-    assert [type(request).__name__ for request in gateway.requests] == ["RouteRequest", "RequestRef", "RequestRef"]
+    asked = [type(request).__name__ for request in gateway.requests]
+    assert asked == ["RouteRequest", "MarkPrefillCompleteRequest", "FreeRequest"]
 
 
 async def test_a_booking_is_renewed_and_grows(router: Router, gateway: FakeGateway) -> None:
@@ -110,7 +111,7 @@ async def test_a_booking_is_renewed_and_grows(router: Router, gateway: FakeGatew
         assert await booking.renew(60) is True
         assert (gateway.last.lease_seconds, gateway.last.requests[0].attempt_id) == (60, 3)
         assert await booking.add_output(2) == 3
-        assert (gateway.last.tenant, gateway.last.request.request_id) == ("t", "r")
+        assert (gateway.last.tenant, gateway.last.request_id) == ("t", "r")
     assert await router.renew(["gone", "r"]) == ["gone"]
 
 
@@ -118,7 +119,7 @@ async def test_active_requests_are_typed(router: Router, gateway: FakeGateway) -
     [active] = await router.active_requests(worker_id="w0", limit=5)
     assert (active.request_id, active.role, active.worker) == ("r", Role.DECODE, WorkerRank("w0", 1))
     assert (active.phase, active.blocks, active.age_seconds) == (RequestPhase.DECODE, 7, 1.5)
-    assert (gateway.last.worker_id, gateway.last.limit) == ("w0", 5)
+    assert (gateway.last.worker_id, gateway.last.page_size) == ("w0", 5)
 
 
 async def test_a_booking_is_freed_when_its_block_fails_or_is_cancelled(router: Router, gateway: FakeGateway) -> None:
@@ -191,7 +192,10 @@ async def test_ids_that_are_no_u32_are_refused_by_name(router: Router, tokens: l
 async def test_generate_streams_typed_pieces(router: Router, gateway: FakeGateway) -> None:
     gateway.chunks = [
         gateway_pb2.GenerateResponse(
-            token_ids=[5], text="a", request_id="r", route=gateway_pb2.RouteResponse(worker_id="w0")
+            token_ids=[5],
+            text="a",
+            request_id="r",
+            route=gateway_pb2.RouteResponse(worker=types_pb2.WorkerRank(worker_id="w0")),
         ),
         gateway_pb2.GenerateResponse(token_ids=[6, 7], finish_reason=gateway_pb2.FINISH_REASON_LENGTH),
         gateway_pb2.GenerateResponse(
@@ -298,7 +302,7 @@ async def test_workers_are_registered_listed_drained_kept_and_removed(router: Ro
     registered = await router.register_worker(spec, lease_seconds=30)
     assert (registered.spec, registered.created) == (spec, True)
     assert (gateway.last.lease_seconds, gateway.last.tenant) == (30, "t")
-    assert (await router.update_worker(spec)).created is False
+    assert await router.update_worker(spec) == spec
     assert await router.drain_worker("w9") == 2
     assert await router.drain_worker("w9", undo=True) == 2
     assert gateway.last.undo is True

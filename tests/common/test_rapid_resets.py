@@ -22,7 +22,7 @@ async def test_honest_calls_are_answered_while_other_connections_open_and_reset_
         channel = open_channel(scheduler.address)
         stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)
 
-        async def ask() -> scheduler_pb2.SchedulerStatus:
+        async def ask() -> scheduler_pb2.SchedulerGetStatusResponse:
             return await call(stub.GetStatus, types_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
 
         assert (await ask()).service.version

@@ -151,10 +151,10 @@ async def test_a_service_follows_the_name_it_is_told() -> None:
         stub: indexer_pb2_grpc.IndexerAsyncStub = indexer_pb2_grpc.IndexerStub(channel)
         try:
 
-            async def there() -> list[tuple[str, str]]:
+            async def there() -> list[tuple[str, int]]:
                 answer = await call(stub.ListWorkers, workers_pb2.ListWorkersRequest(), timeout=5)
                 return [(entry.worker.worker_id, entry.source) for entry in answer.workers]
 
-            assert await eventually(there) == [("127.0.0.1:9", "dns")]
+            assert await eventually(there) == [("127.0.0.1:9", workers_pb2.REGISTRATION_SOURCE_DNS)]
         finally:
             await channel.close()

@@ -269,7 +269,7 @@ async def test_twenty_engines_are_found_by_a_service_that_is_told_a_selector_and
                 async def there() -> bool:
                     answer = await call(stub.ListWorkers, workers_pb2.ListWorkersRequest(), timeout=5)
                     complete = [e for e in answer.workers if e.worker.event_endpoints and e.worker.block_size]
-                    assert {entry.source for entry in answer.workers} <= {"kubernetes"}
+                    assert {entry.source for entry in answer.workers} <= {workers_pb2.REGISTRATION_SOURCE_KUBERNETES}
                     return len(complete) == 20
 
                 await eventually(there)

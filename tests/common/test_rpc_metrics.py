@@ -36,7 +36,7 @@ async def test_every_end_of_a_call_is_counted_once(transport: str) -> None:
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
         await stub.GetStatus(types_pb2.GetStatusRequest())
         with pytest.raises(grpc.aio.AioRpcError):
-            await stub.Free(scheduler_pb2.RequestRef())
+            await stub.Free(scheduler_pb2.FreeRequest())
         watching = stub.WatchDecisions(scheduler_pb2.WatchDecisionsRequest())
         await watching.initial_metadata()
         watching.cancel()

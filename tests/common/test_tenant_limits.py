@@ -164,6 +164,6 @@ async def bookings_are_limited(stub: Any) -> None:
     await booking("r0")
     expected = f"limits.bookings: tenant '{OURS}' has 1 bookings, its limit is 1"
     assert await refused(booking("r1", EVERYBODYS)) == expected
-    free = scheduler_pb2.RequestRef(tenant=OURS, model="m", request_id="r0")
+    free = scheduler_pb2.FreeRequest(tenant=OURS, model="m", request_id="r0")
     await stub.Free(free, metadata=TOKEN, timeout=SECONDS)
     await booking("r1")

@@ -111,7 +111,7 @@ async def test_beside_events_both_are_told_apart_and_an_event_ends_what_it_names
         await engine.publish(batch(stored([3], prompt(3)[-BLOCK_SIZE:], parent=2)))
         await client.until_applied(2)
         assert await predicted(client, 5) == {("w", 0): (3, 4)}
-        status: indexer_pb2.IndexerStatus = await client.rpc("GetStatus", types_pb2.GetStatusRequest())
+        status: indexer_pb2.IndexerGetStatusResponse = await client.rpc("GetStatus", types_pb2.GetStatusRequest())
         assert [index.predictions for index in status.indexes] == [1]
 
 
@@ -248,7 +248,7 @@ async def test_a_worker_of_another_shard_is_known_and_never_read() -> None:
         status = await client.status("w0")
         assert status.state == indexer_pb2.SOURCE_STATE_NONE
         assert status.reason == "the worker belongs to shard 0/2, this indexer has 1/2"
-        whole: indexer_pb2.IndexerStatus = await client.rpc("GetStatus", types_pb2.GetStatusRequest())
+        whole: indexer_pb2.IndexerGetStatusResponse = await client.rpc("GetStatus", types_pb2.GetStatusRequest())
         assert (whole.shard_index, whole.shard_count) == (1, 2)
         await client.register(other, worker_id="w0", update=True, total_kv_blocks=7)
         await client.rpc("ResetWorker", indexer_pb2.ResetWorkerRequest(worker_id="w0"))

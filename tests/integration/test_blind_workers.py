@@ -125,15 +125,15 @@ async def test_a_worker_that_serves_and_is_never_heard_is_blind_and_the_gateway_
         client = here.client
 
         # Without a complete block, and broken off: neither brings events for certain.
-        await client.generate(fresh_prompt(15), worker_id="silent")
-        broken_off = client.start(fresh_prompt(160), worker_id="silent", max_tokens=20_000)
+        await client.generate(fresh_prompt(15), pinned_worker_id="silent")
+        broken_off = client.start(fresh_prompt(160), pinned_worker_id="silent", max_tokens=20_000)
         async for message in broken_off:
             if message.token_ids:
                 break
         broken_off.cancel()
         await client.until_idle()
         # One that does, later: it was told with all that there was to tell of the others.
-        await client.generate(fresh_prompt(160), worker_id="control")
+        await client.generate(fresh_prompt(160), pinned_worker_id="control")
         await here.until_blind("control")
         states = await here.states()
         assert {states[worker].reason for worker in ("silent", "idle")} == {f"nothing answers at {here.silent}"}
@@ -141,7 +141,7 @@ async def test_a_worker_that_serves_and_is_never_heard_is_blind_and_the_gateway_
         prompt = fresh_prompt(160)
         for worker in ("silent", "heard"):
             for _ in range(3):  # the last two are cached
-                await client.generate(prompt, worker_id=worker)
+                await client.generate(prompt, pinned_worker_id=worker)
         await here.until_blind("silent")
         states = await here.states()
         assert states["silent"].reason == (

@@ -135,7 +135,7 @@ async def test_the_prompt_is_computed_on_one_worker_and_continued_on_another(sta
     before = await paths(stack)
     prompt = fresh_prompt(100)
     got = await stack.client.generate(prompt, max_tokens=6)
-    assert (got.route.worker_id, len(got.token_ids)) == ("w1", 6)
+    assert (got.route.worker.worker_id, len(got.token_ids)) == ("w1", 6)
     assert await took(stack, "remote", before)
     prefill, decode = stack.mockers
     assert await mocker_total(decode, "external_prefix_cache_hits") >= 100
@@ -191,7 +191,7 @@ async def test_decode_is_charged_no_prefill_and_prefill_no_blocks(client: Gatewa
 
         async def load(role: types_pb2.Role.ValueType) -> list[tuple[int, int, int]]:
             """Active requests, prefill tokens and decode blocks of the workers of a role."""
-            request = scheduler_pb2.PotentialLoadsRequest(model="charges", role=role)
+            request = scheduler_pb2.SchedulerGetPotentialLoadsRequest(model="charges", role=role)
             loads = (await call(client.scheduler.GetPotentialLoads, request, timeout=10)).loads
             return [(w.active_requests, w.active_prefill_tokens, w.active_decode_blocks) for w in loads]
 
@@ -211,7 +211,9 @@ async def test_the_legs_carry_what_the_engines_need_and_nothing_else_changes(cli
         prefill = await workers.add("p", computed, PREFILL)
         decode = await workers.add("d", answer, DECODE)
         plain = await workers.add("a", answer, AGGREGATED)
-        await client.generate(fresh_prompt(40), model="bodies", max_tokens=5, request_id="same", worker_id="bodies-a")
+        await client.generate(
+            fresh_prompt(40), model="bodies", max_tokens=5, request_id="same", pinned_worker_id="bodies-a"
+        )
         await client.generate(fresh_prompt(40), model="bodies", max_tokens=5, request_id="same-2")
         [first], [second], [alone] = prefill.requests, decode.requests, plain.requests
         assert first["kv_transfer_params"]["do_remote_decode"] is True
@@ -266,7 +268,7 @@ async def test_without_prefill_a_decode_worker_that_can_computes_the_prompt(stac
             await workers.remove("p")
         before = await paths(stack)
         got = await client.generate(fresh_prompt(40), model=workers.model)
-        assert got.route.worker_id.endswith("-can")
+        assert got.route.worker.worker_id.endswith("-can")
         assert await took(stack, "fallback_decode", before)
         assert (len(able.requests), aggregated.requests) == (1, [])
         assert "kv_transfer_params" not in able.requests[0]
@@ -299,7 +301,7 @@ async def test_else_an_aggregated_worker_does_it_all_else_nobody(stack: Stack) -
         await workers.add("a", answer, AGGREGATED)
         before = await paths(stack)
         got = await client.generate(fresh_prompt(40), model="last")
-        assert got.route.worker_id == "last-a"
+        assert got.route.worker.worker_id == "last-a"
         assert await took(stack, "fallback_aggregated", before)
         assert decode.requests == []
 
@@ -355,13 +357,13 @@ async def test_without_decode_workers_an_aggregated_one_serves(client: GatewayCl
     async with pools(client, "pools") as workers:
         prefill = await workers.add("p", computed, PREFILL)
         await workers.add("a", answer, AGGREGATED)
-        assert (await client.generate(fresh_prompt(40), model="pools")).route.worker_id == "pools-a"
+        assert (await client.generate(fresh_prompt(40), model="pools")).route.worker.worker_id == "pools-a"
         await workers.add("d", answer, DECODE)
-        assert (await client.generate(fresh_prompt(40), model="pools")).route.worker_id == "pools-d"
+        assert (await client.generate(fresh_prompt(40), model="pools")).route.worker.worker_id == "pools-d"
         await workers.add("d", drop, DECODE)
-        assert (await client.generate(fresh_prompt(40), model="pools")).route.worker_id == "pools-a"
+        assert (await client.generate(fresh_prompt(40), model="pools")).route.worker.worker_id == "pools-a"
         await workers.remove("d")
-        assert (await client.generate(fresh_prompt(40), model="pools")).route.worker_id == "pools-a"
+        assert (await client.generate(fresh_prompt(40), model="pools")).route.worker.worker_id == "pools-a"
         assert len(prefill.requests) == 2
 
 
@@ -384,11 +386,11 @@ async def test_a_pin_means_the_worker_that_answers(client: GatewayClient) -> Non
         await workers.add("d1", answer, DECODE)
         await workers.add("d2", answer, DECODE)
         for worker_id in ("pins-d1", "pins-d2"):
-            got = await client.generate(fresh_prompt(40), model="pins", worker_id=worker_id)
-            assert got.route.worker_id == worker_id
+            got = await client.generate(fresh_prompt(40), model="pins", pinned_worker_id=worker_id)
+            assert got.route.worker.worker_id == worker_id
         assert len(prefill.requests) == 2
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await client.generate(fresh_prompt(40), model="pins", worker_id="pins-p")
+            await client.generate(fresh_prompt(40), model="pins", pinned_worker_id="pins-p")
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -56,7 +56,7 @@ async def test_both_engines_get_the_request_and_decode_answers(stack: Stack) -> 
     prompt = fresh_prompt(100)
     before = await path(stack, "remote")
     got = await stack.client.generate(prompt, max_tokens=5)
-    assert (got.route.worker_id, len(got.token_ids)) == ("w1", 5)
+    assert (got.route.worker.worker_id, len(got.token_ids)) == ("w1", 5)
     assert await path(stack, "remote") == before + 1
     await stack.client.until_indexed(prompt, 6)
     again = await stack.client.generate(prompt, max_tokens=5)
@@ -98,7 +98,7 @@ async def test_a_dead_prefill_worker_costs_one_more_try_and_the_decode_leg_comes
         try:
             for _ in range(4):  # either may be asked first
                 got = await stack.client.generate(fresh_prompt(50), max_tokens=3)
-                assert (len(got.route.worker_id), len(got.token_ids)) == (2, 3)
+                assert (len(got.route.worker.worker_id), len(got.token_ids)) == (2, 3)
         finally:
             await remove(stack, "dead")
     await stack.client.until_idle()
@@ -131,7 +131,7 @@ async def test_a_hanging_prefill_worker_leaves_a_decode_engine_that_is_told_so(s
         finally:
             prefill.process.send_signal(signal.SIGCONT)
             await remove(stack, "alone")
-        assert (got.route.worker_id, len(got.token_ids)) == ("alone", 3)
+        assert (got.route.worker.worker_id, len(got.token_ids)) == ("alone", 3)
         assert await path(stack, "fallback_aggregated") == 1
     await stack.client.until_idle()
 

@@ -86,7 +86,7 @@ class World:
     async def serve(self, worker_id: str, prompt: Sequence[int], times: int = 1) -> None:
         """Runs a prompt on a worker, so many times."""
         for _ in range(times):
-            await self.client.generate(prompt, max_tokens=1, worker_id=worker_id)
+            await self.client.generate(prompt, max_tokens=1, pinned_worker_id=worker_id)
 
     async def complete(self, text: str) -> int:
         """The status of a completion of a text over HTTP, wherever it runs."""

@@ -137,10 +137,10 @@ class World:
         booked = self.counted("SelectAndReserve", scheduler_pb2.SelectRequest.FromString)
 
         async def freed() -> bool:
-            return len(self.counted("Free", scheduler_pb2.RequestRef.FromString)) >= len(booked)
+            return len(self.counted("Free", scheduler_pb2.FreeRequest.FromString)) >= len(booked)
 
         await eventually(freed, what=f"{len(booked)} bookings freed")
-        frees = self.counted("Free", scheduler_pb2.RequestRef.FromString)
+        frees = self.counted("Free", scheduler_pb2.FreeRequest.FromString)
         assert frees == booked
         assert set(frees.values()) == {1}
 

@@ -82,7 +82,7 @@ def slow(stack: Stack) -> MockerProcess:
 
 async def cooling(client: GatewayClient, model: str) -> list[bool]:
     """Which worker ranks the scheduler leaves out."""
-    loads = await call(client.scheduler.GetPotentialLoads, scheduler_pb2.PotentialLoadsRequest(model=model))
+    loads = await call(client.scheduler.GetPotentialLoads, scheduler_pb2.SchedulerGetPotentialLoadsRequest(model=model))
     return [load.cooldown_seconds > 0 for load in loads.loads]
 
 
@@ -94,7 +94,7 @@ async def failures(client: GatewayClient, model: str) -> list[int]:
 
 def frees(relay: Relay) -> Counter[tuple[str, int]]:
     """Free calls by request and attempt."""
-    refs = [scheduler_pb2.RequestRef.FromString(raw) for name, raw in relay.requests if name == "Free"]
+    refs = [scheduler_pb2.FreeRequest.FromString(raw) for name, raw in relay.requests if name == "Free"]
     return Counter((ref.request_id, ref.attempt_id) for ref in refs)
 
 
@@ -135,10 +135,10 @@ async def workers(client: GatewayClient, *scripts: Script) -> AsyncIterator[tupl
                 workers_pb2.Worker(worker_id=f"{model}/{index}", model=model, block_size=16, http_endpoint=engine.url)
             )
         if len(engines) > 1:  # load on the last one: the first one is chosen first
-            await client.route(fresh_prompt(16_000), model=model, worker_id=f"{model}/1", request_id=model)
+            await client.route(fresh_prompt(16_000), model=model, pinned_worker_id=f"{model}/1", request_id=model)
         yield model, engines
-        ref = scheduler_pb2.RequestRef(model=model, request_id=model)
-        await call(client.stub.Free, ref)
+        free = scheduler_pb2.FreeRequest(model=model, request_id=model)
+        await call(client.stub.Free, free)
         await client.until_idle(model)
 
 
@@ -159,11 +159,11 @@ async def failing(generating: Awaitable[Any], code: grpc.StatusCode, details: st
 async def test_tokens_and_usage_are_those_of_the_engine(stack: Stack, client: GatewayClient) -> None:
     prompt = fresh_prompt(100)
     direct = await stack.mockers[1].complete(prompt.tolist(), max_tokens=20, return_token_ids=True)
-    got = await client.generate(prompt, max_tokens=20, worker_id="w1")
+    got = await client.generate(prompt, max_tokens=20, pinned_worker_id="w1")
     assert got.token_ids == direct["choices"][0]["token_ids"]
     assert got.usage == gateway_pb2.Usage(prompt_tokens=100, completion_tokens=20, cached_tokens=96)
     assert got.finish_reason == gateway_pb2.FINISH_REASON_LENGTH
-    assert (got.route.worker_id, len(got.routes)) == ("w1", 1)
+    assert (got.route.worker.worker_id, len(got.routes)) == ("w1", 1)
     assert got.request_id.startswith("gen-")
     await client.until_idle()
 
@@ -180,7 +180,7 @@ async def test_adapters_and_salts_reach_the_engine(client: GatewayClient) -> Non
         {},
     ]
     for fields in variants:
-        got = await client.generate(prompt, worker_id="w0", **fields)
+        got = await client.generate(prompt, pinned_worker_id="w0", **fields)
         assert got.usage is not None
         cached.append(got.usage.cached_tokens)
     assert cached == [0, 0, 48, 0, 48, 48]
@@ -189,11 +189,11 @@ async def test_adapters_and_salts_reach_the_engine(client: GatewayClient) -> Non
 async def test_the_chosen_rank_runs_the_request(client: GatewayClient) -> None:
     prompts = [fresh_prompt(64), fresh_prompt(64)]
     for rank, prompt in enumerate(prompts):
-        await client.generate(prompt, model="ranks", worker_id="w3", dp_rank=rank)
+        await client.generate(prompt, model="ranks", pinned_worker_id="w3", pinned_dp_rank=rank)
         await client.until_indexed(prompt, 4, model="ranks")
     for rank, prompt in enumerate(prompts):
         got = await client.generate(prompt, model="ranks")
-        assert (got.route.dp_rank, got.route.overlap_blocks) == (rank, 4)
+        assert (got.route.worker.dp_rank, got.route.overlap_blocks) == (rank, 4)
         assert got.usage is not None
         assert got.usage.cached_tokens == 48
     await client.until_idle("ranks")
@@ -256,13 +256,13 @@ async def test_a_worker_that_fails_what_others_run_is_replaced_and_left_out_at_t
     async with workers(client, script, answer) as (model, engines):
         for number in (1, 2, 3):
             got = await client.generate([1, 2], model=model, max_tokens=3)
-            assert [route.worker_id for route in got.routes] == [f"{model}/0", f"{model}/1"]
+            assert [route.worker.worker_id for route in got.routes] == [f"{model}/0", f"{model}/1"]
             assert got.token_ids == [1, 2, 3]
             assert await failures(client, model) == [number, 0]
             if number < 3:
                 assert await cooling(client, model) == [False, False]
         got = await client.generate([1, 2], model=model, max_tokens=3)
-        assert [route.worker_id for route in got.routes] == [f"{model}/1"]
+        assert [route.worker.worker_id for route in got.routes] == [f"{model}/1"]
 
         async def told() -> bool:
             return await cooling(client, model) == [True, False]
@@ -284,7 +284,7 @@ async def test_two_failures_are_unavailable(client: GatewayClient) -> None:
     async with workers(client, drop) as (model, engines):
         await failing(client.generate([1], model=model), grpc.StatusCode.UNAVAILABLE, "not tried elsewhere")
     async with workers(client, drop, answer) as (model, engines):
-        pinned = client.generate([1], model=model, worker_id=f"{model}/0")
+        pinned = client.generate([1], model=model, pinned_worker_id=f"{model}/0")
         await failing(pinned, grpc.StatusCode.UNAVAILABLE, "")
         assert not engines[1].requests
 
@@ -332,7 +332,7 @@ async def test_a_worker_that_cannot_be_connected_to_is_replaced(client: GatewayC
             worker_id=f"{model}/0", model=model, block_size=16, http_endpoint="http://127.0.0.1:1"
         )
         await client.register(unreachable)
-        assert [r.worker_id[-2:] for r in (await client.generate([1], model=model)).routes] == ["/0", "/1"]
+        assert [r.worker.worker_id[-2:] for r in (await client.generate([1], model=model)).routes] == ["/0", "/1"]
 
 
 def then_break(how: Callable[[web.Request, web.StreamResponse], Awaitable[None]]) -> Script:
@@ -434,7 +434,7 @@ async def test_where_a_request_runs_comes_with_its_first_token_and_where_it_fail
 ) -> None:
     async with workers(client, drop, answer) as (model, _):
         messages = [message async for message in client.start([1], model=model, max_tokens=2, request_id="told")]
-        told = [(m.route.worker_id[-2:], m.request_id, list(m.token_ids[:1])) for m in messages[:2]]
+        told = [(m.route.worker.worker_id[-2:], m.request_id, list(m.token_ids[:1])) for m in messages[:2]]
         assert told == [("/0", "told", []), ("/1", "told", [1])]
 
 
@@ -445,9 +445,9 @@ async def test_workers_that_the_gateway_cannot_drive_are_left_to_route(client: G
                 worker_id=f"{model}/custom", model=model, block_size=16, engine=workers_pb2.ENGINE_KIND_CUSTOM
             )
         )
-        assert {(await client.generate([1], model=model)).route.worker_id for _ in range(4)} == {f"{model}/0"}
-        assert (await client.route([1], model=model, worker_id=f"{model}/custom")).endpoint == ""
-        pinned = client.generate([1], model=model, worker_id=f"{model}/custom")
+        assert {(await client.generate([1], model=model)).route.worker.worker_id for _ in range(4)} == {f"{model}/0"}
+        assert (await client.route([1], model=model, pinned_worker_id=f"{model}/custom")).http_endpoint == ""
+        pinned = client.generate([1], model=model, pinned_worker_id=f"{model}/custom")
         await failing(pinned, grpc.StatusCode.FAILED_PRECONDITION, "ask Route")
 
 
@@ -584,7 +584,7 @@ async def test_a_client_that_does_not_read_is_given_up_and_holds_nothing(stack: 
     ):
         await other.until_known(f"{model}/0")
         running_call: Any = other.stub.Generate(gateway_pb2.GenerateRequest(model=model, token_ids=[1]))
-        assert (await running_call.read()).route.worker_id == f"{model}/0"
+        assert (await running_call.read()).route.worker.worker_id == f"{model}/0"
 
         async def given_up() -> bool:
             return engine.aborted == 1 and not await other.active() and (await other.status()).in_flight == 0
@@ -605,7 +605,9 @@ async def test_a_scheduler_that_hangs_costs_one_request_its_timeout_not_each(
     ):
 
         async def failures() -> int:
-            [told] = [helper for helper in (await other.status()).helpers if helper.kind == "scheduler"]
+            [told] = [
+                helper for helper in (await other.status()).helpers if helper.kind == gateway_pb2.HELPER_KIND_SCHEDULER
+            ]
             return told.failures
 
         async def degraded() -> bool:
@@ -648,7 +650,7 @@ async def test_an_engine_that_is_gone_is_found_before_a_request_is_sent_there(
             await eventually(found)
             for _ in range(4):
                 got = await other.generate([1], model=model, max_tokens=1)
-                assert [route.worker_id for route in got.routes] == [f"{model}/0"]
+                assert [route.worker.worker_id for route in got.routes] == [f"{model}/0"]
 
 
 async def test_more_than_the_limit_are_refused(stack: Stack, slow: MockerProcess) -> None:
@@ -692,7 +694,7 @@ async def test_without_an_indexer_a_failed_worker_is_replaced_all_the_same(stack
         ("token_ids", {"token_ids": []}),
         ("request_id", {"request_id": "two\nlines"}),
         ("request_id", {"request_id": "x" * 300}),
-        ("dp_rank", {"dp_rank": 1}),
+        ("pinned_dp_rank", {"pinned_dp_rank": 1}),
         ("stop_conditions.max_tokens", {"stop_conditions": gateway_pb2.StopConditions(max_tokens=0)}),
         ("stop_conditions.min_tokens", {"stop_conditions": gateway_pb2.StopConditions(max_tokens=1, min_tokens=2)}),
         ("sampling_options.n", {"sampling_options": gateway_pb2.SamplingOptions(n=2)}),
@@ -723,11 +725,11 @@ async def test_each_token_comes_with_its_log_probabilities_where_they_are_asked_
     token_ids: list[int] = []
     places: list[gateway_pb2.TokenLogprobs] = []
     output = gateway_pb2.OutputOptions(logprobs=3)
-    async for message in client.start(prompt, worker_id="w1", max_tokens=6, output_options=output):
+    async for message in client.start(prompt, pinned_worker_id="w1", max_tokens=6, output_options=output):
         assert len(message.logprobs) == len(message.token_ids)
         token_ids += message.token_ids
         places += message.logprobs
-    plain = await client.generate(prompt, worker_id="w1", max_tokens=6)
+    plain = await client.generate(prompt, pinned_worker_id="w1", max_tokens=6)
     assert token_ids == plain.token_ids
     assert [place.top_token_ids[0] for place in places] == token_ids
     for place in places:

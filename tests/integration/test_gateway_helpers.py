@@ -113,7 +113,7 @@ async def test_an_indexer_that_dies_under_load_costs_knowledge_only_and_comes_ba
     stack = lasting.stack
     client, name = stack.client, f"indexer {stack.indexer.address}"
     prompt = fresh_prompt(160)
-    await client.generate(prompt, worker_id="w1")
+    await client.generate(prompt, pinned_worker_id="w1")
     await client.until_indexed(prompt, 10)
     async with load(client) as routes, http_load(stack, tmp_path) as degraded:
         await kill(stack.indexer)
@@ -125,7 +125,7 @@ async def test_an_indexer_that_dies_under_load_costs_knowledge_only_and_comes_ba
 
         async def as_before() -> bool:
             answer = await client.route(prompt)
-            return (answer.worker_id, answer.overlap_blocks, answer.degraded) == ("w1", 10, False)
+            return (answer.worker.worker_id, answer.overlap_blocks, answer.degraded) == ("w1", 10, False)
 
         await eventually(as_before, what="overlaps again")
         status = await client.status()
@@ -144,9 +144,9 @@ async def test_an_indexer_that_hangs_is_not_waited_for_and_one_can_do_without_an
         answer = await client.route(fresh_prompt(64))
         assert answer.degraded
         assert (await client.generate(fresh_prompt(64))).route.degraded
-        helpers = {helper.kind: helper for helper in (await client.status()).helpers}
-        assert (helpers["indexer"].healthy, helpers["scheduler"].healthy) == (False, True)
-        assert helpers["indexer"].failures >= 2
+        [indexer, scheduler] = (await client.status()).helpers
+        assert (indexer.healthy, scheduler.healthy) == (False, True)
+        assert indexer.failures >= 2
     finally:
         stack.indexer.process.send_signal(signal.SIGCONT)
 
@@ -175,8 +175,8 @@ async def test_without_a_scheduler_workers_take_turns_until_it_is_back(lasting: 
         turns = [await client.route(fresh_prompt(64), request_id="unbooked") for _ in range(4)]
         assert all(turn.degraded_reasons[0].startswith("scheduler") for turn in turns)
         for expected, fields in (
-            (errors.InvalidArgument, {"worker_id": "w0", "allowed_worker_ids": ["w1"]}),
-            (errors.NotFound, {"worker_id": "w7"}),
+            (errors.InvalidArgument, {"pinned_worker_id": "w0", "allowed_worker_ids": ["w1"]}),
+            (errors.NotFound, {"pinned_worker_id": "w7"}),
             (errors.Unavailable, {"allowed_worker_ids": ["w7"]}),
             (errors.FailedPrecondition, {"required_labels": {"zone": "c"}}),
             (errors.FailedPrecondition, {"lora_name": "unknown"}),
@@ -185,7 +185,7 @@ async def test_without_a_scheduler_workers_take_turns_until_it_is_back(lasting: 
             with pytest.raises(expected):
                 await client.route([1], **fields)
         with pytest.raises(errors.Unavailable):
-            await call(client.stub.Free, scheduler_pb2.RequestRef(model=MODEL, request_id="unbooked"))
+            await call(client.stub.Free, scheduler_pb2.FreeRequest(model=MODEL, request_id="unbooked"))
         await lasting.restart_scheduler()
         seen = len(routes)
 
@@ -195,13 +195,13 @@ async def test_without_a_scheduler_workers_take_turns_until_it_is_back(lasting: 
         await eventually(booked_again)
         await client.route(fresh_prompt(64), request_id="booked")
         assert "booked" in {active.request.request_id for active in await client.active()}
-        await call(client.stub.Free, scheduler_pb2.RequestRef(model=MODEL, request_id="booked"))
+        await call(client.stub.Free, scheduler_pb2.FreeRequest(model=MODEL, request_id="booked"))
 
         async def all_known() -> bool:
             return len(await client.loads()) == 2
 
         await eventually(all_known)
-    assert {route.worker_id for route in routes if route.degraded} == {"w0", "w1"}
+    assert {route.worker.worker_id for route in routes if route.degraded} == {"w0", "w1"}
     assert (await client.status()).failures == 0
 
 
@@ -220,17 +220,19 @@ async def test_the_next_scheduler_decides_while_the_first_is_away() -> None:
             await client.route(fresh_prompt(64), request_id="booked at the second")
             async with running("kvscout_scheduler.main", "--port", str(stack.scheduler.ready["port"])):
                 await client.until_active()
-                ref = scheduler_pb2.RequestRef(model=MODEL, request_id="booked at the second")
-                assert (await call(client.stub.MarkPrefillComplete, ref, timeout=CALL_SECONDS)).changed
-                freed = await call(client.stub.Free, ref, timeout=CALL_SECONDS)
+                name = "booked at the second"
+                free = scheduler_pb2.FreeRequest(model=MODEL, request_id=name)
+                mark = scheduler_pb2.MarkPrefillCompleteRequest(model=MODEL, request_id=name)
+                assert (await call(client.stub.MarkPrefillComplete, mark, timeout=CALL_SECONDS)).changed
+                freed = await call(client.stub.Free, free, timeout=CALL_SECONDS)
                 assert freed.outcome == scheduler_pb2.FREE_OUTCOME_FREED
-                again = await call(client.stub.Free, ref, timeout=CALL_SECONDS)
+                again = await call(client.stub.Free, free, timeout=CALL_SECONDS)
                 assert again.outcome == scheduler_pb2.FREE_OUTCOME_ALREADY_FREED
                 thresholds = types_pb2.SetBusyThresholdsRequest(model=MODEL, active_decode_blocks_threshold=0.9)
                 await call(client.stub.SetBusyThresholds, thresholds)
                 for scheduler in (client.scheduler, at_second.scheduler):
                     got = await call(scheduler.GetBusyThresholds, types_pb2.GetBusyThresholdsRequest(model=MODEL))
-                    assert got.active_decode_blocks_threshold == 0.9
+                    assert got.thresholds.active_decode_blocks_threshold == 0.9
         assert not [reason for route in routes for reason in route.degraded_reasons]
         assert (await client.status()).failures == 0
         await at_second.until_idle()
@@ -240,19 +242,19 @@ async def test_a_scheduler_that_ignores_caches_is_not_told_of_any() -> None:
     async with running_stack(scheduler_flags=("--kv-overlap-score-weight", "0")) as stack:
         client = stack.client
         prompt = fresh_prompt(160)
-        await client.generate(prompt, worker_id="w1")
+        await client.generate(prompt, pinned_worker_id="w1")
         await client.until_indexed(prompt, 10)
 
         async def not_asked() -> bool:
             before = _indexer_calls(await client.status())
-            answer = await client.route(prompt, worker_id="w1")
+            answer = await client.route(prompt, pinned_worker_id="w1")
             return answer.overlap_blocks == 0 and _indexer_calls(await client.status()) == before
 
         await eventually(not_asked)
 
 
-def _indexer_calls(status: gateway_pb2.GatewayStatus) -> int:
-    return sum(helper.calls for helper in status.helpers if helper.kind == "indexer")
+def _indexer_calls(status: gateway_pb2.GatewayGetStatusResponse) -> int:
+    return sum(helper.calls for helper in status.helpers if helper.kind == gateway_pb2.HELPER_KIND_INDEXER)
 
 
 async def test_predicted_cached_tokens_are_the_engines_own_turn_by_turn() -> None:
@@ -270,7 +272,7 @@ async def test_predicted_cached_tokens_are_the_engines_own_turn_by_turn() -> Non
             prompt += [rng.randrange(30_000) for _ in range(rng.randrange(1, 60))]
             await until_all_indexed(stack)
             where = f"w{turn % 2}" if turn < 6 else ""  # else all would follow the first one's system prompt
-            got = await client.generate(prompt, max_tokens=rng.randrange(1, 40), worker_id=where)
+            got = await client.generate(prompt, max_tokens=rng.randrange(1, 40), pinned_worker_id=where)
             assert got.usage is not None
             blocks = min(got.route.overlap_blocks, (len(prompt) - 1) // 16)
             predicted.append(blocks * 16)
@@ -310,7 +312,7 @@ async def test_an_engine_that_only_pings_costs_three_requests_their_patience_and
         moved = 0
         while moved < 3:
             got = await stack.client.generate(fresh_prompt(64))
-            assert (len(got.token_ids), got.route.worker_id) == (4, "w1")
+            assert (len(got.token_ids), got.route.worker.worker_id) == (4, "w1")
             moved += len(got.routes) - 1
         for _ in range(5):
             assert len((await stack.client.generate(fresh_prompt(64))).routes) == 1

@@ -393,8 +393,8 @@ async def test_who_waits_in_line_is_answered_late_with_overlaps_of_then() -> Non
         route = (await waiting).route
         assert (route.degraded, route.overlap_blocks) == (False, 10)
         assert not (await routing).degraded
-        ref = scheduler_pb2.RequestRef(model=MODEL, request_id="by a caller")
-        await call(client.stub.Free, ref, timeout=20)
+        free = scheduler_pb2.FreeRequest(model=MODEL, request_id="by a caller")
+        await call(client.stub.Free, free, timeout=20)
         await client.until_idle()
 
 
@@ -416,7 +416,7 @@ async def test_what_is_checked_are_the_overlaps_on_which_the_worker_was_chosen()
         await mocker.complete(prompt.tolist(), max_tokens=1)
         await client.until_indexed(prompt, 10)
         await until_refreshed(client)
-        await call(client.stub.Free, scheduler_pb2.RequestRef(model=MODEL, request_id="fills it"), timeout=20)
+        await call(client.stub.Free, scheduler_pb2.FreeRequest(model=MODEL, request_id="fills it"), timeout=20)
         got = await waiting
         assert got.usage is not None
         assert (got.route.confirmed_overlap_blocks, got.usage.cached_tokens) == (10, 144)
@@ -498,7 +498,9 @@ async def _now(value: bool) -> bool:
 
 
 async def calls_of_indexer(client: GatewayClient) -> int:
-    return sum(helper.calls for helper in (await client.status()).helpers if helper.kind == "indexer")
+    return sum(
+        helper.calls for helper in (await client.status()).helpers if helper.kind == gateway_pb2.HELPER_KIND_INDEXER
+    )
 
 
 async def until_refreshed(client: GatewayClient) -> None:

@@ -39,7 +39,9 @@ async def mixed() -> AsyncIterator[Stack]:
 
 async def told(stack: Stack) -> gateway_pb2.HelperStatus:
     """What the gateway says of its indexer."""
-    return next(helper for helper in (await stack.client.status()).helpers if helper.kind == "indexer")
+    return next(
+        helper for helper in (await stack.client.status()).helpers if helper.kind == gateway_pb2.HELPER_KIND_INDEXER
+    )
 
 
 async def until_told(stack: Stack, decisions: int) -> None:
@@ -51,7 +53,7 @@ async def until_told(stack: Stack, decisions: int) -> None:
     await eventually(delivered, what=f"{decisions} decisions delivered")
 
 
-async def status_of_indexer(stack: Stack) -> indexer_pb2.IndexerStatus:
+async def status_of_indexer(stack: Stack) -> indexer_pb2.IndexerGetStatusResponse:
     return await call(stack.client.indexer.GetStatus, types_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
 
 
@@ -92,18 +94,18 @@ async def test_without_any_event_conversations_find_their_caches_again(approxima
 
 async def test_what_is_booked_counts_as_sent_and_a_query_does_not(approximate: Stack) -> None:
     prompt, before = fresh_prompt(160), (await told(approximate)).decisions_delivered
-    assert (await approximate.client.route(prompt, worker_id="w1")).overlap_blocks == 0
-    await approximate.client.route(prompt, worker_id="w1", request_id="sent")
+    assert (await approximate.client.route(prompt, pinned_worker_id="w1")).overlap_blocks == 0
+    await approximate.client.route(prompt, pinned_worker_id="w1", request_id="sent")
     await until_told(approximate, before + 1)
-    await call(approximate.client.stub.Free, scheduler_pb2.RequestRef(model=MODEL, request_id="sent"))
+    await call(approximate.client.stub.Free, scheduler_pb2.FreeRequest(model=MODEL, request_id="sent"))
     answer = await approximate.client.route(prompt)
-    assert (answer.worker_id, answer.overlap_blocks, answer.confirmed_overlap_blocks) == ("w1", 10, 0)
+    assert (answer.worker.worker_id, answer.overlap_blocks, answer.confirmed_overlap_blocks) == ("w1", 10, 0)
     assert (await told(approximate)).decisions_delivered == before + 1
 
 
 async def test_a_worker_that_only_changes_keeps_what_is_predicted_of_it(approximate: Stack) -> None:
     prompt, before = fresh_prompt(160), (await told(approximate)).decisions_delivered
-    await approximate.client.generate(prompt, worker_id="w2")
+    await approximate.client.generate(prompt, pinned_worker_id="w2")
     await until_told(approximate, before + 1)
     worker = (await approximate.client.known())["w2"].worker
     worker.labels["zone"] = "a"
@@ -118,8 +120,8 @@ async def test_an_indexer_that_hangs_delays_nothing_and_what_waits_for_it_is_bou
         hashes = [number * 1_000_000 + block for block in range(1024)]
         request_id = f"long {number}"
         await approximate.client.route(block_hashes=hashes, block_size=16, request_id=request_id)
-        ref = scheduler_pb2.RequestRef(model=MODEL, request_id=request_id)
-        await call(approximate.client.stub.Free, ref, timeout=CALL_SECONDS)
+        free = scheduler_pb2.FreeRequest(model=MODEL, request_id=request_id)
+        await call(approximate.client.stub.Free, free, timeout=CALL_SECONDS)
 
     before = await told(approximate)
     approximate.indexer.process.send_signal(signal.SIGSTOP)
@@ -164,7 +166,7 @@ async def test_a_request_that_had_to_move_is_predicted_where_it_runs(approximate
         return found.lower_bound and rows.get("w2") == 10
 
     got = await approximate.client.generate(prompt, allowed_worker_ids=["w1", "w2"])
-    assert got.route.worker_id == "w2"
+    assert got.route.worker.worker_id == "w2"
     await eventually(predicted)
 
 
@@ -173,19 +175,19 @@ async def test_siblings_go_together_before_the_first_event(mixed: Stack) -> None
     before = (await told(mixed)).decisions_delivered
     first = await client.route(prompt, request_id="first")
     await until_told(mixed, before + 1)
-    ref = scheduler_pb2.RequestRef(model=MODEL, request_id="first")
-    await call(client.stub.MarkPrefillComplete, ref, timeout=CALL_SECONDS)
+    mark = scheduler_pb2.MarkPrefillCompleteRequest(model=MODEL, request_id="first")
+    await call(client.stub.MarkPrefillComplete, mark, timeout=CALL_SECONDS)
     siblings = [await client.route([*prompt, *fresh_prompt(64)]) for _ in range(8)]
-    found = {(s.worker_id, s.overlap_blocks, s.confirmed_overlap_blocks) for s in siblings}
-    assert found == {(first.worker_id, 100, 0)}
-    await call(client.stub.Free, ref, timeout=CALL_SECONDS)
+    found = {(s.worker.worker_id, s.overlap_blocks, s.confirmed_overlap_blocks) for s in siblings}
+    assert found == {(first.worker.worker_id, 100, 0)}
+    await call(client.stub.Free, scheduler_pb2.FreeRequest(model=MODEL, request_id="first"), timeout=CALL_SECONDS)
 
 
 async def test_only_what_events_confirm_is_checked_against_the_engine(mixed: Stack) -> None:
     prompt, before = fresh_prompt(160), (await told(mixed)).decisions_delivered
-    await mixed.client.generate(prompt, worker_id="w0")
+    await mixed.client.generate(prompt, pinned_worker_id="w0")
     await until_told(mixed, before + 1)
-    again = await mixed.client.generate(prompt, worker_id="w0")
+    again = await mixed.client.generate(prompt, pinned_worker_id="w0")
     assert (again.route.overlap_blocks, again.route.confirmed_overlap_blocks) == (10, 0)
     assert again.usage is not None
     assert again.usage.cached_tokens == 144
@@ -195,13 +197,13 @@ async def test_only_what_events_confirm_is_checked_against_the_engine(mixed: Sta
 
 async def test_events_take_the_place_of_predictions(mixed: Stack) -> None:
     prompt = fresh_prompt(160)
-    await mixed.client.generate(prompt, worker_id="w1")
+    await mixed.client.generate(prompt, pinned_worker_id="w1")
 
     async def confirmed() -> bool:
         request = indexer_pb2.FindMatchesRequest(model=MODEL, token_ids=prompt)
         rows = (await call(mixed.client.indexer.FindMatches, request, timeout=CALL_SECONDS)).overlaps
         answer = await mixed.client.route(prompt)
-        overlap = (answer.worker_id, answer.overlap_blocks, answer.confirmed_overlap_blocks)
+        overlap = (answer.worker.worker_id, answer.overlap_blocks, answer.confirmed_overlap_blocks)
         return overlap == ("w1", 10, 10) and not rows.predicted_blocks
 
     await eventually(confirmed)

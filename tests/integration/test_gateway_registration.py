@@ -14,12 +14,14 @@ from gateway_stack import CALL_SECONDS, Stack, connected, fresh_prompt, mocker_w
 from processes import eventually, running
 from scripted_engine import answer, hang, scripted_engine
 
-from kvscout.v1 import workers_pb2
+from kvscout.v1 import gateway_pb2, workers_pb2
 from kvscout_client import KvEventPublisher
 from kvscout_common import errors
 from kvscout_common.channel import call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PEER = workers_pb2.REGISTRATION_SOURCE_PEER
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +68,14 @@ async def test_registering_updating_draining_and_removing_take_effect_everywhere
         listed = await call(stub.ListWorkers, workers_pb2.ListWorkersRequest(), timeout=CALL_SECONDS)
         assert {e.worker.worker_id: e.worker.total_kv_blocks for e in listed.workers}["extra"] == 7
 
-    await client.route([1], worker_id="extra", request_id="on extra")
+    await client.route([1], pinned_worker_id="extra", request_id="on extra")
     drain = workers_pb2.DrainWorkerRequest(worker_id="extra")
     assert (await call(client.stub.DrainWorker, drain, timeout=CALL_SECONDS)).active_requests == 1
     with pytest.raises(errors.Unavailable, match="draining"):
-        await client.route([1], worker_id="extra")
+        await client.route([1], pinned_worker_id="extra")
     drain.undo = True
     await call(client.stub.DrainWorker, drain, timeout=CALL_SECONDS)
-    await client.route([1], worker_id="extra")
+    await client.route([1], pinned_worker_id="extra")
 
     remove = workers_pb2.RemoveWorkerRequest(worker_id="extra")
     await call(client.stub.RemoveWorker, remove, timeout=CALL_SECONDS)
@@ -144,7 +146,7 @@ async def test_a_worker_that_a_publisher_registers_at_an_indexer_can_be_routed_t
         scheduler = (
             await call(stack.client.scheduler.ListWorkers, workers_pb2.ListWorkersRequest(), timeout=5)
         ).workers
-        assert {e.worker.worker_id: e.source for e in scheduler}["custom"] == "peer"
+        assert {e.worker.worker_id: e.source for e in scheduler}["custom"] == PEER
     # Its lease would end by itself; others of this module count who is there.
     gone = workers_pb2.RemoveWorkerRequest(worker_id="custom")
     await call(stack.client.scheduler.RemoveWorker, gone, timeout=CALL_SECONDS)
@@ -183,20 +185,20 @@ async def test_a_second_gateway_routes_to_the_workers_of_the_first_and_can_take_
     async with running("kvscout_gateway.main", *helpers) as second:
         async with connected(second, stack.scheduler, stack.indexer) as client:
             await client.until_known("w0", "w1")
-            assert {entry.source for entry in (await client.known()).values()} == {"peer"}
+            assert {entry.source for entry in (await client.known()).values()} == {PEER}
             prompt = fresh_prompt(64)
-            got = await client.generate(prompt, worker_id="w1")
+            got = await client.generate(prompt, pinned_worker_id="w1")
             await client.until_indexed(prompt, 4)
-            assert (await stack.client.route(prompt)).worker_id == got.route.worker_id == "w1"
+            assert (await stack.client.route(prompt)).worker.worker_id == got.route.worker.worker_id == "w1"
 
             drain = workers_pb2.DrainWorkerRequest(worker_id="w1")
             await call(client.stub.DrainWorker, drain, timeout=CALL_SECONDS)
-            assert (await client.known())["w1"].source == "rpc"
-            assert {(await stack.client.route(prompt)).worker_id for _ in range(3)} == {"w0"}
+            assert (await client.known())["w1"].source == workers_pb2.REGISTRATION_SOURCE_RPC
+            assert {(await stack.client.route(prompt)).worker.worker_id for _ in range(3)} == {"w0"}
 
             async def handed_over() -> bool:
                 entry = (await stack.client.known())["w1"]
-                return (entry.source, entry.worker.draining) == ("peer", True)
+                return (entry.source, entry.worker.draining) == (PEER, True)
 
             await eventually(handed_over)
             await call(client.stub.RemoveWorker, workers_pb2.RemoveWorkerRequest(worker_id="w1"), timeout=CALL_SECONDS)
@@ -210,8 +212,10 @@ async def test_a_helper_that_is_away_is_told_when_it_is_back(stack: Stack) -> No
     late = workers_pb2.Worker(worker_id="late", model="late", block_size=16)
     with pytest.raises(errors.Unavailable, match="will be when they are back: indexer"):
         await client.register(late)
-    assert (await client.route([1], model="late")).worker_id == "late"
-    indexer = next(helper for helper in (await client.status()).helpers if helper.kind == "indexer")
+    assert (await client.route([1], model="late")).worker.worker_id == "late"
+    indexer = next(
+        helper for helper in (await client.status()).helpers if helper.kind == gateway_pb2.HELPER_KIND_INDEXER
+    )
     assert not indexer.healthy
     assert indexer.pending_registrations >= 1
     async with running("kvscout_indexer.main", "--port", str(stack.indexer.ready["port"])):

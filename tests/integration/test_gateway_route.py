@@ -37,33 +37,34 @@ def client(stack: Stack) -> GatewayClient:
 
 async def test_a_query_books_nothing(client: GatewayClient) -> None:
     answer = await client.route(fresh_prompt(100))
-    assert answer.worker_id in ("w0", "w1")
+    assert answer.worker.worker_id in ("w0", "w1")
     assert (answer.num_blocks, answer.block_size, answer.overlap_blocks) == (6, 16, 0)
     assert not answer.degraded
-    assert answer.endpoint.startswith("http://127.0.0.1:")
+    assert answer.http_endpoint.startswith("http://127.0.0.1:")
     assert not await client.active()
 
 
 async def test_a_request_id_books_until_it_is_freed(client: GatewayClient) -> None:
-    routed = await client.route(fresh_prompt(100), request_id="booked", worker_id="w1")
-    assert routed.worker_id == "w1"
+    routed = await client.route(fresh_prompt(100), request_id="booked", pinned_worker_id="w1")
+    assert routed.worker.worker_id == "w1"
     [active] = await client.active()
     assert (active.request.request_id, active.worker.worker_id, active.uncached_tokens) == ("booked", "w1", 100)
     assert sorted(await client.loads()) == [(0, 0, 0), (1, 100, 7)]
 
-    ref = scheduler_pb2.RequestRef(model=MODEL, request_id="booked")
-    assert (await call(client.stub.MarkPrefillComplete, ref, timeout=CALL_SECONDS)).changed
-    assert not (await call(client.stub.MarkPrefillComplete, ref, timeout=CALL_SECONDS)).changed
+    mark = scheduler_pb2.MarkPrefillCompleteRequest(model=MODEL, request_id="booked")
+    free = scheduler_pb2.FreeRequest(model=MODEL, request_id="booked")
+    assert (await call(client.stub.MarkPrefillComplete, mark, timeout=CALL_SECONDS)).changed
+    assert not (await call(client.stub.MarkPrefillComplete, mark, timeout=CALL_SECONDS)).changed
     assert sorted(await client.loads()) == [(0, 0, 0), (1, 0, 7)]
-    freed = [(await call(client.stub.Free, ref, timeout=CALL_SECONDS)).outcome for _ in range(2)]
+    freed = [(await call(client.stub.Free, free, timeout=CALL_SECONDS)).outcome for _ in range(2)]
     assert freed == [scheduler_pb2.FREE_OUTCOME_FREED, scheduler_pb2.FREE_OUTCOME_ALREADY_FREED]
     await client.until_idle()
     with pytest.raises(errors.NotFound):
-        await call(client.stub.MarkPrefillComplete, ref, timeout=CALL_SECONDS)
+        await call(client.stub.MarkPrefillComplete, mark, timeout=CALL_SECONDS)
 
 
 async def test_bookings_are_listed_and_renewed_wherever_they_are(client: GatewayClient) -> None:
-    await client.route(fresh_prompt(100), request_id="long", model="poet", worker_id="w0", lease_seconds=2)
+    await client.route(fresh_prompt(100), request_id="long", model="poet", pinned_worker_id="w0", lease_seconds=2)
     long, gone = (scheduler_pb2.RequestRef(model="poet", request_id=name) for name in ("long", "gone"))
     renewal = scheduler_pb2.RenewRequest(requests=[gone, long], lease_seconds=100)
     assert (await call(client.stub.Renew, renewal, timeout=CALL_SECONDS)).unknown == [0]
@@ -74,11 +75,11 @@ async def test_bookings_are_listed_and_renewed_wherever_they_are(client: Gateway
     with pytest.raises(errors.InvalidArgument, match="requests: names no request"):
         await call(client.stub.Renew, scheduler_pb2.RenewRequest(), timeout=CALL_SECONDS)
     with pytest.raises(errors.FailedPrecondition, match="track"):
-        output = scheduler_pb2.AddOutputRequest(request=long, blocks=2)
+        output = scheduler_pb2.AddOutputRequest(model="poet", request_id="long", blocks=2)
         await call(client.stub.AddOutput, output, timeout=CALL_SECONDS)
     with pytest.raises(errors.InvalidArgument, match="request_id"):
         await call(client.stub.AddOutput, scheduler_pb2.AddOutputRequest(blocks=2), timeout=CALL_SECONDS)
-    await call(client.stub.Free, long, timeout=CALL_SECONDS)
+    await call(client.stub.Free, scheduler_pb2.FreeRequest(model="poet", request_id="long"), timeout=CALL_SECONDS)
     await client.until_idle()
 
 
@@ -86,12 +87,12 @@ async def test_an_active_request_id_is_refused_to_another_attempt_only(client: G
     prompt = fresh_prompt(64)
     first = await client.route(prompt, request_id="twice", attempt_id=1)
     again = await client.route(prompt, request_id="twice", attempt_id=1)
-    assert again.worker_id == first.worker_id
+    assert again.worker.worker_id == first.worker.worker_id
     assert len(await client.active()) == 1
     with pytest.raises(errors.AlreadyExists):
         await client.route(prompt, request_id="twice", attempt_id=2)
-    ref = scheduler_pb2.RequestRef(model=MODEL, request_id="twice", attempt_id=1)
-    await call(client.stub.Free, ref, timeout=CALL_SECONDS)
+    free = scheduler_pb2.FreeRequest(model=MODEL, request_id="twice", attempt_id=1)
+    await call(client.stub.Free, free, timeout=CALL_SECONDS)
     await client.until_idle()
 
 
@@ -103,10 +104,10 @@ async def test_a_booking_ends_with_the_lease_that_its_caller_chose(client: Gatew
 
 async def test_the_worker_that_holds_the_prompt_is_chosen_and_explained(client: GatewayClient) -> None:
     prompt = fresh_prompt(160)
-    await client.generate(prompt, worker_id="w1")
+    await client.generate(prompt, pinned_worker_id="w1")
     await client.until_indexed(prompt, 10)
     answer = await client.route(prompt, explain=True)
-    assert (answer.worker_id, answer.overlap_blocks, answer.effective_overlap_blocks) == ("w1", 10, 10.0)
+    assert (answer.worker.worker_id, answer.overlap_blocks, answer.effective_overlap_blocks) == ("w1", 10, 10.0)
     candidates = {c.worker.worker_id: c for c in answer.explanation.candidates}
     assert (candidates["w0"].device_blocks, candidates["w1"].device_blocks) == (0, 10)
     assert candidates["w1"].cost < candidates["w0"].cost
@@ -117,11 +118,11 @@ async def test_the_worker_that_holds_the_prompt_is_chosen_and_explained(client: 
 
 async def test_block_hashes_do_as_well_as_tokens(client: GatewayClient) -> None:
     prompt = fresh_prompt(160)
-    await client.generate(prompt, worker_id="w0")
+    await client.generate(prompt, pinned_worker_id="w0")
     await client.until_indexed(prompt, 10)
     hashes = block_hashes(prompt.tobytes(), 16)
     answer = await client.route(block_hashes=hashes, block_size=16, isl_tokens=165)
-    assert (answer.worker_id, answer.overlap_blocks, answer.num_blocks) == ("w0", 10, 10)
+    assert (answer.worker.worker_id, answer.overlap_blocks, answer.num_blocks) == ("w0", 10, 10)
     with pytest.raises(errors.FailedPrecondition, match="block_size is 32, the model's workers have 16"):
         await client.route(block_hashes=hashes, block_size=32)
 
@@ -129,12 +130,12 @@ async def test_block_hashes_do_as_well_as_tokens(client: GatewayClient) -> None:
 async def test_pins_allow_lists_and_labels_limit_the_choice(client: GatewayClient) -> None:
     prompt = fresh_prompt(64)
     for worker_id, zone in (("w0", "a"), ("w1", "b")):
-        assert (await client.route(prompt, worker_id=worker_id)).worker_id == worker_id
-        assert (await client.route(prompt, allowed_worker_ids=[worker_id])).worker_id == worker_id
-        assert (await client.route(prompt, required_labels={"zone": zone})).worker_id == worker_id
+        assert (await client.route(prompt, pinned_worker_id=worker_id)).worker.worker_id == worker_id
+        assert (await client.route(prompt, allowed_worker_ids=[worker_id])).worker.worker_id == worker_id
+        assert (await client.route(prompt, required_labels={"zone": zone})).worker.worker_id == worker_id
     for code, fields in (
-        (errors.NotFound, {"worker_id": "w9"}),
-        (errors.NotFound, {"worker_id": "w0", "dp_rank": 3}),
+        (errors.NotFound, {"pinned_worker_id": "w9"}),
+        (errors.NotFound, {"pinned_worker_id": "w0", "pinned_dp_rank": 3}),
         (errors.Unavailable, {"allowed_worker_ids": ["w9"]}),
         (errors.FailedPrecondition, {"required_labels": {"zone": "c"}}),
         (errors.FailedPrecondition, {"lora_name": "unknown"}),
@@ -145,7 +146,7 @@ async def test_pins_allow_lists_and_labels_limit_the_choice(client: GatewayClien
 
 async def test_an_adapter_is_a_model_with_a_cache_of_its_own(client: GatewayClient) -> None:
     prompt = fresh_prompt(160)
-    await client.generate(prompt, model="poet", worker_id="w0")
+    await client.generate(prompt, model="poet", pinned_worker_id="w0")
     await client.until_indexed(prompt, 10, lora_name="poet")
     assert (await client.route(prompt, model="poet")).overlap_blocks == 10
     assert (await client.route(prompt, lora_name="poet")).overlap_blocks == 10
@@ -154,8 +155,8 @@ async def test_an_adapter_is_a_model_with_a_cache_of_its_own(client: GatewayClie
         await client.route(prompt, model="poet", lora_name="another")
 
     await client.route(prompt, model="poet", request_id="by adapter")
-    ref = scheduler_pb2.RequestRef(model="poet", request_id="by adapter")
-    assert (await call(client.stub.Free, ref, timeout=CALL_SECONDS)).outcome == scheduler_pb2.FREE_OUTCOME_FREED
+    free = scheduler_pb2.FreeRequest(model="poet", request_id="by adapter")
+    assert (await call(client.stub.Free, free, timeout=CALL_SECONDS)).outcome == scheduler_pb2.FREE_OUTCOME_FREED
 
 
 @pytest.mark.parametrize(
@@ -171,8 +172,8 @@ async def test_an_adapter_is_a_model_with_a_cache_of_its_own(client: GatewayClie
         ("isl_tokens", {"isl_tokens": 5}),
         ("isl_tokens", {"token_ids": [], "block_hashes": [1], "block_size": 16, "isl_tokens": 15}),
         ("cache_salt", {"token_ids": [], "block_hashes": [1], "block_size": 16, "cache_salt": "s"}),
-        ("dp_rank", {"dp_rank": 1}),
-        ("worker_id", {"worker_id": "w0", "allowed_worker_ids": ["w1"]}),
+        ("pinned_dp_rank", {"pinned_dp_rank": 1}),
+        ("pinned_worker_id", {"pinned_worker_id": "w0", "allowed_worker_ids": ["w1"]}),
         ("policy", {"router_config_override": types_pb2.RouterConfigOverride(policy="no-such")}),
         ("router_temperature", {"router_config_override": types_pb2.RouterConfigOverride(router_temperature=-1)}),
         (
@@ -197,7 +198,7 @@ async def test_an_unknown_model_is_not_found(client: GatewayClient) -> None:
     for ask in (
         client.route([1], model="nobody"),
         client.generate([1], model="nobody"),
-        call(client.stub.GetPotentialLoads, gateway_pb2.GatewayPotentialLoadsRequest(model="nobody")),
+        call(client.stub.GetPotentialLoads, gateway_pb2.GatewayGetPotentialLoadsRequest(model="nobody")),
         call(client.stub.GetStatus, types_pb2.GetStatusRequest(model="nobody")),
     ):
         with pytest.raises((errors.NotFound, grpc.aio.AioRpcError)) as refused:
@@ -208,33 +209,33 @@ async def test_an_unknown_model_is_not_found(client: GatewayClient) -> None:
 
 async def test_all_busy_is_resource_exhausted_until_the_threshold_is_cleared(client: GatewayClient) -> None:
     thresholds = types_pb2.SetBusyThresholdsRequest(model=MODEL, active_prefill_tokens_threshold=50)
-    assert (await call(client.stub.SetBusyThresholds, thresholds)).active_prefill_tokens_threshold == 50
+    assert (await call(client.stub.SetBusyThresholds, thresholds)).thresholds.active_prefill_tokens_threshold == 50
     try:
         for worker in ("w0", "w1"):
-            await client.route(fresh_prompt(100), request_id=f"busy {worker}", worker_id=worker)
+            await client.route(fresh_prompt(100), request_id=f"busy {worker}", pinned_worker_id=worker)
         with pytest.raises(errors.ResourceExhausted, match="busy"):
             await client.route(fresh_prompt(10))
         with pytest.raises(errors.ResourceExhausted, match="pinned"):
-            await client.route(fresh_prompt(10), worker_id="w0")
+            await client.route(fresh_prompt(10), pinned_worker_id="w0")
         listed = await call(client.stub.ListBusyThresholds, types_pb2.ListBusyThresholdsRequest())
         assert [t.model for t in listed.thresholds] == [MODEL]
     finally:
         cleared = types_pb2.SetBusyThresholdsRequest(model=MODEL, clear=["active_prefill_tokens_threshold"])
         await call(client.stub.SetBusyThresholds, cleared)
     kept = await call(client.stub.GetBusyThresholds, types_pb2.GetBusyThresholdsRequest(model=MODEL))
-    assert not kept.HasField("active_prefill_tokens_threshold")
+    assert not kept.thresholds.HasField("active_prefill_tokens_threshold")
     await client.route(fresh_prompt(10))
     for worker in ("w0", "w1"):
-        ref = scheduler_pb2.RequestRef(model=MODEL, request_id=f"busy {worker}")
-        await call(client.stub.Free, ref, timeout=CALL_SECONDS)
+        free = scheduler_pb2.FreeRequest(model=MODEL, request_id=f"busy {worker}")
+        await call(client.stub.Free, free, timeout=CALL_SECONDS)
 
 
 async def test_potential_loads_know_what_a_prompt_would_add(client: GatewayClient) -> None:
     prompt = fresh_prompt(160)
-    await client.generate(prompt, worker_id="w0")
+    await client.generate(prompt, pinned_worker_id="w0")
     await client.until_indexed(prompt, 10)
     await client.until_idle()
-    request = gateway_pb2.GatewayPotentialLoadsRequest(model=MODEL, token_ids=prompt)
+    request = gateway_pb2.GatewayGetPotentialLoadsRequest(model=MODEL, token_ids=prompt)
     loads = (await call(client.stub.GetPotentialLoads, request, timeout=CALL_SECONDS)).loads
     assert [(w.worker.worker_id, w.potential_prefill_tokens, w.potential_decode_blocks) for w in loads] == [
         ("w0", 0, 10),
@@ -247,14 +248,14 @@ async def test_potential_loads_count_the_prompt_in_the_blocks_of_each_worker(cli
     for worker_id, block_size in (("small", 4), ("large", 32)):
         worker = workers_pb2.Worker(worker_id=worker_id, model="two sizes", block_size=block_size)
         await client.register(worker)
-    request = gateway_pb2.GatewayPotentialLoadsRequest(model="two sizes", token_ids=prompt)
+    request = gateway_pb2.GatewayGetPotentialLoadsRequest(model="two sizes", token_ids=prompt)
     loads = (await call(client.stub.GetPotentialLoads, request, timeout=CALL_SECONDS)).loads
     assert {w.worker.worker_id: w.potential_decode_blocks for w in loads} == {"small": 16, "large": 2}
 
 
 async def test_a_prompt_that_no_cache_can_hold_is_refused_before_it_is_hashed(client: GatewayClient) -> None:
     await client.register(workers_pb2.Worker(worker_id="s", model="small cache", block_size=4, total_kv_blocks=5))
-    assert (await client.route(fresh_prompt(20), model="small cache")).worker_id == "s"
+    assert (await client.route(fresh_prompt(20), model="small cache")).worker.worker_id == "s"
     with pytest.raises(errors.InvalidArgument, match="holds 20") as refused:
         await client.route(fresh_prompt(21), model="small cache")
     assert refused.value.field == "token_ids"
@@ -286,14 +287,14 @@ async def test_workers_of_two_block_sizes_are_compared_by_one_request(client: Ga
         )
         for worker_id, block_size, blocks in (("small", 16, 20), ("big", 32, 10)):
             prompt = fresh_prompt(320)
-            await client.generate(prompt, model="two", worker_id=worker_id)
+            await client.generate(prompt, model="two", pinned_worker_id=worker_id)
             await client.until_indexed(prompt, blocks, model="two", block_size=block_size)
             chosen = await client.route(prompt, model="two")
-            assert (chosen.worker_id, chosen.overlap_blocks) == (worker_id, blocks)
+            assert (chosen.worker.worker_id, chosen.overlap_blocks) == (worker_id, blocks)
             assert (chosen.block_size, chosen.num_blocks) == (block_size, blocks)
             given = block_hashes(prompt.tobytes(), block_size)
             by_hashes = await client.route(model="two", block_hashes=given, block_size=block_size)
-            assert (by_hashes.worker_id, by_hashes.overlap_blocks) == (worker_id, blocks)
+            assert (by_hashes.worker.worker_id, by_hashes.overlap_blocks) == (worker_id, blocks)
         for worker_id in ("small", "big"):
             await call(client.stub.RemoveWorker, workers_pb2.RemoveWorkerRequest(worker_id=worker_id))
 

@@ -28,7 +28,7 @@ async def cached_everywhere(stack: Stack) -> dict[str, array[int]]:
     """A prompt a worker that only it has, and that the gateway finds there."""
     prompts = {worker: fresh_prompt(160) for worker in ("w0", "w1", "w2")}
     for worker, prompt in prompts.items():
-        await stack.client.generate(prompt, worker_id=worker)
+        await stack.client.generate(prompt, pinned_worker_id=worker)
     for worker, prompt in prompts.items():
         await eventually(lambda w=worker, p=prompt: finds(stack, p, w))  # type: ignore[misc]
     return prompts
@@ -36,7 +36,7 @@ async def cached_everywhere(stack: Stack) -> dict[str, array[int]]:
 
 async def finds(stack: Stack, prompt: array[int], worker: str) -> bool:
     answer = await stack.client.route(prompt)
-    found = (answer.worker_id, answer.overlap_blocks, answer.confirmed_overlap_blocks)
+    found = (answer.worker.worker_id, answer.overlap_blocks, answer.confirmed_overlap_blocks)
     return found == (worker, 10, 10) and not answer.degraded
 
 
@@ -74,8 +74,10 @@ async def test_each_indexer_reads_its_own_workers_and_lists_them_all() -> None:
                 status = await call(stub.GetStatus, types_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
                 assert {source.worker.worker_id for source in status.sources} == {"w0", "w2"}
 
-        helpers = [helper for helper in (await stack.client.status()).helpers if helper.kind == "indexer"]
-        assert [helper.shard for helper in helpers] == ["0/2", "1/2"]
+        helpers = [
+            helper for helper in (await stack.client.status()).helpers if helper.kind == gateway_pb2.HELPER_KIND_INDEXER
+        ]
+        assert [(helper.shard_index, helper.shard_count) for helper in helpers] == [(0, 2), (1, 2)]
         # These indexers predict nothing: they say so, and are not bothered with decisions.
         assert all("predictions are off" in helper.decisions_problem for helper in helpers)
         assert not any(helper.decisions_delivered + helper.decisions_lost for helper in helpers)
@@ -139,7 +141,7 @@ async def test_a_shard_that_dies_under_load_costs_its_own_workers_overlaps_until
 
                 await eventually(missed)
                 for worker, overlap in (("w0", 10), ("w1", 0), ("w2", 0)):
-                    answer = await client.route(prompts[worker], worker_id=worker)
+                    answer = await client.route(prompts[worker], pinned_worker_id=worker)
                     assert (answer.overlap_blocks, answer.degraded) == (overlap, True)
                     [reason] = answer.degraded_reasons
                     assert reason.startswith(f"indexer 1/2 {second.address}: ")
@@ -161,13 +163,17 @@ async def test_decisions_are_told_to_the_shard_that_has_the_worker() -> None:
     async with running_stack(mockers=[()] * 2, shards=2, indexer_flags=("--no-kv-events",)) as stack:
         prompts = {worker: fresh_prompt(160) for worker in ("w0", "w1")}
         for worker, prompt in prompts.items():
-            await stack.client.generate(prompt, worker_id=worker)
+            await stack.client.generate(prompt, pinned_worker_id=worker)
 
         async def told() -> bool:
-            helpers = [helper for helper in (await stack.client.status()).helpers if helper.kind == "indexer"]
+            helpers = [
+                helper
+                for helper in (await stack.client.status()).helpers
+                if helper.kind == gateway_pb2.HELPER_KIND_INDEXER
+            ]
             return [(h.decisions_delivered, h.decisions_lost) for h in helpers] == [(1, 0), (1, 0)]
 
         await eventually(told)
         for worker, prompt in prompts.items():
             answer = await stack.client.route(prompt)
-            assert (answer.worker_id, answer.overlap_blocks, answer.confirmed_overlap_blocks) == (worker, 10, 0)
+            assert (answer.worker.worker_id, answer.overlap_blocks, answer.confirmed_overlap_blocks) == (worker, 10, 0)

@@ -15,7 +15,7 @@ from mocker_process import running_mocker
 from processes import eventually, running
 from tcp_relay import TcpRelay, tcp_relay
 
-from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
+from kvscout.v1 import gateway_pb2, scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common import channel, keepalive
 
 FREED_SECONDS = 18.0
@@ -70,9 +70,8 @@ async def test_what_a_half_open_gateway_has_booked_is_freed_and_an_idle_one_is_n
         await eventually(only_the_healthy_one, deadline_seconds=FREED_SECONDS, what="the end of the others' bookings")
         status = await clients[HEALTHY].status()
         assert relays[HEALTHY].connections == 1
-        assert [(helper.kind, helper.last_error) for helper in status.helpers if helper.kind == "scheduler"] == [
-            ("scheduler", "")
-        ]
+        schedulers = [helper for helper in status.helpers if helper.kind == gateway_pb2.HELPER_KIND_SCHEDULER]
+        assert [helper.last_error for helper in schedulers] == [""]
         for call in calls:
             call.cancel()
         for relay in relays.values():

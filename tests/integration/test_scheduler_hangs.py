@@ -82,6 +82,6 @@ async def test_what_a_gateway_booked_elsewhere_while_its_scheduler_hung_stays_bo
         for call in calls:
             call.cancel()
         for name in routed:
-            freed = await client.stub.Free(scheduler_pb2.RequestRef(model=MODEL, request_id=name, attempt_id=7))
+            freed = await client.stub.Free(scheduler_pb2.FreeRequest(model=MODEL, request_id=name, attempt_id=7))
             assert freed.outcome == scheduler_pb2.FREE_OUTCOME_FREED
         await client.until_idle()

@@ -332,7 +332,7 @@ def test_active_requests_are_listed_oldest_first() -> None:
     clock.advance(2.0)
     made.select_and_reserve(request(isl=1, request_id="b", model="n", expected_output_tokens=9), owner=owner("g"))
     made.mark_prefill_complete(key("a"), 4)
-    listed, total = made.list_active_requests("default")
+    listed, total, _ = made.list_active_requests("default")
     assert ([active.key.request_id for active in listed], total) == (["a", "b"], 2)
     assert (listed[0].phase, listed[0].attempt_id, listed[0].age_seconds) == (Phase.DECODE, 4, 2.0)
     assert (listed[0].prompt_blocks, listed[0].uncached_tokens) == (2, 2 * BLOCK)
@@ -341,7 +341,7 @@ def test_active_requests_are_listed_oldest_first() -> None:
     assert made.list_active_requests("default", limit=1)[1] == 2
     assert made.list_active_requests("default", worker_id="x")[1] == 1
     assert made.list_active_requests("default", model="m")[1] == 1
-    assert made.list_active_requests("other") == ([], 0)
+    assert made.list_active_requests("other") == ([], 0, None)
 
 
 def test_active_requests_are_bounded() -> None:

@@ -142,7 +142,7 @@ async def test_every_operation_is_answered_by_its_id_in_one_message() -> None:
             {"reserve": reserve},
             {"prefill_complete": ref("r")},
             {"prefill_complete": ref("r")},
-            {"add_output": scheduler_pb2.AddOutputRequest(request=ref("r"), blocks=3)},
+            {"add_output": scheduler_pb2.AddOutputRequest(model=MODEL, request_id="r", blocks=3)},
             {"renew": scheduler_pb2.RenewRequest(requests=[ref("r"), ref("nobody")])},
         )
         assert reserved.reserve.uncached_tokens == BLOCK - 4

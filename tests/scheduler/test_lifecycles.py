@@ -154,7 +154,7 @@ def test_s5_random_lifecycles_end_in_exact_zeros(monkeypatch: pytest.MonkeyPatch
     traffic.end()
     made.check_invariants()
     assert len(made.bookings) == 0
-    assert made.list_active_requests("default") == ([], 0)
+    assert made.list_active_requests("default") == ([], 0, None)
     for pool in made.workers:
         size = len(pool.load.requests)
         assert pool.load.requests == pool.load.prefill_tokens == pool.load.decode_blocks == [0] * size

@@ -91,7 +91,7 @@ async def test_owners_of_two_tenants_with_one_id_touch_nothing_of_each_other(tmp
         gateway, red, blue = found["gateway"], found["red"], found["blue"]
         streams = {}
         for each in (gateway, red, blue):
-            streams[each] = await each.open("g", opened_at=10**18)
+            streams[each] = await each.open("g", opened_unix_us=10**18)
             await each.book(streams[each], f"of {each._tenant} {len(streams)}")
         # Nobody has ended what another booked, is refused for another's stream, or may list what another has.
         assert dict(core.stats.ended) == {}

@@ -124,7 +124,9 @@ def random_operation(rng: Random) -> dict[str, Any]:
     if kind < 0.9:
         return {"prefill_complete": reference}
     if kind < 0.95:
-        return {"add_output": scheduler_pb2.AddOutputRequest(request=reference, blocks=2)}
+        output = scheduler_pb2.AddOutputRequest.FromString(reference.SerializeToString())
+        output.blocks = 2
+        return {"add_output": output}
     return {"renew": scheduler_pb2.RenewRequest(requests=[reference])} if kind < 0.98 else {}
 
 

@@ -59,7 +59,7 @@ async def test_a_booking_is_seen_by_every_replica_and_freed_through_any() -> Non
         await a.book("r", attempt_id=1)
         await agreed(a, b, requests=1)
         assert (await b.mark("r", attempt_id=1)).changed
-        answer = await b.rpc("Free", scheduler_pb2.RequestRef(model=MODEL, request_id="r", attempt_id=1))
+        answer = await b.rpc("Free", scheduler_pb2.FreeRequest(model=MODEL, request_id="r", attempt_id=1))
         assert answer.outcome == scheduler_pb2.FREE_OUTCOME_FREED
         await agreed(a, b, requests=0)
         known = await b.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest())
@@ -191,9 +191,9 @@ async def test_thresholds_and_cool_downs_are_shared() -> None:
         await b.rpc("ReportFailure", failed)
 
         async def shared() -> bool:
-            thresholds = await b.rpc("GetBusyThresholds", types_pb2.GetBusyThresholdsRequest(model=MODEL))
-            loads = await a.rpc("GetPotentialLoads", scheduler_pb2.PotentialLoadsRequest(model=MODEL))
-            return bool(thresholds.active_prefill_tokens_threshold == 9 and loads.loads[0].cooldown_seconds > 20)
+            read = await b.rpc("GetBusyThresholds", types_pb2.GetBusyThresholdsRequest(model=MODEL))
+            loads = await a.rpc("GetPotentialLoads", scheduler_pb2.SchedulerGetPotentialLoadsRequest(model=MODEL))
+            return bool(read.thresholds.active_prefill_tokens_threshold == 9 and loads.loads[0].cooldown_seconds > 20)
 
         await eventually(shared, what="thresholds at b, a cool-down at a")
 

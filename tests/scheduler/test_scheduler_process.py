@@ -40,8 +40,8 @@ class Client:
         worker_id: str = answer.worker.worker_id
         return worker_id
 
-    async def status(self) -> scheduler_pb2.SchedulerStatus:
-        status: scheduler_pb2.SchedulerStatus = await self.rpc("GetStatus", types_pb2.GetStatusRequest())
+    async def status(self) -> scheduler_pb2.SchedulerGetStatusResponse:
+        status: scheduler_pb2.SchedulerGetStatusResponse = await self.rpc("GetStatus", types_pb2.GetStatusRequest())
         return status
 
 
@@ -139,7 +139,7 @@ async def test_its_metrics_are_what_is_booked() -> None:
         pool = f'{{model="{MODEL}",role="aggregated",tenant="default"}}'
         assert samples["kvscout_load_balance_score" + pool] == 1
         assert samples['kvscout_decisions_total{policy="kv"}'] == 1
-        request = scheduler_pb2.RequestRef(model=MODEL, request_id="r")
+        request = scheduler_pb2.FreeRequest(model=MODEL, request_id="r")
         await client.rpc("Free", request)
         samples = await scrape(client.process)
         assert samples["kvscout_active_requests" + labels] == 0

@@ -27,6 +27,7 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from kvscout_common.pages import page_token
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_scheduler.scheduler import Scheduler
@@ -92,7 +93,9 @@ class Client:
         return answer
 
     async def loads(self, **fields: Any) -> Loads:
-        answer = await self.rpc("GetPotentialLoads", scheduler_pb2.PotentialLoadsRequest(model=MODEL, **fields))
+        answer = await self.rpc(
+            "GetPotentialLoads", scheduler_pb2.SchedulerGetPotentialLoadsRequest(model=MODEL, **fields)
+        )
         return {(load.worker.worker_id, load.worker.dp_rank): load for load in answer.loads}
 
     async def booked(self) -> None:
@@ -111,6 +114,14 @@ class Client:
 
         await eventually(nothing, what="idleness")
         self.core.check_invariants()
+
+
+def mark(request_id: str, **fields: Any) -> scheduler_pb2.MarkPrefillCompleteRequest:
+    return scheduler_pb2.MarkPrefillCompleteRequest(**{"model": MODEL, "request_id": request_id, **fields})
+
+
+def free(request_id: str, **fields: Any) -> scheduler_pb2.FreeRequest:
+    return scheduler_pb2.FreeRequest(**{"model": MODEL, "request_id": request_id, **fields})
 
 
 def ref(request_id: str, **fields: Any) -> scheduler_pb2.RequestRef:
@@ -178,8 +189,8 @@ async def test_a_decision_is_explained_when_asked(client: Client) -> None:
     assert (why.policy, why.overlap_score_weight, why.router_temperature) == ("kv", 1.0, 0.0)
     assert why.reason
     assert {c.worker.worker_id: (c.eligible, c.ineligible_reason) for c in why.candidates} == {
-        "a": (False, "draining"),
-        "b": (True, ""),
+        "a": (False, scheduler_pb2.INELIGIBLE_REASON_DRAINING),
+        "b": (True, scheduler_pb2.INELIGIBLE_REASON_UNSPECIFIED),
     }
     assert not (await client.reserve_any()).HasField("explanation")
 
@@ -307,7 +318,8 @@ async def test_reported_usage_makes_busy_too_and_is_checked(client: Client) -> N
 
 async def test_thresholds_are_set_kept_and_cleared_one_by_one(client: Client) -> None:
     async def change(**fields: Any) -> tuple[float | None, int | None]:
-        return shown(await client.rpc("SetBusyThresholds", types_pb2.SetBusyThresholdsRequest(model="later", **fields)))
+        request = types_pb2.SetBusyThresholdsRequest(model="later", **fields)
+        return shown((await client.rpc("SetBusyThresholds", request)).thresholds)
 
     def shown(thresholds: types_pb2.BusyThresholds) -> tuple[float | None, int | None]:
         assert (thresholds.model, thresholds.tenant) == ("later", "default")
@@ -325,7 +337,7 @@ async def test_thresholds_are_set_kept_and_cleared_one_by_one(client: Client) ->
     assert await change(active_prefill_tokens_threshold=0) == (0.5, 0)
     assert await change(clear=["active_decode_blocks_threshold"]) == (None, 0)
     assert await change(active_decode_blocks_threshold=1, clear=["active_prefill_tokens_threshold"]) == (1, None)
-    got = await client.rpc("GetBusyThresholds", types_pb2.GetBusyThresholdsRequest(model="later"))
+    got = (await client.rpc("GetBusyThresholds", types_pb2.GetBusyThresholdsRequest(model="later"))).thresholds
     assert shown(got) == (1, None)
     listed = await client.rpc("ListBusyThresholds", types_pb2.ListBusyThresholdsRequest())
     assert list(listed.thresholds) == [got]
@@ -383,19 +395,19 @@ async def test_a_request_goes_through_its_life(client: Client) -> None:
     assert (active.worker, active.phase) == (where, scheduler_pb2.REQUEST_PHASE_PREFILL)
     assert (active.blocks, active.uncached_tokens, active.owner_id) == (2, 2 * BLOCK, "")
     assert active.lease_remaining_seconds == 300
-    assert (await client.rpc("MarkPrefillComplete", ref("r"))).changed
-    assert not (await client.rpc("MarkPrefillComplete", ref("r"))).changed
+    assert (await client.rpc("MarkPrefillComplete", mark("r"))).changed
+    assert not (await client.rpc("MarkPrefillComplete", mark("r"))).changed
     load = (await client.loads())[where.worker_id, 0]
     assert (load.active_prefill_tokens, load.active_decode_blocks) == (0, 2)
     listed = await client.rpc("ListActiveRequests", scheduler_pb2.ListActiveRequestsRequest(model=MODEL))
     assert listed.requests[0].phase == scheduler_pb2.REQUEST_PHASE_DECODE
     freed = scheduler_pb2.FREE_OUTCOME_FREED, scheduler_pb2.FREE_OUTCOME_ALREADY_FREED
-    assert tuple([(await client.rpc("Free", ref("r"))).outcome for _ in freed]) == freed
+    assert tuple([(await client.rpc("Free", free("r"))).outcome for _ in freed]) == freed
     await client.idle()
 
 
 async def test_a_free_that_overtakes_its_booking_cancels_it(client: Client) -> None:
-    assert (await client.rpc("Free", ref("r", attempt_id=1))).outcome == scheduler_pb2.FREE_OUTCOME_UNKNOWN
+    assert (await client.rpc("Free", free("r", attempt_id=1))).outcome == scheduler_pb2.FREE_OUTCOME_UNKNOWN
     with pytest.raises(Cancelled):
         await client.reserve_any("r", attempt_id=1)
     await client.reserve_any("r", attempt_id=2)
@@ -403,9 +415,9 @@ async def test_a_free_that_overtakes_its_booking_cancels_it(client: Client) -> N
 
 async def test_unknown_requests_are_not_found_and_unnamed_ones_refused(client: Client) -> None:
     with pytest.raises(NotFound):
-        await client.rpc("MarkPrefillComplete", ref("x"))
-    for name in ("MarkPrefillComplete", "Free"):
-        for request, field in ((ref(""), "request_id"), (scheduler_pb2.RequestRef(request_id="r"), "model")):
+        await client.rpc("MarkPrefillComplete", mark("x"))
+    for name, kind in (("MarkPrefillComplete", mark), ("Free", free)):
+        for request, field in ((kind(""), "request_id"), (kind("r", model=""), "model")):
             with pytest.raises(InvalidArgument) as refused:
                 await client.rpc(name, request)
             assert refused.value.field == field
@@ -446,22 +458,21 @@ async def test_output_is_counted_where_it_is_tracked(client: Client) -> None:
     async with scheduler("a", track_output_blocks=True) as tracking:
         await tracking.reserve_any("r")
         for blocks, total in ((1, 1), (2, 3)):
-            request = scheduler_pb2.AddOutputRequest(request=ref("r"), blocks=blocks)
+            request = scheduler_pb2.AddOutputRequest(model=MODEL, request_id="r", blocks=blocks)
             assert (await tracking.rpc("AddOutput", request)).output_blocks == total
         assert (await tracking.loads())["a", 0].active_decode_blocks == 5
         for request, kind in (
-            (scheduler_pb2.AddOutputRequest(request=ref("r")), InvalidArgument),
+            (scheduler_pb2.AddOutputRequest(model=MODEL, request_id="r"), InvalidArgument),
             (scheduler_pb2.AddOutputRequest(blocks=1), InvalidArgument),
-            (scheduler_pb2.AddOutputRequest(request=ref("x"), blocks=1), NotFound),
-            (scheduler_pb2.AddOutputRequest(request=ref("r", tenant="t"), blocks=1, tenant="u"), InvalidArgument),
+            (scheduler_pb2.AddOutputRequest(model=MODEL, request_id="x", blocks=1), NotFound),
         ):
             with pytest.raises(kind):
                 await tracking.rpc("AddOutput", request)
-        await tracking.rpc("Free", ref("r"))
+        await tracking.rpc("Free", free("r"))
         await tracking.idle()
     await client.reserve_any("r")
     with pytest.raises(FailedPrecondition):
-        await client.rpc("AddOutput", scheduler_pb2.AddOutputRequest(request=ref("r"), blocks=1))
+        await client.rpc("AddOutput", scheduler_pb2.AddOutputRequest(model=MODEL, request_id="r", blocks=1))
 
 
 async def test_leases_end_unless_renewed(client: Client) -> None:
@@ -527,7 +538,7 @@ async def test_a_booking_stays_when_a_repeated_call_got_its_answer(client: Clien
     await eventually(one_left, what="the end of the first call")
     client.servicer.may_answer.set()
     await again
-    assert (await client.rpc("MarkPrefillComplete", ref("r"))).changed
+    assert (await client.rpc("MarkPrefillComplete", mark("r"))).changed
 
 
 def booking(request_id: str) -> scheduler_pb2.SelectRequest:
@@ -563,7 +574,7 @@ async def test_loads_tell_what_a_prompt_would_add(client: Client) -> None:
     assert (a.active_prefill_tokens, a.active_decode_blocks, a.active_requests) == (2 * BLOCK, 2, 1)
     for model, kind in (("", InvalidArgument), ("other", NotFound)):
         with pytest.raises(kind):
-            await client.rpc("GetPotentialLoads", scheduler_pb2.PotentialLoadsRequest(model=model))
+            await client.rpc("GetPotentialLoads", scheduler_pb2.SchedulerGetPotentialLoadsRequest(model=model))
 
 
 async def test_a_worker_that_failed_cools_down(client: Client) -> None:
@@ -608,7 +619,7 @@ async def test_a_draining_worker_takes_nothing_new_and_a_removed_one_frees_its_r
     assert [active.request.request_id for active in listed.requests] == ["s"]
     status = await client.rpc("GetStatus", types_pb2.GetStatusRequest())
     assert dict(status.expired) == {"worker_removed": 2}
-    outcome = (await client.rpc("Free", ref("r"))).outcome
+    outcome = (await client.rpc("Free", free("r"))).outcome
     assert outcome == scheduler_pb2.FREE_OUTCOME_ALREADY_FREED
 
 
@@ -628,10 +639,48 @@ async def test_active_requests_are_listed_by_model_worker_and_tenant(client: Cli
         return [active.request.request_id for active in answer.requests], answer.total
 
     assert await listed() == (["1", "2", "3"], 3)
-    assert await listed(limit=2) == (["1", "2"], 3)
+    assert await listed(page_size=2) == (["1", "2"], 3)
     assert await listed(model="other") == (["3"], 1)
     assert await listed(worker_id="b") == (["2"], 1)
     assert await listed(tenant="t") == (["4"], 1)
+
+
+async def test_active_requests_come_in_pages_of_which_each_request_is_in_one(client: Client) -> None:
+    names = [f"r{number:02}" for number in range(11)]
+    for name in names:
+        await client.reserve_any(name)
+    request = scheduler_pb2.ListActiveRequestsRequest(page_size=4)
+    pages: list[list[str]] = []
+    while True:
+        answer = await client.rpc("ListActiveRequests", request)
+        pages.append([active.request.request_id for active in answer.requests])
+        assert answer.total == 11 - (len(pages) > 1)
+        if len(pages) == 1:
+            await client.rpc("Free", free(names[0]))
+        if not answer.next_page_token:
+            break
+        request.page_token = answer.next_page_token
+    assert pages == [names[:4], names[4:8], names[8:]]
+    for token in ("!", "AAAA", request.page_token[:-4], page_token("other", 0, 1.0, "m", "prefill", "r")):
+        with pytest.raises(InvalidArgument) as refused:
+            await client.rpc("ListActiveRequests", scheduler_pb2.ListActiveRequestsRequest(page_token=token))
+        assert refused.value.field == "page_token"
+
+
+async def test_workers_come_in_pages(client: Client) -> None:
+    for name in ("e", "c", "d"):
+        await client.register(name)
+    request = workers_pb2.ListWorkersRequest(page_size=2)
+    pages: list[list[str]] = []
+    while not pages or request.page_token:
+        answer = await client.rpc("ListWorkers", request)
+        pages.append([entry.worker.worker_id for entry in answer.workers])
+        request.page_token = answer.next_page_token
+        if len(pages) == 1:
+            await client.rpc("RemoveWorker", workers_pb2.RemoveWorkerRequest(worker_id="b"))
+    assert pages == [["a", "b"], ["c", "d"], ["e"]]
+    with pytest.raises(InvalidArgument, match="page_token"):
+        await client.rpc("ListWorkers", workers_pb2.ListWorkersRequest(page_token="nonsense"))
 
 
 async def test_the_status_tells_of_pools_settings_and_policies(client: Client) -> None:
@@ -665,14 +714,11 @@ async def test_workers_are_registered_updated_listed_and_kept_alive(client: Clie
     assert (registered.created, registered.worker.tenant, registered.worker.dp_size) == (True, "default", 1)
     worker.labels["zone"] = "x"
     updated = await client.rpc("UpdateWorker", workers_pb2.UpdateWorkerRequest(worker=worker))
-    assert (updated.created, dict(updated.worker.labels)) == (False, {"zone": "x"})
+    assert dict(updated.worker.labels) == {"zone": "x"}
     assert (await client.reserve_any(required_labels={"zone": "x"})).worker.worker_id == "l"
     listed = await client.rpc("ListWorkers", workers_pb2.ListWorkersRequest(model=MODEL))
-    assert [(entry.worker.worker_id, entry.source) for entry in listed.workers] == [
-        ("a", "rpc"),
-        ("b", "rpc"),
-        ("l", "rpc"),
-    ]
+    assert [entry.worker.worker_id for entry in listed.workers] == ["a", "b", "l"]
+    assert {entry.source for entry in listed.workers} == {workers_pb2.REGISTRATION_SOURCE_RPC}
     assert listed.workers[2].lease_remaining_seconds == 10
     assert not listed.workers[0].HasField("lease_remaining_seconds")
     kept = await client.rpc("KeepAlive", workers_pb2.KeepAliveRequest(worker_ids=["x", "l", "y"]))
@@ -688,8 +734,8 @@ async def test_a_scheduler_that_drains_takes_nothing_new_and_finishes_the_rest(c
         with pytest.raises(Unavailable, match="draining"):
             await client.rpc(name, booking("s"))
     assert (await client.rpc("GetStatus", types_pb2.GetStatusRequest())).service.draining
-    assert (await client.rpc("MarkPrefillComplete", ref("r"))).changed
-    await client.rpc("Free", ref("r"))
+    assert (await client.rpc("MarkPrefillComplete", mark("r"))).changed
+    await client.rpc("Free", free("r"))
     await client.idle()
 
 

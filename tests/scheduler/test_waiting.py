@@ -201,7 +201,7 @@ def test_waiters_are_listed_as_queued() -> None:
     reserve(made, "long", "a", isl=501)
     Caller(made, "r")
     clock.advance(2.5)
-    listed, total = made.list_active_requests("default")
+    listed, total, _ = made.list_active_requests("default")
     assert total == 2
     assert [(active.key.request_id, active.phase) for active in listed] == [
         ("long", Phase.PREFILL),

@@ -85,7 +85,11 @@ async def test_decisions_come_as_they_are_made_with_what_went_wrong() -> None:
         with pytest.raises(NotFound):
             core.select(request([1], pinned_worker_id="nobody"))
         query, booked, failed = [await read(stream) for _ in range(3)]
-        assert (query.decision.worker.worker_id, query.request.request_id, query.timestamp) == ("b", "", 1234.5)
+        assert (query.decision.worker.worker_id, query.request.request_id, query.decided_unix_seconds) == (
+            "b",
+            "",
+            1234.5,
+        )
         assert (booked.decision.worker.worker_id, booked.request.request_id, booked.request.attempt_id) == ("a", "r", 3)
         assert not booked.decision.HasField("explanation")
         assert (failed.code, failed.HasField("decision")) == (grpc.StatusCode.NOT_FOUND.value[0], False)

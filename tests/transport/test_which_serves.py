@@ -6,6 +6,7 @@ from processes import running
 
 from kvscout.v1 import indexer_pb2_grpc, types_pb2
 from kvscout_common.channel import call, open_channel
+from kvscout_common.enum_words import word_of
 from kvscout_common.hashing import native_available
 from kvscout_common.transport import Transport, default_transport
 
@@ -27,7 +28,7 @@ async def test_what_carries_calls_is_said_at_start_in_status_and_in_metrics(
         assert indexer.ready["transport"] == expected
         stub: indexer_pb2_grpc.IndexerAsyncStub = indexer_pb2_grpc.IndexerStub(channel)
         status = await call(stub.GetStatus, types_pb2.GetStatusRequest(), timeout=30)
-        assert status.service.transport == expected
+        assert word_of(types_pb2.RpcTransport, status.service.transport) == expected
         samples = await scrape(indexer)
         assert samples[f'kvscout_rpc_transport{{transport="{expected}"}}'] == 1
         if expected is Transport.NATIVE:

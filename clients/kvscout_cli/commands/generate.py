@@ -43,7 +43,7 @@ class _Answer:
 @model_flag
 @option("--lora-name", default="", help="LoRA adapter.")
 @option("--cache-salt", default="", help="Cache salt.")
-@option("--worker-id", default="", help="Worker that must run it.")
+@option("--pinned-worker-id", default="", help="Worker that must run it.")
 @option("--max-tokens", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens to generate.")
 @option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
 @option("--sampling-temperature", type=click.FloatRange(min=0), help="0 = greedy.  [default: the engine's]")
@@ -56,7 +56,7 @@ def command(
     model: str,
     lora_name: str,
     cache_salt: str,
-    worker_id: str,
+    pinned_worker_id: str,
     max_tokens: int,
     ignore_eos: bool,
     sampling_temperature: float | None,
@@ -79,7 +79,7 @@ def command(
                 sampling=SamplingOptions(temperature=sampling_temperature),
                 lora_name=lora_name,
                 cache_salt=cache_salt,
-                worker_id=worker_id,
+                pinned_worker_id=pinned_worker_id,
                 start_timeout_seconds=connection.timeout_seconds,
             )
             async for chunk in chunks:

@@ -14,7 +14,7 @@ from kvscout_common.flags import SectionedCommand
 @click.command(name="requests", cls=SectionedCommand)
 @option("--model", default="", help="Only of this model.")
 @option("--worker-id", default="", help="Only on this worker.")
-@option("--limit", default=0, type=click.IntRange(min=0), help="At most so many; 0 = 1,000.")
+@option("--limit", default=1_000, show_default=True, type=click.IntRange(min=1), help="At most so many.")
 @json_flag
 @connection_flags
 def command(connection: Connection, model: str, worker_id: str, limit: int, as_json: bool) -> None:

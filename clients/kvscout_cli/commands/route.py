@@ -18,7 +18,7 @@ from kvscout_common.flags import SectionedCommand
 @model_flag
 @option("--lora-name", default="", help="LoRA adapter.")
 @option("--cache-salt", default="", help="Cache salt.")
-@option("--worker-id", default="", help="Worker that must be chosen.")
+@option("--pinned-worker-id", default="", help="Worker that must be chosen.")
 @option("--policy", help="Policy for this request, such as kv or round-robin.")
 @option("--router-temperature", type=float, help="Router temperature for this request.")
 @option("--overlap-score-weight", type=float, help="Overlap score weight for this request.")
@@ -32,7 +32,7 @@ def command(
     model: str,
     lora_name: str,
     cache_salt: str,
-    worker_id: str,
+    pinned_worker_id: str,
     policy: str | None,
     router_temperature: float | None,
     overlap_score_weight: float | None,
@@ -53,7 +53,7 @@ def command(
                 model=await chosen_model(router, model),
                 lora_name=lora_name,
                 cache_salt=cache_salt,
-                worker_id=worker_id,
+                pinned_worker_id=pinned_worker_id,
                 override=RouterOverride(overlap_score_weight, router_temperature, policy),
                 explain=explain,
             )
@@ -65,7 +65,7 @@ def command(
     console = stdout()
     cached = decision.overlap_blocks * decision.block_size
     console.print(f"worker    {decision.worker.worker_id}, rank {decision.worker.dp_rank}")
-    console.print(f"endpoint  {decision.endpoint or '–'}")
+    console.print(f"endpoint  {decision.http_endpoint or '–'}")
     console.print(
         f"overlap   {decision.overlap_blocks} of {decision.num_blocks} blocks, {cached} of {len(token_ids)} tokens"
     )

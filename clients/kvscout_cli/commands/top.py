@@ -59,13 +59,13 @@ def command(services: Services, *, interval: float, once: bool) -> None:
 
 async def _look(services: Services) -> Moment:
     snapshot = await services.snapshot(engines=False)
-    told = list(snapshot.told(scheduler_pb2.SchedulerStatus))
+    told = list(snapshot.told(scheduler_pb2.SchedulerGetStatusResponse))
     loads = await _loads(services, *told[0]) if told else {}
     return Moment(time.monotonic(), snapshot, loads)
 
 
 async def _loads(
-    services: Services, scheduler: Service, status: scheduler_pb2.SchedulerStatus
+    services: Services, scheduler: Service, status: scheduler_pb2.SchedulerGetStatusResponse
 ) -> dict[RankName, WorkerLoad]:
     """The load of every worker rank, as one scheduler has it."""
     channel = open_channel(scheduler.address, services.security)
@@ -73,7 +73,9 @@ async def _loads(
     found: dict[RankName, WorkerLoad] = {}
     try:
         for pool in status.pools:
-            request = scheduler_pb2.PotentialLoadsRequest(model=pool.model, tenant=pool.tenant, role=pool.role)
+            request = scheduler_pb2.SchedulerGetPotentialLoadsRequest(
+                model=pool.model, tenant=pool.tenant, role=pool.role
+            )
             answer = await call(stub.GetPotentialLoads, request, timeout=services.timeout_seconds)
             for load in map(load_from_proto, answer.loads):
                 found[RankName(pool.tenant, *load.worker)] = load
@@ -104,13 +106,15 @@ async def _watching(
         finally:
             await channel.close()
 
-    tenants = {pool.tenant for _, status in snapshot.told(scheduler_pb2.SchedulerStatus) for pool in status.pools}
+    tenants = {
+        pool.tenant for _, status in snapshot.told(scheduler_pb2.SchedulerGetStatusResponse) for pool in status.pools
+    }
     if services.tenant != ALL_TENANTS:
         tenants = {services.tenant}
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(watch(service, tenant))
-            for service, _ in snapshot.told(scheduler_pb2.SchedulerStatus)
+            for service, _ in snapshot.told(scheduler_pb2.SchedulerGetStatusResponse)
             for tenant in sorted(tenants)
         ]
         try:

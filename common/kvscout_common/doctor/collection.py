@@ -28,7 +28,7 @@ from kvscout.v1 import (
     workers_pb2,
 )
 from kvscout_common.channel import ClientSecurity, call, open_channel
-from kvscout_common.doctor.snapshot import Engine, Kind, Service, Snapshot, WorkerName
+from kvscout_common.doctor.snapshot import HELPER_KINDS, Engine, Kind, Service, Snapshot, WorkerName
 from kvscout_common.endpoints import address_problem
 from kvscout_common.engine_facts import ASKED
 from kvscout_common.engine_http import NoAnswer, engine_session
@@ -222,14 +222,14 @@ class Collection:
 
 def _named_by(service: Service) -> list[Named]:
     """The services that one names."""
-    helpers = service.status.helpers if isinstance(service.status, gateway_pb2.GatewayStatus) else ()
+    helpers = service.status.helpers if isinstance(service.status, gateway_pb2.GatewayGetStatusResponse) else ()
     bridges = {
         entry.worker.bridge_endpoint: entry.worker.worker_id
         for entry in service.workers or ()
         if entry.worker.bridge_endpoint
     }
     return [
-        *(Named(one.address, Kind(one.kind), service.address) for one in helpers if one.kind in list(Kind)),
+        *(Named(one.address, HELPER_KINDS[one.kind], service.address) for one in helpers if one.kind in HELPER_KINDS),
         *(Named(address, Kind.BRIDGE, f"worker {worker_id}") for address, worker_id in bridges.items()),
     ]
 

@@ -47,7 +47,7 @@ def check_events(snapshot: Snapshot) -> Iterator[Symptom]:
         if engine.facts is not None
         for endpoint in engine.facts.event_endpoints
     }
-    for service, status in snapshot.told(indexer_pb2.IndexerStatus):
+    for service, status in snapshot.told(indexer_pb2.IndexerGetStatusResponse):
         for source in status.sources:
             name = source_name(source)
             condition = _condition(source, served[name])
@@ -68,7 +68,7 @@ def check_events(snapshot: Snapshot) -> Iterator[Symptom]:
 def _served(snapshot: Snapshot) -> defaultdict[RankName, list[float]]:
     """When requests were dispatched of which whoever hears a rank's events heard, as ages in seconds."""
     ages: defaultdict[RankName, list[float]] = defaultdict(list)
-    for _, status in snapshot.told(gateway_pb2.GatewayStatus):
+    for _, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
         for seen in status.workers:
             ages[observed_name(seen)] += seen.eventful_age_seconds
     return ages

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
 
+from kvscout.v1 import types_pb2
 from kvscout_common.descriptors import FEW
 from kvscout_common.doctor.conditions import CLOCKS_DIFFER, DESCRIPTORS_FEW, REFERENCE_BACKEND, VERSIONS_DIFFER
 from kvscout_common.doctor.snapshot import Service, Snapshot
@@ -26,7 +27,7 @@ def check_machines(snapshot: Snapshot) -> Iterator[Symptom]:
         if info is None:
             continue
         versions[info.version].append(service.name)
-        if info.backend == "reference":
+        if info.backend == types_pb2.BACKEND_REFERENCE:
             yield Symptom(REFERENCE_BACKEND, service.name, (SLOW_BACKEND,))
         limit, used = info.max_descriptors, info.open_descriptors
         if limit and (limit < FEW or used > FULL * limit):

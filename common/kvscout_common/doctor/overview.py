@@ -118,7 +118,7 @@ class Seen:
 def seen_by_gateways(snapshot: Snapshot) -> dict[RankName, Seen]:
     """What the gateways saw of each worker rank."""
     found: defaultdict[RankName, Seen] = defaultdict(Seen)
-    for _, status in snapshot.told(gateway_pb2.GatewayStatus):
+    for _, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
         for one in status.workers:
             found[observed_name(one)].add(one)
     return dict(found)
@@ -141,7 +141,7 @@ def out_of_sight(service: Service, reached: gateway_pb2.HelperStatus | None) -> 
 def reached_by_gateways(snapshot: Snapshot) -> dict[str, gateway_pb2.HelperStatus]:
     """What gateways say of their helpers, by address; of several, the one that reaches it."""
     found: dict[str, gateway_pb2.HelperStatus] = {}
-    for _, status in snapshot.told(gateway_pb2.GatewayStatus):
+    for _, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
         for helper in status.helpers:
             if helper.address not in found or helper.healthy:
                 found[helper.address] = helper
@@ -178,7 +178,7 @@ def _source_rows(snapshot: Snapshot) -> list[SourceRow]:
     seen = seen_by_gateways(snapshot)
     rows: list[SourceRow] = []
     told: set[WorkerName] = set()
-    for service, status in snapshot.told(indexer_pb2.IndexerStatus):
+    for service, status in snapshot.told(indexer_pb2.IndexerGetStatusResponse):
         for source in status.sources:
             name = source_name(source)
             told.add(name.worker)

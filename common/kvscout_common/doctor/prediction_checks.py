@@ -25,7 +25,7 @@ MUCH = 0.25
 
 def check_predictions(snapshot: Snapshot) -> Iterator[Symptom]:
     """Every model's tokens, and every worker rank's cached tokens."""
-    for gateway, status in snapshot.told(gateway_pb2.GatewayStatus):
+    for gateway, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
         for one in status.token_differences:
             yield Symptom(
                 TOKENS_DIFFER, f"model {one.model!r} at {gateway.name}: {one.difference}", (f"model {one.model!r}",)
@@ -58,7 +58,7 @@ def _heard(snapshot: Snapshot) -> set[RankName]:
     """Worker ranks whose events come, wherever they are read."""
     live: set[RankName] = set()
     troubled: set[RankName] = set()
-    for _, status in snapshot.told(indexer_pb2.IndexerStatus):
+    for _, status in snapshot.told(indexer_pb2.IndexerGetStatusResponse):
         for source in status.sources:
             if source.state == indexer_pb2.SOURCE_STATE_LIVE:
                 live.add(source_name(source))

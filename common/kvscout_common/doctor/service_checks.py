@@ -16,6 +16,7 @@ from kvscout_common.doctor.conditions import (
 from kvscout_common.doctor.overview import out_of_sight, reached_by_gateways
 from kvscout_common.doctor.snapshot import Service, Snapshot
 from kvscout_common.doctor.symptom import Symptom
+from kvscout_common.enum_words import word_of
 
 
 def check_services(snapshot: Snapshot) -> Iterator[Symptom]:
@@ -31,12 +32,13 @@ def check_services(snapshot: Snapshot) -> Iterator[Symptom]:
 
 def check_helpers(snapshot: Snapshot) -> Iterator[Symptom]:
     """The gateways' last calls to their helpers; other checks may know better why one failed."""
-    for gateway, status in snapshot.told(gateway_pb2.GatewayStatus):
+    for gateway, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
         for helper in status.helpers:
             if helper.last_error:
+                kind = word_of(gateway_pb2.HelperKind, helper.kind)
                 yield Symptom(
                     HELPER_FAILING,
-                    f"{gateway.name} and its {helper.kind} {helper.address}: {helper.last_error} "
+                    f"{gateway.name} and its {kind} {helper.address}: {helper.last_error} "
                     f"({helper.failures:,} of {helper.calls:,} calls failed)",
                     (helper.address,),
                 )

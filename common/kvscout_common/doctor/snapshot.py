@@ -11,7 +11,10 @@ from kvscout.v1 import bridge_pb2, gateway_pb2, indexer_pb2, scheduler_pb2, type
 from kvscout_common.engine_facts import EngineFacts
 
 Status: TypeAlias = (
-    gateway_pb2.GatewayStatus | indexer_pb2.IndexerStatus | scheduler_pb2.SchedulerStatus | bridge_pb2.BridgeStatus
+    gateway_pb2.GatewayGetStatusResponse
+    | indexer_pb2.IndexerGetStatusResponse
+    | scheduler_pb2.SchedulerGetStatusResponse
+    | bridge_pb2.BridgeGetStatusResponse
 )
 S = TypeVar("S", bound=Status)
 
@@ -23,6 +26,10 @@ class Kind(StrEnum):
     INDEXER = "indexer"
     SCHEDULER = "scheduler"
     BRIDGE = "bridge"
+
+
+HELPER_KINDS = {gateway_pb2.HELPER_KIND_INDEXER: Kind.INDEXER, gateway_pb2.HELPER_KIND_SCHEDULER: Kind.SCHEDULER}
+"""What a gateway's helpers are."""
 
 
 class WorkerName(NamedTuple):

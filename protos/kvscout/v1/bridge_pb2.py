@@ -26,23 +26,23 @@ from kvscout.v1 import events_pb2 as kvscout_dot_v1_dot_events__pb2
 from kvscout.v1 import types_pb2 as kvscout_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvscout/v1/bridge.proto\x12\nkvscout.v1\x1a\x17kvscout/v1/events.proto\x1a\x16kvscout/v1/types.proto\"\xa0\x01\n\x0eRecoverRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12&\n\x06worker\x18\x02 \x01(\x0b\x32\x16.kvscout.v1.WorkerRank\x12\x1a\n\rfrom_event_id\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0bto_event_id\x18\x04 \x01(\x04H\x01\x88\x01\x01\x42\x10\n\x0e_from_event_idB\x0e\n\x0c_to_event_id\"\xc0\x01\n\x0fRecoverResponse\x12+\n\x07outcome\x18\x01 \x01(\x0e\x32\x1a.kvscout.v1.RecoverOutcome\x12\'\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x18.kvscout.v1.KvEventBatch\x12\x1a\n\rlast_event_id\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04part\x18\x04 \x01(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\r\n\x05\x65rror\x18\x06 \x01(\tB\x10\n\x0e_last_event_id\"\xd7\x01\n\x0c\x42ridgeSource\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.kvscout.v1.WorkerRank\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1a\n\rlast_event_id\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x10\x62uffered_batches\x18\x04 \x01(\x04\x12\x17\n\x0f\x64ropped_batches\x18\x05 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\x0f\n\x07problem\x18\x07 \x01(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\tB\x10\n\x0e_last_event_id\"v\n\x0c\x42ridgeStatus\x12(\n\x07service\x18\x01 \x01(\x0b\x32\x17.kvscout.v1.ServiceInfo\x12)\n\x07sources\x18\x02 \x03(\x0b\x32\x18.kvscout.v1.BridgeSource\x12\x11\n\tconnected\x18\x03 \x01(\x08*\xa7\x01\n\x0eRecoverOutcome\x12\x1f\n\x1bRECOVER_OUTCOME_UNSPECIFIED\x10\x00\x12\x1a\n\x16RECOVER_OUTCOME_EVENTS\x10\x01\x12\x18\n\x14RECOVER_OUTCOME_DUMP\x10\x02\x12\x1b\n\x17RECOVER_OUTCOME_TOO_NEW\x10\x03\x12!\n\x1dRECOVER_OUTCOME_INVALID_RANGE\x10\x04\x32\x93\x01\n\x06\x42ridge\x12\x44\n\x07Recover\x12\x1a.kvscout.v1.RecoverRequest\x1a\x1b.kvscout.v1.RecoverResponse0\x01\x12\x43\n\tGetStatus\x12\x1c.kvscout.v1.GetStatusRequest\x1a\x18.kvscout.v1.BridgeStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvscout/v1/bridge.proto\x12\nkvscout.v1\x1a\x17kvscout/v1/events.proto\x1a\x16kvscout/v1/types.proto\"\xa0\x01\n\x0eRecoverRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12&\n\x06worker\x18\x02 \x01(\x0b\x32\x16.kvscout.v1.WorkerRank\x12\x1a\n\rfrom_event_id\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0bto_event_id\x18\x04 \x01(\x04H\x01\x88\x01\x01\x42\x10\n\x0e_from_event_idB\x0e\n\x0c_to_event_id\"\xc0\x01\n\x0fRecoverResponse\x12+\n\x07outcome\x18\x01 \x01(\x0e\x32\x1a.kvscout.v1.RecoverOutcome\x12\'\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x18.kvscout.v1.KvEventBatch\x12\x1a\n\rlast_event_id\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04part\x18\x04 \x01(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\r\n\x05\x65rror\x18\x06 \x01(\tB\x10\n\x0e_last_event_id\"\xd7\x01\n\x0c\x42ridgeSource\x12&\n\x06worker\x18\x01 \x01(\x0b\x32\x16.kvscout.v1.WorkerRank\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1a\n\rlast_event_id\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x10\x62uffered_batches\x18\x04 \x01(\x04\x12\x17\n\x0f\x64ropped_batches\x18\x05 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\x0f\n\x07problem\x18\x07 \x01(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\tB\x10\n\x0e_last_event_id\"\x81\x01\n\x17\x42ridgeGetStatusResponse\x12(\n\x07service\x18\x01 \x01(\x0b\x32\x17.kvscout.v1.ServiceInfo\x12)\n\x07sources\x18\x02 \x03(\x0b\x32\x18.kvscout.v1.BridgeSource\x12\x11\n\tconnected\x18\x03 \x01(\x08*\xa7\x01\n\x0eRecoverOutcome\x12\x1f\n\x1bRECOVER_OUTCOME_UNSPECIFIED\x10\x00\x12\x1a\n\x16RECOVER_OUTCOME_EVENTS\x10\x01\x12\x18\n\x14RECOVER_OUTCOME_DUMP\x10\x02\x12\x1b\n\x17RECOVER_OUTCOME_TOO_NEW\x10\x03\x12!\n\x1dRECOVER_OUTCOME_INVALID_RANGE\x10\x04\x32\x9e\x01\n\x06\x42ridge\x12\x44\n\x07Recover\x12\x1a.kvscout.v1.RecoverRequest\x1a\x1b.kvscout.v1.RecoverResponse0\x01\x12N\n\tGetStatus\x12\x1c.kvscout.v1.GetStatusRequest\x1a#.kvscout.v1.BridgeGetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvscout.v1.bridge_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RECOVEROUTCOME']._serialized_start=785
-  _globals['_RECOVEROUTCOME']._serialized_end=952
+  _globals['_RECOVEROUTCOME']._serialized_start=797
+  _globals['_RECOVEROUTCOME']._serialized_end=964
   _globals['_RECOVERREQUEST']._serialized_start=89
   _globals['_RECOVERREQUEST']._serialized_end=249
   _globals['_RECOVERRESPONSE']._serialized_start=252
   _globals['_RECOVERRESPONSE']._serialized_end=444
   _globals['_BRIDGESOURCE']._serialized_start=447
   _globals['_BRIDGESOURCE']._serialized_end=662
-  _globals['_BRIDGESTATUS']._serialized_start=664
-  _globals['_BRIDGESTATUS']._serialized_end=782
-  _globals['_BRIDGE']._serialized_start=955
-  _globals['_BRIDGE']._serialized_end=1102
+  _globals['_BRIDGEGETSTATUSRESPONSE']._serialized_start=665
+  _globals['_BRIDGEGETSTATUSRESPONSE']._serialized_end=794
+  _globals['_BRIDGE']._serialized_start=967
+  _globals['_BRIDGE']._serialized_end=1125
 # @@protoc_insertion_point(module_scope)

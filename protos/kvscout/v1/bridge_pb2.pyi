@@ -206,7 +206,7 @@ class BridgeSource(_message.Message):
 Global___BridgeSource: _TypeAlias = BridgeSource  # noqa: Y015
 
 @_typing.final
-class BridgeStatus(_message.Message):
+class BridgeGetStatusResponse(_message.Message):
     """State of the bridge."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -237,4 +237,4 @@ class BridgeStatus(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___BridgeStatus: _TypeAlias = BridgeStatus  # noqa: Y015
+Global___BridgeGetStatusResponse: _TypeAlias = BridgeGetStatusResponse  # noqa: Y015

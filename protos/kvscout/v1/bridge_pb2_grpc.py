@@ -44,7 +44,7 @@ class BridgeStub:
         self.GetStatus = channel.unary_unary(
                 '/kvscout.v1.Bridge/GetStatus',
                 request_serializer=kvscout_dot_v1_dot_types__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_bridge__pb2.BridgeStatus.FromString,
+                response_deserializer=kvscout_dot_v1_dot_bridge__pb2.BridgeGetStatusResponse.FromString,
                 _registered_method=True)
 
 
@@ -79,7 +79,7 @@ def add_BridgeServicer_to_server(servicer, server):
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
                     request_deserializer=kvscout_dot_v1_dot_types__pb2.GetStatusRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_bridge__pb2.BridgeStatus.SerializeToString,
+                    response_serializer=kvscout_dot_v1_dot_bridge__pb2.BridgeGetStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,7 +136,7 @@ class Bridge:
             target,
             '/kvscout.v1.Bridge/GetStatus',
             kvscout_dot_v1_dot_types__pb2.GetStatusRequest.SerializeToString,
-            kvscout_dot_v1_dot_bridge__pb2.BridgeStatus.FromString,
+            kvscout_dot_v1_dot_bridge__pb2.BridgeGetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,7 +41,7 @@ class BridgeStub:
     INVALID_ARGUMENT: no worker named. NOT_FOUND: unknown worker rank.
     FAILED_PRECONDITION: the bridge runs without a local index.
     """
-    GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _bridge_pb2.BridgeStatus]
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _bridge_pb2.BridgeGetStatusResponse]
     """Reports the state of the bridge."""
 
 @_typing.type_check_only
@@ -54,7 +54,7 @@ class BridgeAsyncStub(BridgeStub):
     INVALID_ARGUMENT: no worker named. NOT_FOUND: unknown worker rank.
     FAILED_PRECONDITION: the bridge runs without a local index.
     """
-    GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _bridge_pb2.BridgeStatus]  # type: ignore[assignment]
+    GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _bridge_pb2.BridgeGetStatusResponse]  # type: ignore[assignment]
     """Reports the state of the bridge."""
 
 class BridgeServicer(metaclass=_abc_1.ABCMeta):
@@ -76,7 +76,7 @@ class BridgeServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _types_pb2.GetStatusRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_bridge_pb2.BridgeStatus, _abc.Awaitable[_bridge_pb2.BridgeStatus]]:
+    ) -> _typing.Union[_bridge_pb2.BridgeGetStatusResponse, _abc.Awaitable[_bridge_pb2.BridgeGetStatusResponse]]:
         """Reports the state of the bridge."""
 
 def add_BridgeServicer_to_server(servicer: BridgeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

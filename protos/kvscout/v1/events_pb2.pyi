@@ -64,7 +64,7 @@ class KvEventBatch(_message.Message):
     EAGLE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     EVENT_ID_FIELD_NUMBER: _builtins.int
-    TIMESTAMP_FIELD_NUMBER: _builtins.int
+    MADE_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     LAST_DIGEST_FIELD_NUMBER: _builtins.int
     RESEND_ID_FIELD_NUMBER: _builtins.int
@@ -88,7 +88,7 @@ class KvEventBatch(_message.Message):
     """The engine's own sequence number of this batch, from 0. In state chunks: the last one contained.
     Unset = the publisher has no sequence (state without a cursor).
     """
-    timestamp: _builtins.float
+    made_unix_seconds: _builtins.float
     """When the engine made the batch, seconds since the Unix epoch; 0 = unknown."""
     last_digest: _builtins.int
     """In state chunks that are not the source's own (dumps of an indexer) of a source without epochs: XXH3_64 of batch
@@ -114,14 +114,14 @@ class KvEventBatch(_message.Message):
         eagle: _builtins.bool = ...,
         epoch: _builtins.int = ...,
         event_id: _builtins.int | None = ...,
-        timestamp: _builtins.float = ...,
+        made_unix_seconds: _builtins.float = ...,
         events: _abc.Iterable[Global___KvEvent] | None = ...,
         last_digest: _builtins.int | None = ...,
         resend_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_event_id", b"_event_id", "_last_digest", b"_last_digest", "event_id", b"event_id", "last_digest", b"last_digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_event_id", b"_event_id", "_last_digest", b"_last_digest", "block_size", b"block_size", "dp_rank", b"dp_rank", "eagle", b"eagle", "epoch", b"epoch", "event_id", b"event_id", "events", b"events", "last_digest", b"last_digest", "model", b"model", "resend_id", b"resend_id", "tenant", b"tenant", "timestamp", b"timestamp", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_event_id", b"_event_id", "_last_digest", b"_last_digest", "block_size", b"block_size", "dp_rank", b"dp_rank", "eagle", b"eagle", "epoch", b"epoch", "event_id", b"event_id", "events", b"events", "last_digest", b"last_digest", "made_unix_seconds", b"made_unix_seconds", "model", b"model", "resend_id", b"resend_id", "tenant", b"tenant", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__event_id: _TypeAlias = _typing.Literal["event_id"]  # noqa: Y015
     _WhichOneofArgType__event_id: _TypeAlias = _typing.Literal["_event_id", b"_event_id"]  # noqa: Y015

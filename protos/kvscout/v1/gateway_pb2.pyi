@@ -53,6 +53,30 @@ FINISH_REASON_OTHER: FinishReason.ValueType  # 4
 """Ended for a reason that has no name here; engine_finish_reason tells it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _HelperKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HelperKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HelperKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HELPER_KIND_UNSPECIFIED: _HelperKind.ValueType  # 0
+    """Not reported."""
+    HELPER_KIND_INDEXER: _HelperKind.ValueType  # 1
+    """An indexer."""
+    HELPER_KIND_SCHEDULER: _HelperKind.ValueType  # 2
+    """A scheduler."""
+
+class HelperKind(_HelperKind, metaclass=_HelperKindEnumTypeWrapper):
+    """What a helper service is."""
+
+HELPER_KIND_UNSPECIFIED: HelperKind.ValueType  # 0
+"""Not reported."""
+HELPER_KIND_INDEXER: HelperKind.ValueType  # 1
+"""An indexer."""
+HELPER_KIND_SCHEDULER: HelperKind.ValueType  # 2
+"""A scheduler."""
+Global___HelperKind: _TypeAlias = HelperKind  # noqa: Y015
+
 @_typing.final
 class RouteRequest(_message.Message):
     """A prompt to place."""
@@ -92,8 +116,8 @@ class RouteRequest(_message.Message):
     MM_ITEMS_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     ALLOWED_WORKER_IDS_FIELD_NUMBER: _builtins.int
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    DP_RANK_FIELD_NUMBER: _builtins.int
+    PINNED_WORKER_ID_FIELD_NUMBER: _builtins.int
+    PINNED_DP_RANK_FIELD_NUMBER: _builtins.int
     REQUIRED_LABELS_FIELD_NUMBER: _builtins.int
     ROUTER_CONFIG_OVERRIDE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
@@ -118,10 +142,10 @@ class RouteRequest(_message.Message):
     """Cache salt; unset = none."""
     role: _types_pb2.Role.ValueType
     """Role of the worker wanted; unset = aggregated."""
-    worker_id: _builtins.str
+    pinned_worker_id: _builtins.str
     """This worker must be chosen; unset = free choice."""
-    dp_rank: _builtins.int
-    """This rank of worker_id must be chosen; unset = any rank."""
+    pinned_dp_rank: _builtins.int
+    """This rank of the pinned worker must be chosen; unset = any rank of it."""
     priority: _builtins.int
     """Queue priority, higher first; unset = 0."""
     expected_output_tokens: _builtins.int
@@ -170,8 +194,8 @@ class RouteRequest(_message.Message):
         mm_items: _abc.Iterable[_types_pb2.MultimodalItem] | None = ...,
         role: _types_pb2.Role.ValueType = ...,
         allowed_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
-        worker_id: _builtins.str = ...,
-        dp_rank: _builtins.int | None = ...,
+        pinned_worker_id: _builtins.str = ...,
+        pinned_dp_rank: _builtins.int | None = ...,
         required_labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         router_config_override: _types_pb2.RouterConfigOverride | None = ...,
         priority: _builtins.int = ...,
@@ -179,18 +203,18 @@ class RouteRequest(_message.Message):
         explain: _builtins.bool = ...,
         lease_seconds: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_dp_rank", b"_dp_rank", "block_size", b"block_size", "dp_rank", b"dp_rank", "router_config_override", b"router_config_override"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_pinned_dp_rank", b"_pinned_dp_rank", "block_size", b"block_size", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_dp_rank", b"_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "dp_rank", b"dp_rank", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "tenant", b"tenant", "token_ids", b"token_ids", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__block_size: _TypeAlias = _typing.Literal["block_size"]  # noqa: Y015
     _WhichOneofArgType__block_size: _TypeAlias = _typing.Literal["_block_size", b"_block_size"]  # noqa: Y015
-    _WhichOneofReturnType__dp_rank: _TypeAlias = _typing.Literal["dp_rank"]  # noqa: Y015
-    _WhichOneofArgType__dp_rank: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank"]  # noqa: Y015
+    _WhichOneofReturnType__pinned_dp_rank: _TypeAlias = _typing.Literal["pinned_dp_rank"]  # noqa: Y015
+    _WhichOneofArgType__pinned_dp_rank: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__block_size) -> _WhichOneofReturnType__block_size | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__dp_rank) -> _WhichOneofReturnType__dp_rank | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pinned_dp_rank) -> _WhichOneofReturnType__pinned_dp_rank | None: ...
 
 Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
 
@@ -200,11 +224,10 @@ class RouteResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    DP_RANK_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
     OVERLAP_BLOCKS_FIELD_NUMBER: _builtins.int
     EFFECTIVE_OVERLAP_BLOCKS_FIELD_NUMBER: _builtins.int
-    ENDPOINT_FIELD_NUMBER: _builtins.int
+    HTTP_ENDPOINT_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     COST_FIELD_NUMBER: _builtins.int
@@ -213,15 +236,11 @@ class RouteResponse(_message.Message):
     EXPLANATION_FIELD_NUMBER: _builtins.int
     CONFIRMED_OVERLAP_BLOCKS_FIELD_NUMBER: _builtins.int
     BOOKED_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
-    """Worker id."""
-    dp_rank: _builtins.int
-    """Data-parallel rank."""
     overlap_blocks: _builtins.int
     """Leading blocks of the prompt on its device, confirmed or predicted, whichever reaches further; in blocks."""
     effective_overlap_blocks: _builtins.float
     """Overlap as the cost counted it, slower tiers weighted, in blocks."""
-    endpoint: _builtins.str
+    http_endpoint: _builtins.str
     """The worker's HTTP endpoint; empty = none registered."""
     num_blocks: _builtins.int
     """Complete blocks in the prompt."""
@@ -238,6 +257,10 @@ class RouteResponse(_message.Message):
     nothing to free. Unset by gateways of 0.1, which do not say.
     """
     @_builtins.property
+    def worker(self) -> _types_pb2.WorkerRank:
+        """The worker rank."""
+
+    @_builtins.property
     def degraded_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Why degraded, one entry a helper."""
 
@@ -248,11 +271,10 @@ class RouteResponse(_message.Message):
     def __init__(
         self,
         *,
-        worker_id: _builtins.str = ...,
-        dp_rank: _builtins.int = ...,
+        worker: _types_pb2.WorkerRank | None = ...,
         overlap_blocks: _builtins.int = ...,
         effective_overlap_blocks: _builtins.float = ...,
-        endpoint: _builtins.str = ...,
+        http_endpoint: _builtins.str = ...,
         num_blocks: _builtins.int = ...,
         block_size: _builtins.int = ...,
         cost: _builtins.float = ...,
@@ -262,9 +284,9 @@ class RouteResponse(_message.Message):
         confirmed_overlap_blocks: _builtins.int = ...,
         booked: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_booked", b"_booked", "booked", b"booked", "explanation", b"explanation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_booked", b"_booked", "booked", b"booked", "explanation", b"explanation", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_booked", b"_booked", "block_size", b"block_size", "booked", b"booked", "confirmed_overlap_blocks", b"confirmed_overlap_blocks", "cost", b"cost", "degraded", b"degraded", "degraded_reasons", b"degraded_reasons", "dp_rank", b"dp_rank", "effective_overlap_blocks", b"effective_overlap_blocks", "endpoint", b"endpoint", "explanation", b"explanation", "num_blocks", b"num_blocks", "overlap_blocks", b"overlap_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_booked", b"_booked", "block_size", b"block_size", "booked", b"booked", "confirmed_overlap_blocks", b"confirmed_overlap_blocks", "cost", b"cost", "degraded", b"degraded", "degraded_reasons", b"degraded_reasons", "effective_overlap_blocks", b"effective_overlap_blocks", "explanation", b"explanation", "http_endpoint", b"http_endpoint", "num_blocks", b"num_blocks", "overlap_blocks", b"overlap_blocks", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__booked: _TypeAlias = _typing.Literal["booked"]  # noqa: Y015
     _WhichOneofArgType__booked: _TypeAlias = _typing.Literal["_booked", b"_booked"]  # noqa: Y015
@@ -482,8 +504,8 @@ class GenerateRequest(_message.Message):
     LORA_NAME_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     MM_ITEMS_FIELD_NUMBER: _builtins.int
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    DP_RANK_FIELD_NUMBER: _builtins.int
+    PINNED_WORKER_ID_FIELD_NUMBER: _builtins.int
+    PINNED_DP_RANK_FIELD_NUMBER: _builtins.int
     ALLOWED_WORKER_IDS_FIELD_NUMBER: _builtins.int
     REQUIRED_LABELS_FIELD_NUMBER: _builtins.int
     ROUTER_CONFIG_OVERRIDE_FIELD_NUMBER: _builtins.int
@@ -500,10 +522,10 @@ class GenerateRequest(_message.Message):
     """LoRA adapter; unset = base model (or the adapter that `model` names)."""
     cache_salt: _builtins.str
     """Cache salt; unset = none."""
-    worker_id: _builtins.str
+    pinned_worker_id: _builtins.str
     """This worker must run it; unset = free choice."""
-    dp_rank: _builtins.int
-    """This rank of worker_id must run it; unset = any rank."""
+    pinned_dp_rank: _builtins.int
+    """This rank of the pinned worker must run it; unset = any rank of it."""
     priority: _builtins.int
     """Queue priority, higher first; unset = 0."""
     explain: _builtins.bool
@@ -559,8 +581,8 @@ class GenerateRequest(_message.Message):
         lora_name: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         mm_items: _abc.Iterable[_types_pb2.MultimodalItem] | None = ...,
-        worker_id: _builtins.str = ...,
-        dp_rank: _builtins.int | None = ...,
+        pinned_worker_id: _builtins.str = ...,
+        pinned_dp_rank: _builtins.int | None = ...,
         allowed_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         required_labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         router_config_override: _types_pb2.RouterConfigOverride | None = ...,
@@ -568,13 +590,13 @@ class GenerateRequest(_message.Message):
         explain: _builtins.bool = ...,
         engine_fields: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "dp_rank", b"dp_rank", "output_options", b"output_options", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "stop_conditions", b"stop_conditions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "output_options", b"output_options", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "stop_conditions", b"stop_conditions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "cache_salt", b"cache_salt", "dp_rank", b"dp_rank", "engine_fields", b"engine_fields", "explain", b"explain", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "output_options", b"output_options", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "stop_conditions", b"stop_conditions", "tenant", b"tenant", "token_ids", b"token_ids", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "cache_salt", b"cache_salt", "engine_fields", b"engine_fields", "explain", b"explain", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "output_options", b"output_options", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "stop_conditions", b"stop_conditions", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__dp_rank: _TypeAlias = _typing.Literal["dp_rank"]  # noqa: Y015
-    _WhichOneofArgType__dp_rank: _TypeAlias = _typing.Literal["_dp_rank", b"_dp_rank"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__dp_rank) -> _WhichOneofReturnType__dp_rank | None: ...
+    _WhichOneofReturnType__pinned_dp_rank: _TypeAlias = _typing.Literal["pinned_dp_rank"]  # noqa: Y015
+    _WhichOneofArgType__pinned_dp_rank: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pinned_dp_rank) -> _WhichOneofReturnType__pinned_dp_rank | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
@@ -703,7 +725,7 @@ class GenerateResponse(_message.Message):
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
-class GatewayPotentialLoadsRequest(_message.Message):
+class GatewayGetPotentialLoadsRequest(_message.Message):
     """Asks for loads."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -744,7 +766,7 @@ class GatewayPotentialLoadsRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GatewayPotentialLoadsRequest: _TypeAlias = GatewayPotentialLoadsRequest  # noqa: Y015
+Global___GatewayGetPotentialLoadsRequest: _TypeAlias = GatewayGetPotentialLoadsRequest  # noqa: Y015
 
 @_typing.final
 class DumpEventsRequest(_message.Message):
@@ -785,7 +807,8 @@ class HelperStatus(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     PENDING_REGISTRATIONS_FIELD_NUMBER: _builtins.int
-    SHARD_FIELD_NUMBER: _builtins.int
+    SHARD_INDEX_FIELD_NUMBER: _builtins.int
+    SHARD_COUNT_FIELD_NUMBER: _builtins.int
     DECISIONS_DELIVERED_FIELD_NUMBER: _builtins.int
     DECISIONS_LOST_FIELD_NUMBER: _builtins.int
     DECISIONS_WAITING_FIELD_NUMBER: _builtins.int
@@ -796,8 +819,8 @@ class HelperStatus(_message.Message):
     STREAM_MESSAGES_FIELD_NUMBER: _builtins.int
     REBOOKED_FIELD_NUMBER: _builtins.int
     WAITING_IN_LINE_FIELD_NUMBER: _builtins.int
-    kind: _builtins.str
-    """"indexer" or "scheduler"."""
+    kind: Global___HelperKind.ValueType
+    """What it is."""
     address: _builtins.str
     """Address."""
     healthy: _builtins.bool
@@ -810,8 +833,10 @@ class HelperStatus(_message.Message):
     """Calls that failed or were too slow."""
     pending_registrations: _builtins.int
     """Registrations it has not been told yet."""
-    shard: _builtins.str
-    """An indexer's shard and the number of shards, such as "0/2"; empty = it has every worker."""
+    shard_index: _builtins.int
+    """Shard of the workers that this indexer has, 0 .. shard_count - 1."""
+    shard_count: _builtins.int
+    """Number of shards, as the gateway was told; 0 = they are not sharded."""
     decisions_delivered: _builtins.int
     """Routing decisions that this indexer was told of."""
     decisions_lost: _builtins.int
@@ -835,14 +860,15 @@ class HelperStatus(_message.Message):
     def __init__(
         self,
         *,
-        kind: _builtins.str = ...,
+        kind: Global___HelperKind.ValueType = ...,
         address: _builtins.str = ...,
         healthy: _builtins.bool = ...,
         last_error: _builtins.str = ...,
         calls: _builtins.int = ...,
         failures: _builtins.int = ...,
         pending_registrations: _builtins.int = ...,
-        shard: _builtins.str = ...,
+        shard_index: _builtins.int = ...,
+        shard_count: _builtins.int = ...,
         decisions_delivered: _builtins.int = ...,
         decisions_lost: _builtins.int = ...,
         decisions_waiting: _builtins.int = ...,
@@ -856,7 +882,7 @@ class HelperStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "calls", b"calls", "decisions_delivered", b"decisions_delivered", "decisions_lost", b"decisions_lost", "decisions_problem", b"decisions_problem", "decisions_waiting", b"decisions_waiting", "failures", b"failures", "healthy", b"healthy", "kind", b"kind", "last_error", b"last_error", "pending_registrations", b"pending_registrations", "rebooked", b"rebooked", "shard", b"shard", "stream_connected", b"stream_connected", "stream_connects", b"stream_connects", "stream_messages", b"stream_messages", "stream_operations", b"stream_operations", "waiting_in_line", b"waiting_in_line"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "calls", b"calls", "decisions_delivered", b"decisions_delivered", "decisions_lost", b"decisions_lost", "decisions_problem", b"decisions_problem", "decisions_waiting", b"decisions_waiting", "failures", b"failures", "healthy", b"healthy", "kind", b"kind", "last_error", b"last_error", "pending_registrations", b"pending_registrations", "rebooked", b"rebooked", "shard_count", b"shard_count", "shard_index", b"shard_index", "stream_connected", b"stream_connected", "stream_connects", b"stream_connects", "stream_messages", b"stream_messages", "stream_operations", b"stream_operations", "waiting_in_line", b"waiting_in_line"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -975,7 +1001,7 @@ class TokenDifference(_message.Message):
 Global___TokenDifference: _TypeAlias = TokenDifference  # noqa: Y015
 
 @_typing.final
-class GatewayStatus(_message.Message):
+class GatewayGetStatusResponse(_message.Message):
     """State of the gateway."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1052,4 +1078,4 @@ class GatewayStatus(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GatewayStatus: _TypeAlias = GatewayStatus  # noqa: Y015
+Global___GatewayGetStatusResponse: _TypeAlias = GatewayGetStatusResponse  # noqa: Y015

@@ -47,7 +47,7 @@ class GatewayStub:
         self.UpdateWorker = channel.unary_unary(
                 '/kvscout.v1.Gateway/UpdateWorker',
                 request_serializer=kvscout_dot_v1_dot_workers__pb2.UpdateWorkerRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_workers__pb2.RegisterWorkerResponse.FromString,
+                response_deserializer=kvscout_dot_v1_dot_workers__pb2.UpdateWorkerResponse.FromString,
                 _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/kvscout.v1.Gateway/DrainWorker',
@@ -81,12 +81,12 @@ class GatewayStub:
                 _registered_method=True)
         self.MarkPrefillComplete = channel.unary_unary(
                 '/kvscout.v1.Gateway/MarkPrefillComplete',
-                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.RequestRef.SerializeToString,
+                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.MarkPrefillCompleteRequest.SerializeToString,
                 response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.MarkPrefillCompleteResponse.FromString,
                 _registered_method=True)
         self.Free = channel.unary_unary(
                 '/kvscout.v1.Gateway/Free',
-                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.RequestRef.SerializeToString,
+                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.FreeRequest.SerializeToString,
                 response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.FreeResponse.FromString,
                 _registered_method=True)
         self.Renew = channel.unary_unary(
@@ -106,8 +106,8 @@ class GatewayStub:
                 _registered_method=True)
         self.GetPotentialLoads = channel.unary_unary(
                 '/kvscout.v1.Gateway/GetPotentialLoads',
-                request_serializer=kvscout_dot_v1_dot_gateway__pb2.GatewayPotentialLoadsRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.PotentialLoadsResponse.FromString,
+                request_serializer=kvscout_dot_v1_dot_gateway__pb2.GatewayGetPotentialLoadsRequest.SerializeToString,
+                response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.GetPotentialLoadsResponse.FromString,
                 _registered_method=True)
         self.DumpEvents = channel.unary_stream(
                 '/kvscout.v1.Gateway/DumpEvents',
@@ -117,12 +117,12 @@ class GatewayStub:
         self.GetBusyThresholds = channel.unary_unary(
                 '/kvscout.v1.Gateway/GetBusyThresholds',
                 request_serializer=kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_types__pb2.BusyThresholds.FromString,
+                response_deserializer=kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsResponse.FromString,
                 _registered_method=True)
         self.SetBusyThresholds = channel.unary_unary(
                 '/kvscout.v1.Gateway/SetBusyThresholds',
                 request_serializer=kvscout_dot_v1_dot_types__pb2.SetBusyThresholdsRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_types__pb2.BusyThresholds.FromString,
+                response_deserializer=kvscout_dot_v1_dot_types__pb2.SetBusyThresholdsResponse.FromString,
                 _registered_method=True)
         self.ListBusyThresholds = channel.unary_unary(
                 '/kvscout.v1.Gateway/ListBusyThresholds',
@@ -132,7 +132,7 @@ class GatewayStub:
         self.GetStatus = channel.unary_unary(
                 '/kvscout.v1.Gateway/GetStatus',
                 request_serializer=kvscout_dot_v1_dot_types__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_gateway__pb2.GatewayStatus.FromString,
+                response_deserializer=kvscout_dot_v1_dot_gateway__pb2.GatewayGetStatusResponse.FromString,
                 _registered_method=True)
 
 
@@ -312,7 +312,7 @@ def add_GatewayServicer_to_server(servicer, server):
             'UpdateWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateWorker,
                     request_deserializer=kvscout_dot_v1_dot_workers__pb2.UpdateWorkerRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_workers__pb2.RegisterWorkerResponse.SerializeToString,
+                    response_serializer=kvscout_dot_v1_dot_workers__pb2.UpdateWorkerResponse.SerializeToString,
             ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
@@ -346,12 +346,12 @@ def add_GatewayServicer_to_server(servicer, server):
             ),
             'MarkPrefillComplete': grpc.unary_unary_rpc_method_handler(
                     servicer.MarkPrefillComplete,
-                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.RequestRef.FromString,
+                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.MarkPrefillCompleteRequest.FromString,
                     response_serializer=kvscout_dot_v1_dot_scheduler__pb2.MarkPrefillCompleteResponse.SerializeToString,
             ),
             'Free': grpc.unary_unary_rpc_method_handler(
                     servicer.Free,
-                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.RequestRef.FromString,
+                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.FreeRequest.FromString,
                     response_serializer=kvscout_dot_v1_dot_scheduler__pb2.FreeResponse.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
@@ -371,8 +371,8 @@ def add_GatewayServicer_to_server(servicer, server):
             ),
             'GetPotentialLoads': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPotentialLoads,
-                    request_deserializer=kvscout_dot_v1_dot_gateway__pb2.GatewayPotentialLoadsRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_scheduler__pb2.PotentialLoadsResponse.SerializeToString,
+                    request_deserializer=kvscout_dot_v1_dot_gateway__pb2.GatewayGetPotentialLoadsRequest.FromString,
+                    response_serializer=kvscout_dot_v1_dot_scheduler__pb2.GetPotentialLoadsResponse.SerializeToString,
             ),
             'DumpEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.DumpEvents,
@@ -382,12 +382,12 @@ def add_GatewayServicer_to_server(servicer, server):
             'GetBusyThresholds': grpc.unary_unary_rpc_method_handler(
                     servicer.GetBusyThresholds,
                     request_deserializer=kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_types__pb2.BusyThresholds.SerializeToString,
+                    response_serializer=kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsResponse.SerializeToString,
             ),
             'SetBusyThresholds': grpc.unary_unary_rpc_method_handler(
                     servicer.SetBusyThresholds,
                     request_deserializer=kvscout_dot_v1_dot_types__pb2.SetBusyThresholdsRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_types__pb2.BusyThresholds.SerializeToString,
+                    response_serializer=kvscout_dot_v1_dot_types__pb2.SetBusyThresholdsResponse.SerializeToString,
             ),
             'ListBusyThresholds': grpc.unary_unary_rpc_method_handler(
                     servicer.ListBusyThresholds,
@@ -397,7 +397,7 @@ def add_GatewayServicer_to_server(servicer, server):
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
                     request_deserializer=kvscout_dot_v1_dot_types__pb2.GetStatusRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_gateway__pb2.GatewayStatus.SerializeToString,
+                    response_serializer=kvscout_dot_v1_dot_gateway__pb2.GatewayGetStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -454,7 +454,7 @@ class Gateway:
             target,
             '/kvscout.v1.Gateway/UpdateWorker',
             kvscout_dot_v1_dot_workers__pb2.UpdateWorkerRequest.SerializeToString,
-            kvscout_dot_v1_dot_workers__pb2.RegisterWorkerResponse.FromString,
+            kvscout_dot_v1_dot_workers__pb2.UpdateWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -642,7 +642,7 @@ class Gateway:
             request,
             target,
             '/kvscout.v1.Gateway/MarkPrefillComplete',
-            kvscout_dot_v1_dot_scheduler__pb2.RequestRef.SerializeToString,
+            kvscout_dot_v1_dot_scheduler__pb2.MarkPrefillCompleteRequest.SerializeToString,
             kvscout_dot_v1_dot_scheduler__pb2.MarkPrefillCompleteResponse.FromString,
             options,
             channel_credentials,
@@ -669,7 +669,7 @@ class Gateway:
             request,
             target,
             '/kvscout.v1.Gateway/Free',
-            kvscout_dot_v1_dot_scheduler__pb2.RequestRef.SerializeToString,
+            kvscout_dot_v1_dot_scheduler__pb2.FreeRequest.SerializeToString,
             kvscout_dot_v1_dot_scheduler__pb2.FreeResponse.FromString,
             options,
             channel_credentials,
@@ -777,8 +777,8 @@ class Gateway:
             request,
             target,
             '/kvscout.v1.Gateway/GetPotentialLoads',
-            kvscout_dot_v1_dot_gateway__pb2.GatewayPotentialLoadsRequest.SerializeToString,
-            kvscout_dot_v1_dot_scheduler__pb2.PotentialLoadsResponse.FromString,
+            kvscout_dot_v1_dot_gateway__pb2.GatewayGetPotentialLoadsRequest.SerializeToString,
+            kvscout_dot_v1_dot_scheduler__pb2.GetPotentialLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -832,7 +832,7 @@ class Gateway:
             target,
             '/kvscout.v1.Gateway/GetBusyThresholds',
             kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsRequest.SerializeToString,
-            kvscout_dot_v1_dot_types__pb2.BusyThresholds.FromString,
+            kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -859,7 +859,7 @@ class Gateway:
             target,
             '/kvscout.v1.Gateway/SetBusyThresholds',
             kvscout_dot_v1_dot_types__pb2.SetBusyThresholdsRequest.SerializeToString,
-            kvscout_dot_v1_dot_types__pb2.BusyThresholds.FromString,
+            kvscout_dot_v1_dot_types__pb2.SetBusyThresholdsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -913,7 +913,7 @@ class Gateway:
             target,
             '/kvscout.v1.Gateway/GetStatus',
             kvscout_dot_v1_dot_types__pb2.GetStatusRequest.SerializeToString,
-            kvscout_dot_v1_dot_gateway__pb2.GatewayStatus.FromString,
+            kvscout_dot_v1_dot_gateway__pb2.GatewayGetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,7 +42,7 @@ class GatewayStub:
     INVALID_ARGUMENT: a field of the worker is out of range.
     UNAVAILABLE: an indexer or scheduler could not be told; it is told as soon as it is back.
     """
-    UpdateWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.RegisterWorkerResponse]
+    UpdateWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.UpdateWorkerResponse]
     """Replaces the registration of a known worker everywhere.
     INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
     """
@@ -77,11 +77,11 @@ class GatewayStub:
     UNAVAILABLE: the engines failed before the first token. INTERNAL: an engine failed after its first token; what was
     generated has been delivered. DEADLINE_EXCEEDED: the client did not read.
     """
-    MarkPrefillComplete: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.MarkPrefillCompleteResponse]
+    MarkPrefillComplete: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.MarkPrefillCompleteRequest, _scheduler_pb2.MarkPrefillCompleteResponse]
     """Reports the first token of a request that Route booked.
     INVALID_ARGUMENT: no request_id. NOT_FOUND: unknown request.
     """
-    Free: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.FreeResponse]
+    Free: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FreeRequest, _scheduler_pb2.FreeResponse]
     """Ends a request that Route booked. Unknown or repeated: OK, and says so.
     INVALID_ARGUMENT: no request_id.
     """
@@ -98,7 +98,7 @@ class GatewayStub:
     """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that decides
     has them.
     """
-    GetPotentialLoads: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GatewayPotentialLoadsRequest, _scheduler_pb2.PotentialLoadsResponse]
+    GetPotentialLoads: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GatewayGetPotentialLoadsRequest, _scheduler_pb2.GetPotentialLoadsResponse]
     """The load of each worker, now and with a given prompt added.
     INVALID_ARGUMENT: empty model. NOT_FOUND: the model was never seen.
     """
@@ -106,17 +106,17 @@ class GatewayStub:
     """Streams the state of the index as state chunks.
     NOT_FOUND: unknown model. UNAVAILABLE: no indexer.
     """
-    GetBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetBusyThresholdsRequest, _types_pb2.BusyThresholds]
+    GetBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetBusyThresholdsRequest, _types_pb2.GetBusyThresholdsResponse]
     """Tells a model's busy thresholds.
     INVALID_ARGUMENT: empty model.
     """
-    SetBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.SetBusyThresholdsRequest, _types_pb2.BusyThresholds]
+    SetBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.SetBusyThresholdsRequest, _types_pb2.SetBusyThresholdsResponse]
     """Changes a model's busy thresholds on every scheduler.
     INVALID_ARGUMENT: empty model, a threshold out of range, a threshold both set and cleared.
     """
     ListBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.ListBusyThresholdsRequest, _types_pb2.ListBusyThresholdsResponse]
     """Lists the thresholds of all models."""
-    GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _gateway_pb2.GatewayStatus]
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _gateway_pb2.GatewayGetStatusResponse]
     """Reports the state of the gateway and of what it depends on.
     NOT_FOUND: unknown model.
     """
@@ -131,7 +131,7 @@ class GatewayAsyncStub(GatewayStub):
     INVALID_ARGUMENT: a field of the worker is out of range.
     UNAVAILABLE: an indexer or scheduler could not be told; it is told as soon as it is back.
     """
-    UpdateWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.RegisterWorkerResponse]  # type: ignore[assignment]
+    UpdateWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.UpdateWorkerResponse]  # type: ignore[assignment]
     """Replaces the registration of a known worker everywhere.
     INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
     """
@@ -166,11 +166,11 @@ class GatewayAsyncStub(GatewayStub):
     UNAVAILABLE: the engines failed before the first token. INTERNAL: an engine failed after its first token; what was
     generated has been delivered. DEADLINE_EXCEEDED: the client did not read.
     """
-    MarkPrefillComplete: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.MarkPrefillCompleteResponse]  # type: ignore[assignment]
+    MarkPrefillComplete: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.MarkPrefillCompleteRequest, _scheduler_pb2.MarkPrefillCompleteResponse]  # type: ignore[assignment]
     """Reports the first token of a request that Route booked.
     INVALID_ARGUMENT: no request_id. NOT_FOUND: unknown request.
     """
-    Free: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.FreeResponse]  # type: ignore[assignment]
+    Free: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FreeRequest, _scheduler_pb2.FreeResponse]  # type: ignore[assignment]
     """Ends a request that Route booked. Unknown or repeated: OK, and says so.
     INVALID_ARGUMENT: no request_id.
     """
@@ -187,7 +187,7 @@ class GatewayAsyncStub(GatewayStub):
     """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that decides
     has them.
     """
-    GetPotentialLoads: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GatewayPotentialLoadsRequest, _scheduler_pb2.PotentialLoadsResponse]  # type: ignore[assignment]
+    GetPotentialLoads: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GatewayGetPotentialLoadsRequest, _scheduler_pb2.GetPotentialLoadsResponse]  # type: ignore[assignment]
     """The load of each worker, now and with a given prompt added.
     INVALID_ARGUMENT: empty model. NOT_FOUND: the model was never seen.
     """
@@ -195,17 +195,17 @@ class GatewayAsyncStub(GatewayStub):
     """Streams the state of the index as state chunks.
     NOT_FOUND: unknown model. UNAVAILABLE: no indexer.
     """
-    GetBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.GetBusyThresholdsRequest, _types_pb2.BusyThresholds]  # type: ignore[assignment]
+    GetBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.GetBusyThresholdsRequest, _types_pb2.GetBusyThresholdsResponse]  # type: ignore[assignment]
     """Tells a model's busy thresholds.
     INVALID_ARGUMENT: empty model.
     """
-    SetBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.SetBusyThresholdsRequest, _types_pb2.BusyThresholds]  # type: ignore[assignment]
+    SetBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.SetBusyThresholdsRequest, _types_pb2.SetBusyThresholdsResponse]  # type: ignore[assignment]
     """Changes a model's busy thresholds on every scheduler.
     INVALID_ARGUMENT: empty model, a threshold out of range, a threshold both set and cleared.
     """
     ListBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.ListBusyThresholdsRequest, _types_pb2.ListBusyThresholdsResponse]  # type: ignore[assignment]
     """Lists the thresholds of all models."""
-    GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _gateway_pb2.GatewayStatus]  # type: ignore[assignment]
+    GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _gateway_pb2.GatewayGetStatusResponse]  # type: ignore[assignment]
     """Reports the state of the gateway and of what it depends on.
     NOT_FOUND: unknown model.
     """
@@ -229,7 +229,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _workers_pb2.UpdateWorkerRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_workers_pb2.RegisterWorkerResponse, _abc.Awaitable[_workers_pb2.RegisterWorkerResponse]]:
+    ) -> _typing.Union[_workers_pb2.UpdateWorkerResponse, _abc.Awaitable[_workers_pb2.UpdateWorkerResponse]]:
         """Replaces the registration of a known worker everywhere.
         INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
         """
@@ -304,7 +304,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def MarkPrefillComplete(
         self,
-        request: _scheduler_pb2.RequestRef,
+        request: _scheduler_pb2.MarkPrefillCompleteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.MarkPrefillCompleteResponse, _abc.Awaitable[_scheduler_pb2.MarkPrefillCompleteResponse]]:
         """Reports the first token of a request that Route booked.
@@ -314,7 +314,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Free(
         self,
-        request: _scheduler_pb2.RequestRef,
+        request: _scheduler_pb2.FreeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.FreeResponse, _abc.Awaitable[_scheduler_pb2.FreeResponse]]:
         """Ends a request that Route booked. Unknown or repeated: OK, and says so.
@@ -355,9 +355,9 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def GetPotentialLoads(
         self,
-        request: _gateway_pb2.GatewayPotentialLoadsRequest,
+        request: _gateway_pb2.GatewayGetPotentialLoadsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.PotentialLoadsResponse, _abc.Awaitable[_scheduler_pb2.PotentialLoadsResponse]]:
+    ) -> _typing.Union[_scheduler_pb2.GetPotentialLoadsResponse, _abc.Awaitable[_scheduler_pb2.GetPotentialLoadsResponse]]:
         """The load of each worker, now and with a given prompt added.
         INVALID_ARGUMENT: empty model. NOT_FOUND: the model was never seen.
         """
@@ -377,7 +377,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _types_pb2.GetBusyThresholdsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_types_pb2.BusyThresholds, _abc.Awaitable[_types_pb2.BusyThresholds]]:
+    ) -> _typing.Union[_types_pb2.GetBusyThresholdsResponse, _abc.Awaitable[_types_pb2.GetBusyThresholdsResponse]]:
         """Tells a model's busy thresholds.
         INVALID_ARGUMENT: empty model.
         """
@@ -387,7 +387,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _types_pb2.SetBusyThresholdsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_types_pb2.BusyThresholds, _abc.Awaitable[_types_pb2.BusyThresholds]]:
+    ) -> _typing.Union[_types_pb2.SetBusyThresholdsResponse, _abc.Awaitable[_types_pb2.SetBusyThresholdsResponse]]:
         """Changes a model's busy thresholds on every scheduler.
         INVALID_ARGUMENT: empty model, a threshold out of range, a threshold both set and cleared.
         """
@@ -405,7 +405,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _types_pb2.GetStatusRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_gateway_pb2.GatewayStatus, _abc.Awaitable[_gateway_pb2.GatewayStatus]]:
+    ) -> _typing.Union[_gateway_pb2.GatewayGetStatusResponse, _abc.Awaitable[_gateway_pb2.GatewayGetStatusResponse]]:
         """Reports the state of the gateway and of what it depends on.
         NOT_FOUND: unknown model.
         """

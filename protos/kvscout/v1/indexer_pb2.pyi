@@ -720,7 +720,7 @@ class SourceStatus(_message.Message):
 Global___SourceStatus: _TypeAlias = SourceStatus  # noqa: Y015
 
 @_typing.final
-class IndexerStatus(_message.Message):
+class IndexerGetStatusResponse(_message.Message):
     """State of the indexer."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -761,7 +761,7 @@ class IndexerStatus(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___IndexerStatus: _TypeAlias = IndexerStatus  # noqa: Y015
+Global___IndexerGetStatusResponse: _TypeAlias = IndexerGetStatusResponse  # noqa: Y015
 
 @_typing.final
 class ResetWorkerRequest(_message.Message):

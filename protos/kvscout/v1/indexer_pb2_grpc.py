@@ -46,7 +46,7 @@ class IndexerStub:
         self.UpdateWorker = channel.unary_unary(
                 '/kvscout.v1.Indexer/UpdateWorker',
                 request_serializer=kvscout_dot_v1_dot_workers__pb2.UpdateWorkerRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_workers__pb2.RegisterWorkerResponse.FromString,
+                response_deserializer=kvscout_dot_v1_dot_workers__pb2.UpdateWorkerResponse.FromString,
                 _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/kvscout.v1.Indexer/DrainWorker',
@@ -96,7 +96,7 @@ class IndexerStub:
         self.GetStatus = channel.unary_unary(
                 '/kvscout.v1.Indexer/GetStatus',
                 request_serializer=kvscout_dot_v1_dot_types__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_indexer__pb2.IndexerStatus.FromString,
+                response_deserializer=kvscout_dot_v1_dot_indexer__pb2.IndexerGetStatusResponse.FromString,
                 _registered_method=True)
         self.ResetWorker = channel.unary_unary(
                 '/kvscout.v1.Indexer/ResetWorker',
@@ -240,7 +240,7 @@ def add_IndexerServicer_to_server(servicer, server):
             'UpdateWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateWorker,
                     request_deserializer=kvscout_dot_v1_dot_workers__pb2.UpdateWorkerRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_workers__pb2.RegisterWorkerResponse.SerializeToString,
+                    response_serializer=kvscout_dot_v1_dot_workers__pb2.UpdateWorkerResponse.SerializeToString,
             ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
@@ -290,7 +290,7 @@ def add_IndexerServicer_to_server(servicer, server):
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
                     request_deserializer=kvscout_dot_v1_dot_types__pb2.GetStatusRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_indexer__pb2.IndexerStatus.SerializeToString,
+                    response_serializer=kvscout_dot_v1_dot_indexer__pb2.IndexerGetStatusResponse.SerializeToString,
             ),
             'ResetWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetWorker,
@@ -352,7 +352,7 @@ class Indexer:
             target,
             '/kvscout.v1.Indexer/UpdateWorker',
             kvscout_dot_v1_dot_workers__pb2.UpdateWorkerRequest.SerializeToString,
-            kvscout_dot_v1_dot_workers__pb2.RegisterWorkerResponse.FromString,
+            kvscout_dot_v1_dot_workers__pb2.UpdateWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -622,7 +622,7 @@ class Indexer:
             target,
             '/kvscout.v1.Indexer/GetStatus',
             kvscout_dot_v1_dot_types__pb2.GetStatusRequest.SerializeToString,
-            kvscout_dot_v1_dot_indexer__pb2.IndexerStatus.FromString,
+            kvscout_dot_v1_dot_indexer__pb2.IndexerGetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,7 +40,7 @@ class IndexerStub:
     """Registers a worker and starts to ingest its events.
     INVALID_ARGUMENT: a field of the worker is out of range.
     """
-    UpdateWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.RegisterWorkerResponse]
+    UpdateWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.UpdateWorkerResponse]
     """Replaces the registration of a known worker.
     INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
     """
@@ -95,7 +95,7 @@ class IndexerStub:
     """Streams the state of the index as state chunks, source by source, each one consistent cut.
     NOT_FOUND: unknown model or worker.
     """
-    GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _indexer_pb2.IndexerStatus]
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _indexer_pb2.IndexerGetStatusResponse]
     """Reports the state of every index and source.
     NOT_FOUND: unknown model.
     """
@@ -113,7 +113,7 @@ class IndexerAsyncStub(IndexerStub):
     """Registers a worker and starts to ingest its events.
     INVALID_ARGUMENT: a field of the worker is out of range.
     """
-    UpdateWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.RegisterWorkerResponse]  # type: ignore[assignment]
+    UpdateWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.UpdateWorkerResponse]  # type: ignore[assignment]
     """Replaces the registration of a known worker.
     INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
     """
@@ -168,7 +168,7 @@ class IndexerAsyncStub(IndexerStub):
     """Streams the state of the index as state chunks, source by source, each one consistent cut.
     NOT_FOUND: unknown model or worker.
     """
-    GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _indexer_pb2.IndexerStatus]  # type: ignore[assignment]
+    GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _indexer_pb2.IndexerGetStatusResponse]  # type: ignore[assignment]
     """Reports the state of every index and source.
     NOT_FOUND: unknown model.
     """
@@ -195,7 +195,7 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _workers_pb2.UpdateWorkerRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_workers_pb2.RegisterWorkerResponse, _abc.Awaitable[_workers_pb2.RegisterWorkerResponse]]:
+    ) -> _typing.Union[_workers_pb2.UpdateWorkerResponse, _abc.Awaitable[_workers_pb2.UpdateWorkerResponse]]:
         """Replaces the registration of a known worker.
         INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
         """
@@ -310,7 +310,7 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _types_pb2.GetStatusRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_indexer_pb2.IndexerStatus, _abc.Awaitable[_indexer_pb2.IndexerStatus]]:
+    ) -> _typing.Union[_indexer_pb2.IndexerGetStatusResponse, _abc.Awaitable[_indexer_pb2.IndexerGetStatusResponse]]:
         """Reports the state of every index and source.
         NOT_FOUND: unknown model.
         """

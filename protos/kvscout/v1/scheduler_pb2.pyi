@@ -20,6 +20,54 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _IneligibleReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _IneligibleReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IneligibleReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    INELIGIBLE_REASON_UNSPECIFIED: _IneligibleReason.ValueType  # 0
+    """It could."""
+    INELIGIBLE_REASON_NOT_ALLOWED: _IneligibleReason.ValueType  # 1
+    """It is none of allowed_worker_ids."""
+    INELIGIBLE_REASON_NOT_PINNED: _IneligibleReason.ValueType  # 2
+    """Another worker or rank is pinned."""
+    INELIGIBLE_REASON_EXCLUDED: _IneligibleReason.ValueType  # 3
+    """It is one of excluded_worker_ids."""
+    INELIGIBLE_REASON_LABELS: _IneligibleReason.ValueType  # 4
+    """It lacks a required label."""
+    INELIGIBLE_REASON_ADAPTER: _IneligibleReason.ValueType  # 5
+    """It has not loaded the LoRA adapter."""
+    INELIGIBLE_REASON_DRAINING: _IneligibleReason.ValueType  # 6
+    """It drains."""
+    INELIGIBLE_REASON_COOLING_DOWN: _IneligibleReason.ValueType  # 7
+    """It failed a request a short while ago."""
+    INELIGIBLE_REASON_BUSY: _IneligibleReason.ValueType  # 8
+    """It is over a busy threshold."""
+
+class IneligibleReason(_IneligibleReason, metaclass=_IneligibleReasonEnumTypeWrapper):
+    """Why a worker rank could not be chosen."""
+
+INELIGIBLE_REASON_UNSPECIFIED: IneligibleReason.ValueType  # 0
+"""It could."""
+INELIGIBLE_REASON_NOT_ALLOWED: IneligibleReason.ValueType  # 1
+"""It is none of allowed_worker_ids."""
+INELIGIBLE_REASON_NOT_PINNED: IneligibleReason.ValueType  # 2
+"""Another worker or rank is pinned."""
+INELIGIBLE_REASON_EXCLUDED: IneligibleReason.ValueType  # 3
+"""It is one of excluded_worker_ids."""
+INELIGIBLE_REASON_LABELS: IneligibleReason.ValueType  # 4
+"""It lacks a required label."""
+INELIGIBLE_REASON_ADAPTER: IneligibleReason.ValueType  # 5
+"""It has not loaded the LoRA adapter."""
+INELIGIBLE_REASON_DRAINING: IneligibleReason.ValueType  # 6
+"""It drains."""
+INELIGIBLE_REASON_COOLING_DOWN: IneligibleReason.ValueType  # 7
+"""It failed a request a short while ago."""
+INELIGIBLE_REASON_BUSY: IneligibleReason.ValueType  # 8
+"""It is over a busy threshold."""
+Global___IneligibleReason: _TypeAlias = IneligibleReason  # noqa: Y015
+
 class _FreeOutcome:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -379,10 +427,8 @@ class Candidate(_message.Message):
     PROBABILITY_FIELD_NUMBER: _builtins.int
     eligible: _builtins.bool
     """True = it could be chosen."""
-    ineligible_reason: _builtins.str
-    """Why not, where it could not: "not allowed", "not pinned", "labels", "adapter", "draining", "cooling down",
-    "busy", "excluded".
-    """
+    ineligible_reason: Global___IneligibleReason.ValueType
+    """Why not, where it could not."""
     device_blocks: _builtins.int
     """Device overlap, in blocks."""
     host_blocks: _builtins.int
@@ -408,7 +454,7 @@ class Candidate(_message.Message):
         *,
         worker: _types_pb2.WorkerRank | None = ...,
         eligible: _builtins.bool = ...,
-        ineligible_reason: _builtins.str = ...,
+        ineligible_reason: Global___IneligibleReason.ValueType = ...,
         device_blocks: _builtins.int = ...,
         host_blocks: _builtins.int = ...,
         disk_blocks: _builtins.int = ...,
@@ -553,6 +599,44 @@ class RequestRef(_message.Message):
 Global___RequestRef: _TypeAlias = RequestRef  # noqa: Y015
 
 @_typing.final
+class MarkPrefillCompleteRequest(_message.Message):
+    """The first token of a request is out. Fields 1 to 5 are those of RequestRef."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model; required."""
+    tenant: _builtins.str
+    """Tenant; unset = "default"."""
+    role: _types_pb2.Role.ValueType
+    """Role; unset = aggregated."""
+    request_id: _builtins.str
+    """Request id; required."""
+    attempt_id: _builtins.int
+    """Attempt; unset = 0."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        role: _types_pb2.Role.ValueType = ...,
+        request_id: _builtins.str = ...,
+        attempt_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "model", b"model", "request_id", b"request_id", "role", b"role", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MarkPrefillCompleteRequest: _TypeAlias = MarkPrefillCompleteRequest  # noqa: Y015
+
+@_typing.final
 class MarkPrefillCompleteResponse(_message.Message):
     """Answer to MarkPrefillComplete."""
 
@@ -576,31 +660,41 @@ Global___MarkPrefillCompleteResponse: _TypeAlias = MarkPrefillCompleteResponse  
 
 @_typing.final
 class AddOutputRequest(_message.Message):
-    """Generated blocks."""
+    """Generated blocks of a request. Fields 1 to 5 are those of RequestRef."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model; required."""
+    tenant: _builtins.str
+    """Tenant; unset = "default"."""
+    role: _types_pb2.Role.ValueType
+    """Role; unset = aggregated."""
+    request_id: _builtins.str
+    """Request id; required."""
+    attempt_id: _builtins.int
+    """Attempt; unset = 0."""
     blocks: _builtins.int
     """Blocks filled since the last call; >= 1."""
-    tenant: _builtins.str
-    """Tenant; unset = "default". The request's own, where it names one, must agree."""
-    @_builtins.property
-    def request(self) -> Global___RequestRef:
-        """The request; required."""
-
     def __init__(
         self,
         *,
-        request: Global___RequestRef | None = ...,
-        blocks: _builtins.int = ...,
+        model: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        role: _types_pb2.Role.ValueType = ...,
+        request_id: _builtins.str = ...,
+        attempt_id: _builtins.int = ...,
+        blocks: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "request", b"request", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "blocks", b"blocks", "model", b"model", "request_id", b"request_id", "role", b"role", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -627,6 +721,44 @@ class AddOutputResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AddOutputResponse: _TypeAlias = AddOutputResponse  # noqa: Y015
+
+@_typing.final
+class FreeRequest(_message.Message):
+    """Ends a request. Fields 1 to 5 are those of RequestRef."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model; required."""
+    tenant: _builtins.str
+    """Tenant; unset = "default"."""
+    role: _types_pb2.Role.ValueType
+    """Role; unset = aggregated."""
+    request_id: _builtins.str
+    """Request id; required."""
+    attempt_id: _builtins.int
+    """Attempt; unset = 0."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        role: _types_pb2.Role.ValueType = ...,
+        request_id: _builtins.str = ...,
+        attempt_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "model", b"model", "request_id", b"request_id", "role", b"role", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FreeRequest: _TypeAlias = FreeRequest  # noqa: Y015
 
 @_typing.final
 class FreeResponse(_message.Message):
@@ -780,13 +912,13 @@ class LifecycleHello(_message.Message):
 
     OWNER_ID_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
-    OPENED_AT_FIELD_NUMBER: _builtins.int
+    OPENED_UNIX_US_FIELD_NUMBER: _builtins.int
     HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """Owner id, unique among gateways; kept over reconnects; printable, at most 256 bytes. Required. Owners whose tokens
     are bound to different tenants are different owners, whatever their ids.
     """
-    opened_at: _builtins.int
+    opened_unix_us: _builtins.int
     """When the owner opened this stream: microseconds since the Unix epoch by its own clock, more from stream to stream. Of
     its streams, at whichever replicas and in whichever order they are read there, the one opened last counts.
     Unset = when the scheduler reads it. More than a second ahead of the scheduler's clock counts as a second ahead.
@@ -805,12 +937,12 @@ class LifecycleHello(_message.Message):
         *,
         owner_id: _builtins.str = ...,
         in_flight: _abc.Iterable[Global___RequestRef] | None = ...,
-        opened_at: _builtins.int = ...,
+        opened_unix_us: _builtins.int = ...,
         heartbeat_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_ms", b"heartbeat_ms", "in_flight", b"in_flight", "opened_at", b"opened_at", "owner_id", b"owner_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_ms", b"heartbeat_ms", "in_flight", b"in_flight", "opened_unix_us", b"opened_unix_us", "owner_id", b"owner_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -964,7 +1096,7 @@ class LifecycleResponse(_message.Message):
 Global___LifecycleResponse: _TypeAlias = LifecycleResponse  # noqa: Y015
 
 @_typing.final
-class PotentialLoadsRequest(_message.Message):
+class SchedulerGetPotentialLoadsRequest(_message.Message):
     """Asks for loads."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1017,7 +1149,7 @@ class PotentialLoadsRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PotentialLoadsRequest: _TypeAlias = PotentialLoadsRequest  # noqa: Y015
+Global___SchedulerGetPotentialLoadsRequest: _TypeAlias = SchedulerGetPotentialLoadsRequest  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):
@@ -1088,7 +1220,7 @@ class WorkerLoad(_message.Message):
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
 
 @_typing.final
-class PotentialLoadsResponse(_message.Message):
+class GetPotentialLoadsResponse(_message.Message):
     """Loads, ordered by worker rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1109,7 +1241,7 @@ class PotentialLoadsResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PotentialLoadsResponse: _TypeAlias = PotentialLoadsResponse  # noqa: Y015
+Global___GetPotentialLoadsResponse: _TypeAlias = GetPotentialLoadsResponse  # noqa: Y015
 
 @_typing.final
 class ListActiveRequestsRequest(_message.Message):
@@ -1120,26 +1252,30 @@ class ListActiveRequestsRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
-    LIMIT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Tenant; unset = "default"."""
     model: _builtins.str
     """Only this model; unset = all."""
     worker_id: _builtins.str
     """Only this worker; unset = all."""
-    limit: _builtins.int
-    """At most this many; 0 or unset = 1,000."""
+    page_size: _builtins.int
+    """At most this many; 0 or unset = 1,000; above 10,000 = 10,000."""
+    page_token: _builtins.str
+    """next_page_token of the answer before, to go on behind it; unset = from the beginning. The other fields stay as they were."""
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         model: _builtins.str = ...,
         worker_id: _builtins.str = ...,
-        limit: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "model", b"model", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "page_size", b"page_size", "page_token", b"page_token", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1213,8 +1349,13 @@ class ListActiveRequestsResponse(_message.Message):
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     total: _builtins.int
     """Requests in all, listed or not."""
+    next_page_token: _builtins.str
+    """Set = there are more: the page_token to ask for them with. What was booked or freed meanwhile may be in none of the
+    pages; what was there all the time is in exactly one.
+    """
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___ActiveRequest]:
         """One entry a request."""
@@ -1224,10 +1365,11 @@ class ListActiveRequestsResponse(_message.Message):
         *,
         requests: _abc.Iterable[Global___ActiveRequest] | None = ...,
         total: _builtins.int = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "requests", b"requests", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1579,7 +1721,7 @@ Global___WatchLoadsRequest: _TypeAlias = WatchLoadsRequest  # noqa: Y015
 
 @_typing.final
 class WatchLoadsResponse(_message.Message):
-    """Loads now."""
+    """Loads now, ordered by worker rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1637,15 +1779,15 @@ class WatchDecisionsResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TIMESTAMP_FIELD_NUMBER: _builtins.int
+    DECIDED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     ISL_TOKENS_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
-    timestamp: _builtins.float
-    """Seconds since the Unix epoch."""
+    decided_unix_seconds: _builtins.float
+    """When it was made, in seconds since the Unix epoch."""
     isl_tokens: _builtins.int
     """Prompt length in tokens."""
     code: _builtins.int
@@ -1665,7 +1807,7 @@ class WatchDecisionsResponse(_message.Message):
     def __init__(
         self,
         *,
-        timestamp: _builtins.float = ...,
+        decided_unix_seconds: _builtins.float = ...,
         request: Global___RequestRef | None = ...,
         isl_tokens: _builtins.int = ...,
         decision: Global___SelectResponse | None = ...,
@@ -1675,7 +1817,7 @@ class WatchDecisionsResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "decision", b"decision", "isl_tokens", b"isl_tokens", "lost", b"lost", "message", b"message", "request", b"request", "timestamp", b"timestamp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "decided_unix_seconds", b"decided_unix_seconds", "decision", b"decision", "isl_tokens", b"isl_tokens", "lost", b"lost", "message", b"message", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1736,7 +1878,7 @@ class PoolLoad(_message.Message):
 Global___PoolLoad: _TypeAlias = PoolLoad  # noqa: Y015
 
 @_typing.final
-class SchedulerStatus(_message.Message):
+class SchedulerGetStatusResponse(_message.Message):
     """State of the scheduler."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1809,4 +1951,4 @@ class SchedulerStatus(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SchedulerStatus: _TypeAlias = SchedulerStatus  # noqa: Y015
+Global___SchedulerGetStatusResponse: _TypeAlias = SchedulerGetStatusResponse  # noqa: Y015

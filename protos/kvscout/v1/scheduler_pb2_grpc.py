@@ -45,7 +45,7 @@ class SchedulerStub:
         self.UpdateWorker = channel.unary_unary(
                 '/kvscout.v1.Scheduler/UpdateWorker',
                 request_serializer=kvscout_dot_v1_dot_workers__pb2.UpdateWorkerRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_workers__pb2.RegisterWorkerResponse.FromString,
+                response_deserializer=kvscout_dot_v1_dot_workers__pb2.UpdateWorkerResponse.FromString,
                 _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/kvscout.v1.Scheduler/DrainWorker',
@@ -84,7 +84,7 @@ class SchedulerStub:
                 _registered_method=True)
         self.MarkPrefillComplete = channel.unary_unary(
                 '/kvscout.v1.Scheduler/MarkPrefillComplete',
-                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.RequestRef.SerializeToString,
+                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.MarkPrefillCompleteRequest.SerializeToString,
                 response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.MarkPrefillCompleteResponse.FromString,
                 _registered_method=True)
         self.AddOutput = channel.unary_unary(
@@ -94,7 +94,7 @@ class SchedulerStub:
                 _registered_method=True)
         self.Free = channel.unary_unary(
                 '/kvscout.v1.Scheduler/Free',
-                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.RequestRef.SerializeToString,
+                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.FreeRequest.SerializeToString,
                 response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.FreeResponse.FromString,
                 _registered_method=True)
         self.Renew = channel.unary_unary(
@@ -109,8 +109,8 @@ class SchedulerStub:
                 _registered_method=True)
         self.GetPotentialLoads = channel.unary_unary(
                 '/kvscout.v1.Scheduler/GetPotentialLoads',
-                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.PotentialLoadsRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.PotentialLoadsResponse.FromString,
+                request_serializer=kvscout_dot_v1_dot_scheduler__pb2.SchedulerGetPotentialLoadsRequest.SerializeToString,
+                response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.GetPotentialLoadsResponse.FromString,
                 _registered_method=True)
         self.ListActiveRequests = channel.unary_unary(
                 '/kvscout.v1.Scheduler/ListActiveRequests',
@@ -135,12 +135,12 @@ class SchedulerStub:
         self.GetBusyThresholds = channel.unary_unary(
                 '/kvscout.v1.Scheduler/GetBusyThresholds',
                 request_serializer=kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_types__pb2.BusyThresholds.FromString,
+                response_deserializer=kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsResponse.FromString,
                 _registered_method=True)
         self.SetBusyThresholds = channel.unary_unary(
                 '/kvscout.v1.Scheduler/SetBusyThresholds',
                 request_serializer=kvscout_dot_v1_dot_types__pb2.SetBusyThresholdsRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_types__pb2.BusyThresholds.FromString,
+                response_deserializer=kvscout_dot_v1_dot_types__pb2.SetBusyThresholdsResponse.FromString,
                 _registered_method=True)
         self.ListBusyThresholds = channel.unary_unary(
                 '/kvscout.v1.Scheduler/ListBusyThresholds',
@@ -165,7 +165,7 @@ class SchedulerStub:
         self.GetStatus = channel.unary_unary(
                 '/kvscout.v1.Scheduler/GetStatus',
                 request_serializer=kvscout_dot_v1_dot_types__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.SchedulerStatus.FromString,
+                response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.SchedulerGetStatusResponse.FromString,
                 _registered_method=True)
 
 
@@ -401,7 +401,7 @@ def add_SchedulerServicer_to_server(servicer, server):
             'UpdateWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateWorker,
                     request_deserializer=kvscout_dot_v1_dot_workers__pb2.UpdateWorkerRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_workers__pb2.RegisterWorkerResponse.SerializeToString,
+                    response_serializer=kvscout_dot_v1_dot_workers__pb2.UpdateWorkerResponse.SerializeToString,
             ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
@@ -440,7 +440,7 @@ def add_SchedulerServicer_to_server(servicer, server):
             ),
             'MarkPrefillComplete': grpc.unary_unary_rpc_method_handler(
                     servicer.MarkPrefillComplete,
-                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.RequestRef.FromString,
+                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.MarkPrefillCompleteRequest.FromString,
                     response_serializer=kvscout_dot_v1_dot_scheduler__pb2.MarkPrefillCompleteResponse.SerializeToString,
             ),
             'AddOutput': grpc.unary_unary_rpc_method_handler(
@@ -450,7 +450,7 @@ def add_SchedulerServicer_to_server(servicer, server):
             ),
             'Free': grpc.unary_unary_rpc_method_handler(
                     servicer.Free,
-                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.RequestRef.FromString,
+                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.FreeRequest.FromString,
                     response_serializer=kvscout_dot_v1_dot_scheduler__pb2.FreeResponse.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
@@ -465,8 +465,8 @@ def add_SchedulerServicer_to_server(servicer, server):
             ),
             'GetPotentialLoads': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPotentialLoads,
-                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.PotentialLoadsRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_scheduler__pb2.PotentialLoadsResponse.SerializeToString,
+                    request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.SchedulerGetPotentialLoadsRequest.FromString,
+                    response_serializer=kvscout_dot_v1_dot_scheduler__pb2.GetPotentialLoadsResponse.SerializeToString,
             ),
             'ListActiveRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListActiveRequests,
@@ -491,12 +491,12 @@ def add_SchedulerServicer_to_server(servicer, server):
             'GetBusyThresholds': grpc.unary_unary_rpc_method_handler(
                     servicer.GetBusyThresholds,
                     request_deserializer=kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_types__pb2.BusyThresholds.SerializeToString,
+                    response_serializer=kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsResponse.SerializeToString,
             ),
             'SetBusyThresholds': grpc.unary_unary_rpc_method_handler(
                     servicer.SetBusyThresholds,
                     request_deserializer=kvscout_dot_v1_dot_types__pb2.SetBusyThresholdsRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_types__pb2.BusyThresholds.SerializeToString,
+                    response_serializer=kvscout_dot_v1_dot_types__pb2.SetBusyThresholdsResponse.SerializeToString,
             ),
             'ListBusyThresholds': grpc.unary_unary_rpc_method_handler(
                     servicer.ListBusyThresholds,
@@ -521,7 +521,7 @@ def add_SchedulerServicer_to_server(servicer, server):
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
                     request_deserializer=kvscout_dot_v1_dot_types__pb2.GetStatusRequest.FromString,
-                    response_serializer=kvscout_dot_v1_dot_scheduler__pb2.SchedulerStatus.SerializeToString,
+                    response_serializer=kvscout_dot_v1_dot_scheduler__pb2.SchedulerGetStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -578,7 +578,7 @@ class Scheduler:
             target,
             '/kvscout.v1.Scheduler/UpdateWorker',
             kvscout_dot_v1_dot_workers__pb2.UpdateWorkerRequest.SerializeToString,
-            kvscout_dot_v1_dot_workers__pb2.RegisterWorkerResponse.FromString,
+            kvscout_dot_v1_dot_workers__pb2.UpdateWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -793,7 +793,7 @@ class Scheduler:
             request,
             target,
             '/kvscout.v1.Scheduler/MarkPrefillComplete',
-            kvscout_dot_v1_dot_scheduler__pb2.RequestRef.SerializeToString,
+            kvscout_dot_v1_dot_scheduler__pb2.MarkPrefillCompleteRequest.SerializeToString,
             kvscout_dot_v1_dot_scheduler__pb2.MarkPrefillCompleteResponse.FromString,
             options,
             channel_credentials,
@@ -847,7 +847,7 @@ class Scheduler:
             request,
             target,
             '/kvscout.v1.Scheduler/Free',
-            kvscout_dot_v1_dot_scheduler__pb2.RequestRef.SerializeToString,
+            kvscout_dot_v1_dot_scheduler__pb2.FreeRequest.SerializeToString,
             kvscout_dot_v1_dot_scheduler__pb2.FreeResponse.FromString,
             options,
             channel_credentials,
@@ -928,8 +928,8 @@ class Scheduler:
             request,
             target,
             '/kvscout.v1.Scheduler/GetPotentialLoads',
-            kvscout_dot_v1_dot_scheduler__pb2.PotentialLoadsRequest.SerializeToString,
-            kvscout_dot_v1_dot_scheduler__pb2.PotentialLoadsResponse.FromString,
+            kvscout_dot_v1_dot_scheduler__pb2.SchedulerGetPotentialLoadsRequest.SerializeToString,
+            kvscout_dot_v1_dot_scheduler__pb2.GetPotentialLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1064,7 +1064,7 @@ class Scheduler:
             target,
             '/kvscout.v1.Scheduler/GetBusyThresholds',
             kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsRequest.SerializeToString,
-            kvscout_dot_v1_dot_types__pb2.BusyThresholds.FromString,
+            kvscout_dot_v1_dot_types__pb2.GetBusyThresholdsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1091,7 +1091,7 @@ class Scheduler:
             target,
             '/kvscout.v1.Scheduler/SetBusyThresholds',
             kvscout_dot_v1_dot_types__pb2.SetBusyThresholdsRequest.SerializeToString,
-            kvscout_dot_v1_dot_types__pb2.BusyThresholds.FromString,
+            kvscout_dot_v1_dot_types__pb2.SetBusyThresholdsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1226,7 +1226,7 @@ class Scheduler:
             target,
             '/kvscout.v1.Scheduler/GetStatus',
             kvscout_dot_v1_dot_types__pb2.GetStatusRequest.SerializeToString,
-            kvscout_dot_v1_dot_scheduler__pb2.SchedulerStatus.FromString,
+            kvscout_dot_v1_dot_scheduler__pb2.SchedulerGetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

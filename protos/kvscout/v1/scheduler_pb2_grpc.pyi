@@ -39,7 +39,7 @@ class SchedulerStub:
     """Registers a worker.
     INVALID_ARGUMENT: a field of the worker is out of range.
     """
-    UpdateWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.RegisterWorkerResponse]
+    UpdateWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.UpdateWorkerResponse]
     """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another model, role
     or block size, they count for no worker until they end by themselves.
     INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
@@ -78,7 +78,7 @@ class SchedulerStub:
     INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown model or worker.
     ALREADY_EXISTS, CANCELLED: as above.
     """
-    MarkPrefillComplete: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.MarkPrefillCompleteResponse]
+    MarkPrefillComplete: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.MarkPrefillCompleteRequest, _scheduler_pb2.MarkPrefillCompleteResponse]
     """The first token is out: the request's prefill tokens are done.
     INVALID_ARGUMENT: no request_id. NOT_FOUND: unknown request.
     """
@@ -87,7 +87,7 @@ class SchedulerStub:
     INVALID_ARGUMENT: no request_id. NOT_FOUND: unknown request.
     FAILED_PRECONDITION: output tracking is off (--router-track-output-blocks).
     """
-    Free: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.FreeResponse]
+    Free: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FreeRequest, _scheduler_pb2.FreeResponse]
     """Releases everything a request holds; implies prefill complete. Unknown or repeated: OK, and says so.
     INVALID_ARGUMENT: no request_id.
     """
@@ -102,7 +102,7 @@ class SchedulerStub:
     INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION: the owner has a stream open that it
     opened later. DEADLINE_EXCEEDED: the owner has said how often it would be heard, and is not.
     """
-    GetPotentialLoads: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PotentialLoadsRequest, _scheduler_pb2.PotentialLoadsResponse]
+    GetPotentialLoads: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SchedulerGetPotentialLoadsRequest, _scheduler_pb2.GetPotentialLoadsResponse]
     """The load of each worker, now and with a given prompt added.
     INVALID_ARGUMENT: empty model. NOT_FOUND: the model was never seen.
     """
@@ -121,11 +121,11 @@ class SchedulerStub:
     """Ends cool-downs before their time, at every replica. For administrators.
     NOT_FOUND: unknown worker.
     """
-    GetBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetBusyThresholdsRequest, _types_pb2.BusyThresholds]
+    GetBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetBusyThresholdsRequest, _types_pb2.GetBusyThresholdsResponse]
     """Tells a model's busy thresholds; unset fields are off.
     INVALID_ARGUMENT: empty model.
     """
-    SetBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.SetBusyThresholdsRequest, _types_pb2.BusyThresholds]
+    SetBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.SetBusyThresholdsRequest, _types_pb2.SetBusyThresholdsResponse]
     """Changes a model's busy thresholds; they apply from the next selection on.
     INVALID_ARGUMENT: empty model, a threshold out of range, a threshold both set and cleared.
     """
@@ -139,7 +139,7 @@ class SchedulerStub:
     """
     WatchDecisions: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchDecisionsRequest, _scheduler_pb2.WatchDecisionsResponse]
     """Streams decisions as they are made. A reader that falls behind loses the oldest, and is told how many."""
-    GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _scheduler_pb2.SchedulerStatus]
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _scheduler_pb2.SchedulerGetStatusResponse]
     """Reports the state of the scheduler.
     NOT_FOUND: unknown model.
     """
@@ -153,7 +153,7 @@ class SchedulerAsyncStub(SchedulerStub):
     """Registers a worker.
     INVALID_ARGUMENT: a field of the worker is out of range.
     """
-    UpdateWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.RegisterWorkerResponse]  # type: ignore[assignment]
+    UpdateWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.UpdateWorkerResponse]  # type: ignore[assignment]
     """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another model, role
     or block size, they count for no worker until they end by themselves.
     INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
@@ -192,7 +192,7 @@ class SchedulerAsyncStub(SchedulerStub):
     INVALID_ARGUMENT: a field is missing. NOT_FOUND: unknown model or worker.
     ALREADY_EXISTS, CANCELLED: as above.
     """
-    MarkPrefillComplete: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.MarkPrefillCompleteResponse]  # type: ignore[assignment]
+    MarkPrefillComplete: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.MarkPrefillCompleteRequest, _scheduler_pb2.MarkPrefillCompleteResponse]  # type: ignore[assignment]
     """The first token is out: the request's prefill tokens are done.
     INVALID_ARGUMENT: no request_id. NOT_FOUND: unknown request.
     """
@@ -201,7 +201,7 @@ class SchedulerAsyncStub(SchedulerStub):
     INVALID_ARGUMENT: no request_id. NOT_FOUND: unknown request.
     FAILED_PRECONDITION: output tracking is off (--router-track-output-blocks).
     """
-    Free: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.RequestRef, _scheduler_pb2.FreeResponse]  # type: ignore[assignment]
+    Free: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FreeRequest, _scheduler_pb2.FreeResponse]  # type: ignore[assignment]
     """Releases everything a request holds; implies prefill complete. Unknown or repeated: OK, and says so.
     INVALID_ARGUMENT: no request_id.
     """
@@ -216,7 +216,7 @@ class SchedulerAsyncStub(SchedulerStub):
     INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION: the owner has a stream open that it
     opened later. DEADLINE_EXCEEDED: the owner has said how often it would be heard, and is not.
     """
-    GetPotentialLoads: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PotentialLoadsRequest, _scheduler_pb2.PotentialLoadsResponse]  # type: ignore[assignment]
+    GetPotentialLoads: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SchedulerGetPotentialLoadsRequest, _scheduler_pb2.GetPotentialLoadsResponse]  # type: ignore[assignment]
     """The load of each worker, now and with a given prompt added.
     INVALID_ARGUMENT: empty model. NOT_FOUND: the model was never seen.
     """
@@ -235,11 +235,11 @@ class SchedulerAsyncStub(SchedulerStub):
     """Ends cool-downs before their time, at every replica. For administrators.
     NOT_FOUND: unknown worker.
     """
-    GetBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.GetBusyThresholdsRequest, _types_pb2.BusyThresholds]  # type: ignore[assignment]
+    GetBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.GetBusyThresholdsRequest, _types_pb2.GetBusyThresholdsResponse]  # type: ignore[assignment]
     """Tells a model's busy thresholds; unset fields are off.
     INVALID_ARGUMENT: empty model.
     """
-    SetBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.SetBusyThresholdsRequest, _types_pb2.BusyThresholds]  # type: ignore[assignment]
+    SetBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.SetBusyThresholdsRequest, _types_pb2.SetBusyThresholdsResponse]  # type: ignore[assignment]
     """Changes a model's busy thresholds; they apply from the next selection on.
     INVALID_ARGUMENT: empty model, a threshold out of range, a threshold both set and cleared.
     """
@@ -253,7 +253,7 @@ class SchedulerAsyncStub(SchedulerStub):
     """
     WatchDecisions: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchDecisionsRequest, _scheduler_pb2.WatchDecisionsResponse]  # type: ignore[assignment]
     """Streams decisions as they are made. A reader that falls behind loses the oldest, and is told how many."""
-    GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _scheduler_pb2.SchedulerStatus]  # type: ignore[assignment]
+    GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _scheduler_pb2.SchedulerGetStatusResponse]  # type: ignore[assignment]
     """Reports the state of the scheduler.
     NOT_FOUND: unknown model.
     """
@@ -276,7 +276,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _workers_pb2.UpdateWorkerRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_workers_pb2.RegisterWorkerResponse, _abc.Awaitable[_workers_pb2.RegisterWorkerResponse]]:
+    ) -> _typing.Union[_workers_pb2.UpdateWorkerResponse, _abc.Awaitable[_workers_pb2.UpdateWorkerResponse]]:
         """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another model, role
         or block size, they count for no worker until they end by themselves.
         INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
@@ -361,7 +361,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def MarkPrefillComplete(
         self,
-        request: _scheduler_pb2.RequestRef,
+        request: _scheduler_pb2.MarkPrefillCompleteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.MarkPrefillCompleteResponse, _abc.Awaitable[_scheduler_pb2.MarkPrefillCompleteResponse]]:
         """The first token is out: the request's prefill tokens are done.
@@ -382,7 +382,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Free(
         self,
-        request: _scheduler_pb2.RequestRef,
+        request: _scheduler_pb2.FreeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.FreeResponse, _abc.Awaitable[_scheduler_pb2.FreeResponse]]:
         """Releases everything a request holds; implies prefill complete. Unknown or repeated: OK, and says so.
@@ -415,9 +415,9 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def GetPotentialLoads(
         self,
-        request: _scheduler_pb2.PotentialLoadsRequest,
+        request: _scheduler_pb2.SchedulerGetPotentialLoadsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.PotentialLoadsResponse, _abc.Awaitable[_scheduler_pb2.PotentialLoadsResponse]]:
+    ) -> _typing.Union[_scheduler_pb2.GetPotentialLoadsResponse, _abc.Awaitable[_scheduler_pb2.GetPotentialLoadsResponse]]:
         """The load of each worker, now and with a given prompt added.
         INVALID_ARGUMENT: empty model. NOT_FOUND: the model was never seen.
         """
@@ -466,7 +466,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _types_pb2.GetBusyThresholdsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_types_pb2.BusyThresholds, _abc.Awaitable[_types_pb2.BusyThresholds]]:
+    ) -> _typing.Union[_types_pb2.GetBusyThresholdsResponse, _abc.Awaitable[_types_pb2.GetBusyThresholdsResponse]]:
         """Tells a model's busy thresholds; unset fields are off.
         INVALID_ARGUMENT: empty model.
         """
@@ -476,7 +476,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _types_pb2.SetBusyThresholdsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_types_pb2.BusyThresholds, _abc.Awaitable[_types_pb2.BusyThresholds]]:
+    ) -> _typing.Union[_types_pb2.SetBusyThresholdsResponse, _abc.Awaitable[_types_pb2.SetBusyThresholdsResponse]]:
         """Changes a model's busy thresholds; they apply from the next selection on.
         INVALID_ARGUMENT: empty model, a threshold out of range, a threshold both set and cleared.
         """
@@ -520,7 +520,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _types_pb2.GetStatusRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.SchedulerStatus, _abc.Awaitable[_scheduler_pb2.SchedulerStatus]]:
+    ) -> _typing.Union[_scheduler_pb2.SchedulerGetStatusResponse, _abc.Awaitable[_scheduler_pb2.SchedulerGetStatusResponse]]:
         """Reports the state of the scheduler.
         NOT_FOUND: unknown model.
         """

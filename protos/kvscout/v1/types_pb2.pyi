@@ -12,6 +12,11 @@ Conventions of the whole API
   the call yet), DEADLINE_EXCEEDED, CANCELLED and INTERNAL (a defect; details are in the service's log).
 * INVALID_ARGUMENT names the field at fault: "field: what is wrong"; "request" where the bytes are no such message.
 * RESOURCE_EXHAUSTED and UNAVAILABLE may carry the trailer "retry-after" in seconds.
+* An rpc takes a message of its own name, `XRequest`, and answers `XResponse`; the same rpc of another service takes the
+  same message, or, where it asks or tells otherwise, one with the service's name before it. Exceptions stand at the rpcs.
+* What is replaced is replaced as a whole (UpdateWorker), what is changed says so at its request (SetBusyThresholds).
+* Lists that can be long come in pages: `page_size`, `page_token`, `next_page_token`.
+* Times have their unit in their name: `_seconds`, `_ms`, `_us`; points in time are `_unix_seconds` or `_unix_us`.
 * Token ids are `repeated fixed32`, hashes `repeated fixed64`: they parse as a copy, not a loop.
 * A block hash is the *local* hash of one block of tokens; a receiver that needs prefix identity chains the
   local hashes itself. docs/hashing.md defines them.
@@ -92,6 +97,54 @@ TIER_DISK: Tier.ValueType  # 3
 TIER_EXTERNAL: Tier.ValueType  # 4
 """Storage outside the worker: object store, remote pool."""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
+
+class _Backend:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Backend.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BACKEND_UNSPECIFIED: _Backend.ValueType  # 0
+    """Not reported."""
+    BACKEND_NATIVE: _Backend.ValueType  # 1
+    """The Rust extension."""
+    BACKEND_REFERENCE: _Backend.ValueType  # 2
+    """Plain Python: the same answers, slower."""
+
+class Backend(_Backend, metaclass=_BackendEnumTypeWrapper):
+    """What a service computes with."""
+
+BACKEND_UNSPECIFIED: Backend.ValueType  # 0
+"""Not reported."""
+BACKEND_NATIVE: Backend.ValueType  # 1
+"""The Rust extension."""
+BACKEND_REFERENCE: Backend.ValueType  # 2
+"""Plain Python: the same answers, slower."""
+Global___Backend: _TypeAlias = Backend  # noqa: Y015
+
+class _RpcTransport:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RpcTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RpcTransport.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RPC_TRANSPORT_UNSPECIFIED: _RpcTransport.ValueType  # 0
+    """Not reported."""
+    RPC_TRANSPORT_NATIVE: _RpcTransport.ValueType  # 1
+    """The Rust extension."""
+    RPC_TRANSPORT_GRPCIO: _RpcTransport.ValueType  # 2
+    """grpcio."""
+
+class RpcTransport(_RpcTransport, metaclass=_RpcTransportEnumTypeWrapper):
+    """What carries a service's calls."""
+
+RPC_TRANSPORT_UNSPECIFIED: RpcTransport.ValueType  # 0
+"""Not reported."""
+RPC_TRANSPORT_NATIVE: RpcTransport.ValueType  # 1
+"""The Rust extension."""
+RPC_TRANSPORT_GRPCIO: RpcTransport.ValueType  # 2
+"""grpcio."""
+Global___RpcTransport: _TypeAlias = RpcTransport  # noqa: Y015
 
 @_typing.final
 class WorkerRank(_message.Message):
@@ -336,6 +389,30 @@ class GetBusyThresholdsRequest(_message.Message):
 Global___GetBusyThresholdsRequest: _TypeAlias = GetBusyThresholdsRequest  # noqa: Y015
 
 @_typing.final
+class GetBusyThresholdsResponse(_message.Message):
+    """Answer to GetBusyThresholds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    THRESHOLDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def thresholds(self) -> Global___BusyThresholds:
+        """The thresholds now in effect; unset fields of it are off."""
+
+    def __init__(
+        self,
+        *,
+        thresholds: Global___BusyThresholds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["thresholds", b"thresholds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["thresholds", b"thresholds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBusyThresholdsResponse: _TypeAlias = GetBusyThresholdsResponse  # noqa: Y015
+
+@_typing.final
 class SetBusyThresholdsRequest(_message.Message):
     """Changes the thresholds of one model: fields that are set are changed, `clear` turns thresholds off, what is
     neither set nor cleared stays.
@@ -385,6 +462,30 @@ class SetBusyThresholdsRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__active_prefill_tokens_threshold) -> _WhichOneofReturnType__active_prefill_tokens_threshold | None: ...
 
 Global___SetBusyThresholdsRequest: _TypeAlias = SetBusyThresholdsRequest  # noqa: Y015
+
+@_typing.final
+class SetBusyThresholdsResponse(_message.Message):
+    """Answer to SetBusyThresholds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    THRESHOLDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def thresholds(self) -> Global___BusyThresholds:
+        """The thresholds now in effect; unset fields of it are off."""
+
+    def __init__(
+        self,
+        *,
+        thresholds: Global___BusyThresholds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["thresholds", b"thresholds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["thresholds", b"thresholds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetBusyThresholdsResponse: _TypeAlias = SetBusyThresholdsResponse  # noqa: Y015
 
 @_typing.final
 class ListBusyThresholdsRequest(_message.Message):
@@ -452,12 +553,12 @@ class ServiceInfo(_message.Message):
     """Release, such as "0.1.0"."""
     uptime_seconds: _builtins.float
     """Seconds since the process started serving."""
-    backend: _builtins.str
-    """"native" with the Rust extension, "reference" without it (correct, slower)."""
+    backend: Global___Backend.ValueType
+    """What indexes, counts and hashes."""
     draining: _builtins.bool
     """True while the service drains: it finishes what it has and takes nothing new."""
-    transport: _builtins.str
-    """What carries its calls: "native" = the Rust extension, or "grpcio"."""
+    transport: Global___RpcTransport.ValueType
+    """What carries its calls."""
     clock_unix_seconds: _builtins.float
     """Its wall clock when it answered, in seconds since the Unix epoch; unset = a release that does not say."""
     max_descriptors: _builtins.int
@@ -477,10 +578,10 @@ class ServiceInfo(_message.Message):
         *,
         version: _builtins.str = ...,
         uptime_seconds: _builtins.float = ...,
-        backend: _builtins.str = ...,
+        backend: Global___Backend.ValueType = ...,
         draining: _builtins.bool = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
-        transport: _builtins.str = ...,
+        transport: Global___RpcTransport.ValueType = ...,
         clock_unix_seconds: _builtins.float | None = ...,
         max_descriptors: _builtins.int = ...,
         open_descriptors: _builtins.int = ...,

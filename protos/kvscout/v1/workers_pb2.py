@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvscout.v1 import types_pb2 as kvscout_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvscout/v1/workers.proto\x12\nkvscout.v1\x1a\x16kvscout/v1/types.proto\"h\n\rEventEndpoint\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x17\n\x0freplay_endpoint\x18\x03 \x01(\t\x12\r\n\x05topic\x18\x04 \x01(\t\x12\x0c\n\x04\x62ind\x18\x05 \x01(\x08\"(\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07lora_id\x18\x02 \x01(\r\"\x87\x06\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x1e\n\x04role\x18\x04 \x01(\x0e\x32\x10.kvscout.v1.Role\x12&\n\x06\x65ngine\x18\x05 \x01(\x0e\x32\x16.kvscout.v1.EngineKind\x12\x15\n\rhttp_endpoint\x18\x06 \x01(\t\x12\x15\n\rgrpc_endpoint\x18\x07 \x01(\t\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x15\n\rdp_start_rank\x18\t \x01(\r\x12\x0f\n\x07\x64p_size\x18\n \x01(\r\x12\x32\n\x0f\x65vent_endpoints\x18\x0b \x03(\x0b\x32\x19.kvscout.v1.EventEndpoint\x12\x17\n\x0ftotal_kv_blocks\x18\x0c \x01(\x04\x12\x1e\n\x16max_num_batched_tokens\x18\r \x01(\r\x12-\n\x0c\x64\x65vice_class\x18\x0e \x01(\x0e\x32\x17.kvscout.v1.DeviceClass\x12.\n\x06labels\x18\x0f \x03(\x0b\x32\x1e.kvscout.v1.Worker.LabelsEntry\x12\x16\n\x0e\x62ootstrap_host\x18\x10 \x01(\t\x12\x16\n\x0e\x62ootstrap_port\x18\x11 \x01(\r\x12-\n\ttransport\x18\x12 \x01(\x0e\x32\x1a.kvscout.v1.EventTransport\x12\r\n\x05topic\x18\x13 \x01(\t\x12%\n\x08\x61\x64\x61pters\x18\x14 \x03(\x0b\x32\x13.kvscout.v1.Adapter\x12\x13\n\x0btotal_slots\x18\x15 \x01(\r\x12\x10\n\x08\x64raining\x18\x16 \x01(\x08\x12\r\n\x05\x65\x61gle\x18\x17 \x01(\x08\x12$\n\x06\x63opies\x18\x18 \x01(\x0e\x32\x14.kvscout.v1.CopyMode\x12\x14\n\x0c\x63\x61n_fallback\x18\x19 \x01(\x08\x12\x17\n\x0f\x62ridge_endpoint\x18\x1a \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"u\n\x15RegisterWorkerRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\"\n\x06worker\x18\x02 \x01(\x0b\x32\x12.kvscout.v1.Worker\x12\x15\n\rlease_seconds\x18\x03 \x01(\r\x12\x11\n\tpassed_on\x18\x04 \x01(\x08\"M\n\x16RegisterWorkerResponse\x12\x0f\n\x07\x63reated\x18\x01 \x01(\x08\x12\"\n\x06worker\x18\x02 \x01(\x0b\x32\x12.kvscout.v1.Worker\"I\n\x13UpdateWorkerRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\"\n\x06worker\x18\x02 \x01(\x0b\x32\x12.kvscout.v1.Worker\"E\n\x12\x44rainWorkerRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04undo\x18\x03 \x01(\x08\".\n\x13\x44rainWorkerResponse\x12\x17\n\x0f\x61\x63tive_requests\x18\x01 \x01(\r\"6\n\x10KeepAliveRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nworker_ids\x18\x02 \x03(\t\"/\n\x11KeepAliveResponse\x12\x1a\n\x12unknown_worker_ids\x18\x01 \x03(\t\"8\n\x13RemoveWorkerRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"\x16\n\x14RemoveWorkerResponse\"3\n\x12ListWorkersRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"\xc2\x01\n\x0bWorkerEntry\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.kvscout.v1.Worker\x12\x0e\n\x06source\x18\x02 \x01(\t\x12$\n\x17lease_remaining_seconds\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rlease_seconds\x18\x04 \x01(\r\x12&\n\nregistered\x18\x05 \x01(\x0b\x32\x12.kvscout.v1.WorkerB\x1a\n\x18_lease_remaining_seconds\"?\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.kvscout.v1.WorkerEntry\"Z\n\x0cStoredWorker\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\"\n\x06worker\x18\x02 \x01(\x0b\x32\x12.kvscout.v1.Worker\x12\x15\n\rlease_seconds\x18\x03 \x01(\r*\x9d\x01\n\nEngineKind\x12\x1b\n\x17\x45NGINE_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x45NGINE_KIND_VLLM\x10\x01\x12\x16\n\x12\x45NGINE_KIND_SGLANG\x10\x02\x12\x16\n\x12\x45NGINE_KIND_TRTLLM\x10\x03\x12\x14\n\x10\x45NGINE_KIND_MOCK\x10\x04\x12\x16\n\x12\x45NGINE_KIND_CUSTOM\x10\x05*W\n\x0b\x44\x65viceClass\x12\x1c\n\x18\x44\x45VICE_CLASS_UNSPECIFIED\x10\x00\x12\x14\n\x10\x44\x45VICE_CLASS_GPU\x10\x01\x12\x14\n\x10\x44\x45VICE_CLASS_CPU\x10\x02*M\n\x08\x43opyMode\x12\x19\n\x15\x43OPY_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43OPY_MODE_COUNT\x10\x01\x12\x11\n\rCOPY_MODE_SET\x10\x02*\xbc\x01\n\x0e\x45ventTransport\x12\x1f\n\x1b\x45VENT_TRANSPORT_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45VENT_TRANSPORT_ZMQ\x10\x01\x12\x1d\n\x19\x45VENT_TRANSPORT_NATS_CORE\x10\x02\x12\x1d\n\x19\x45VENT_TRANSPORT_JETSTREAM\x10\x03\x12\x18\n\x14\x45VENT_TRANSPORT_GRPC\x10\x04\x12\x18\n\x14\x45VENT_TRANSPORT_NONE\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvscout/v1/workers.proto\x12\nkvscout.v1\x1a\x16kvscout/v1/types.proto\"h\n\rEventEndpoint\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x17\n\x0freplay_endpoint\x18\x03 \x01(\t\x12\r\n\x05topic\x18\x04 \x01(\t\x12\x0c\n\x04\x62ind\x18\x05 \x01(\x08\"(\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07lora_id\x18\x02 \x01(\r\"\x87\x06\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x1e\n\x04role\x18\x04 \x01(\x0e\x32\x10.kvscout.v1.Role\x12&\n\x06\x65ngine\x18\x05 \x01(\x0e\x32\x16.kvscout.v1.EngineKind\x12\x15\n\rhttp_endpoint\x18\x06 \x01(\t\x12\x15\n\rgrpc_endpoint\x18\x07 \x01(\t\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x15\n\rdp_start_rank\x18\t \x01(\r\x12\x0f\n\x07\x64p_size\x18\n \x01(\r\x12\x32\n\x0f\x65vent_endpoints\x18\x0b \x03(\x0b\x32\x19.kvscout.v1.EventEndpoint\x12\x17\n\x0ftotal_kv_blocks\x18\x0c \x01(\x04\x12\x1e\n\x16max_num_batched_tokens\x18\r \x01(\r\x12-\n\x0c\x64\x65vice_class\x18\x0e \x01(\x0e\x32\x17.kvscout.v1.DeviceClass\x12.\n\x06labels\x18\x0f \x03(\x0b\x32\x1e.kvscout.v1.Worker.LabelsEntry\x12\x16\n\x0e\x62ootstrap_host\x18\x10 \x01(\t\x12\x16\n\x0e\x62ootstrap_port\x18\x11 \x01(\r\x12-\n\ttransport\x18\x12 \x01(\x0e\x32\x1a.kvscout.v1.EventTransport\x12\r\n\x05topic\x18\x13 \x01(\t\x12%\n\x08\x61\x64\x61pters\x18\x14 \x03(\x0b\x32\x13.kvscout.v1.Adapter\x12\x13\n\x0btotal_slots\x18\x15 \x01(\r\x12\x10\n\x08\x64raining\x18\x16 \x01(\x08\x12\r\n\x05\x65\x61gle\x18\x17 \x01(\x08\x12$\n\x06\x63opies\x18\x18 \x01(\x0e\x32\x14.kvscout.v1.CopyMode\x12\x14\n\x0c\x63\x61n_fallback\x18\x19 \x01(\x08\x12\x17\n\x0f\x62ridge_endpoint\x18\x1a \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"u\n\x15RegisterWorkerRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\"\n\x06worker\x18\x02 \x01(\x0b\x32\x12.kvscout.v1.Worker\x12\x15\n\rlease_seconds\x18\x03 \x01(\r\x12\x11\n\tpassed_on\x18\x04 \x01(\x08\"M\n\x16RegisterWorkerResponse\x12\x0f\n\x07\x63reated\x18\x01 \x01(\x08\x12\"\n\x06worker\x18\x02 \x01(\x0b\x32\x12.kvscout.v1.Worker\"I\n\x13UpdateWorkerRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\"\n\x06worker\x18\x02 \x01(\x0b\x32\x12.kvscout.v1.Worker\":\n\x14UpdateWorkerResponse\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.kvscout.v1.Worker\"E\n\x12\x44rainWorkerRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0c\n\x04undo\x18\x03 \x01(\x08\".\n\x13\x44rainWorkerResponse\x12\x17\n\x0f\x61\x63tive_requests\x18\x01 \x01(\r\"6\n\x10KeepAliveRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nworker_ids\x18\x02 \x03(\t\"/\n\x11KeepAliveResponse\x12\x1a\n\x12unknown_worker_ids\x18\x01 \x03(\t\"8\n\x13RemoveWorkerRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"\x16\n\x14RemoveWorkerResponse\"Z\n\x12ListWorkersRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\t\"\xe2\x01\n\x0bWorkerEntry\x12\"\n\x06worker\x18\x01 \x01(\x0b\x32\x12.kvscout.v1.Worker\x12.\n\x06source\x18\x02 \x01(\x0e\x32\x1e.kvscout.v1.RegistrationSource\x12$\n\x17lease_remaining_seconds\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\rlease_seconds\x18\x04 \x01(\r\x12&\n\nregistered\x18\x05 \x01(\x0b\x32\x12.kvscout.v1.WorkerB\x1a\n\x18_lease_remaining_seconds\"X\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.kvscout.v1.WorkerEntry\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"Z\n\x0cStoredWorker\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\"\n\x06worker\x18\x02 \x01(\x0b\x32\x12.kvscout.v1.Worker\x12\x15\n\rlease_seconds\x18\x03 \x01(\r*\x9d\x01\n\nEngineKind\x12\x1b\n\x17\x45NGINE_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x45NGINE_KIND_VLLM\x10\x01\x12\x16\n\x12\x45NGINE_KIND_SGLANG\x10\x02\x12\x16\n\x12\x45NGINE_KIND_TRTLLM\x10\x03\x12\x14\n\x10\x45NGINE_KIND_MOCK\x10\x04\x12\x16\n\x12\x45NGINE_KIND_CUSTOM\x10\x05*W\n\x0b\x44\x65viceClass\x12\x1c\n\x18\x44\x45VICE_CLASS_UNSPECIFIED\x10\x00\x12\x14\n\x10\x44\x45VICE_CLASS_GPU\x10\x01\x12\x14\n\x10\x44\x45VICE_CLASS_CPU\x10\x02*M\n\x08\x43opyMode\x12\x19\n\x15\x43OPY_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43OPY_MODE_COUNT\x10\x01\x12\x11\n\rCOPY_MODE_SET\x10\x02*\xbc\x01\n\x0e\x45ventTransport\x12\x1f\n\x1b\x45VENT_TRANSPORT_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45VENT_TRANSPORT_ZMQ\x10\x01\x12\x1d\n\x19\x45VENT_TRANSPORT_NATS_CORE\x10\x02\x12\x1d\n\x19\x45VENT_TRANSPORT_JETSTREAM\x10\x03\x12\x18\n\x14\x45VENT_TRANSPORT_GRPC\x10\x04\x12\x18\n\x14\x45VENT_TRANSPORT_NONE\x10\x05*\xf1\x01\n\x12RegistrationSource\x12#\n\x1fREGISTRATION_SOURCE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REGISTRATION_SOURCE_RPC\x10\x01\x12\x1c\n\x18REGISTRATION_SOURCE_FILE\x10\x02\x12\x1c\n\x18REGISTRATION_SOURCE_NATS\x10\x03\x12\x1b\n\x17REGISTRATION_SOURCE_DNS\x10\x04\x12\x1c\n\x18REGISTRATION_SOURCE_PEER\x10\x05\x12\"\n\x1eREGISTRATION_SOURCE_KUBERNETES\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,14 +34,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKER_LABELSENTRY']._loaded_options = None
   _globals['_WORKER_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_ENGINEKIND']._serialized_start=1977
-  _globals['_ENGINEKIND']._serialized_end=2134
-  _globals['_DEVICECLASS']._serialized_start=2136
-  _globals['_DEVICECLASS']._serialized_end=2223
-  _globals['_COPYMODE']._serialized_start=2225
-  _globals['_COPYMODE']._serialized_end=2302
-  _globals['_EVENTTRANSPORT']._serialized_start=2305
-  _globals['_EVENTTRANSPORT']._serialized_end=2493
+  _globals['_ENGINEKIND']._serialized_start=2133
+  _globals['_ENGINEKIND']._serialized_end=2290
+  _globals['_DEVICECLASS']._serialized_start=2292
+  _globals['_DEVICECLASS']._serialized_end=2379
+  _globals['_COPYMODE']._serialized_start=2381
+  _globals['_COPYMODE']._serialized_end=2458
+  _globals['_EVENTTRANSPORT']._serialized_start=2461
+  _globals['_EVENTTRANSPORT']._serialized_end=2649
+  _globals['_REGISTRATIONSOURCE']._serialized_start=2652
+  _globals['_REGISTRATIONSOURCE']._serialized_end=2893
   _globals['_EVENTENDPOINT']._serialized_start=64
   _globals['_EVENTENDPOINT']._serialized_end=168
   _globals['_ADAPTER']._serialized_start=170
@@ -56,24 +58,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTERWORKERRESPONSE']._serialized_end=1186
   _globals['_UPDATEWORKERREQUEST']._serialized_start=1188
   _globals['_UPDATEWORKERREQUEST']._serialized_end=1261
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1263
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1332
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=1334
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1380
-  _globals['_KEEPALIVEREQUEST']._serialized_start=1382
-  _globals['_KEEPALIVEREQUEST']._serialized_end=1436
-  _globals['_KEEPALIVERESPONSE']._serialized_start=1438
-  _globals['_KEEPALIVERESPONSE']._serialized_end=1485
-  _globals['_REMOVEWORKERREQUEST']._serialized_start=1487
-  _globals['_REMOVEWORKERREQUEST']._serialized_end=1543
-  _globals['_REMOVEWORKERRESPONSE']._serialized_start=1545
-  _globals['_REMOVEWORKERRESPONSE']._serialized_end=1567
-  _globals['_LISTWORKERSREQUEST']._serialized_start=1569
-  _globals['_LISTWORKERSREQUEST']._serialized_end=1620
-  _globals['_WORKERENTRY']._serialized_start=1623
-  _globals['_WORKERENTRY']._serialized_end=1817
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=1819
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=1882
-  _globals['_STOREDWORKER']._serialized_start=1884
-  _globals['_STOREDWORKER']._serialized_end=1974
+  _globals['_UPDATEWORKERRESPONSE']._serialized_start=1263
+  _globals['_UPDATEWORKERRESPONSE']._serialized_end=1321
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1323
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1392
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=1394
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1440
+  _globals['_KEEPALIVEREQUEST']._serialized_start=1442
+  _globals['_KEEPALIVEREQUEST']._serialized_end=1496
+  _globals['_KEEPALIVERESPONSE']._serialized_start=1498
+  _globals['_KEEPALIVERESPONSE']._serialized_end=1545
+  _globals['_REMOVEWORKERREQUEST']._serialized_start=1547
+  _globals['_REMOVEWORKERREQUEST']._serialized_end=1603
+  _globals['_REMOVEWORKERRESPONSE']._serialized_start=1605
+  _globals['_REMOVEWORKERRESPONSE']._serialized_end=1627
+  _globals['_LISTWORKERSREQUEST']._serialized_start=1629
+  _globals['_LISTWORKERSREQUEST']._serialized_end=1719
+  _globals['_WORKERENTRY']._serialized_start=1722
+  _globals['_WORKERENTRY']._serialized_end=1948
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=1950
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=2038
+  _globals['_STOREDWORKER']._serialized_start=2040
+  _globals['_STOREDWORKER']._serialized_end=2130
 # @@protoc_insertion_point(module_scope)

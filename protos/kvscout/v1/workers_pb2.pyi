@@ -144,6 +144,46 @@ EVENT_TRANSPORT_NONE: EventTransport.ValueType  # 5
 """No events: overlap comes from predictions only."""
 Global___EventTransport: _TypeAlias = EventTransport  # noqa: Y015
 
+class _RegistrationSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RegistrationSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RegistrationSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REGISTRATION_SOURCE_UNSPECIFIED: _RegistrationSource.ValueType  # 0
+    """Not reported."""
+    REGISTRATION_SOURCE_RPC: _RegistrationSource.ValueType  # 1
+    """A call of RegisterWorker."""
+    REGISTRATION_SOURCE_FILE: _RegistrationSource.ValueType  # 2
+    """A workers file."""
+    REGISTRATION_SOURCE_NATS: _RegistrationSource.ValueType  # 3
+    """The registry's bucket in NATS."""
+    REGISTRATION_SOURCE_DNS: _RegistrationSource.ValueType  # 4
+    """Names in DNS."""
+    REGISTRATION_SOURCE_PEER: _RegistrationSource.ValueType  # 5
+    """Another service that was told of it, and passed it on."""
+    REGISTRATION_SOURCE_KUBERNETES: _RegistrationSource.ValueType  # 6
+    """Pods of a Kubernetes cluster."""
+
+class RegistrationSource(_RegistrationSource, metaclass=_RegistrationSourceEnumTypeWrapper):
+    """Where a registration comes from."""
+
+REGISTRATION_SOURCE_UNSPECIFIED: RegistrationSource.ValueType  # 0
+"""Not reported."""
+REGISTRATION_SOURCE_RPC: RegistrationSource.ValueType  # 1
+"""A call of RegisterWorker."""
+REGISTRATION_SOURCE_FILE: RegistrationSource.ValueType  # 2
+"""A workers file."""
+REGISTRATION_SOURCE_NATS: RegistrationSource.ValueType  # 3
+"""The registry's bucket in NATS."""
+REGISTRATION_SOURCE_DNS: RegistrationSource.ValueType  # 4
+"""Names in DNS."""
+REGISTRATION_SOURCE_PEER: RegistrationSource.ValueType  # 5
+"""Another service that was told of it, and passed it on."""
+REGISTRATION_SOURCE_KUBERNETES: RegistrationSource.ValueType  # 6
+"""Pods of a Kubernetes cluster."""
+Global___RegistrationSource: _TypeAlias = RegistrationSource  # noqa: Y015
+
 @_typing.final
 class EventEndpoint(_message.Message):
     """Where one rank publishes its KV events."""
@@ -411,7 +451,7 @@ Global___RegisterWorkerRequest: _TypeAlias = RegisterWorkerRequest  # noqa: Y015
 
 @_typing.final
 class RegisterWorkerResponse(_message.Message):
-    """Answer to RegisterWorker and UpdateWorker."""
+    """Answer to RegisterWorker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -439,7 +479,9 @@ Global___RegisterWorkerResponse: _TypeAlias = RegisterWorkerResponse  # noqa: Y0
 
 @_typing.final
 class UpdateWorkerRequest(_message.Message):
-    """Replaces the registration of a worker that must exist. Its lease goes on."""
+    """Replaces the registration of a worker that must exist, as a whole: a field that is unset has its default then. Its lease
+    goes on.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -466,6 +508,30 @@ class UpdateWorkerRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateWorkerRequest: _TypeAlias = UpdateWorkerRequest  # noqa: Y015
+
+@_typing.final
+class UpdateWorkerResponse(_message.Message):
+    """Answer to UpdateWorker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker(self) -> Global___Worker:
+        """The registration as stored, defaults filled in."""
+
+    def __init__(
+        self,
+        *,
+        worker: Global___Worker | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateWorkerResponse: _TypeAlias = UpdateWorkerResponse  # noqa: Y015
 
 @_typing.final
 class DrainWorkerRequest(_message.Message):
@@ -622,19 +688,27 @@ class ListWorkersRequest(_message.Message):
 
     TENANT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Tenant; unset = "default"; "*" = all tenants the caller may see."""
     model: _builtins.str
     """Only this model; unset = all."""
+    page_size: _builtins.int
+    """At most this many; 0 or unset = all."""
+    page_token: _builtins.str
+    """next_page_token of the answer before, to go on behind it; unset = from the beginning. The other fields stay as they were."""
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         model: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "page_size", b"page_size", "page_token", b"page_token", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -651,8 +725,8 @@ class WorkerEntry(_message.Message):
     LEASE_REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     REGISTERED_FIELD_NUMBER: _builtins.int
-    source: _builtins.str
-    """"rpc", "file", "nats", "dns", "kubernetes", or "peer" (a gateway learned it from its indexers and schedulers)."""
+    source: Global___RegistrationSource.ValueType
+    """Where its registration comes from."""
     lease_remaining_seconds: _builtins.float
     """Seconds until the lease ends; unset = no lease."""
     lease_seconds: _builtins.int
@@ -671,7 +745,7 @@ class WorkerEntry(_message.Message):
         self,
         *,
         worker: Global___Worker | None = ...,
-        source: _builtins.str = ...,
+        source: Global___RegistrationSource.ValueType = ...,
         lease_remaining_seconds: _builtins.float | None = ...,
         lease_seconds: _builtins.int = ...,
         registered: Global___Worker | None = ...,
@@ -693,6 +767,9 @@ class ListWorkersResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Set = there are more: the page_token to ask for them with."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerEntry]:
         """One entry a worker."""
@@ -701,10 +778,11 @@ class ListWorkersResponse(_message.Message):
         self,
         *,
         workers: _abc.Iterable[Global___WorkerEntry] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

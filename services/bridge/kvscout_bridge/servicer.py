@@ -27,11 +27,11 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServicer):
         for part in await self._bridge.recover(request):
             yield part
 
-    async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> bridge_pb2.BridgeStatus:
+    async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> bridge_pb2.BridgeGetStatusResponse:
         tenant = request.tenant or DEFAULT_TENANT
         if tenant == ALL_TENANTS:
             tenant = current_identity().tenant
-        return bridge_pb2.BridgeStatus(
+        return bridge_pb2.BridgeGetStatusResponse(
             service=service_info(
                 self._bridge.started, warnings=self._bridge.warnings(), nats=self._bridge.link.status()
             ),

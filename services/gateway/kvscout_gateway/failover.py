@@ -23,6 +23,7 @@ from kvscout_common.errors import (
     Unavailable,
     Unimplemented,
 )
+from kvscout_common.shards import Shard
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -59,15 +60,15 @@ class Member(Generic[Stub]):
     failures: int = 0
     last_error: str = ""
     avoid_until: float = 0.0
-    shard: str = ""
-    """The share of the workers that it has, such as "0/2"; "" = all of them."""
+    shard: Shard | None = None
+    """The share of the workers that it has; None = all of them."""
     probing: asyncio.Task[None] | None = None
     """Set while it hangs: nobody waits for it meanwhile."""
 
     @property
     def name(self) -> str:
         """Kind, shard and address."""
-        return " ".join(filter(None, (self.kind, self.shard, self.address)))
+        return " ".join(str(part) for part in (self.kind, self.shard, self.address) if part)
 
     async def call(
         self, method: Callable[[Stub], Callable[..., Awaitable[Answer]]], request: object, timeout_seconds: float
@@ -123,7 +124,7 @@ class Failover(Generic[Stub]):
         make_stub: Callable[[grpc.aio.Channel], Stub],
         security: ClientSecurity,
         *,
-        shard: str = "",
+        shard: Shard | None = None,
         probe: Probe[Stub] | None = None,
     ) -> None:
         self.kind = kind

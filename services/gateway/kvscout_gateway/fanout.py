@@ -89,7 +89,9 @@ class Fanout:
             raise HelperDown(problem or "no scheduler is configured", retry_after_seconds=1.0)
         return scheduler_pb2.RenewResponse(unknown=unknown)
 
-    async def set_busy_thresholds(self, request: types_pb2.SetBusyThresholdsRequest) -> types_pb2.BusyThresholds:
+    async def set_busy_thresholds(
+        self, request: types_pb2.SetBusyThresholdsRequest
+    ) -> types_pb2.SetBusyThresholdsResponse:
         """Changes thresholds on every scheduler.
 
         Raises:
@@ -101,7 +103,7 @@ class Fanout:
             *(member.call(lambda stub: stub.SetBusyThresholds, request, self._timeout) for member in members),
             return_exceptions=True,
         )
-        changed: types_pb2.BusyThresholds | None = None
+        changed: types_pb2.SetBusyThresholdsResponse | None = None
         down: list[str] = []
         for member, answer in zip(members, answers, strict=True):
             if not isinstance(answer, BaseException):

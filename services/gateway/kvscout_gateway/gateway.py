@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
+from kvscout_common.enum_words import value_of
 from kvscout_common.errors import KvscoutError
 from kvscout_common.followed_file import read_file
 from kvscout_common.nats_link import NatsLink
@@ -254,7 +255,7 @@ class Gateway:
         """The state of every indexer and scheduler."""
         statuses = [
             gateway_pb2.HelperStatus(
-                kind=member.kind,
+                kind=value_of(gateway_pb2.HelperKind, member.kind),
                 address=member.address,
                 healthy=not (member.last_error or sync.error),
                 last_error=member.last_error or "".join(shown([problem(sync)])),
@@ -266,7 +267,8 @@ class Gateway:
         ]
         # The indexers come first.
         for status, told in zip(statuses, self.reporter.replicas, strict=False):
-            status.shard = told.member.shard
+            if told.member.shard is not None:
+                status.shard_index, status.shard_count = told.member.shard.index, told.member.shard.count
             status.decisions_delivered = told.delivered
             status.decisions_lost = told.lost
             status.decisions_waiting = len(told.queue)

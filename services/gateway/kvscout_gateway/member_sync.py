@@ -28,6 +28,7 @@ import grpc
 
 from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.channel import call
+from kvscout_common.enum_words import word_of
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.registry import ALL_TENANTS, DECLARED, Entry, Registry, Source, WorkerName
 from kvscout_common.telemetry import RateLimitedLog
@@ -295,7 +296,7 @@ class MemberSync:
                 self._warnings.warning("listed", "%s lists a worker that cannot be read: %s", self.name, error)
                 continue
             listed[WorkerName(spec.tenant, spec.worker_id)] = Peer(
-                spec, entry.lease_seconds, source_of(entry.source), asked_at
+                spec, entry.lease_seconds, source_of(word_of(workers_pb2.RegistrationSource, entry.source)), asked_at
             )
         lost = (self.peers.keys() | self._told.keys()) - listed.keys()
         if lost and self._listed_at is not None and await self._restarted_since(self._listed_at):

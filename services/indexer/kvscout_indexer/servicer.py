@@ -102,13 +102,15 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         )
         return indexer_pb2.RecordRoutingResponse(predicted_blocks=recorded.blocks, not_recorded=recorded.refused)
 
-    async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> indexer_pb2.IndexerStatus:
+    async def GetStatus(
+        self, request: types_pb2.GetStatusRequest, context: Any
+    ) -> indexer_pb2.IndexerGetStatusResponse:
         tenant = request.tenant or DEFAULT_TENANT
         if tenant == ALL_TENANTS:
             tenant = current_identity().tenant
         self._indexer.pools.require_model(tenant, request.model)
         now = time.monotonic()
-        status = indexer_pb2.IndexerStatus(
+        status = indexer_pb2.IndexerGetStatusResponse(
             service=service_info(
                 self._indexer.started,
                 warnings=self._indexer.warnings(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.active_load import Allocation
@@ -82,6 +83,15 @@ class Booking:
     """Packed hashes of the blocks that it shares; kept for other replicas only."""
     mirror: bool = False
     """Another replica owns it: it has neither lease nor owner here."""
+
+
+class ListPlace(NamedTuple):
+    """Where a request stands in a list of active ones."""
+
+    queued: bool
+    since: float
+    """When it was booked, or began to wait, on the monotonic clock."""
+    key: RequestKey
 
 
 @dataclass(frozen=True, slots=True)

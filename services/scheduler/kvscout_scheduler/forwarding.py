@@ -36,7 +36,7 @@ Post = Callable[[str, replication_pb2.ForwardedOperation, float], Awaitable[byte
 _KEYS: Mapping[str, Callable[[Any, str], RequestKey]] = {
     "prefill_complete": translate.key_from_proto,
     "free": translate.key_from_proto,
-    "add_output": translate.output_key_from_proto,
+    "add_output": translate.key_from_proto,
     "renew": lambda message, tenant: translate.key_from_proto(message.requests[0], message.tenant or tenant),
 }
 """Operations on a booking that is there already."""

@@ -76,7 +76,7 @@ class LifecycleRpc:
         scheduler, owner = self._lifecycles, OwnerName(current_identity().tenant, first.hello.owner_id)
         patience = _patience_seconds(first.hello)
         in_flight = [(translate.key_from_proto(ref, first.tenant), ref.attempt_id) for ref in first.hello.in_flight]
-        session, unknown = scheduler.connect_owner(owner, in_flight, first.hello.opened_at)
+        session, unknown = scheduler.connect_owner(owner, in_flight, first.hello.opened_unix_us)
         outbox = _Outbox(draining=scheduler.draining, packed=packed)
         outbox.next.unknown_in_flight.extend(translate.key_to_proto(*name) for name in unknown)
         # Even an empty answer tells the owner that it is known: its bookings are safe from here on.

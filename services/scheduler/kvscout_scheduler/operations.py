@@ -176,8 +176,8 @@ class Operations:
         result.prefill_complete.changed = self._scheduler.mark_prefill_complete(key, message.attempt_id)
 
     def _add_output(self, message: scheduler_pb2.AddOutputRequest, result: scheduler_pb2.LifecycleResult) -> None:
-        key = translate.output_key_from_proto(message, self._tenant)
-        result.add_output.output_blocks = self._scheduler.add_output(key, message.blocks, message.request.attempt_id)
+        key = translate.key_from_proto(message, self._tenant)
+        result.add_output.output_blocks = self._scheduler.add_output(key, message.blocks, message.attempt_id)
 
     def _free(self, message: scheduler_pb2.RequestRef, result: scheduler_pb2.LifecycleResult) -> None:
         key = translate.key_from_proto(message, self._tenant)

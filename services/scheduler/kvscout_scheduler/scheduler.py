@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from heapq import nsmallest
+from operator import itemgetter
 from random import Random
 
 from kvscout_common.errors import (
@@ -24,7 +26,7 @@ from kvscout_common.errors import (
 from kvscout_common.service_info import TenantWarning
 from kvscout_common.tenant_limits import TenantLimits
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.booking import ActiveRequest, Booking, FreeOutcome
+from kvscout_scheduler.booking import ActiveRequest, Booking, FreeOutcome, ListPlace
 from kvscout_scheduler.bookings import END_AT_ONCE, Bookings
 from kvscout_scheduler.candidates import Candidates, SelectionSettings
 from kvscout_scheduler.decision import Decision
@@ -529,18 +531,25 @@ class Scheduler:
         ]
 
     def list_active_requests(
-        self, tenant: str, *, model: str = "", worker_id: str = "", limit: int = 1000
-    ) -> tuple[list[ActiveRequest], int]:
-        """Active requests, oldest first.
+        self,
+        tenant: str,
+        *,
+        model: str = "",
+        worker_id: str = "",
+        limit: int = 1000,
+        after: ListPlace | None = None,
+    ) -> tuple[list[ActiveRequest], int, ListPlace | None]:
+        """Active requests, oldest first; those that wait come last.
 
         Args:
             tenant: Whose.
             model: "" = all.
             worker_id: "" = all.
             limit: How many at most.
+            after: Where an earlier list ended; None = from the beginning.
 
         Returns:
-            The first `limit` of them, and how many there are.
+            The first `limit` of them, how many there are, and where to go on if there are more behind these.
         """
         found = [
             booking
@@ -549,13 +558,24 @@ class Scheduler:
             and model in ("", booking.key.model)
             and worker_id in ("", booking.rank.worker_id)
         ]
+        queued = (
+            []
+            if worker_id
+            else [w for w in self.waiting if w.request.tenant == tenant and model in ("", w.request.model)]
+        )
+        places: list[tuple[ListPlace, Booking | Waiter]] = [
+            *((ListPlace(False, booking.booked_at, booking.key), booking) for booking in found),
+            *((ListPlace(True, waiter.since, waiter.request.key), waiter) for waiter in queued),
+        ]
+        if after is not None:
+            places = [each for each in places if each[0] > after]
+        # What was booked in one moment is in the order of the names: a place must tell it from its neighbours.
+        page = nsmallest(limit, places, key=itemgetter(0))
         now = self._clock()
-        listed = [self.bookings.listing(booking, now) for booking in found[:limit]]
-        if worker_id:
-            return listed, len(found)
-        queued = [w for w in self.waiting if w.request.tenant == tenant and model in ("", w.request.model)]
-        listed += [queued_listing(waiter, now) for waiter in queued[: max(0, limit - len(listed))]]
-        return listed, len(found) + len(queued)
+        listed = [
+            self.bookings.listing(one, now) if isinstance(one, Booking) else queued_listing(one, now) for _, one in page
+        ]
+        return listed, len(found) + len(queued), page[-1][0] if page and len(page) < len(places) else None
 
     def check_invariants(self) -> None:
         """Raises AssertionError if any structure contradicts another."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,17 @@ from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.errors import InvalidArgument, KvscoutError, from_status
 from kvscout_common.hashing import native_available
 from kvscout_common.identity import AccessRole, current_identity
+from kvscout_common.pages import page_token, read_page_token
 from kvscout_common.raw_messages import parse_message
 from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_tasks import Backends
+from kvscout_common.request_names import reference_of
 from kvscout_common.service_info import service_info
-from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_common.worker import DEFAULT_TENANT, Role
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
 from kvscout_common.worker_rpcs import WorkerRpcs
 from kvscout_scheduler import native_load, translate
+from kvscout_scheduler.booking import ListPlace
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.lifecycle_rpc import LifecycleRpc
@@ -33,8 +37,8 @@ if TYPE_CHECKING:
     from kvscout_scheduler.replicas import Replicas
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
-DEFAULT_LIST_LIMIT = 1_000
-MAX_LIST_LIMIT = 100_000
+DEFAULT_PAGE_SIZE = 1_000
+MAX_PAGE_SIZE = 10_000
 
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -56,6 +60,8 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         self._warnings = backends.warnings
         self._nats = backends.nats
         self._started = time.monotonic()
+        self._lists = secrets.token_hex(4)
+        """In page tokens: the places in them are on this process's clock."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds itself to a server, with raw bytes where messages are large or many."""
@@ -127,9 +133,9 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         context.add_done_callback(done)
 
     async def MarkPrefillComplete(
-        self, request: scheduler_pb2.RequestRef, context: Any
+        self, request: scheduler_pb2.MarkPrefillCompleteRequest, context: Any
     ) -> scheduler_pb2.MarkPrefillCompleteResponse:
-        result = await self._from_owner(prefill_complete=request)
+        result = await self._from_owner(prefill_complete=reference_of(request))
         if result is not None:
             return result.prefill_complete
         changed = self._scheduler.mark_prefill_complete(translate.key_from_proto(request), request.attempt_id)
@@ -139,12 +145,12 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         result = await self._from_owner(add_output=request)
         if result is not None:
             return result.add_output
-        key = translate.output_key_from_proto(request)
-        output = self._scheduler.add_output(key, request.blocks, request.request.attempt_id)
+        key = translate.key_from_proto(request)
+        output = self._scheduler.add_output(key, request.blocks, request.attempt_id)
         return scheduler_pb2.AddOutputResponse(output_blocks=output)
 
-    async def Free(self, request: scheduler_pb2.RequestRef, context: Any) -> scheduler_pb2.FreeResponse:
-        result = await self._from_owner(free=request)
+    async def Free(self, request: scheduler_pb2.FreeRequest, context: Any) -> scheduler_pb2.FreeResponse:
+        result = await self._from_owner(free=reference_of(request))
         if result is not None:
             return result.free
         return translate.outcome_to_proto(self._scheduler.free(translate.key_from_proto(request), request.attempt_id))
@@ -181,30 +187,47 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         return self._replicas.to_proto()
 
     async def GetPotentialLoads(
-        self, request: scheduler_pb2.PotentialLoadsRequest, context: Any
-    ) -> scheduler_pb2.PotentialLoadsResponse:
+        self, request: scheduler_pb2.SchedulerGetPotentialLoadsRequest, context: Any
+    ) -> scheduler_pb2.GetPotentialLoadsResponse:
         loads = self._scheduler.potential_loads(
             translate.pool_from_request(request),
             isl_tokens=request.isl_tokens,
             prompt=translate.prompt_from_proto(request),
             other_prompts=translate.other_prompts_from_proto(request),
         )
-        return scheduler_pb2.PotentialLoadsResponse(loads=map(translate.load_to_proto, loads))
+        return scheduler_pb2.GetPotentialLoadsResponse(loads=map(translate.load_to_proto, loads))
 
     async def ListActiveRequests(
         self, request: scheduler_pb2.ListActiveRequestsRequest, context: Any
     ) -> scheduler_pb2.ListActiveRequestsResponse:
-        listed, total = self._scheduler.list_active_requests(
-            request.tenant or DEFAULT_TENANT,
+        tenant = request.tenant or DEFAULT_TENANT
+        listed, total, following = self._scheduler.list_active_requests(
+            tenant,
             model=request.model,
             worker_id=request.worker_id,
-            limit=min(request.limit or DEFAULT_LIST_LIMIT, MAX_LIST_LIMIT),
+            limit=min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE),
+            after=self._place(request.page_token, tenant),
         )
         # Who knows an owner's id can be taken for it.
         shows_owner = current_identity().role is AccessRole.ADMIN
         return scheduler_pb2.ListActiveRequestsResponse(
-            requests=[translate.active_to_proto(each, shows_owner=shows_owner) for each in listed], total=total
+            requests=[translate.active_to_proto(each, shows_owner=shows_owner) for each in listed],
+            total=total,
+            next_page_token=self._page_token(following) if following is not None else "",
         )
+
+    def _page_token(self, place: ListPlace) -> str:
+        key = place.key
+        return page_token(self._lists, int(place.queued), place.since, key.model, key.role, key.request_id)
+
+    def _place(self, token: str, tenant: str) -> ListPlace | None:
+        place = read_page_token(token, str, int, float, str, str, str)
+        if place is None:
+            return None
+        lists, queued, since, model, role, request_id = place
+        if lists != self._lists or role not in list(Role):
+            raise InvalidArgument("is of another scheduler: list from the beginning", field="page_token")
+        return ListPlace(bool(queued), since, RequestKey(tenant, model, Role(role), request_id))
 
     async def ReportWorkerMetrics(
         self, request: scheduler_pb2.ReportWorkerMetricsRequest, context: Any
@@ -238,15 +261,16 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
 
     async def GetBusyThresholds(
         self, request: types_pb2.GetBusyThresholdsRequest, context: Any
-    ) -> types_pb2.BusyThresholds:
+    ) -> types_pb2.GetBusyThresholdsResponse:
         if not request.model:
             raise InvalidArgument("must not be empty", field="model")
         tenant = request.tenant or DEFAULT_TENANT
-        return _thresholds(tenant, request.model, self._scheduler.thresholds.get(tenant, request.model))
+        found = self._scheduler.thresholds.get(tenant, request.model)
+        return types_pb2.GetBusyThresholdsResponse(thresholds=_thresholds(tenant, request.model, found))
 
     async def SetBusyThresholds(
         self, request: types_pb2.SetBusyThresholdsRequest, context: Any
-    ) -> types_pb2.BusyThresholds:
+    ) -> types_pb2.SetBusyThresholdsResponse:
         changes: dict[str, float | int | None] = dict.fromkeys(request.clear)
         for field, value in request.ListFields():
             if field.name.endswith("_threshold"):
@@ -255,7 +279,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
                 changes[field.name] = value
         tenant = request.tenant or DEFAULT_TENANT
         changed = self._scheduler.thresholds.change(tenant, request.model, **changes)
-        return _thresholds(tenant, request.model, changed)
+        return types_pb2.SetBusyThresholdsResponse(thresholds=_thresholds(tenant, request.model, changed))
 
     async def ListBusyThresholds(
         self, request: types_pb2.ListBusyThresholdsRequest, context: Any
@@ -268,7 +292,9 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             ]
         )
 
-    async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> scheduler_pb2.SchedulerStatus:
+    async def GetStatus(
+        self, request: types_pb2.GetStatusRequest, context: Any
+    ) -> scheduler_pb2.SchedulerGetStatusResponse:
         tenant = request.tenant or DEFAULT_TENANT
         if tenant == ALL_TENANTS:
             tenant = current_identity().tenant
@@ -280,7 +306,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         ]
         if request.model and not pools:
             self._scheduler.workers.require_model(tenant, request.model)
-        return scheduler_pb2.SchedulerStatus(
+        return scheduler_pb2.SchedulerGetStatusResponse(
             service=service_info(
                 self._started,
                 draining=self._scheduler.draining,

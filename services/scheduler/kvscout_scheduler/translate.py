@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout_common.enum_words import value_of
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.request_names import NamesRequest
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_from_proto, role_to_proto
 from kvscout_scheduler.booking import ActiveRequest, FreeOutcome, Phase
@@ -61,7 +63,7 @@ def _override(message: scheduler_pb2.SelectRequest) -> ConfigOverride:
     )
 
 
-def prompt_from_proto(message: scheduler_pb2.SelectRequest | scheduler_pb2.PotentialLoadsRequest) -> Prompt:
+def prompt_from_proto(message: scheduler_pb2.SelectRequest | scheduler_pb2.SchedulerGetPotentialLoadsRequest) -> Prompt:
     """The hashes and overlaps that a message has of its own."""
     return Prompt(
         block_hashes=pack_hashes(message.block_hashes),
@@ -71,7 +73,7 @@ def prompt_from_proto(message: scheduler_pb2.SelectRequest | scheduler_pb2.Poten
 
 
 def other_prompts_from_proto(
-    message: scheduler_pb2.SelectRequest | scheduler_pb2.PotentialLoadsRequest,
+    message: scheduler_pb2.SelectRequest | scheduler_pb2.SchedulerGetPotentialLoadsRequest,
 ) -> tuple[Prompt, ...]:
     """Those that it has for workers of other block sizes."""
     return tuple(
@@ -123,7 +125,7 @@ def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
                 scheduler_pb2.Candidate(
                     worker=rank_to_proto(candidate.rank),
                     eligible=candidate.eligible,
-                    ineligible_reason=candidate.ineligible_reason,
+                    ineligible_reason=value_of(scheduler_pb2.IneligibleReason, candidate.ineligible_reason),
                     device_blocks=candidate.device_blocks,
                     host_blocks=candidate.host_blocks,
                     disk_blocks=candidate.disk_blocks,
@@ -170,7 +172,7 @@ def reserve_from_proto(message: scheduler_pb2.ReserveRequest, outer_tenant: str 
     )
 
 
-def key_from_proto(message: scheduler_pb2.RequestRef, outer_tenant: str = "") -> RequestKey:
+def key_from_proto(message: NamesRequest, outer_tenant: str = "") -> RequestKey:
     """The name of a booking; an unset tenant is that of the message around it.
 
     Raises:
@@ -182,18 +184,6 @@ def key_from_proto(message: scheduler_pb2.RequestRef, outer_tenant: str = "") ->
         raise InvalidArgument("must not be empty", field="model")
     tenant = message.tenant or outer_tenant or DEFAULT_TENANT
     return RequestKey(tenant, message.model, role_from_proto(message.role), message.request_id)
-
-
-def output_key_from_proto(message: scheduler_pb2.AddOutputRequest, outer_tenant: str = "") -> RequestKey:
-    """The name of the booking that output is added to.
-
-    Raises:
-        InvalidArgument: If it names no request or no model, or two tenants.
-    """
-    ref = message.request
-    if message.tenant and ref.tenant and message.tenant != ref.tenant:
-        raise InvalidArgument(f"{ref.tenant!r} is not {message.tenant!r}", field="request.tenant")
-    return key_from_proto(ref, message.tenant or outer_tenant)
 
 
 def renew(
@@ -264,6 +254,8 @@ def active_to_proto(active: ActiveRequest, *, shows_owner: bool) -> scheduler_pb
     )
 
 
-def pool_from_request(message: scheduler_pb2.PotentialLoadsRequest | scheduler_pb2.WatchLoadsRequest) -> PoolId:
+def pool_from_request(
+    message: scheduler_pb2.SchedulerGetPotentialLoadsRequest | scheduler_pb2.WatchLoadsRequest,
+) -> PoolId:
     """Whose loads are asked for."""
     return PoolId(message.tenant or DEFAULT_TENANT, message.model, role_from_proto(message.role))

@@ -80,7 +80,7 @@ class WatchRpcs:
 
 def _to_proto(record: DecisionRecord, *, lost: int) -> scheduler_pb2.WatchDecisionsResponse:
     message = scheduler_pb2.WatchDecisionsResponse(
-        timestamp=record.timestamp,
+        decided_unix_seconds=record.timestamp,
         request=translate.key_to_proto(record.key, record.attempt_id),
         isl_tokens=record.isl_tokens,
         code=record.code,

@@ -50,9 +50,9 @@ async def test_what_is_no_address_is_not_tried(address: str) -> None:
 
 def test_helpers_of_a_kind_that_is_not_known_are_left_alone() -> None:
     helpers = [
-        gateway_pb2.HelperStatus(kind="oracle", address="o:1"),
-        gateway_pb2.HelperStatus(kind="indexer", address="i:1"),
+        gateway_pb2.HelperStatus(kind=gateway_pb2.HELPER_KIND_UNSPECIFIED, address="o:1"),
+        gateway_pb2.HelperStatus(kind=gateway_pb2.HELPER_KIND_INDEXER, address="i:1"),
     ]
-    status = gateway_pb2.GatewayStatus(helpers=helpers)
+    status = gateway_pb2.GatewayGetStatusResponse(helpers=helpers)
     service = Service("g:1", Kind.GATEWAY, status=status)
     assert collection._named_by(service) == [Named("i:1", Kind.INDEXER, "g:1")]

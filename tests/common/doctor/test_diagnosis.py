@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def info(**fields: object) -> types_pb2.ServiceInfo:
-    return types_pb2.ServiceInfo(**{"version": "1", "backend": "native", "max_descriptors": 1 << 20, **fields})  # type: ignore[arg-type]
+    usual: dict[str, object] = {"version": "1", "backend": types_pb2.BACKEND_NATIVE, "max_descriptors": 1 << 20}
+    return types_pb2.ServiceInfo(**{**usual, **fields})  # type: ignore[arg-type]
 
 
 def entries(*worker_ids: str) -> tuple[workers_pb2.WorkerEntry, ...]:
@@ -23,7 +24,7 @@ def entries(*worker_ids: str) -> tuple[workers_pb2.WorkerEntry, ...]:
 
 
 def gateway(*worker_ids: str, about: types_pb2.ServiceInfo | None = None, **fields: object) -> Service:
-    status = gateway_pb2.GatewayStatus(service=about or info(), **fields)  # type: ignore[arg-type]
+    status = gateway_pb2.GatewayGetStatusResponse(service=about or info(), **fields)  # type: ignore[arg-type]
     return Service("g:1", Kind.GATEWAY, serving=True, status=status, workers=entries(*(worker_ids or ("w",))))
 
 
@@ -32,7 +33,7 @@ def scheduler(address: str = "s:1", offset: float | None = None, **replicas: obj
         address,
         Kind.SCHEDULER,
         serving=True,
-        status=scheduler_pb2.SchedulerStatus(service=info()),
+        status=scheduler_pb2.SchedulerGetStatusResponse(service=info()),
         workers=entries("w"),
         replicas=scheduler_pb2.GetReplicasResponse(**replicas),  # type: ignore[arg-type]
         clock_offset_seconds=offset,
@@ -40,7 +41,7 @@ def scheduler(address: str = "s:1", offset: float | None = None, **replicas: obj
 
 
 def indexer(*sources: indexer_pb2.SourceStatus) -> Service:
-    status = indexer_pb2.IndexerStatus(service=info(), sources=sources, shard_count=1)
+    status = indexer_pb2.IndexerGetStatusResponse(service=info(), sources=sources, shard_count=1)
     return Service("i:1", Kind.INDEXER, serving=True, status=status, workers=entries("w"))
 
 
@@ -85,7 +86,7 @@ def test_the_clock_that_differs_is_that_of_the_service_or_that_of_whoever_asks()
 
 
 def test_what_only_the_gateway_reaches_is_a_note_and_nothing_wrong() -> None:
-    helpers = [gateway_pb2.HelperStatus(kind="indexer", address="i:1", healthy=True)]
+    helpers = [gateway_pb2.HelperStatus(kind=gateway_pb2.HELPER_KIND_INDEXER, address="i:1", healthy=True)]
     seen = [gateway_pb2.WorkerObservation(worker=types_pb2.WorkerRank(worker_id="w"), tenant="t", requests=3)]
     services = (gateway(helpers=helpers, workers=seen), Service("i:1", Kind.INDEXER, error="failed to connect"))
     engine = Engine(WorkerName("t", "w"), "http://w", error="http://w does not answer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvscout.v1 import gateway_pb2, indexer_pb2, types_pb2, workers_pb2
 from kvscout_common.doctor.overview import Seen, overview
 from kvscout_common.doctor.snapshot import Kind, Service, Snapshot
+from kvscout_common.enum_words import value_of
 
 INFO = types_pb2.ServiceInfo(version="1", uptime_seconds=60.0)
 
@@ -13,12 +14,13 @@ def gateway(*helpers: gateway_pb2.HelperStatus, dp_size: int = 1) -> Service:
     entry = workers_pb2.WorkerEntry(
         worker=workers_pb2.Worker(worker_id="w", tenant="t", model="m", block_size=16, dp_size=dp_size)
     )
-    status = gateway_pb2.GatewayStatus(service=INFO, helpers=helpers)
+    status = gateway_pb2.GatewayGetStatusResponse(service=INFO, helpers=helpers)
     return Service("g:1", Kind.GATEWAY, serving=True, status=status, workers=(entry,))
 
 
 def helper(kind: str, *, healthy: bool) -> gateway_pb2.HelperStatus:
-    return gateway_pb2.HelperStatus(kind=kind, address="h:1", healthy=healthy, last_error="" if healthy else "late")
+    number = value_of(gateway_pb2.HelperKind, kind)
+    return gateway_pb2.HelperStatus(kind=number, address="h:1", healthy=healthy, last_error="" if healthy else "late")
 
 
 def test_a_service_that_only_its_gateway_reaches_is_well_and_said_to_be_out_of_reach() -> None:
@@ -30,7 +32,7 @@ def test_a_service_that_only_its_gateway_reaches_is_well_and_said_to_be_out_of_r
 
 
 def test_a_service_that_answers_here_and_not_to_its_gateway_is_not_well() -> None:
-    status = indexer_pb2.IndexerStatus(service=INFO)
+    status = indexer_pb2.IndexerGetStatusResponse(service=INFO)
     indexer = Service("h:1", Kind.INDEXER, serving=True, status=status)
     _, row = overview(Snapshot((gateway(helper("indexer", healthy=False)), indexer))).services
     assert (row.state, row.well) == ("its gateway: late", False)
@@ -39,7 +41,7 @@ def test_a_service_that_answers_here_and_not_to_its_gateway_is_not_well() -> Non
 def test_a_service_that_drains_or_is_not_ready_is_not_well() -> None:
     draining = types_pb2.ServiceInfo(draining=True)
     for info, serving, state in ((draining, True, "draining"), (INFO, False, "not serving")):
-        status = indexer_pb2.IndexerStatus(service=info)
+        status = indexer_pb2.IndexerGetStatusResponse(service=info)
         [row] = overview(Snapshot((Service("h:1", Kind.INDEXER, serving=serving, status=status),))).services
         assert (row.state, row.well) == (state, False)
 
@@ -65,6 +67,6 @@ def test_the_prediction_error_is_a_share_of_what_was_predicted_and_reported() ->
 def test_a_state_of_a_newer_release_has_a_row() -> None:
     source = indexer_pb2.SourceStatus(worker=types_pb2.WorkerRank(worker_id="w"), tenant="t")
     source.state = 77  # type: ignore[assignment]
-    status = indexer_pb2.IndexerStatus(service=INFO, sources=[source])
+    status = indexer_pb2.IndexerGetStatusResponse(service=INFO, sources=[source])
     [row] = overview(Snapshot((Service("h:1", Kind.INDEXER, serving=True, status=status),))).sources
     assert row.state == "state 77"

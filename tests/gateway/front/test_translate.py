@@ -48,7 +48,7 @@ def test_tokens_are_packed_as_they_came_whatever_else_the_message_has(
     rng = random.Random(7)
     for count in (0, 1, 2, 1_000):
         token_ids = [rng.randrange(1 << 32) for _ in range(count)]
-        request = kind(model="m", tenant="t", token_ids=token_ids, worker_id="w", required_labels={"a": "b"})
+        request = kind(model="m", tenant="t", token_ids=token_ids, pinned_worker_id="w", required_labels={"a": "b"})
         # A field of a later release, behind all others.
         request.MergeFromString(bytes([0xFA, 0x3F, 3]) + b"new")
         before = request.SerializeToString()

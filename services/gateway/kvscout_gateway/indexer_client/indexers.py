@@ -46,10 +46,10 @@ class Indexers:
             security: How they are called.
         """
         count = len(shards)
-        names = [str(Shard(index, count)) if count > 1 else "" for index in range(count)]
+        shares = [Shard(index, count) if count > 1 else None for index in range(count)]
         self.shards: tuple[Replicas, ...] = tuple(
-            Failover("indexer", addresses, IndexerLink, security, shard=name)
-            for name, addresses in zip(names, shards, strict=True)
+            Failover("indexer", addresses, IndexerLink, security, shard=share)
+            for share, addresses in zip(shares, shards, strict=True)
         )
 
     @property

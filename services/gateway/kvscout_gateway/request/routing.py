@@ -139,7 +139,7 @@ class RoutingFlow:
         if placement.decision is not None:
             placement.decision.withdrawn = True
 
-    async def potential_loads(self, wish: Wish) -> scheduler_pb2.PotentialLoadsResponse:
+    async def potential_loads(self, wish: Wish) -> scheduler_pb2.GetPotentialLoadsResponse:
         """The load of each worker, now and with a prompt added; one without tokens adds nothing.
 
         Raises:
@@ -149,7 +149,7 @@ class RoutingFlow:
         asked = self._prepare(wish)
         found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
         self._count_missed(found)
-        kind = scheduler_pb2.PotentialLoadsRequest
+        kind = scheduler_pb2.SchedulerGetPotentialLoadsRequest
         request = kind(
             model=asked.target.model,
             tenant=wish.tenant,
@@ -298,7 +298,7 @@ def _degraded(wish: Wish, found: Found) -> tuple[str, ...]:
     return (*((unknown,) if unknown else ()), *found.problems.values())
 
 
-_HasPrompt: TypeAlias = type[scheduler_pb2.SelectRequest | scheduler_pb2.PotentialLoadsRequest]
+_HasPrompt: TypeAlias = type[scheduler_pb2.SelectRequest | scheduler_pb2.SchedulerGetPotentialLoadsRequest]
 
 
 def _hashed(kind: _HasPrompt, asked: _Asked) -> bytes:

@@ -74,7 +74,7 @@ class LifecycleStream(CoalescedStream[scheduler_pb2.LifecycleResult]):
         hello = scheduler_pb2.LifecycleHello(
             owner_id=owner_id,
             in_flight=in_flight,
-            opened_at=opened_at,
+            opened_unix_us=opened_at,
             # It is sent when its time is over, by a loop that may be busy: half as much again is promised.
             heartbeat_ms=int(HEARTBEAT_SECONDS * 1500),
         )

@@ -112,6 +112,17 @@ class SchedulerLink(_Stub):
         read = scheduler_pb2.SelectResponse.FromString
         self._select: Any = channel.unary_unary(f"/{SERVICE}/Select", response_deserializer=read)
         self._select_and_reserve: Any = channel.unary_unary(f"/{SERVICE}/SelectAndReserve", response_deserializer=read)
+        # Their fields are those of the reference that names the request.
+        self._prefill_complete: Any = channel.unary_unary(
+            f"/{SERVICE}/MarkPrefillComplete",
+            request_serializer=scheduler_pb2.RequestRef.SerializeToString,
+            response_deserializer=scheduler_pb2.MarkPrefillCompleteResponse.FromString,
+        )
+        self._free: Any = channel.unary_unary(
+            f"/{SERVICE}/Free",
+            request_serializer=scheduler_pb2.RequestRef.SerializeToString,
+            response_deserializer=scheduler_pb2.FreeResponse.FromString,
+        )
         self._stream: LifecycleStream | None = None
         self._operations = 0
         self._messages = 0
@@ -190,13 +201,13 @@ class SchedulerLink(_Stub):
     ) -> scheduler_pb2.MarkPrefillCompleteResponse:
         """MarkPrefillComplete."""
         answer: scheduler_pb2.MarkPrefillCompleteResponse = await self._ask(
-            "prefill_complete", ref, timeout, self.MarkPrefillComplete
+            "prefill_complete", ref, timeout, self._prefill_complete
         )
         return answer
 
     async def free(self, ref: scheduler_pb2.RequestRef, *, timeout: float) -> scheduler_pb2.FreeResponse:
         """Free."""
-        answer: scheduler_pb2.FreeResponse = await self._ask("free", ref, timeout, self.Free)
+        answer: scheduler_pb2.FreeResponse = await self._ask("free", ref, timeout, self._free)
         return answer
 
     async def _ask(self, kind: str, message: Message | bytes, timeout: float, unary: Callable[..., Any]) -> Any:
@@ -281,7 +292,7 @@ class SchedulerLink(_Stub):
         finally:
             stream.drop(operation)
 
-    async def ask_status(self, timeout: float) -> scheduler_pb2.SchedulerStatus:
+    async def ask_status(self, timeout: float) -> scheduler_pb2.SchedulerGetStatusResponse:
         """Asks what every scheduler answers, whatever else it does.
 
         Raises:

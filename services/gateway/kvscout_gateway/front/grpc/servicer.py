@@ -12,6 +12,7 @@ from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, indexer_pb2, s
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.identity import AccessRole, current_identity
 from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.request_names import NamesRequest, reference_of
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import spec_from_proto
 from kvscout_common.worker_rpcs import WorkerRpcs, required_id
@@ -53,7 +54,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
 
     async def UpdateWorker(
         self, request: workers_pb2.UpdateWorkerRequest, context: Any
-    ) -> workers_pb2.RegisterWorkerResponse:
+    ) -> workers_pb2.UpdateWorkerResponse:
         self._take_over(request.tenant or request.worker.tenant, request.worker.worker_id)
         answer = await super().UpdateWorker(request, context)
         await self._gateway.registration.flush()
@@ -95,11 +96,11 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         await generate(self._gateway.exchanges, self._gateway.config, request, context)
 
     async def MarkPrefillComplete(
-        self, request: scheduler_pb2.RequestRef, context: Any
+        self, request: scheduler_pb2.MarkPrefillCompleteRequest, context: Any
     ) -> scheduler_pb2.MarkPrefillCompleteResponse:
         return await self._gateway.fanout.mark_prefill_complete(self._ref(request))
 
-    async def Free(self, request: scheduler_pb2.RequestRef, context: Any) -> scheduler_pb2.FreeResponse:
+    async def Free(self, request: scheduler_pb2.FreeRequest, context: Any) -> scheduler_pb2.FreeResponse:
         return await self._gateway.fanout.free(self._ref(request))
 
     async def Renew(self, request: scheduler_pb2.RenewRequest, context: Any) -> scheduler_pb2.RenewResponse:
@@ -113,8 +114,14 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         return await self._gateway.fanout.renew(onward)
 
     async def AddOutput(self, request: scheduler_pb2.AddOutputRequest, context: Any) -> scheduler_pb2.AddOutputResponse:
+        ref = self._ref(request)
         onward = scheduler_pb2.AddOutputRequest(
-            request=self._ref(request.request, request.tenant), blocks=request.blocks, tenant=request.tenant
+            model=ref.model,
+            tenant=ref.tenant,
+            role=ref.role,
+            request_id=ref.request_id,
+            attempt_id=ref.attempt_id,
+            blocks=request.blocks,
         )
         return await self._gateway.fanout.add_output(onward)
 
@@ -127,7 +134,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
                 one.ClearField("owner_id")
         return answer
 
-    def _ref(self, request: scheduler_pb2.RequestRef, tenant: str = "") -> scheduler_pb2.RequestRef:
+    def _ref(self, request: NamesRequest, tenant: str = "") -> scheduler_pb2.RequestRef:
         """The reference as the scheduler has it: an adapter's name stands for its base model.
 
         Args:
@@ -137,14 +144,13 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         if not request.request_id:
             raise InvalidArgument("must not be empty", field="request_id")
         target = self._gateway.catalog.tenant(request.tenant or tenant or DEFAULT_TENANT).resolve(request.model, "")
-        ref = scheduler_pb2.RequestRef()
-        ref.CopyFrom(request)
+        ref = reference_of(request)
         ref.model = target.model
         return ref
 
     async def GetPotentialLoads(
-        self, request: gateway_pb2.GatewayPotentialLoadsRequest, context: Any
-    ) -> scheduler_pb2.PotentialLoadsResponse:
+        self, request: gateway_pb2.GatewayGetPotentialLoadsRequest, context: Any
+    ) -> scheduler_pb2.GetPotentialLoadsResponse:
         wish = translate.loads_wish(request, self._gateway.config.max_prompt_tokens)
         return await self._gateway.routing.potential_loads(wish)
 
@@ -158,12 +164,12 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
 
     async def GetBusyThresholds(
         self, request: types_pb2.GetBusyThresholdsRequest, context: Any
-    ) -> types_pb2.BusyThresholds:
+    ) -> types_pb2.GetBusyThresholdsResponse:
         return await self._scheduler(lambda stub: stub.GetBusyThresholds, request)
 
     async def SetBusyThresholds(
         self, request: types_pb2.SetBusyThresholdsRequest, context: Any
-    ) -> types_pb2.BusyThresholds:
+    ) -> types_pb2.SetBusyThresholdsResponse:
         return await self._gateway.fanout.set_busy_thresholds(request)
 
     async def ListBusyThresholds(
@@ -171,7 +177,9 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     ) -> types_pb2.ListBusyThresholdsResponse:
         return await self._scheduler(lambda stub: stub.ListBusyThresholds, request)
 
-    async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> gateway_pb2.GatewayStatus:
+    async def GetStatus(
+        self, request: types_pb2.GetStatusRequest, context: Any
+    ) -> gateway_pb2.GatewayGetStatusResponse:
         gateway = self._gateway
         tenant = request.tenant or DEFAULT_TENANT
         if tenant == ALL_TENANTS:

@@ -14,7 +14,7 @@ from kvscout_gateway.request.observation import Observation
 _NOTHING = Observation()
 
 
-def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.GatewayStatus:
+def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.GatewayGetStatusResponse:
     """The state of a gateway and of what it depends on.
 
     Args:
@@ -22,7 +22,7 @@ def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.Gat
         tenant: Whose workers are told of; "*" = everybody's.
         model: Only workers of this one; "" = of all.
     """
-    return gateway_pb2.GatewayStatus(
+    return gateway_pb2.GatewayGetStatusResponse(
         service=gateway.info(),
         helpers=gateway.helper_statuses(),
         workers=_observations(gateway, tenant, model),

@@ -35,7 +35,7 @@ FLOAT_DIGITS = range(6, 10)
 
 
 WithTokens = TypeVar(
-    "WithTokens", gateway_pb2.RouteRequest, gateway_pb2.GenerateRequest, gateway_pb2.GatewayPotentialLoadsRequest
+    "WithTokens", gateway_pb2.RouteRequest, gateway_pb2.GenerateRequest, gateway_pb2.GatewayGetPotentialLoadsRequest
 )
 
 
@@ -107,7 +107,7 @@ def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int) -> Wis
         request_id=request.request_id,
         attempt_id=request.attempt_id,
         allowed=tuple(request.allowed_worker_ids),
-        pinned=request.worker_id,
+        pinned=request.pinned_worker_id,
         pinned_rank=_pinned_rank(request),
         required_labels=dict(request.required_labels),
         override=request.router_config_override if request.HasField("router_config_override") else None,
@@ -146,7 +146,7 @@ def generate_wish(request: gateway_pb2.GenerateRequest, max_prompt_tokens: int) 
         lora_name=request.lora_name,
         request_id=request_id,
         allowed=tuple(request.allowed_worker_ids),
-        pinned=request.worker_id,
+        pinned=request.pinned_worker_id,
         pinned_rank=_pinned_rank(request),
         required_labels=dict(request.required_labels),
         override=request.router_config_override if request.HasField("router_config_override") else None,
@@ -157,11 +157,11 @@ def generate_wish(request: gateway_pb2.GenerateRequest, max_prompt_tokens: int) 
 
 
 def _pinned_rank(request: gateway_pb2.RouteRequest | gateway_pb2.GenerateRequest) -> int | None:
-    if not request.HasField("dp_rank"):
+    if not request.HasField("pinned_dp_rank"):
         return None
-    if not request.worker_id:
-        raise InvalidArgument("needs worker_id", field="dp_rank")
-    return request.dp_rank
+    if not request.pinned_worker_id:
+        raise InvalidArgument("needs pinned_worker_id", field="pinned_dp_rank")
+    return request.pinned_dp_rank
 
 
 def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:
@@ -236,8 +236,8 @@ def _as_written(value: float) -> float:
     return next((number for number in shorter if struct.pack("<f", number) == single), value)
 
 
-def loads_wish(request: gateway_pb2.GatewayPotentialLoadsRequest, max_prompt_tokens: int) -> Wish:
-    """What a GatewayPotentialLoadsRequest asks about.
+def loads_wish(request: gateway_pb2.GatewayGetPotentialLoadsRequest, max_prompt_tokens: int) -> Wish:
+    """What a GatewayGetPotentialLoadsRequest asks about.
 
     Raises:
         InvalidArgument: If the role is unknown or the prompt too long.
@@ -257,14 +257,12 @@ def loads_wish(request: gateway_pb2.GatewayPotentialLoadsRequest, max_prompt_tok
 
 def route_response(placement: Placement) -> gateway_pb2.RouteResponse:
     """A placement as the answer of Route."""
-    worker = rank_to_proto(placement.worker)
     return gateway_pb2.RouteResponse(
-        worker_id=worker.worker_id,
-        dp_rank=worker.dp_rank,
+        worker=rank_to_proto(placement.worker),
         overlap_blocks=placement.overlap_blocks,
         confirmed_overlap_blocks=placement.confirmed_blocks or 0,
         effective_overlap_blocks=placement.effective_overlap_blocks,
-        endpoint=placement.endpoint,
+        http_endpoint=placement.endpoint,
         num_blocks=placement.num_blocks,
         block_size=placement.block_size,
         cost=placement.cost,

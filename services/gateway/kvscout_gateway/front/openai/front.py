@@ -136,10 +136,10 @@ class OpenAiFront:
         change = change_of(await _json(call), caller.tenant)
         if isinstance(change, types_pb2.SetBusyThresholdsRequest):
             caller.require("SetBusyThresholds")
-            await _tell(call, shown(await gateway.fanout.set_busy_thresholds(change)))
+            await _tell(call, shown((await gateway.fanout.set_busy_thresholds(change)).thresholds))
             return
         read, _ = await gateway.schedulers.call(lambda stub: stub.GetBusyThresholds, change, timeout_seconds=seconds)
-        await _tell(call, shown(read))
+        await _tell(call, shown(read.thresholds))
 
     async def _tell_metrics(self, call: HttpCall, caller: Caller) -> None:
         if caller.identity.tenant != ALL_TENANTS:

@@ -1,0 +1,25 @@
+"""Messages that name one request by the same five fields, of the same numbers."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from kvscout.v1 import scheduler_pb2
+
+NamesRequest: TypeAlias = (
+    scheduler_pb2.RequestRef
+    | scheduler_pb2.MarkPrefillCompleteRequest
+    | scheduler_pb2.FreeRequest
+    | scheduler_pb2.AddOutputRequest
+)
+
+
+def reference_of(message: NamesRequest) -> scheduler_pb2.RequestRef:
+    """The reference to the request that a message names."""
+    return scheduler_pb2.RequestRef(
+        model=message.model,
+        tenant=message.tenant,
+        role=message.role,
+        request_id=message.request_id,
+        attempt_id=message.attempt_id,
+    )
