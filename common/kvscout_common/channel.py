@@ -55,7 +55,11 @@ PLAINTEXT = ClientSecurity()
 
 
 def open_channel(
-    address: str, security: ClientSecurity = PLAINTEXT, *, max_message_bytes: int = 64 * 1024 * 1024
+    address: str,
+    security: ClientSecurity = PLAINTEXT,
+    *,
+    max_message_bytes: int = 64 * 1024 * 1024,
+    server_name: str = "",
 ) -> grpc.aio.Channel:
     """Opens a channel to a kvscout service; connects lazily and reconnects by itself.
 
@@ -63,9 +67,10 @@ def open_channel(
         address: host:port.
         security: TLS files and token.
         max_message_bytes: Largest message sent or received.
+        server_name: What the server's certificate must be for; "" = the host of the address.
     """
     if chosen() is Transport.NATIVE:
-        native: Any = _native_channel(address, security, max_message_bytes)
+        native: Any = _native_channel(address, security, max_message_bytes, server_name)
         channel: grpc.aio.Channel = native
         return channel
     options: list[tuple[str, Any]] = [
@@ -81,6 +86,8 @@ def open_channel(
         interceptors = list(bearer_interceptors(TokenFile(security.token_file)))
     if security.ca is None:
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
     credentials = grpc.ssl_channel_credentials(
         security.ca.read_bytes(),
         security.key.read_bytes() if security.key else None,
@@ -89,7 +96,7 @@ def open_channel(
     return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
 
 
-def _native_channel(address: str, security: ClientSecurity, max_message_bytes: int) -> Any:
+def _native_channel(address: str, security: ClientSecurity, max_message_bytes: int, server_name: str) -> Any:
     # Imported here: the extension may not be there.
     from kvscout_common.transport.native_channel import NativeChannel, client_tls
 
@@ -101,7 +108,7 @@ def _native_channel(address: str, security: ClientSecurity, max_message_bytes: i
             security.certificate.read_bytes() if security.certificate else None,
             security.key.read_bytes() if security.key else None,
         )
-    return NativeChannel(address, max_message_bytes=max_message_bytes, tls=tls, token=token)
+    return NativeChannel(address, max_message_bytes=max_message_bytes, tls=tls, token=token, server_name=server_name)
 
 
 class TokenFile:

@@ -91,13 +91,13 @@ class _State:
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """The addresses of a name.
+    """The addresses of a name, of one family: where there are both, each host has one of each.
 
     Raises:
         OSError: It has none, or the lookup failed.
     """
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return sorted({str(entry[4][0]) for entry in found})
+    return sorted({str(entry[4][0]) for entry in found if entry[0] == found[0][0]})
 
 
 class DnsWorkers:

@@ -26,7 +26,7 @@ def test_a_wrong_flag_ends_with_a_usage_error() -> None:
     result = CliRunner().invoke(main, ["--scheduler", "nowhere"])
     assert result.exit_code == 2
     assert "scheduler" in result.output
-    assert "not host:port" in result.output
+    assert "neither host:port" in result.output
 
 
 def test_tokenizers_are_folders_of_models_or_of_all(tmp_path: Path) -> None:
@@ -57,6 +57,8 @@ def test_an_engine_key_is_one_line_and_is_followed(tmp_path: Path) -> None:
 def test_indexers_without_a_shard_are_replicas_of_the_whole() -> None:
     assert indexer_shards("indexer", ["b:2", "a:1"]) == (("b:2", "a:1"),)
     assert indexer_shards("indexer", []) == ()
+    assert indexer_shards("indexer", ["dns://svc.prod:1"]) == (("dns://svc.prod:1",),)
+    assert indexer_shards("indexer", ["0/2=dns://a:1", "1/2=b:1"]) == (("dns://a:1",), ("b:1",))
 
 
 def test_replicas_of_a_shard_keep_their_order() -> None:
@@ -73,7 +75,10 @@ def test_replicas_of_a_shard_keep_their_order() -> None:
         (["0/2=a:1", "b:1"], "not I/N"),
         (["=a:1"], "not I/N"),
         (["2/2=a:1"], "numbered from 0"),
-        (["0/1=nowhere"], "not host:port"),
+        (["0/1=nowhere"], "neither host:port"),
+        (["dns://svc"], "neither host:port"),
+        (["dns://svc:1/path"], "neither host:port"),
+        (["http://svc:1"], "neither host:port"),
         (["0/2=a:1", "1/2=a:1"], "twice"),
     ],
 )

@@ -14,6 +14,7 @@ from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common import errors
 from kvscout_common.channel import PLAINTEXT, call
 from kvscout_common.errors import KvscoutError
+from kvscout_gateway import failover
 from kvscout_gateway.failover import Failover, HelperDown, Member
 
 Behaviour = Callable[[], Awaitable[None]]
@@ -186,3 +187,50 @@ async def test_one_that_does_not_know_yet_is_passed_over_and_its_answer_is_kept(
 async def test_an_empty_list_is_down() -> None:
     with pytest.raises(HelperDown, match="no scheduler is configured"):
         await select(Failover("scheduler", [], scheduler_pb2_grpc.SchedulerStub, PLAINTEXT))
+
+
+def addresses(schedulers: "Failover[Any]") -> list[str]:
+    return [member.address for member in schedulers.members]
+
+
+async def test_the_addresses_of_a_name_stand_in_its_place_in_an_order_that_all_gateways_have() -> None:
+    given = ["10.0.0.9:1", "dns://svc:7", "10.0.0.8:1"]
+    schedulers: Failover[Any] = Failover("scheduler", given, scheduler_pb2_grpc.SchedulerStub, PLAINTEXT)
+    assert addresses(schedulers) == ["10.0.0.9:1", "10.0.0.8:1"]
+    joined, left = schedulers.resolved("dns://svc:7", ["10.0.0.10:7", "10.0.0.2:7"])
+    assert ([member.address for member in joined], left) == (["10.0.0.2:7", "10.0.0.10:7"], [])
+    assert addresses(schedulers) == ["10.0.0.9:1", "10.0.0.2:7", "10.0.0.10:7", "10.0.0.8:1"]
+    kept = schedulers.members[2]
+    joined, left = schedulers.resolved("dns://svc:7", ["[fd00::1]:7", "10.0.0.10:7", "10.0.0.8:1"])
+    assert ([member.address for member in joined], [member.address for member in left]) == (
+        ["[fd00::1]:7"],
+        ["10.0.0.2:7"],
+    )
+    assert addresses(schedulers) == ["10.0.0.9:1", "10.0.0.8:1", "10.0.0.10:7", "[fd00::1]:7"]
+    assert schedulers.members[2] is kept
+    await schedulers.close()
+
+
+async def test_who_left_the_list_answers_for_a_while_and_is_unavailable_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover, "LET_GO_SECONDS", 0.05)
+    servicer = Scripted()  # type: ignore[abstract]
+    ports: list[int] = []
+    async with serving(
+        lambda server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server), on_port=ports.append
+    ):
+        schedulers: Failover[Any] = Failover("scheduler", ["dns://svc:7"], scheduler_pb2_grpc.SchedulerStub, PLAINTEXT)
+        schedulers.resolved("dns://svc:7", [f"127.0.0.1:{ports[0]}"])
+        [member] = schedulers.members
+        schedulers.resolved("dns://svc:7", [])
+        with pytest.raises(HelperDown, match="no scheduler is configured"):
+            await select(schedulers)
+        request = scheduler_pb2.SelectRequest()
+        await member.call(lambda stub: stub.Select, request, 5.0)
+
+        async def closed() -> bool:
+            return member.closed
+
+        await eventually(closed)
+        with pytest.raises(errors.Unavailable, match="no longer there"):
+            await member.call(lambda stub: stub.Select, request, 5.0)
+        await schedulers.close()

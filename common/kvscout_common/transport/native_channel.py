@@ -39,6 +39,7 @@ class NativeChannel:
         max_message_bytes: Longest message in either direction.
         tls: None = plaintext.
         token: Gives the bearer token of a call; None = there is none.
+        server_name: What the server's certificate must be for; "" = the host of the target.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class NativeChannel:
         max_message_bytes: int,
         tls: ClientTls | None = None,
         token: Callable[[], str] | None = None,
+        server_name: str = "",
     ) -> None:
         self.target = target
         host, _, port = target.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
+        self._server_name = server_name or self._host
         self._max_message_bytes = max_message_bytes
         self._tls = tls
         self._token = token
@@ -203,7 +206,7 @@ class NativeChannel:
             self._outcome = loop.create_future()
             try:
                 self._connection = self.core.rpc.connect(
-                    address, self._port, f"{self._host}:{self._port}", self._tls, self._host
+                    address, self._port, f"{self._host}:{self._port}", self._tls, self._server_name
                 )
                 self.core.connections[self._connection] = self
                 self.core.flush()

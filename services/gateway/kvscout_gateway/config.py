@@ -12,6 +12,7 @@ from kvscout_common.errors import ConfigError
 from kvscout_common.nats_link import NatsConfig
 from kvscout_common.shards import Shard
 from kvscout_gateway.engines.patience import Patience
+from kvscout_gateway.failover import DNS
 from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig
 
 
@@ -25,7 +26,8 @@ class GatewayConfig:
     security: ClientSecurity = PLAINTEXT
     """How it calls indexers and schedulers."""
     indexers: tuple[tuple[str, ...], ...] = (("127.0.0.1:7051",),)
-    """Addresses of each shard's replicas in order of preference, mostly one shard; empty = routing on load alone."""
+    """Addresses of each shard's replicas in order of preference, mostly one shard; empty = routing on load alone.
+    `dns://name:port` = whatever addresses the name has."""
     schedulers: tuple[str, ...] = ("127.0.0.1:7052",)
     """Addresses in order of preference; the first healthy one decides."""
     indexer_timeout_seconds: float = 0.02
@@ -68,15 +70,15 @@ class GatewayConfig:
 
 
 def addresses(flag: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Checked host:port addresses, in order.
+    """Checked addresses, host:port or dns://name:port, in order.
 
     Raises:
         ConfigError: If one is no address, or given twice; names the flag.
     """
     for address in given:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"{address!r} is not host:port", field=flag)
+        host, _, port = address.removeprefix(DNS).rpartition(":")
+        if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"{address!r} is neither host:port nor dns://name:port", field=flag)
     if len(set(given)) < len(given):
         raise ConfigError("names an address twice", field=flag)
     return tuple(given)

@@ -1,13 +1,17 @@
-"""The services a gateway depends on: an ordered list of equals, of which the first healthy one is used."""
+"""The services a gateway depends on: an ordered list of equals, of which the first healthy one is used.
+
+The list is given by addresses, and by names `dns://name:port` whose addresses stand in their place and change.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 
@@ -36,6 +40,9 @@ PROBE_PAUSE_SECONDS = 0.25
 """Between two questions to a member that hangs, whether it still does."""
 PROBE_SECONDS = 1.0
 """How long it may take to answer one."""
+LET_GO_SECONDS = 30.0
+"""How long a member that left the list may be called still: what runs is booked elsewhere by then."""
+DNS = "dns://"
 
 _REFUSALS = (Draining, Unauthenticated, PermissionDenied, Unimplemented)
 """Answers that say something of the member or of the gateway's access to it, nothing of the request."""
@@ -48,9 +55,9 @@ def is_member_fault(error: KvscoutError) -> bool:
     return isinstance(error, (*_REFUSALS, InternalError)) or (isinstance(error, _TRANSPORT) and not error.answered)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member(Generic[Stub]):
-    """One service of a list, and how its calls went."""
+    """One service of a list, and how its calls went. Two are never equal."""
 
     kind: str
     address: str
@@ -64,6 +71,8 @@ class Member(Generic[Stub]):
     """The share of the workers that it has; None = all of them."""
     probing: asyncio.Task[None] | None = None
     """Set while it hangs: nobody waits for it meanwhile."""
+    closed: bool = False
+    """It has been off the list for a while."""
 
     @property
     def name(self) -> str:
@@ -79,6 +88,8 @@ class Member(Generic[Stub]):
             KvscoutError: What the service answered, or Unavailable / DeadlineExceeded.
         """
         self.calls += 1
+        if self.closed:
+            raise Unavailable(f"{self.name} is no longer there")
         try:
             answer = await call(method(self.stub), request, timeout=timeout_seconds)
         except KvscoutError as error:
@@ -110,6 +121,13 @@ class HelperDown(Unavailable):
     """No member of a list answered: the gateway goes on without it."""
 
 
+def address_order(address: str) -> tuple[int, int, int]:
+    """By number: every gateway has the same order, so that all use the same one of the list."""
+    host, _, port = address.rpartition(":")
+    ip = ipaddress.ip_address(host.strip("[]"))
+    return ip.version, int(ip), int(port)
+
+
 class Failover(Generic[Stub]):
     """An ordered list of members.
 
@@ -126,17 +144,80 @@ class Failover(Generic[Stub]):
         *,
         shard: Shard | None = None,
         probe: Probe[Stub] | None = None,
+        order: Callable[[str], Any] = address_order,
     ) -> None:
+        """Connects lazily.
+
+        Args:
+            kind: What the members are, for people.
+            addresses: host:port and `dns://name:port`, in order of preference.
+            make_stub: What a member is called by.
+            security: How.
+            shard: Their share of the workers.
+            probe: What one that hangs is asked.
+            order: Sorts the addresses of one name.
+        """
         self.kind = kind
+        self._shard = shard
         self._probe = probe
+        self._make_stub = make_stub
+        self._security = security
+        self._order = order
+        self._given = tuple(addresses)
+        self.names = tuple(address for address in addresses if address.startswith(DNS))
+        """Whose addresses are to be told by `resolved`."""
+        self._resolved: dict[str, Sequence[str]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self.name = f"{kind} {shard}" if shard else kind
         """For people: what the members are, and their share of the workers if they do not have all."""
         self.favourite: Member[Stub] | None = None
         """Comes first, whatever the order of the list; None = the list's order."""
         self.members: list[Member[Stub]] = []
-        for address in addresses:
-            channel = open_channel(address, security)
-            self.members.append(Member(kind, address, channel, make_stub(channel), shard=shard))
+        """In order of preference; another list after each change."""
+        self._arrange()
+
+    def resolved(self, name: str, addresses: Sequence[str]) -> tuple[list[Member[Stub]], list[Member[Stub]]]:
+        """Says which addresses a name has now; who is no longer there may be called for a while still.
+
+        Args:
+            name: One of `names`.
+            addresses: host:port each.
+
+        Returns:
+            The members that are new, and those that left the list.
+        """
+        self._resolved[name] = sorted(addresses, key=self._order)
+        return self._arrange()
+
+    def _arrange(self) -> tuple[list[Member[Stub]], list[Member[Stub]]]:
+        known = {member.address: member for member in self.members}
+        joined, arranged = [], dict[str, Member[Stub]]()
+        for given in self._given:
+            server_name = given.removeprefix(DNS).rpartition(":")[0] if given.startswith(DNS) else ""
+            for address in self._resolved.get(given, ()) if server_name else (given,):
+                if address not in arranged:
+                    arranged[address] = known.get(address) or self._member(address, server_name)
+                    if address not in known:
+                        joined.append(arranged[address])
+        left = [member for address, member in known.items() if address not in arranged]
+        self.members = list(arranged.values())
+        for member in left:
+            task = asyncio.get_running_loop().create_task(self._let_go(member), name=f"let go of {member.name}")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        return joined, left
+
+    def _member(self, address: str, server_name: str) -> Member[Stub]:
+        channel = open_channel(address, self._security, server_name=server_name)
+        return Member(self.kind, address, channel, self._make_stub(channel), shard=self._shard)
+
+    async def _let_go(self, member: Member[Stub]) -> None:
+        """Closes the channel of a member that left, once what was under way to it is over."""
+        if member.probing is not None:
+            member.probing.cancel()
+        await asyncio.sleep(LET_GO_SECONDS)
+        member.closed = True
+        await member.channel.close()
 
     def preferred(self) -> list[Member[Stub]]:
         """Members in the order to try: the favourite, then the list's; those that just failed last."""
@@ -229,6 +310,8 @@ class Failover(Generic[Stub]):
 
     async def close(self) -> None:
         """Closes every channel."""
+        for task in self._closing:
+            task.cancel()
         for member in self.members:
             if member.probing is not None:
                 member.probing.cancel()

@@ -35,6 +35,7 @@ from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.fanout import Fanout
+from kvscout_gateway.helpers import Helpers
 from kvscout_gateway.indexer_client.check import IndexerCheck
 from kvscout_gateway.indexer_client.indexers import Indexers
 from kvscout_gateway.indexer_client.overlaps import OverlapQuery
@@ -86,10 +87,7 @@ class Gateway:
         self.schedulers: Schedulers = Failover(
             "scheduler", config.schedulers, SchedulerLink, config.security, probe=SchedulerLink.ask_status
         )
-        self.members: tuple[Member[Any], ...] = (*self.indexers.members, *self.schedulers.members)
-        self.registration = Registration(
-            self.registry, [(m.name, m.stub) for m in self.members], shared=self.nats is not None
-        )
+        self.registration = Registration(self.registry, [], shared=self.nats is not None)
         self.reporter = Reporter(self.indexers, resync=self._resync)
         self.bookings = Bookings(
             self.schedulers,
@@ -140,6 +138,14 @@ class Gateway:
             period_seconds=config.health_check_seconds,
         )
         self.indexer_check = IndexerCheck(self.indexers, self.observations)
+        self.helpers = Helpers(
+            self.indexers,
+            self.schedulers,
+            registration=self.registration,
+            reporter=self.reporter,
+            check=self.indexer_check,
+            attachment=self.attachment,
+        )
         self._reports: set[asyncio.Task[None]] = set()
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
         vllm = VllmAdapter()
@@ -188,13 +194,10 @@ class Gateway:
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         """What runs beside the server, by name."""
-        syncs = {f"sync {member.name}": self._keep(member) for member in self.registration.members}
         return {
             **self.backends.tasks,
             **({"nats": self.nats.run} if self.nats is not None else {}),
-            **syncs,
-            **self.reporter.tasks(),
-            "indexer-check": self.indexer_check.run,
+            "helpers": self.helpers.run,
             **({"health-checks": self.health_checks.run} if self.config.health_check_seconds else {}),
             "renew": self.bookings.renew,
             "attachment": self.attachment.run,
@@ -202,8 +205,10 @@ class Gateway:
             **({"engine-key": self.engine_key.file.watch} if self.engine_key.file is not None else {}),
         }
 
-    def _keep(self, member: Any) -> Callable[[], Coroutine[Any, Any, None]]:
-        return lambda: self.registration.keep(member)
+    async def warm(self) -> None:
+        """Waits until workers and helpers have been heard of, in bounded time."""
+        await self.backends.warm()
+        await self.helpers.read.wait()  # a lookup takes LOOKUP_SECONDS at most
 
     def reachable(self, tenant: str, workers: Sequence[WorkerSpec]) -> list[WorkerSpec]:
         """Those of some workers that can be asked something over HTTP, and should be: none that fail or drain."""
@@ -243,6 +248,7 @@ class Gateway:
             draining=self.exchanges.draining,
             warnings=[
                 *members,
+                *self.helpers.warnings(),
                 *self.indexer_check.warnings(),
                 *self.health.warnings(),
                 *self.backends.warnings(),
@@ -263,7 +269,7 @@ class Gateway:
                 failures=member.failures,
                 pending_registrations=sync.pending,
             )
-            for member, sync in zip(self.members, self.registration.members, strict=True)
+            for member, sync in ((member, self.helpers.sync(member)) for member in self.helpers.members)
         ]
         # The indexers come first.
         for status, told in zip(statuses, self.reporter.replicas, strict=False):
@@ -290,9 +296,7 @@ class Gateway:
         return any(one is not None and one.pulse.last_beat() > since for one in seen)
 
     def _resync(self, member: Member[Any]) -> None:
-        for known, sync in zip(self.members, self.registration.members, strict=True):
-            if known is member:
-                sync.suspect()
+        self.helpers.resync(member)
 
     async def _follow_settings(self) -> None:
         """Reads the scheduler's weight: at 0 the indexer need not be asked."""

@@ -23,14 +23,15 @@ from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig, e
     "--indexer",
     multiple=True,
     default=("127.0.0.1:7051",),
-    help="Indexer host:port, or I/N=host:port of shard I of N; repeat in order of preference.",
+    help="Indexer host:port, or dns://name:port for all addresses of a name, such as a headless service; I/N= before it"
+    " = of shard I of N; repeat in order of preference.",
 )
 @flag("--no-indexer", is_flag=True, help="Run without an indexer: route on load alone.")
 @flag(
     "--scheduler",
     multiple=True,
     default=("127.0.0.1:7052",),
-    help="Scheduler host:port; repeat in order of preference.",
+    help="Scheduler host:port, or dns://name:port for all addresses of a name; repeat in order of preference.",
 )
 @flag(
     "--migration-limit",
@@ -253,7 +254,7 @@ async def build(config: GatewayConfig) -> App:
         name="gateway",
         services=[(SERVICE, GatewayServicer(gateway).add_to)],
         tasks=gateway.tasks(),
-        warm=gateway.backends.warm,
+        warm=gateway.warm,
         drain=gateway.drain,
         close=gateway.close,
         metrics=metrics,

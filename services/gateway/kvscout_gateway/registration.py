@@ -15,7 +15,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable
 from kvscout_common.registry import DECLARED, Registry, Source, WorkerName
@@ -40,7 +39,7 @@ class Registration:
         *,
         shared: bool = False,
     ) -> None:
-        """Knows the members; each is to be kept by a task of its own.
+        """Knows the members; each is to be kept by a task of its own, for as long as it is a member.
 
         Args:
             registry: What this gateway knows.
@@ -50,20 +49,28 @@ class Registration:
         """
         self._registry = registry
         self._shared = shared
+        self._clock = clock
         self.members: list[MemberSync] = []
         for name, stub in members:
-            index = len(self.members)
-            self.members.append(
-                MemberSync(
-                    name,
-                    stub,
-                    registry,
-                    clock=clock,
-                    peers_elsewhere=partial(self._peers_elsewhere, index),
-                    yielded=self._yield,
-                )
-            )
+            self.join(name, stub)
         registry.listen(self)
+
+    def join(self, name: str, stub: WorkerStub) -> MemberSync:
+        """Knows one more member."""
+        member = MemberSync(
+            name,
+            stub,
+            self._registry,
+            clock=self._clock,
+            peers_elsewhere=lambda: self._peers_elsewhere(member),
+            yielded=self._yield,
+        )
+        self.members.append(member)
+        return member
+
+    def leave(self, member: MemberSync) -> None:
+        """A member is gone, and what only it has told with it."""
+        self.members.remove(member)
 
     def worker_added(self, spec: WorkerSpec) -> None:
         """Tells of a new worker."""
@@ -161,11 +168,11 @@ class Registration:
         log.info("worker %s is another gateway's now", spec.worker_id)
         self._registry.register(spec, source=Source.PEER)
 
-    def _peers_elsewhere(self, index: int) -> dict[WorkerName, Peer] | None:
-        others = [member for position, member in enumerate(self.members) if position != index]
+    def _peers_elsewhere(self, asking: MemberSync) -> dict[WorkerName, Peer] | None:
+        others = [member for member in self.members if member is not asking]
         if not all(member.tried for member in others):
             return None
-        return self._union([m for m in others if not m.error] or [self.members[index]])
+        return self._union([m for m in others if not m.error] or [asking])
 
     @staticmethod
     def _union(members: Sequence[MemberSync]) -> dict[WorkerName, Peer]:

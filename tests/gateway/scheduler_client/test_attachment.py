@@ -188,6 +188,19 @@ async def test_it_moves_to_the_next_one_when_one_drains_and_back_when_that_is_st
         assert [len(scheduler.hellos) for scheduler in made.scripted] == [2, 1]
 
 
+async def test_what_runs_moves_from_a_scheduler_that_is_no_longer_on_the_list() -> None:
+    async with world(2) as made:
+        await until(lambda: made.attached == [True, False])
+        gone, stays = made.schedulers.members
+        await ask(made, "r")
+        booking = made.runs("r", gone)
+        made.schedulers.members = [stays]
+        made.attachment.left(gone)
+        await until(lambda: booking.scheduler is stays)
+        assert gone.stub.stream is None
+        assert (made.scripted[1].booked, made.schedulers.favourite) == ({"r": "w"}, stays)
+
+
 async def test_a_lease_that_was_left_behind_is_freed_too() -> None:
     async with world(2) as made:
         await until(lambda: made.attached == [True, False])

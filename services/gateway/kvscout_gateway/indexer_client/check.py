@@ -59,13 +59,22 @@ class IndexerCheck:
             observations: What was seen of the workers.
             clock: Seconds, as in the observations.
         """
-        count = len(indexers.shards)
-        self.checked = [
-            CheckedIndexer(member, Shard(index, count), BlindRanks(observations))
-            for index, replicas in enumerate(indexers.shards)
-            for member in replicas.members
-        ]
+        self._indexers = indexers
+        self._observations = observations
         self._clock = clock
+        self.checked: list[CheckedIndexer] = []
+
+    def join(self, member: IndexerMember) -> CheckedIndexer:
+        """Checks one more; to be kept by a task of its own."""
+        shards = self._indexers.shards
+        index = next(index for index, replicas in enumerate(shards) if member in replicas.members)
+        one = CheckedIndexer(member, Shard(index, len(shards)), BlindRanks(self._observations))
+        self.checked.append(one)
+        return one
+
+    def leave(self, member: IndexerMember) -> None:
+        """Checks one no more."""
+        self.checked = [one for one in self.checked if one.member is not member]
 
     def warnings(self) -> list[Warned]:
         """What is wrong, in sentences."""
@@ -76,13 +85,8 @@ class IndexerCheck:
             for (tenant, rank), reason in one.ranks.blind.items()
         ]
 
-    async def run(self) -> None:
-        """Asks for ever."""
-        async with asyncio.TaskGroup() as group:
-            for one in self.checked:
-                group.create_task(self._keep(one))
-
-    async def _keep(self, one: CheckedIndexer) -> None:
+    async def keep(self, one: CheckedIndexer) -> None:
+        """Asks one for ever."""
         while True:
             answered = await self._ask(one)
             await asyncio.sleep(CHECK_SECONDS if answered else RETRY_SECONDS)

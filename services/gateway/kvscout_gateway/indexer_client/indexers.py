@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
+from xxhash import xxh3_64_intdigest
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_common.channel import ClientSecurity
@@ -42,13 +44,18 @@ class Indexers:
         """Connects lazily.
 
         Args:
-            shards: Addresses of each shard's replicas in order of preference; empty = there is no indexer.
+            shards: Addresses and names of each shard's replicas in order of preference; empty = there is no indexer.
             security: How they are called.
         """
-        count = len(shards)
+        count, salt = len(shards), secrets.token_bytes(8)
+
+        def order(address: str) -> int:
+            """Another one for each gateway: the indexers behind a name share the questions."""
+            return xxh3_64_intdigest(salt + address.encode())
+
         shares = [Shard(index, count) if count > 1 else None for index in range(count)]
         self.shards: tuple[Replicas, ...] = tuple(
-            Failover("indexer", addresses, IndexerLink, security, shard=share)
+            Failover("indexer", addresses, IndexerLink, security, shard=share, order=order)
             for share, addresses in zip(shares, shards, strict=True)
         )
 

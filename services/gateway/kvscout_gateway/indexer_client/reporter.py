@@ -259,18 +259,33 @@ class Reporter:
             clock: Monotonic seconds.
         """
         self._indexers = indexers
-        self._shards = [
-            [ReplicaReports(member, resync=resync, clock=clock) for member in shard.members]
-            for shard in indexers.shards
-        ]
-        self.replicas = [replica for shard in self._shards for replica in shard]
+        self._resync = resync
+        self._clock = clock
+        self._reports: dict[IndexerMember, ReplicaReports] = {}
+        for member in indexers.members:
+            self.join(member)
+
+    @property
+    def replicas(self) -> list[ReplicaReports]:
         """In the order of `Indexers.members`."""
+        return [self._reports[member] for member in self._indexers.members]
+
+    def join(self, member: IndexerMember) -> ReplicaReports:
+        """Tells one more, or as before; to be run by a task of its own."""
+        if member not in self._reports:
+            self._reports[member] = ReplicaReports(member, resync=self._resync, clock=self._clock)
+        return self._reports[member]
+
+    def leave(self, member: IndexerMember) -> None:
+        """Tells one no more."""
+        self._reports.pop(member, None)
 
     def report(self, decision: Decision) -> None:
         """Tells every replica that has the worker; returns at once."""
-        if self._shards and decision.block_hashes:
-            for replica in self._shards[self._indexers.position(decision.tenant, decision.worker.worker_id)]:
-                replica.put(decision)
+        shards = self._indexers.shards
+        if shards and decision.block_hashes:
+            for member in shards[self._indexers.position(decision.tenant, decision.worker.worker_id)].members:
+                self._reports[member].put(decision)
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         """What runs beside the server, by name."""

@@ -18,11 +18,13 @@ comes and goes does not take the bookings with it each time.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import secrets
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +97,7 @@ class Attachment:
         self._resync = resync
         self.owner_id = owner_id or owner_name()
         self._clock = clock
-        self._health = [_Health() for _ in schedulers.members]
+        self._health: defaultdict[SchedulerMember, _Health] = defaultdict(_Health)
         self._closing: set[asyncio.Task[None]] = set()
         self._opened_at = 0
         """Of the newest stream."""
@@ -180,22 +182,22 @@ class Attachment:
 
     async def _stay(self, member: SchedulerMember) -> tuple[SchedulerMember | None, SchedulerMember | None]:
         """Returns when its stream is gone: the member that is attached now, and else the one to try first."""
-        position = self._schedulers.members.index(member)
-        self._health[position].well_since = None
+        self._health[member].well_since = None
         while (stream := member.stub.stream) is not None:
             try:
                 async with asyncio.timeout(PROBE_SECONDS):
                     await stream.changed.wait()
             except TimeoutError:
                 pass
-            if stream.draining and not stream.ended:
-                log.info("%s drains", member.name)
+            gone = member not in self._schedulers.members
+            if gone or (stream.draining and not stream.ended):
+                log.info("%s %s", member.name, "is no longer there" if gone else "drains")
                 return await self._move_from(member), None
             stream.check()
             now = self._clock()
             if now >= self._rebooked_at + REBOOK_SECONDS:
                 await self._rebook(member, stream)
-            better = await self._better(position) if now >= self._asked_at + HEALTH_SECONDS else None
+            better = await self._better(member) if now >= self._asked_at + HEALTH_SECONDS else None
             if better is not None:
                 try:
                     await self._attach(better)
@@ -211,6 +213,10 @@ class Attachment:
         # A connection that broke is made again at once; one that hangs, or a scheduler that drains, is not waited for.
         return None, None if isinstance(why, DeadlineExceeded | Draining) else member
 
+    def left(self, member: SchedulerMember) -> None:
+        """A scheduler is no longer on the list."""
+        self._health.pop(member, None)
+
     async def _move_from(self, member: SchedulerMember) -> SchedulerMember | None:
         self._unwell(member)
         for other in self._schedulers.members:
@@ -220,6 +226,7 @@ class Attachment:
                 except KvscoutError as error:
                     log.debug("not attached to %s: %s", other.name, error)
                 else:
+                    self._leave(member)  # it may be on the list no more, and no other in its place
                     return other
         # Nowhere to go, and nobody to wait for: it may take a while to drain.
         self._leave(member)
@@ -252,15 +259,16 @@ class Attachment:
             member.stub.rebooked += 1
             self._bookings.moved(booking, member)
 
-    async def _better(self, position: int) -> SchedulerMember | None:
+    async def _better(self, used: SchedulerMember) -> SchedulerMember | None:
         """One that comes earlier in the list, and has been well for long enough."""
         self._asked_at = self._clock()
-        earlier = self._schedulers.members[:position]
+        earlier = list(itertools.takewhile(lambda member: member is not used, self._schedulers.members))
         if not earlier:
             return None
         answers = await asyncio.gather(*map(self._is_well, earlier))
         now = self._clock()
-        for member, health, well in zip(earlier, self._health, answers, strict=False):
+        for member, well in zip(earlier, answers, strict=True):
+            health = self._health[member]
             if not well:
                 health.well_since = None
             elif health.well_since is None:
@@ -280,7 +288,7 @@ class Attachment:
 
     def _unwell(self, member: SchedulerMember) -> None:
         """It failed: if it did so soon after it was gone back to, it has to last longer the next time."""
-        health = self._health[self._schedulers.members.index(member)]
+        health = self._health[member]
         health.well_since = None
         lasted = self._clock() - health.returned_at
         if health.returned_at and lasted < MAX_STABLE_SECONDS:
