@@ -224,8 +224,16 @@ async def test_tls_with_client_certificates_and_tokens(tmp_path: Path) -> None:
         status = await call(scheduler_pb2_grpc.SchedulerStub(channel).GetStatus, types_pb2.GetStatusRequest())
         assert status.service.version
         await channel.close()
-        for security in (ClientSecurity(), ClientSecurity(ca=paths["ca"], token_file=paths["token"])):
-            channel = open_channel(scheduler.address, security)
+        # An address that a name had: the certificate is that of the name.
+        channel = open_channel(scheduler.address, good, server_name="localhost")
+        await call(scheduler_pb2_grpc.SchedulerStub(channel).GetStatus, types_pb2.GetStatusRequest())
+        await channel.close()
+        for security, server_name in (
+            (ClientSecurity(), ""),
+            (ClientSecurity(ca=paths["ca"], token_file=paths["token"]), ""),
+            (good, "somebody-else.test"),
+        ):
+            channel = open_channel(scheduler.address, security, server_name=server_name)
             with pytest.raises(Unavailable):
                 await call(
                     scheduler_pb2_grpc.SchedulerStub(channel).GetStatus, types_pb2.GetStatusRequest(), timeout=10
