@@ -1,13 +1,44 @@
-"""What pyproject.toml cannot say: a wheel without the extension is one for every platform, and says so."""
+"""What pyproject.toml cannot say: when the extension is built, and what a wheel without it is called.
 
+With a Rust toolchain it is built, or the build fails. Without one the wheel is plain Python, one for every platform,
+and says so; `kvscout_native=0` asks for that, `kvscout_require_native=1` makes it an error.
+"""
+
+import os
+import shutil
+import sys
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools_rust.build import build_rust
+
+REMEDY = "kvscout_native=0 builds kvscout without it: the same answers, slower"
+
+
+class Rust(build_rust):
+    """Builds the extension, or tells why it does not."""
+
+    def run(self) -> None:
+        if os.environ.get("kvscout_native") == "0":
+            return
+        if shutil.which(os.environ.get("CARGO", "cargo")) is None:
+            if os.environ.get("kvscout_require_native") == "1":
+                raise SystemExit("kvscout_require_native=1, and there is no Rust toolchain: https://rustup.rs")
+            print(
+                "warning: kvscout is built without its native extension, because there is no Rust toolchain "
+                "(https://rustup.rs): the same answers, slower",
+                file=sys.stderr,
+            )
+            return
+        try:
+            super().run()
+        except Exception as error:
+            raise SystemExit(f"{error}\nkvscout's native extension cannot be built (above: why); {REMEDY}") from error
 
 
 class Wheel(bdist_wheel):
-    """Looks at what was built: whether the extension could be is known only then."""
+    """Named after what was built: whether the extension could be is known only then."""
 
     def run(self) -> None:
         self.run_command("build")
@@ -19,4 +50,4 @@ class Wheel(bdist_wheel):
         super().run()
 
 
-setup(cmdclass={"bdist_wheel": Wheel})
+setup(cmdclass={"bdist_wheel": Wheel, "build_rust": Rust})

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from kvscout_cli.port_holders import holder
 from kvscout_cli.process import ManagedProcess, Program
 from kvscout_cli.stack import Stack
 from kvscout_client import Router, RouterStatus
-from kvscout_common.errors import KvscoutError, Unavailable
+from kvscout_common.binding import wait_for_port
+from kvscout_common.errors import FailedPrecondition, KvscoutError, Unavailable
 from kvscout_common.worker import Role, Transport, WorkerRank, WorkerSpec
 from kvscout_common.workers_file import load_workers
 
@@ -76,6 +78,20 @@ class Topology:
     """How events come to the indexer; over NATS a server and a bridge for all engines are started, too."""
     bridge_flags: tuple[str, ...] = ()
 
+    @property
+    def fixed_ports(self) -> dict[int, str]:
+        """What each port is for, of those that are not any free ones."""
+        wanted = {field.name: getattr(self.ports, field.name) for field in fields(Ports)}
+        by_nats = ("bridge", "bridge_metrics", "nats")
+        if self.transport is Transport.ZMQ:
+            wanted = {name: port for name, port in wanted.items() if name not in by_nats}
+        ports: dict[int, str] = {}
+        for name, port in wanted.items():
+            engines = (0 if self.workers_file else self.mockers.count) if name.startswith("mocker") else 1
+            if port > 0:
+                ports |= {port + index: name.replace("_", " ") for index in range(engines)}
+        return ports
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -105,9 +121,11 @@ async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
     Raises:
         ConfigError: The workers file is wrong.
         ProcessFailed: A process ended or was not ready in time.
+        FailedPrecondition: A port is taken.
         Unavailable: The gateway could not reach its helpers.
     """
     ports = topology.ports
+    await asyncio.gather(*(_free(port, name) for port, name in topology.fixed_ports.items()))
     workers_file = topology.workers_file
     workers: Sequence[WorkerSpec] = load_workers(workers_file) if workers_file else ()
     mockers = [] if workers_file else [_mocker(topology, index) for index in range(topology.mockers.count)]
@@ -142,6 +160,16 @@ async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
     running = Running(_address(gateway), _address(indexer), _address(scheduler), tuple(workers), openai)
     await stack.run(_connected(running))
     return running
+
+
+async def _free(port: int, name: str) -> None:
+    """Waits for a port as servers do."""
+    try:
+        await wait_for_port("127.0.0.1", port)
+    except OSError as error:
+        raise FailedPrecondition(
+            f"port {port} ({name}) is taken: {holder(port) or error}; --free-ports takes any free ones"
+        ) from error
 
 
 async def _connected(running: Running) -> None:

@@ -26,6 +26,7 @@ SERVER = "Server"
 BEHAVIOUR = "Behaviour"
 PERFORMANCE = "Performance"
 _UNCUT = 1_000
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class ValueOf(click.Choice[E]):
@@ -109,7 +110,6 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
         port: Default gRPC port.
         metrics_port: Default metrics port.
     """
-    path = click.Path(exists=True, dir_okay=False, path_type=Path)
 
     def server_flag(name: str, **kwargs: Any) -> Callable[[F], F]:
         return flag(name, program=program, **{"section": SERVER, **kwargs})
@@ -123,7 +123,7 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
             type=click.IntRange(-1, 65535),
             help="Prometheus port; 0 = any free one, -1 = none.",
         ),
-        server_flag("--workers-file", type=path, help="YAML file of workers, watched for changes."),
+        server_flag("--workers-file", type=_FILE, help="YAML file of workers, watched for changes."),
         server_flag(
             "--workers-dns",
             multiple=True,
@@ -137,10 +137,10 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
         ),
         server_flag(
             "--kubeconfig",
-            type=path,
+            type=_FILE,
             help="For --workers-k8s outside of the cluster; without it as the pod's service account, or as kubectl.",
         ),
-        server_flag("--auth-tokens", type=path, help="YAML file of bearer tokens; required beyond loopback."),
+        server_flag("--auth-tokens", type=_FILE, help="YAML file of bearer tokens; required beyond loopback."),
         server_flag(
             "--allow-anonymous",
             is_flag=True,
@@ -151,9 +151,9 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
             is_flag=True,
             help="Prometheus must present a token of --auth-tokens, too, that is for all tenants.",
         ),
-        server_flag("--tls-cert", type=path, help="Server certificate chain, PEM; turns TLS on."),
-        server_flag("--tls-key", type=path, help="Its private key, PEM."),
-        server_flag("--tls-client-ca", type=path, help="Require client certificates signed by this CA, PEM."),
+        server_flag("--tls-cert", type=_FILE, help="Server certificate chain, PEM; turns TLS on."),
+        server_flag("--tls-key", type=_FILE, help="Its private key, PEM."),
+        server_flag("--tls-client-ca", type=_FILE, help="Require client certificates signed by this CA, PEM."),
         server_flag(
             "--max-message-bytes",
             default=64 * 1024 * 1024,
@@ -216,12 +216,20 @@ def event_endpoints_flag() -> Callable[[F], F]:
 
 def client_flags(section: str = SERVER) -> Callable[[F], F]:
     """The flags of every gRPC client; `channel.ClientSecurity` takes them."""
-    path = click.Path(exists=True, dir_okay=False, path_type=Path)
+    token = flag("--token-file", section=section, type=_FILE, help="File with the bearer token for servers.")
+
+    def decorate(function: F) -> F:
+        return client_tls_flags(section)(token(function))
+
+    return decorate
+
+
+def client_tls_flags(section: str = SERVER) -> Callable[[F], F]:
+    """Those of them that say how a server is trusted, and how it trusts the client."""
     declared = [
-        flag("--tls-ca", section=section, type=path, help="CA of the servers called, PEM; turns TLS on."),
-        flag("--tls-client-cert", section=section, type=path, help="Own certificate for servers, PEM."),
-        flag("--tls-client-key", section=section, type=path, help="Its private key, PEM."),
-        flag("--token-file", section=section, type=path, help="File with the bearer token for servers."),
+        flag("--tls-ca", section=section, type=_FILE, help="CA of the servers called, PEM; turns TLS on."),
+        flag("--tls-client-cert", section=section, type=_FILE, help="Own certificate for servers, PEM."),
+        flag("--tls-client-key", section=section, type=_FILE, help="Its private key, PEM."),
     ]
 
     def decorate(function: F) -> F:

@@ -6,16 +6,23 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from processes import DEADLINE_SECONDS, eventually
 
+from kvscout_cli.port_holders import holder
+from kvscout_cli.stack import Stack
+from kvscout_cli.topology import Ports, Topology, launch
 from kvscout_client import Router, StopConditions
+from kvscout_common.errors import FailedPrecondition
 
 SERVICES = {"indexer", "scheduler", "gateway"}
 
@@ -86,7 +93,10 @@ async def test_up_serves_until_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None
         process.send_signal(signal.SIGINT)
         text = await output(process)
         assert await process.wait() == 0
-        assert "kvscout is up" in text
+        assert "kvscout is up, with 2 workers" in text
+        assert f"  gateway    gRPC {state['gateway']} · OpenAI {state['openai']} · metrics http://127.0.0.1:" in text
+        assert "  mocker-1   http://127.0.0.1:" in text
+        assert " · tcp://127.0.0.1:" in text
         await nothing_left(state)
         assert not (tmp_path / "up.json").exists()
 
@@ -141,6 +151,39 @@ async def test_detached_it_returns_when_it_is_up_and_down_stops_it(tmp_path: Pat
     await nothing_left(state)
     again = await kvscout("down", *directory)
     assert (again.returncode, await output(again)) == (0, "kvscout is not up\n")
+
+
+async def test_it_tells_whose_a_port_is_that_it_finds_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        topology = Topology(ports=replace(Ports(), gateway_metrics=port), workers_file=tmp_path / "none.yaml")
+        async with Stack() as stack:
+            with pytest.raises(FailedPrecondition) as refused:
+                await launch(stack, topology, tmp_path)
+        assert f"port {port} (gateway metrics) is taken: `" in str(refused.value)
+        assert f"has it (pid {os.getpid()}); --free-ports takes" in str(refused.value)
+
+
+async def test_of_another_stack_it_tells_what_stops_it(tmp_path: Path) -> None:
+    (tmp_path / "kvscout").write_text(
+        "import subprocess, sys\n"
+        'server = \'import socket, sys; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1], '
+        "flush=True); sys.stdin.read()'\n"
+        "subprocess.run([sys.executable, '-c', server])\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(tmp_path / "kvscout"), "up", "--state-dir", "state"),
+        cwd=tmp_path,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    told = holder(int(await process.stdout.readline()))
+    process.stdin.close()
+    await process.wait()
+    assert told.startswith(f"the kvscout whose state is in {tmp_path}/state has it (pid {process.pid})")
+    assert told.endswith(f"`kvscout down --state-dir {tmp_path}/state` stops that one")
 
 
 async def test_detached_it_tells_why_it_did_not_start(tmp_path: Path) -> None:

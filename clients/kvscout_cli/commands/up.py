@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ from kvscout_cli.process import ProcessFailed
 from kvscout_cli.relay import given_words, relay, relayed_flags
 from kvscout_cli.stack import READY_SECONDS, Stack
 from kvscout_cli.state import StateDirectory
-from kvscout_cli.topology import DEFAULT_PORTS, Mockers, Ports, Running, Topology, launch
+from kvscout_cli.topology import DEFAULT_PORTS, Mockers, Ports, Topology, launch
 from kvscout_common.flags import SectionedCommand, flag
 from kvscout_common.worker import Transport
 
@@ -119,9 +120,11 @@ async def _keep(topology: Topology, state: StateDirectory) -> None:
                     **{name: address for name, address in asdict(running).items() if name != "workers"},
                     "workers": [worker.worker_id for worker in running.workers],
                     "processes": {process.program.name: process.pid for process in stack.processes},
+                    "serves": {process.program.name: _served(process.ready_line) for process in stack.processes},
                 }
             )
-            click.echo(_how_to_talk_to_it(running))
+            click.echo(_how_to_talk_to_it(state.read()))
+            click.echo("Ctrl-C or `kvscout down` stops it.")
             await stack.run(_forever())
 
 
@@ -129,20 +132,37 @@ async def _forever() -> None:
     await asyncio.Event().wait()
 
 
-def _how_to_talk_to_it(running: Running) -> str:
-    where = "" if running.gateway.endswith(":7050") else f"export kvscout_gateway={running.gateway}\n  "
+def _how_to_talk_to_it(state: Mapping[str, Any]) -> str:
+    gateway = state["gateway"]
+    where = "" if gateway.endswith(":7050") else f"export kvscout_gateway={gateway}\n  "
+    served = "\n".join(f"  {name:<10} {what}" for name, what in state["serves"].items())
     return f"""
-kvscout is up: gateway {running.gateway}, indexer {running.indexer}, scheduler {running.scheduler}, \
-{len(running.workers)} workers
+kvscout is up, with {len(state["workers"])} workers:
+
+{served}
 
   {where}kvscout workers list
   kvscout route $(seq 1 64) --explain
   kvscout generate $(seq 1 64) --max-tokens 8
-  grpcurl -plaintext {running.gateway} list
-  curl {running.openai}/models
-
-Ctrl-C or `kvscout down` stops it.
+  grpcurl -plaintext {gateway} list
+  curl {state["openai"]}/models
 """
+
+
+def _served(ready: Mapping[str, Any]) -> str:
+    """What a process serves where, by its ready line."""
+    here = "127.0.0.1"
+    if "ranks" in ready:
+        events = (event for rank in ready["ranks"] for event in (rank["events"], rank["replay"]) if event)
+        return " · ".join([f"http://{here}:{ready['http_port']}", *events])
+    found = [f"nats://{here}:{ready['port']}" if ready["service"] == "nats" else f"gRPC {here}:{ready['port']}"]
+    if "http_port" in ready:
+        found.append(f"OpenAI http://{here}:{ready['http_port']}/v1")
+    if "endpoint_picker_port" in ready:
+        found.append(f"endpoint picker {here}:{ready['endpoint_picker_port']}")
+    if "metrics_port" in ready:
+        found.append(f"metrics http://{here}:{ready['metrics_port']}/metrics")
+    return " · ".join(found)
 
 
 def _detach(state: StateDirectory) -> None:
@@ -165,5 +185,5 @@ def _detach(state: StateDirectory) -> None:
             process.terminate()
             raise ProcessFailed("kvscout up was not ready in time", tail)
         time.sleep(0.1)
-    click.echo(f"kvscout is up: gateway {state.read()['gateway']}")
+    click.echo(_how_to_talk_to_it(state.read()))
     click.echo(f"log {state.log_file} · `kvscout down` stops it")
