@@ -5,7 +5,7 @@ NATIVE := native/Cargo.toml
 # Tests wait for processes more than they compute.
 TEST_WORKERS ?= 3
 CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler
-SOURCES := common services clients bench protos/generate.py docs tests
+SOURCES := common services clients bench protos/generate.py docs tests setup.py
 .DEFAULT_GOAL := help
 
 help: ## List the targets.
@@ -78,7 +78,7 @@ protos-check: ## Fail if the generated code is not what the .proto files say.
 
 native: ## Build the Rust extension in place; fails without cargo.
 	$(PY) -m pip install --quiet 'setuptools>=77' 'setuptools-rust>=1.10'
-	kvscout_require_native=1 $(PY) -c 'from setuptools import setup; setup()' build_rust --inplace --release
+	kvscout_require_native=1 $(PY) setup.py build_rust --inplace --release
 	kvscout_require_native=1 $(PY) -c "from kvscout_common.hashing import backend_name; print('backend:', backend_name())"
 
 docs: ## Build the documentation as a site under build/site, without network; fail at a dead link or tables of old flags.
@@ -88,7 +88,17 @@ docs: ## Build the documentation as a site under build/site, without network; fa
 docs-flags: ## Write the tables of docs/tuning.md anew.
 	$(PY) docs/generate.py
 
+dist: ## Build what is published into dist/: source distribution, wheel from it, list of its crates (needs cargo).
+	sh deploy/make-dist.sh
+
+check-dist: ## Install the wheel of dist/ as a user does, and try it: demo, up, generate.
+	sh deploy/check-dist.sh
+
+image-wheels: ## Put the wheels of an image into dist/image, for docker build --build-arg WHEELS=given.
+	rm -rf dist/image
+	kvscout_require_native=1 $(PY) -m pip wheel --quiet --no-build-isolation --wheel-dir dist/image '.[picker,text]'
+
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec check protos protos-check docs docs-flags native bench
+.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec check protos protos-check docs docs-flags native dist check-dist image-wheels bench

@@ -13,18 +13,19 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools_rust.build import build_rust
 
-REMEDY = "kvscout_native=0 builds kvscout without it: the same answers, slower"
+NATIVE, REQUIRE_NATIVE = "kvscout_native", "kvscout_require_native"
+REMEDY = f"{NATIVE}=0 builds kvscout without it: the same answers, slower"
 
 
 class Rust(build_rust):
     """Builds the extension, or tells why it does not."""
 
     def run(self) -> None:
-        if os.environ.get("kvscout_native") == "0":
+        if os.environ.get(NATIVE) == "0":
             return
         if shutil.which(os.environ.get("CARGO", "cargo")) is None:
-            if os.environ.get("kvscout_require_native") == "1":
-                raise SystemExit("kvscout_require_native=1, and there is no Rust toolchain: https://rustup.rs")
+            if os.environ.get(REQUIRE_NATIVE) == "1":
+                raise SystemExit(f"{REQUIRE_NATIVE}=1, and there is no Rust toolchain: https://rustup.rs")
             print(
                 "warning: kvscout is built without its native extension, because there is no Rust toolchain "
                 "(https://rustup.rs): the same answers, slower",

@@ -10,6 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def tracked(*patterns: str) -> list[str]:
+    """Files that git has and that are there."""
+    listed = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, check=True, capture_output=True)
+    return [name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).exists()]
 
 
 def build(what: str, source: Path, target: Path, path: str) -> Path:
@@ -36,13 +43,10 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution of a copy of what git has."""
     directory = tmp_path_factory.mktemp("sdist")
     copy = directory / "copy"
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout.split(b"\0")
-    for name in filter(None, files):
-        file = ROOT / name.decode()
-        if file.exists():
-            target = copy / name.decode()
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(file.read_bytes())
+    for name in tracked():
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
     with tarfile.open(build("build_sdist", copy, directory / "dist", "/usr/bin:/bin")) as archive:
         archive.extractall(directory, filter="data")
     (found,) = directory.glob("kvscout-*")
@@ -66,15 +70,49 @@ def test_a_wheel_without_the_extension_is_one_for_every_platform(unpacked: Path,
         names = archive.namelist()
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/WHEEL"))
     assert "Root-Is-Purelib: true" in metadata
-    assert "kvscout_native/__init__.py" in names
     assert not [name for name in names if ".data/" in name or name.endswith(".so")]
+    expected = {
+        str(file.relative_to(folder))
+        for folder in map(ROOT.joinpath, PROJECT["tool"]["setuptools"]["packages"]["find"]["where"])
+        for file in map(ROOT.joinpath, tracked(f"{folder}/kvscout*"))
+        if file.suffix != ".md"
+    }
+    assert len(expected) > 400
+    assert not expected - set(names)
+
+
+BUILD_EXTENSION = (sys.executable, "setup.py", "--quiet", "build_rust")
+
+
+def test_where_there_is_no_rust_toolchain_the_build_says_so_or_fails_where_the_extension_is_required() -> None:
+    environment = {"PATH": "/nowhere"}
+    built = subprocess.run(BUILD_EXTENSION, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    assert "kvscout is built without its native extension" in built.stderr
+    required = environment | {"kvscout_require_native": "1"}
+    refused = subprocess.run(BUILD_EXTENSION, cwd=ROOT, env=required, check=False, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "kvscout_require_native=1, and there is no Rust toolchain" in refused.stderr
+
+
+def test_a_rust_toolchain_that_cannot_build_the_extension_ends_the_build_unless_it_is_not_wanted(
+    tmp_path: Path,
+) -> None:
+    for name in ("cargo", "rustc"):
+        (tmp_path / name).write_text("#!/bin/sh\necho this toolchain is broken >&2\nexit 101\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    failed = subprocess.run(BUILD_EXTENSION, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "kvscout_native=0 builds kvscout without it" in failed.stderr
+    unwanted = environment | {"kvscout_native": "0"}
+    subprocess.run(BUILD_EXTENSION, cwd=ROOT, env=unwanted, check=True, capture_output=True)
 
 
 def test_the_extension_is_stripped_and_good_for_later_pythons() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    oldest = project["project"]["requires-python"].removeprefix(">=").replace(".", "")
-    assert project["tool"]["distutils"]["bdist_wheel"]["py_limited_api"] == f"cp{oldest}"
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=").replace(".", "")
+    assert PROJECT["tool"]["distutils"]["bdist_wheel"]["py_limited_api"] == f"cp{oldest}"
     cargo = tomllib.loads((ROOT / "native/Cargo.toml").read_text())
     assert f"abi3-py{oldest}" in cargo["dependencies"]["pyo3"]["features"]
-    (extension,) = project["tool"]["setuptools-rust"]["ext-modules"]
+    (extension,) = PROJECT["tool"]["setuptools-rust"]["ext-modules"]
+    assert not extension.get("optional")
     assert extension["rustc-flags"] == ["-C", "strip=symbols"]
