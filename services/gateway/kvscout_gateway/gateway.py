@@ -35,11 +35,11 @@ from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.fanout import Fanout
-from kvscout_gateway.helpers import Helpers
 from kvscout_gateway.indexer_client.check import IndexerCheck
 from kvscout_gateway.indexer_client.indexers import Indexers
 from kvscout_gateway.indexer_client.overlaps import OverlapQuery
 from kvscout_gateway.indexer_client.reporter import Reporter
+from kvscout_gateway.membership import Membership
 from kvscout_gateway.metrics import (
     BlindCollector,
     GatewayMetrics,
@@ -138,7 +138,7 @@ class Gateway:
             period_seconds=config.health_check_seconds,
         )
         self.indexer_check = IndexerCheck(self.indexers, self.observations)
-        self.helpers = Helpers(
+        self.membership = Membership(
             self.indexers,
             self.schedulers,
             registration=self.registration,
@@ -197,7 +197,7 @@ class Gateway:
         return {
             **self.backends.tasks,
             **({"nats": self.nats.run} if self.nats is not None else {}),
-            "helpers": self.helpers.run,
+            "membership": self.membership.run,
             **({"health-checks": self.health_checks.run} if self.config.health_check_seconds else {}),
             "renew": self.bookings.renew,
             "attachment": self.attachment.run,
@@ -208,7 +208,7 @@ class Gateway:
     async def warm(self) -> None:
         """Waits until workers and helpers have been heard of, in bounded time."""
         await self.backends.warm()
-        await self.helpers.read.wait()  # a lookup takes LOOKUP_SECONDS at most
+        await self.membership.read.wait()  # a lookup takes LOOKUP_SECONDS at most
 
     def reachable(self, tenant: str, workers: Sequence[WorkerSpec]) -> list[WorkerSpec]:
         """Those of some workers that can be asked something over HTTP, and should be: none that fail or drain."""
@@ -248,7 +248,7 @@ class Gateway:
             draining=self.exchanges.draining,
             warnings=[
                 *members,
-                *self.helpers.warnings(),
+                *self.membership.warnings(),
                 *self.indexer_check.warnings(),
                 *self.health.warnings(),
                 *self.backends.warnings(),
@@ -269,7 +269,7 @@ class Gateway:
                 failures=member.failures,
                 pending_registrations=sync.pending,
             )
-            for member, sync in ((member, self.helpers.sync(member)) for member in self.helpers.members)
+            for member, sync in ((member, self.membership.sync(member)) for member in self.membership.members)
         ]
         # The indexers come first.
         for status, told in zip(statuses, self.reporter.replicas, strict=False):
@@ -296,7 +296,7 @@ class Gateway:
         return any(one is not None and one.pulse.last_beat() > since for one in seen)
 
     def _resync(self, member: Member[Any]) -> None:
-        self.helpers.resync(member)
+        self.membership.resync(member)
 
     async def _follow_settings(self) -> None:
         """Reads the scheduler's weight: at 0 the indexer need not be asked."""

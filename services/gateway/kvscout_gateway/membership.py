@@ -34,7 +34,7 @@ MAX_ADDRESSES = 64
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 
-class Helpers:
+class Membership:
     """All of them. `run` is a task of the process.
 
     Args:

@@ -15,7 +15,7 @@ from kvscout.v1 import workers_pb2
 from kvscout_common.channel import call
 from kvscout_common.service_info import shown
 from kvscout_common.worker import Transport, WorkerSpec
-from kvscout_gateway import helpers
+from kvscout_gateway import membership
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.gateway import Gateway
 
@@ -45,7 +45,7 @@ class World:
 
     @property
     def members(self) -> list[tuple[str, str]]:
-        return sorted((m.kind, m.address.partition(":")[0]) for m in self.gateway.helpers.members)
+        return sorted((m.kind, m.address.partition(":")[0]) for m in self.gateway.membership.members)
 
     async def until(self, condition: Callable[[], object], what: str) -> None:
         async def asked() -> object:
@@ -61,7 +61,7 @@ class World:
                 return False
             answers = [
                 await call(member.stub.ListWorkers, workers_pb2.ListWorkersRequest(), timeout=5)
-                for member in self.gateway.helpers.members
+                for member in self.gateway.membership.members
             ]
             return all([entry.worker.worker_id for entry in answer.workers] == ["w"] for answer in answers)
 
@@ -75,7 +75,7 @@ async def gateway(names: Names, indexer_port: int, scheduler_port: int) -> Async
         schedulers=(f"dns://helpers.test:{scheduler_port}",),
     )
     made = Gateway(config, CollectorRegistry())
-    made.helpers._resolve = names
+    made.membership._resolve = names
     tasks = [asyncio.create_task(run(), name=name) for name, run in made.tasks().items()]
     try:
         yield World(made, names)
@@ -90,7 +90,7 @@ async def gateway(names: Names, indexer_port: int, scheduler_port: int) -> Async
 async def test_helpers_behind_a_name_are_told_and_used_as_they_come_and_let_go_of_as_they_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(helpers, "RESOLVE_SECONDS", 0.05)
+    monkeypatch.setattr(membership, "RESOLVE_SECONDS", 0.05)
     indexer_port, scheduler_port = free_ports(2)
 
     async def start(stack: AsyncExitStack, host: str) -> None:
@@ -115,7 +115,7 @@ async def test_helpers_behind_a_name_are_told_and_used_as_they_come_and_let_go_o
             await world.until_told(A, B)
             assert schedulers.members[0] is first, "ordered by address, as at every gateway"
             assert [status.address for status in world.gateway.helper_statuses()] == [
-                member.address for member in world.gateway.helpers.members
+                member.address for member in world.gateway.membership.members
             ]
 
             names.addresses = [B]
@@ -125,16 +125,16 @@ async def test_helpers_behind_a_name_are_told_and_used_as_they_come_and_let_go_o
             assert first.stub.stream is None
 
             names.addresses = OSError("no such name")
-            await world.until(lambda: len(world.gateway.helpers.warnings()) == 2, "two warnings")
-            assert "no such name" in shown(world.gateway.helpers.warnings())[0]
+            await world.until(lambda: len(world.gateway.membership.warnings()) == 2, "two warnings")
+            assert "no such name" in shown(world.gateway.membership.warnings())[0]
             await world.until_told(B)
             names.addresses = [B]
-            await world.until(lambda: not world.gateway.helpers.warnings(), "no warnings")
+            await world.until(lambda: not world.gateway.membership.warnings(), "no warnings")
 
 
 async def test_of_very_many_addresses_some_are_used_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helpers, "RESOLVE_SECONDS", 0.05)
+    monkeypatch.setattr(membership, "RESOLVE_SECONDS", 0.05)
     async with gateway(Names(*(f"127.0.1.{n}" for n in range(1, 200))), 9, 10) as world:
         await world.gateway.warm()
-        assert len(world.members) == 2 * helpers.MAX_ADDRESSES
-        assert "more than 64 addresses" in shown(world.gateway.helpers.warnings())[0]
+        assert len(world.members) == 2 * membership.MAX_ADDRESSES
+        assert "more than 64 addresses" in shown(world.gateway.membership.warnings())[0]
