@@ -5,7 +5,7 @@ NATIVE := native/Cargo.toml
 # Tests wait for processes more than they compute.
 TEST_WORKERS ?= 3
 CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler
-SOURCES := common services clients bench protos/generate.py docs tests setup.py
+SOURCES := common services clients bench protos/generate.py protos/compatibility.py docs tests setup.py
 .DEFAULT_GOAL := help
 
 help: ## List the targets.
@@ -73,8 +73,12 @@ endif
 protos: ## Generate the code of everything under protos/ anew.
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) protos/generate.py
 
-protos-check: ## Fail if the generated code is not what the .proto files say.
+protos-check: ## Fail if the generated code is not what the .proto files say, or they break callers of the last release.
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) protos/generate.py --check
+	$(PY) protos/compatibility.py
+
+protos-release: ## Make the API as it is the one that later changes must not break.
+	$(PY) protos/compatibility.py --release
 
 native: ## Build the Rust extension in place; fails without cargo.
 	$(PY) -m pip install --quiet 'setuptools>=77' 'setuptools-rust>=1.10'
@@ -101,4 +105,4 @@ image-wheels: ## Put the wheels of an image into dist/image, for docker build --
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec check protos protos-check docs docs-flags native dist check-dist image-wheels bench
+.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec check protos protos-check protos-release docs docs-flags native dist check-dist image-wheels bench

@@ -4,7 +4,8 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from google.protobuf import descriptor_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_server import serving
 
 from kvscout.v1 import gateway_pb2  # noqa: F401  # its descriptors are what is asked for
@@ -15,11 +16,15 @@ def add(server: grpc.aio.Server) -> None:
     enable_reflection(["kvscout.v1.Gateway"], server)
 
 
-async def ask(symbol: str) -> Any:
+async def ask(symbol: str, version: str = "v1alpha") -> Any:
     async with serving(add) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        reflect: Any = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
         request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
-        return await stub.ServerReflectionInfo(iter([request])).read()
+        return await reflect(iter([request])).read()
 
 
 @pytest.mark.parametrize(
@@ -28,6 +33,17 @@ async def ask(symbol: str) -> Any:
 )
 async def test_every_kind_of_symbol_is_found(symbol: str) -> None:
     assert (await ask(symbol)).file_descriptor_response.file_descriptor_proto
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_both_versions_tell_of_the_services_and_of_one_another(version: str) -> None:
+    for symbol in ("kvscout.v1.Gateway", f"grpc.reflection.{version}.ServerReflection"):
+        [file] = (await ask(symbol, version)).file_descriptor_response.file_descriptor_proto[:1]
+        services = descriptor_pb2.FileDescriptorProto.FromString(file).service
+        assert [service.name for service in services] == [symbol.rpartition(".")[2]]
+        assert {method.input_type.rpartition(".")[0] for method in services[0].method} == {
+            "." + symbol.rpartition(".")[0]
+        }
 
 
 @pytest.mark.parametrize("symbol", ["kvscout.v1.Gateway.Rout", "kvscout.v1.Nothing", "x"])

@@ -265,6 +265,7 @@ class GatewayServicer:
     def DumpEvents(self, request, context):
         """Streams the state of the index as state chunks.
         NOT_FOUND: unknown model. UNAVAILABLE: no indexer.
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as Indexer.Dump
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -105,6 +105,7 @@ class GatewayStub:
     DumpEvents: _grpc.UnaryStreamMultiCallable[_gateway_pb2.DumpEventsRequest, _events_pb2.KvEventBatch]
     """Streams the state of the index as state chunks.
     NOT_FOUND: unknown model. UNAVAILABLE: no indexer.
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as Indexer.Dump
     """
     GetBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetBusyThresholdsRequest, _types_pb2.GetBusyThresholdsResponse]
     """Tells a model's busy thresholds.
@@ -194,6 +195,7 @@ class GatewayAsyncStub(GatewayStub):
     DumpEvents: _aio.UnaryStreamMultiCallable[_gateway_pb2.DumpEventsRequest, _events_pb2.KvEventBatch]  # type: ignore[assignment]
     """Streams the state of the index as state chunks.
     NOT_FOUND: unknown model. UNAVAILABLE: no indexer.
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as Indexer.Dump
     """
     GetBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.GetBusyThresholdsRequest, _types_pb2.GetBusyThresholdsResponse]  # type: ignore[assignment]
     """Tells a model's busy thresholds.
@@ -370,6 +372,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_events_pb2.KvEventBatch], _abc.AsyncIterator[_events_pb2.KvEventBatch]]:
         """Streams the state of the index as state chunks.
         NOT_FOUND: unknown model. UNAVAILABLE: no indexer.
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as Indexer.Dump
         """
 
     @_abc_1.abstractmethod

@@ -200,6 +200,7 @@ class IndexerServicer:
         worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
         transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
         help before that has changed. UNAVAILABLE: the indexer shuts down; try another one, or again.
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME the one message of events, as NATS and snapshots carry it
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,6 +209,7 @@ class IndexerServicer:
     def Dump(self, request, context):
         """Streams the state of the index as state chunks, source by source, each one consistent cut.
         NOT_FOUND: unknown model or worker.
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME what it answers can be published and stored as it is
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

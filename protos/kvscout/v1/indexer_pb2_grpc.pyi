@@ -90,10 +90,12 @@ class IndexerStub:
     worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
     transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
     help before that has changed. UNAVAILABLE: the indexer shuts down; try another one, or again.
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME the one message of events, as NATS and snapshots carry it
     """
     Dump: _grpc.UnaryStreamMultiCallable[_indexer_pb2.DumpRequest, _events_pb2.KvEventBatch]
     """Streams the state of the index as state chunks, source by source, each one consistent cut.
     NOT_FOUND: unknown model or worker.
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME what it answers can be published and stored as it is
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _indexer_pb2.IndexerGetStatusResponse]
     """Reports the state of every index and source.
@@ -163,10 +165,12 @@ class IndexerAsyncStub(IndexerStub):
     worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
     transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
     help before that has changed. UNAVAILABLE: the indexer shuts down; try another one, or again.
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME the one message of events, as NATS and snapshots carry it
     """
     Dump: _aio.UnaryStreamMultiCallable[_indexer_pb2.DumpRequest, _events_pb2.KvEventBatch]  # type: ignore[assignment]
     """Streams the state of the index as state chunks, source by source, each one consistent cut.
     NOT_FOUND: unknown model or worker.
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME what it answers can be published and stored as it is
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _indexer_pb2.IndexerGetStatusResponse]  # type: ignore[assignment]
     """Reports the state of every index and source.
@@ -293,6 +297,7 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
         transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
         help before that has changed. UNAVAILABLE: the indexer shuts down; try another one, or again.
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME the one message of events, as NATS and snapshots carry it
         """
 
     @_abc_1.abstractmethod
@@ -303,6 +308,7 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_events_pb2.KvEventBatch], _abc.AsyncIterator[_events_pb2.KvEventBatch]]:
         """Streams the state of the index as state chunks, source by source, each one consistent cut.
         NOT_FOUND: unknown model or worker.
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME what it answers can be published and stored as it is
         """
 
     @_abc_1.abstractmethod

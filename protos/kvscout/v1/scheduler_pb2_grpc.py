@@ -239,6 +239,8 @@ class SchedulerServicer:
         Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
         As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
         attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME what was only asked is booked by the same message
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as the request
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -72,6 +72,8 @@ class SchedulerStub:
     Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
     As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
     attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME what was only asked is booked by the same message
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as the request
     """
     Reserve: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReserveRequest, _scheduler_pb2.ReserveResponse]
     """Books a request on a given worker, without choosing.
@@ -186,6 +188,8 @@ class SchedulerAsyncStub(SchedulerStub):
     Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
     As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
     attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME what was only asked is booked by the same message
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as the request
     """
     Reserve: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReserveRequest, _scheduler_pb2.ReserveResponse]  # type: ignore[assignment]
     """Books a request on a given worker, without choosing.
@@ -345,6 +349,8 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
         As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
         attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME what was only asked is booked by the same message
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as the request
         """
 
     @_abc_1.abstractmethod
