@@ -10,6 +10,7 @@ import grpc
 
 from kvscout_common.endings import tell_panic
 from kvscout_common.errors import KvscoutError, status_code
+from kvscout_common.rich_status import DETAILS_TRAILER, details_of
 
 log = logging.getLogger("kvscout.rpc")
 
@@ -23,7 +24,7 @@ class Status(NamedTuple):
 
     code: grpc.StatusCode
     text: str
-    trailers: tuple[tuple[str, str], ...] = ()
+    trailers: tuple[tuple[str, str | bytes], ...] = ()
 
 
 def status_of(error: BaseException, method: str) -> Status:
@@ -38,10 +39,14 @@ def status_of(error: BaseException, method: str) -> Status:
         BaseException: The error itself, if it is one that ends tasks or processes because somebody wants it.
     """
     if isinstance(error, KvscoutError):
-        trailers = [(ANSWERED_TRAILER, type(error).__name__)]
+        code, text = status_code(error), str(error)
+        trailers: list[tuple[str, str | bytes]] = [(ANSWERED_TRAILER, type(error).__name__)]
         if error.retry_after_seconds is not None:
             trailers.append(("retry-after", f"{error.retry_after_seconds:g}"))
-        return Status(status_code(error), str(error), tuple(trailers))
+        details = details_of(code, text, error)
+        if details:
+            trailers.append((DETAILS_TRAILER, details))
+        return Status(code, text, tuple(trailers))
     if not isinstance(error, Exception):
         if not tell_panic(error):
             raise error

@@ -9,6 +9,8 @@ pub type Metadata = Vec<(String, Vec<u8>)>;
 
 const STATUS: &str = "grpc-status";
 const MESSAGE: &str = "grpc-message";
+/// A serialised `google.rpc.Status`, which the protocol leaves to the application.
+const DETAILS: &str = "grpc-status-details-bin";
 
 /// What of headers or trailers a call gets to see: all but the protocol's own.
 pub fn visible(headers: &HeaderMap) -> Metadata {
@@ -29,7 +31,7 @@ pub fn visible(headers: &HeaderMap) -> Metadata {
 
 fn reserved(name: &str) -> bool {
     matches!(name, "te" | "content-type" | "content-length" | "connection" | "trailer")
-        || name.starts_with("grpc-")
+        || (name.starts_with("grpc-") && name != DETAILS)
 }
 
 /// Adds metadata to headers or trailers.
