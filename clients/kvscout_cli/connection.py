@@ -14,7 +14,8 @@ from google.protobuf.message import Message
 from kvscout.v1 import scheduler_pb2_grpc
 from kvscout_client import ClientSecurity, Router
 from kvscout_common.channel import call, open_channel
-from kvscout_common.doctor.collection import Collection, Named
+from kvscout_common.doctor.collection import Named
+from kvscout_common.doctor.gathering import Gathering
 from kvscout_common.doctor.snapshot import Kind, Snapshot
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.flags import SectionedOption, client_flags, flag
@@ -117,15 +118,23 @@ class Services:
     timeout_seconds: float
     security: ClientSecurity
 
+    @property
+    def named(self) -> list[Named]:
+        """Those that are asked first."""
+        return [Named(self.gateway, Kind.GATEWAY), *(Named(address) for address in self.further)]
+
+    @property
+    def gathering(self) -> Gathering:
+        """What asks them."""
+        return Gathering(self.security, tenant=self.tenant, timeout_seconds=self.timeout_seconds)
+
     async def snapshot(self, *, engines: bool) -> Snapshot:
         """What they say now.
 
         Args:
             engines: Ask the workers' engines, too.
         """
-        named = [Named(self.gateway, Kind.GATEWAY), *(Named(address) for address in self.further)]
-        collection = Collection(self.security, tenant=self.tenant, timeout_seconds=self.timeout_seconds)
-        return await collection.snapshot(named, engines=engines)
+        return await self.gathering.snapshot(self.named, engines=engines)
 
 
 def services_flags(command: Command) -> Command:

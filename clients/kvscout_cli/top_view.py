@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvscout.v1 import gateway_pb2, scheduler_pb2
+from kvscout.v1 import scheduler_pb2
 from kvscout_cli.output import age, columns
-from kvscout_client import WorkerLoad
+from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.overview import SourceRow, overview, seen_by_gateways
-from kvscout_common.doctor.snapshot import RankName, Snapshot
+from kvscout_common.doctor.snapshot import RankName
 from kvscout_common.plain_text import printable
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What was known at one time."""
-
-    at: float
-    """Seconds."""
-    snapshot: Snapshot
-    loads: Mapping[RankName, WorkerLoad]
-
-    @property
-    def requests(self) -> int:
-        """That all gateways served since their start."""
-        return sum(status.requests for _, status in self.snapshot.told(gateway_pb2.GatewayGetStatusResponse))
-
-    def hit_rate(self, before: Moment | None) -> float | None:
-        """Cached ÷ prompt tokens since then, or since the gateways' start; None = nothing was reported."""
-        prompt, cached = self._tokens()
-        if before is not None:
-            prompt_before, cached_before = before._tokens()
-            prompt, cached = prompt - prompt_before, cached - cached_before
-        return cached / prompt if prompt > 0 else None
-
-    def _tokens(self) -> tuple[int, int]:
-        told = self.snapshot.told(gateway_pb2.GatewayGetStatusResponse)
-        seen = [one for _, status in told for one in status.workers]
-        return sum(one.prompt_tokens for one in seen), sum(one.cached_tokens for one in seen)
 
 
 def frame(now: Moment, before: Moment | None, decisions: Iterable[scheduler_pb2.WatchDecisionsResponse]) -> Group:
@@ -57,18 +28,14 @@ def frame(now: Moment, before: Moment | None, decisions: Iterable[scheduler_pb2.
 
 
 def _totals(now: Moment, before: Moment | None) -> Text:
-    gateways = [status for _, status in now.snapshot.told(gateway_pb2.GatewayGetStatusResponse)]
-    schedulers = [status for _, status in now.snapshot.told(scheduler_pb2.SchedulerGetStatusResponse)]
-    rate = "–"
-    if before is not None and now.at > before.at:
-        rate = f"{max(0, now.requests - before.requests) / (now.at - before.at):.1f}/s"
+    rate = now.requests_per_second(before)
     shown = overview(now.snapshot)
     ill = sum(not row.well for row in shown.services) + sum(not row.well for row in shown.sources)
     parts = (
-        f"requests {now.requests:,} ({rate})",
-        f"in flight {sum(status.in_flight for status in gateways):,}",
-        f"failed {sum(status.failures for status in gateways):,}",
-        f"queued {sum(pool.queued for status in schedulers for pool in status.pools):,}",
+        f"requests {now.requests:,} ({'–' if rate is None else f'{rate:.1f}/s'})",
+        f"in flight {now.in_flight:,}",
+        f"failed {now.failures:,}",
+        f"queued {now.queued:,}",
         f"hit rate {_percent(now.hit_rate(before))} now, {_percent(now.hit_rate(None))} in all",
         "all well" if not ill else f"{ill} in trouble: see kvscout doctor",
     )
@@ -105,7 +72,7 @@ def _events(row: SourceRow) -> Text:
     return Text(row.state, style="" if row.well else "red")
 
 
-def _load(load: WorkerLoad | None) -> str:
+def _load(load: scheduler_pb2.WorkerLoad | None) -> str:
     if load is None:
         return "–"
     states = (

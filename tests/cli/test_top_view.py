@@ -7,10 +7,9 @@ import io
 from rich.console import Console
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
-from kvscout_cli.top_view import Moment, frame
-from kvscout_client import WorkerLoad
+from kvscout_cli.top_view import frame
+from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot
-from kvscout_common.worker import WorkerRank
 
 NAME = RankName("t", "w", 0)
 
@@ -19,8 +18,8 @@ def moment(at: float, requests: int, cached: int) -> Moment:
     worker = types_pb2.WorkerRank(worker_id="w")
     seen = gateway_pb2.WorkerObservation(worker=worker, tenant="t", prompt_tokens=100 * requests, cached_tokens=cached)
     status = gateway_pb2.GatewayGetStatusResponse(requests=requests, in_flight=2, failures=1, workers=[seen])
-    load = WorkerLoad(
-        WorkerRank("w", 0), 0, 0, 3, 640, 40, busy=True, cooldown_seconds=0.0, draining=False, total_kv_blocks=4096
+    load = scheduler_pb2.WorkerLoad(
+        active_requests=3, active_prefill_tokens=640, active_decode_blocks=40, busy=True, total_kv_blocks=4096
     )
     pools = [scheduler_pb2.PoolLoad(model="m", queued=5)]
     services = (

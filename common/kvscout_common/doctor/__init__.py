@@ -5,5 +5,6 @@
     collection ── asks services and engines ──▶ Snapshot ──▶ overview: one row a service, one a worker's source
                                                         └──▶ diagnosis: findings, each with evidence and remedy
 
-Only `collection` talks to anybody; the rest are functions of the `Snapshot`.
+`gathering` has it done again and again, with loads and decisions, for whoever watches. Only these two talk to anybody;
+the rest are functions of the `Snapshot`, or of the `Moment` that it was taken.
 """

@@ -98,16 +98,19 @@ class Collection:
         self._clock = wall_clock
         self._places = asyncio.Semaphore(AT_ONCE)
 
-    async def snapshot(self, named: Iterable[Named], *, engines: bool = True) -> Snapshot:
+    async def snapshot(
+        self, named: Iterable[Named], *, known: Iterable[Service] = (), engines: bool = True
+    ) -> Snapshot:
         """Asks these, and whom they name; never fails: who does not answer is part of the snapshot.
 
         Args:
             named: Where to begin.
+            known: Services that need not be asked: whoever asks is one.
             engines: Ask the workers' engines, too.
         """
-        services: list[Service] = []
-        asked: set[tuple[Kind | None, str]] = set()
-        waiting, left_out = list(named), 0
+        services = list(known)
+        asked: set[tuple[Kind | None, str]] = {(one.kind, one.address) for one in services}
+        waiting, left_out = [*named, *(other for service in services for other in _named_by(service))], 0
         while waiting:
             due = []
             for one in waiting:

@@ -1,0 +1,59 @@
+"""What was known of a kvscout at one time, beside what its services say of themselves: load, and rates. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2
+from kvscout_common.doctor.snapshot import RankName, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What was known at one time."""
+
+    at: float
+    """Seconds."""
+    snapshot: Snapshot
+    loads: Mapping[RankName, scheduler_pb2.WorkerLoad]
+
+    @property
+    def requests(self) -> int:
+        """That all gateways served since their start."""
+        return sum(status.requests for _, status in self.snapshot.told(gateway_pb2.GatewayGetStatusResponse))
+
+    def requests_per_second(self, before: Moment | None) -> float | None:
+        """Requests a second since then; None = there is no then."""
+        if before is None or self.at <= before.at:
+            return None
+        return max(0, self.requests - before.requests) / (self.at - before.at)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of all gateways that run."""
+        return sum(status.in_flight for _, status in self.snapshot.told(gateway_pb2.GatewayGetStatusResponse))
+
+    @property
+    def failures(self) -> int:
+        """Requests of all gateways that failed, since their start."""
+        return sum(status.failures for _, status in self.snapshot.told(gateway_pb2.GatewayGetStatusResponse))
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait at schedulers for a worker."""
+        told = self.snapshot.told(scheduler_pb2.SchedulerGetStatusResponse)
+        return sum(pool.queued for _, status in told for pool in status.pools)
+
+    def hit_rate(self, before: Moment | None) -> float | None:
+        """Cached ÷ prompt tokens since then, or since the gateways' start; None = nothing was reported."""
+        prompt, cached = self._tokens()
+        if before is not None:
+            prompt_before, cached_before = before._tokens()
+            prompt, cached = prompt - prompt_before, cached - cached_before
+        return cached / prompt if prompt > 0 else None
+
+    def _tokens(self) -> tuple[int, int]:
+        told = self.snapshot.told(gateway_pb2.GatewayGetStatusResponse)
+        seen = [one for _, status in told for one in status.workers]
+        return sum(one.prompt_tokens for one in seen), sum(one.cached_tokens for one in seen)
