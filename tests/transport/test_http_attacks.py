@@ -7,8 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import eventually
-from transport.http_peers import (
+from http_peers import (
     STREAM_HEAD,
     TRANSPORTS,
     WHOLE,
@@ -26,6 +25,7 @@ from transport.http_peers import (
     stream,
     tokens,
 )
+from processes import eventually
 
 from kvscout_common.transport import Transport
 from kvscout_common.transport.http import (

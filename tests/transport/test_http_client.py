@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from processes import eventually
-from transport.http_peers import (
+from http_peers import (
     DONE,
     LAST_CHUNK,
     STREAM_HEAD,
@@ -29,6 +28,7 @@ from transport.http_peers import (
     stream,
     tokens,
 )
+from processes import eventually
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.transport import Transport

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import pytest
 import trustme
+from http_peers import TRANSPORTS, echo, exchange, get, made_of, served
 from processes import eventually
-from transport.http_peers import TRANSPORTS, echo, exchange, get, made_of, served
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.tls import Pem

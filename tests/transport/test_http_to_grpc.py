@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 
 import grpc
 import pytest
-from processes import eventually
-from transport.echo_service import MAX_MESSAGE_BYTES, grpcio_channel
-from transport.http_peers import (
+from http_peers import (
     DONE,
     LAST_CHUNK,
     STREAM_HEAD,
@@ -25,6 +23,8 @@ from transport.http_peers import (
     stream,
     tokens,
 )
+from processes import eventually
+from transport.echo_service import MAX_MESSAGE_BYTES, grpcio_channel
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.guard import Guard

@@ -55,6 +55,8 @@ class GatewayConfig:
     """Whom to trust where engines speak https; None = whom this machine trusts."""
     http_port: int = -1
     """Of the OpenAI front; 0 = any free one, -1 = none."""
+    dashboard: bool = True
+    """At / of that port."""
     tokenizers: Mapping[str, Path] = field(default_factory=dict)
     """Folder of each model's tokenizer; "" = of all models that have none of their own."""
     tokenizer_cache_bytes: int = 64 * 1024 * 1024

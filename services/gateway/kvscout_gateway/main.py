@@ -151,6 +151,7 @@ from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig, e
     section=SERVER,
     help="Port of the OpenAI API; 0 = any free one, -1 = none.",
 )
+@flag("--no-dashboard", is_flag=True, section=SERVER, help="No page at / of that port.")
 @flag(
     "--tokenizer",
     multiple=True,
@@ -224,6 +225,7 @@ def main(**values: Any) -> None:
             engine_key_file=values["engine_key_file"],
             engine_ca=values["engine_ca"],
             http_port=values["http_port"],
+            dashboard=not values["no_dashboard"],
             tokenizers=tokenizer_folders("tokenizer", values["tokenizer"]),
             tokenizer_cache_bytes=values["tokenizer_cache_mib"] << 20,
             tokenize_timeout_seconds=values["tokenize_timeout_ms"] / 1000,
@@ -253,7 +255,7 @@ async def build(config: GatewayConfig) -> App:
     return App(
         name="gateway",
         services=[(SERVICE, GatewayServicer(gateway).add_to)],
-        tasks=gateway.tasks(),
+        tasks={**gateway.tasks(), **openai.tasks()},
         warm=gateway.warm,
         drain=gateway.drain,
         close=gateway.close,

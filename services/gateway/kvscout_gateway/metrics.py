@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from kvscout_gateway.indexer_client.check import IndexerCheck
 from kvscout_gateway.indexer_client.reporter import Reporter
 from kvscout_gateway.request.observation import Observations
+from kvscout_gateway.tally import Tally
 
 if TYPE_CHECKING:
     from kvscout_gateway.scheduler_client.booking import Schedulers
@@ -35,6 +36,19 @@ class ModelMetrics:
     labels: tuple[str, str]
     ttft: Histogram
     itl: Histogram
+    all_ttft: Tally
+    """Of all models together."""
+    all_itl: Tally
+
+    def first_token(self, seconds: float) -> None:
+        """A request had its first token after so long."""
+        self.ttft.observe(seconds)
+        self.all_ttft.observe(seconds)
+
+    def between_tokens(self, seconds: float) -> None:
+        """The tokens of a request came so far apart, on average."""
+        self.itl.observe(seconds)
+        self.all_itl.observe(seconds)
 
     def ended(self, outcome: str) -> None:
         """One request has."""
@@ -75,6 +89,8 @@ class GatewayMetrics:
         self._itl = Histogram(
             "kvscout_itl_seconds", "Time between tokens", labels, buckets=_ITL_BUCKETS, registry=registry
         )
+        self.ttft, self.itl = Tally(), Tally()
+        """Of all models."""
         self._models: dict[tuple[str, str], ModelMetrics] = {}
         self.disaggregation = Counter(
             "kvscout_disaggregated_requests",
@@ -93,7 +109,9 @@ class GatewayMetrics:
         if known is None:
             if key != ("", "") and (len(self._models) > MAX_MODELS or not self._is_served(tenant, model)):
                 return self.of("", "")
-            known = ModelMetrics(self._requests, key, self._ttft.labels(*key), self._itl.labels(*key))
+            known = ModelMetrics(
+                self._requests, key, self._ttft.labels(*key), self._itl.labels(*key), self.ttft, self.itl
+            )
             self._models[key] = known
         return known
 

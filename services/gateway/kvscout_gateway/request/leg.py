@@ -212,7 +212,7 @@ class Leg:
         self.has_output = True
         self._means.health.ran(self.key)
         self._on_output()
-        self._metrics.ttft.observe(self._means.clock() - self._started)
+        self._metrics.first_token(self._means.clock() - self._started)
         self.prefill_over()
 
     def prefill_over(self) -> None:
@@ -302,7 +302,7 @@ class Leg:
     def _observe_itl(self, report: StreamReport) -> None:
         """The mean time between tokens; those that came with the first output were not waited for."""
         waited_for = report.tokens * (report.outputs - 1) / report.outputs
-        self._metrics.itl.observe((report.last_output_at - report.first_output_at) / waited_for)
+        self._metrics.between_tokens((report.last_output_at - report.first_output_at) / waited_for)
 
 
 def _object(text: bytes) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied, U
 from kvscout_common.identity import ALL_TENANTS, TokenTable
 from kvscout_common.tenant_limits import Limit
 from kvscout_common.transport.http import HttpCall, HttpRefused, SinkGone, SinkStalled
+from kvscout_gateway.front.dashboard.front import EVENTS, METHOD, PAGE, DashboardFront
 from kvscout_gateway.front.openai.access import Caller, caller_of, header
 from kvscout_gateway.front.openai.body import JsonBody
 from kvscout_gateway.front.openai.generation import COMPLETIONS, Generation
@@ -34,10 +35,11 @@ ROUTES: Final[Mapping[str, Mapping[str, str]]] = {
     CHAT: {"POST": "Generate"},
     MODELS: {"GET": "ListWorkers"},
     THRESHOLDS: {"GET": "ListBusyThresholds", "POST": "GetBusyThresholds"},
+    EVENTS: {"GET": METHOD},
     "/metrics": {"GET": "GetStatus"},
 }
 """By path and method, the rpc whose roles may ask; those below `/v1/models` are as it. All others are engines'.
-`/health` and `/ready` are open."""
+`/health`, `/ready` and the dashboard's page are open."""
 ENGINES_OWN: Final = "Generate"
 """The same, of paths that are passed on."""
 INLINE_BODY_BYTES: Final = 256 * 1024
@@ -54,6 +56,8 @@ class OpenAiFront:
         passthrough: Passthrough,
         metrics: CollectorRegistry,
         tokens: TokenTable | None,
+        *,
+        dashboard: DashboardFront | None = None,
     ) -> None:
         """Answers requests.
 
@@ -63,6 +67,7 @@ class OpenAiFront:
             passthrough: For everything else.
             metrics: Shown at /metrics.
             tokens: Clients' API keys; None = everybody may do everything.
+            dashboard: For browsers; None = there is none.
         """
         self._gateway = gateway
         self._generation = generation
@@ -70,12 +75,16 @@ class OpenAiFront:
         self._models = Models(gateway)
         self._metrics = metrics
         self._tokens = tokens
+        self._dashboard = dashboard
 
     async def handle(self, call: HttpCall) -> None:
         """Answers one request, whatever it is."""
         try:
             if call.path in ("/health", "/ready"):
                 await self._health(call)
+                return
+            if call.path == PAGE and self._dashboard is not None:
+                await self._dashboard.show(call)
                 return
             await self._answer(call, caller_of(call.headers, self._tokens))
         except SinkGone:
@@ -99,6 +108,10 @@ class OpenAiFront:
             await self._tell_models(call, caller, path.removeprefix(MODELS).strip("/"))
         elif route == THRESHOLDS:
             await self._thresholds(call, caller)
+        elif route == EVENTS:
+            if self._dashboard is None:
+                raise NotFound("there is no dashboard: the gateway runs with --no-dashboard")
+            await self._dashboard.watch(call, caller)
         elif route == "/metrics":
             await self._tell_metrics(call, caller)
         else:

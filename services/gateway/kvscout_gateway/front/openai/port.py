@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
 from kvscout_common.identity import TokenTable
 from kvscout_common.serving import HttpPort
 from kvscout_common.transport.http import HttpHandler, HttpLimits
+from kvscout_gateway.front.dashboard.dashboard import Dashboard
+from kvscout_gateway.front.dashboard.front import DashboardFront
 from kvscout_gateway.front.openai.front import OpenAiFront
 from kvscout_gateway.front.openai.generation import Generation
 from kvscout_gateway.front.openai.passthrough import Passthrough
@@ -30,6 +33,12 @@ class OpenAiPort:
         self._gateway = gateway
         self._metrics = metrics
         self._affinity = Affinity(gateway.config.session_affinity)
+        config = gateway.config
+        self._dashboard = Dashboard(gateway) if config.dashboard and config.http_port >= 0 else None
+
+    def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """What runs beside the server, by name."""
+        return self._dashboard.tasks() if self._dashboard is not None else {}
 
     def port(self) -> HttpPort:
         """What is to be served."""
@@ -45,4 +54,7 @@ class OpenAiPort:
 
         generation = Generation(gateway, self._affinity, passes_keys=passes_keys)
         passthrough = Passthrough(gateway, passes_keys=passes_keys)
-        return OpenAiFront(gateway, generation, passthrough, self._metrics, tokens).handle
+        dashboard = None
+        if self._dashboard is not None:
+            dashboard = DashboardFront(self._dashboard, tokens, host=gateway.config.server.host)
+        return OpenAiFront(gateway, generation, passthrough, self._metrics, tokens, dashboard=dashboard).handle

@@ -1,0 +1,194 @@
+"""What the page is told, as JSON: a moment, the last decisions, what is wrong. Pure.
+
+Whatever comes from outside (names of workers and models, what engines say) is text here and on the page: cut, with
+nothing invisible in it, and never markup.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
+from kvscout_common.doctor.diagnosis import Finding
+from kvscout_common.doctor.moment import Moment
+from kvscout_common.doctor.overview import Overview, SourceRow, overview, seen_by_gateways
+from kvscout_common.doctor.snapshot import RankName, WorkerName, observed_name
+from kvscout_common.enum_words import word_of
+from kvscout_common.plain_text import printable
+from kvscout_common.worker_proto import role_from_proto
+
+MAX_WORKERS: Final = 1_000
+"""Worker ranks that are shown, those in trouble first; of more, the number."""
+MAX_SERVICES: Final = 200
+MAX_CANDIDATES: Final = 12
+"""Of a decision: the one that was chosen, and the cheapest of the others."""
+_DEAR: Final = float("inf")
+
+
+def state(now: Moment, before: Moment | None, decisions: Iterable[scheduler_pb2.WatchDecisionsResponse]) -> Any:
+    """What is known now.
+
+    Args:
+        now: What is known.
+        before: What was known a moment ago; None = rates are not known.
+        decisions: The last ones, the newest first.
+    """
+    shown = overview(now.snapshot)
+    workers = _workers(now, shown)
+    in_trouble = sum(not (one["well"] and not one["problem"]) for one in workers)
+    return {
+        "totals": {
+            "requests": now.requests,
+            "rate": now.requests_per_second(before),
+            "in_flight": now.in_flight,
+            "failures": now.failures,
+            "queued": now.queued,
+            "hit": now.hit_rate(None),
+            "trouble": in_trouble + sum(not row.well for row in shown.services),
+        },
+        "services": [
+            {
+                "kind": row.kind or "service",
+                "address": printable(row.address),
+                "version": printable(row.version),
+                "uptime": _number(row.uptime_seconds),
+                "state": printable(row.state, 500),
+                "well": row.well,
+                "warnings": [printable(one, 500) for one in row.warnings[:20]],
+            }
+            for row in shown.services[:MAX_SERVICES]
+        ],
+        "workers": workers[:MAX_WORKERS],
+        "more_workers": max(0, len(workers) - MAX_WORKERS),
+        "decisions": [_decision(one) for one in decisions],
+    }
+
+
+def findings(found: Sequence[Finding]) -> Any:
+    """What doctor says."""
+    return [
+        {
+            "id": one.id,
+            "severity": one.severity.value,
+            "what": one.what,
+            "evidence": list(one.evidence),
+            "remedy": one.remedy,
+        }
+        for one in found
+    ]
+
+
+def _workers(now: Moment, shown: Overview) -> list[dict[str, Any]]:
+    seen, specs = seen_by_gateways(now.snapshot), now.snapshot.workers
+    problems = {
+        observed_name(one): one.problem
+        for _, status in now.snapshot.told(gateway_pb2.GatewayGetStatusResponse)
+        for one in status.workers
+        if one.problem
+    }
+    by_rank: dict[RankName, list[SourceRow]] = {}
+    for row in shown.sources:
+        by_rank.setdefault(RankName(row.tenant, row.worker_id, row.dp_rank), []).append(row)
+    found = []
+    for name, rows in by_rank.items():
+        load, one, worker = now.loads.get(name), seen.get(name), specs.get(WorkerName(name.tenant, name.worker_id))
+        found.append(
+            {
+                "tenant": printable(name.tenant),
+                "worker": printable(name.worker_id, 300),
+                "rank": name.dp_rank,
+                "model": printable(rows[0].model, 300),
+                "role": role_from_proto(worker.role).value if worker is not None else "",
+                "endpoint": printable(worker.http_endpoint, 300) if worker is not None else "",
+                "cached": max(row.blocks for row in rows),
+                "requests": one.requests if one is not None else 0,
+                "failures": one.failures if one is not None else 0,
+                "hit": one.cached_tokens / one.prompt_tokens if one is not None and one.prompt_tokens else None,
+                "error": rows[0].prediction_error,
+                "load": _load(load) if load is not None else None,
+                "well": all(row.well for row in rows),
+                "problem": printable(problems.get(name, ""), 500),
+                "events": [
+                    {
+                        "indexer": printable(row.indexer),
+                        "state": printable(row.state),
+                        "reason": printable(row.reason, 500),
+                        "well": row.well,
+                        "age": _number(row.last_event_age_seconds),
+                    }
+                    for row in rows
+                ],
+            }
+        )
+    if len(found) > MAX_WORKERS:
+        found.sort(key=lambda row: (row["well"], not row["problem"]))
+    return found
+
+
+def _load(load: scheduler_pb2.WorkerLoad) -> dict[str, Any]:
+    return {
+        "requests": load.active_requests,
+        "prefill": load.active_prefill_tokens,
+        "decode": load.active_decode_blocks,
+        "blocks": load.total_kv_blocks,
+        "busy": load.busy,
+        "draining": load.draining,
+        "cooldown": _number(load.cooldown_seconds),
+    }
+
+
+def _decision(told: scheduler_pb2.WatchDecisionsResponse) -> dict[str, Any]:
+    request, decision = told.request, told.decision
+    found: dict[str, Any] = {
+        "id": f"{told.decided_unix_seconds}/{request.request_id}/{request.attempt_id}",
+        "at": _number(told.decided_unix_seconds),
+        "request": printable(request.request_id),
+        "tenant": printable(request.tenant),
+        "model": printable(request.model),
+        "tokens": told.isl_tokens,
+        "error": printable(told.message, 500) if told.code else "",
+    }
+    if told.code:
+        return found
+    why = decision.explanation
+    chosen = (decision.worker.worker_id, decision.worker.dp_rank)
+    ranked = sorted(why.candidates, key=lambda one: (_rank(one) != chosen, one.cost if one.eligible else _DEAR))
+    return found | {
+        "worker": _name(decision.worker),
+        "overlap": decision.overlap_blocks,
+        "blocks": told.isl_tokens // decision.block_size if decision.block_size else 0,
+        "uncached": decision.uncached_tokens,
+        "cost": _number(decision.cost),
+        "policy": printable(why.policy),
+        "reason": printable(why.reason, 500),
+        "candidates": [_candidate(one, chosen) for one in ranked[:MAX_CANDIDATES]],
+        "more_candidates": max(0, len(ranked) - MAX_CANDIDATES),
+    }
+
+
+def _candidate(one: scheduler_pb2.Candidate, chosen: tuple[str, int]) -> dict[str, Any]:
+    return {
+        "worker": _name(one.worker),
+        "chosen": _rank(one) == chosen,
+        "why_not": "" if one.eligible else word_of(scheduler_pb2.IneligibleReason, one.ineligible_reason),
+        "device": one.device_blocks,
+        "slower": max(one.host_blocks, one.disk_blocks, one.external_blocks),
+        "prefill": _number(one.prefill_blocks),
+        "decode": _number(one.decode_blocks),
+        "cost": _number(one.cost),
+    }
+
+
+def _number(value: float | None) -> float | None:
+    """A number as JSON has them; None = it has none such."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _rank(one: scheduler_pb2.Candidate) -> tuple[str, int]:
+    return one.worker.worker_id, one.worker.dp_rank
+
+
+def _name(worker: types_pb2.WorkerRank) -> str:
+    return printable(f"{worker.worker_id}/{worker.dp_rank}", 300)
