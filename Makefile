@@ -7,6 +7,8 @@ TEST_WORKERS ?= 3
 CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler
 SOURCES := common services clients bench protos/generate.py protos/compatibility.py docs tests setup.py
 .DEFAULT_GOAL := help
+KUBECONFORM := github.com/yannh/kubeconform/cmd/kubeconform@v0.7.0
+HELM := helm.sh/helm/v3/cmd/helm@v3.19.2
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -105,6 +107,10 @@ check-dist: ## Install the wheel of dist/ as a user does, and try it: demo, up, 
 image-wheels: ## Put the wheels of an image into dist/image, for docker build --build-arg WHEELS=given.
 	rm -rf dist/image
 	kvscout_require_native=1 $(PY) -m pip wheel --quiet --no-build-isolation --wheel-dir dist/image '.[picker,text]'
+
+chart-tools: ## Build Helm and kubeconform into .venv/bin, with which tests check the chart (needs Go; minutes, once).
+	for tool in $(KUBECONFORM) $(HELM); do \
+	  GOBIN=$(CURDIR)/.venv/bin CGO_ENABLED=0 go install -trimpath -ldflags '-s -w' $$tool || exit 1; done
 
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
