@@ -36,7 +36,7 @@ def strict(node: Any) -> Any:
         return node
     if len(node.get("allOf", ())) == 1:
         node = node["allOf"][0]
-    kept = {}
+    kept: dict[str, Any] = {}
     for key, value in node.items():
         if key == "properties":
             kept[key] = {name: strict(one) for name, one in value.items() if name != "managedFields"}
