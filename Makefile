@@ -16,7 +16,7 @@ help: ## List the targets.
 setup: ## Create .venv and install kvscout with everything to develop it (the extension too, where cargo is).
 	@sh deploy/make-venv.sh .venv
 	@test -n "$(CARGO)" || echo "No Rust toolchain found: kvscout will run in plain Python, with the same answers, slower."
-	$(PY) -m pip install --quiet --editable '.[dev,docs,embedded]'
+	$(PY) -m pip install --quiet --editable '.[dev,docs,embedded,otel]'
 	@sh deploy/install-chromium.sh
 	@$(PY) -c "from kvscout_common.hashing import backend_name; print('kvscout is ready, hashing backend:', backend_name())"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvscout_common import tracing
 from kvscout_common.errors import ConfigError
 from kvscout_common.transport import Transport, chosen
 
@@ -53,6 +54,10 @@ class ServerConfig:
     transport: Transport = field(default_factory=chosen)
     log_level: str = "info"
     log_format: str = "text"
+    otlp_endpoint: str = ""
+    """Where traces go; "" = there are none."""
+    trace_ratio: float = 1.0
+    """Of requests that come without a trace, the share that begins one."""
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> ServerConfig:
@@ -74,6 +79,8 @@ class ServerConfig:
             )
         if values["metrics_auth"] and values["auth_tokens"] is None:
             raise ConfigError("needs --auth-tokens", field="metrics_auth")
+        if values["otlp_endpoint"]:
+            tracing.check_endpoint(values["otlp_endpoint"])
         return cls(
             host=host,
             port=values["port"],
@@ -93,6 +100,8 @@ class ServerConfig:
             transport=Transport(values["rpc_transport"]),
             log_level=values["log_level"],
             log_format=values["log_format"],
+            otlp_endpoint=values["otlp_endpoint"],
+            trace_ratio=values["trace_ratio"],
         )
 
 

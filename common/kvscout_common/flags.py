@@ -193,6 +193,17 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
             help="Least severe messages logged.",
         ),
         server_flag("--log-format", default="text", type=click.Choice(["text", "json"]), help="Log lines on stderr."),
+        server_flag(
+            "--otlp-endpoint",
+            default="",
+            help="Send traces to this OTLP receiver, http(s)://host:4318; needs the extra otel. Unset = no traces.",
+        ),
+        server_flag(
+            "--trace-ratio",
+            default=1.0,
+            type=click.FloatRange(0, 1),
+            help="Share of requests without a trace that begin one; those that come with one go by it.",
+        ),
     ]
 
     def decorate(function: F) -> F:

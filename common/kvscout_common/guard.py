@@ -19,13 +19,14 @@ from typing import Any
 
 import grpc
 
+from kvscout_common import tracing
 from kvscout_common.audit import audited
 from kvscout_common.endings import INTENDED
 from kvscout_common.errors import Unimplemented
 from kvscout_common.handlers import Context, Continuation, Handler, Synchronous, read_message
-from kvscout_common.identity import AUDITED, Admission, Identity, TokenTable, enter, leave
+from kvscout_common.identity import AUDITED, REQUESTS, Admission, Identity, TokenTable, enter, leave
 from kvscout_common.rpc_metrics import MethodTimes, RpcTimes
-from kvscout_common.running_calls import RunningCall, RunningCalls, draining
+from kvscout_common.running_calls import ENDLESS, RunningCall, RunningCalls, draining
 from kvscout_common.statuses import caller_gone, status_of
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -91,7 +92,10 @@ class GuardedMethod:
         self._behaviour: Any = (
             handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
         )
-        self.synchronous = isinstance(self._behaviour, Synchronous)
+        self._traced = tracing.enabled() and name.startswith("/kvscout.") and name not in ENDLESS
+        self._begins_traces = name.rpartition("/")[2] in REQUESTS
+        # A call that is traced has a task, as what it is part of belongs to that.
+        self.synchronous = not self._traced and isinstance(self._behaviour, Synchronous)
         self._audited = name.startswith("/kvscout.") and name.rpartition("/")[2] in AUDITED
         self.streams = (bool(handler.request_streaming), bool(handler.response_streaming))
         """Whether there are many requests, many answers."""
@@ -165,8 +169,10 @@ class GuardedMethod:
                 # The first write carries the headers, and so does a status where none went out before: a status while
                 # another task's first write is on its way would be refused by grpc, and the caller wait for ever.
                 await context.send_initial_metadata(())
-            identity = self.admit(context.invocation_metadata() or ())
-            return await self._counted(request, context, identity)
+            metadata = context.invocation_metadata() or ()
+            identity = self.admit(metadata)
+            with self._span(metadata) if self._traced else tracing.NOTHING:
+                return await self._counted(request, context, identity)
         except grpc.aio.AbortError:
             code = context.code()  # grpcio's is a number
             ended = code if isinstance(code, grpc.StatusCode) else _CODES[code]
@@ -188,6 +194,13 @@ class GuardedMethod:
             if not caller_gone(error):
                 raise
             raise asyncio.CancelledError from error
+
+    def _span(self, metadata: Any) -> tracing.Span:
+        """Of a call: part of its caller's trace; of those that have none, requests begin one."""
+        parent = next((str(value) for key, value in metadata if key == tracing.TRACEPARENT), "")
+        if not parent and not self._begins_traces:
+            return tracing.NOTHING
+        return tracing.span(self.name.lstrip("/"), tracing.Kind.SERVER, parent=parent)
 
     async def _counted(self, request: Any, context: Context, identity: Identity) -> Any:
         task = asyncio.current_task()

@@ -85,7 +85,7 @@ _WORK = frozenset(
         "Recover",
     }
 )
-_REQUEST = frozenset(
+REQUESTS = frozenset(
     {
         "FindMatches",
         "StreamFindMatches",
@@ -103,6 +103,7 @@ _REQUEST = frozenset(
         "Generate",
     }
 )
+"""What clients call for their requests."""
 AUDITED = frozenset(
     {
         "ClearCooldowns",
@@ -120,7 +121,7 @@ _NARROWED = frozenset({"ListWorkers", "GetStatus"})
 ALLOWED: Mapping[AccessRole, frozenset[str]] = {
     AccessRole.VIEWER: _VIEW | {"WatchDashboard"},
     AccessRole.WORKER: _VIEW | _WORK,
-    AccessRole.CLIENT: _VIEW | _REQUEST,
+    AccessRole.CLIENT: _VIEW | REQUESTS,
 }
 
 

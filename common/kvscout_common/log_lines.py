@@ -11,9 +11,12 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
+from kvscout_common import tracing
 from kvscout_common.plain_text import printable
 
 MAX_ARGUMENT_CHARACTERS = 256
@@ -24,6 +27,19 @@ BURST_LINES = 50
 """From one place in the code, after a time without any."""
 LINES_PER_SECOND = 1.0
 """From there on."""
+
+
+_request_id: ContextVar[str] = ContextVar("kvscout_request_id", default="")
+
+
+@contextmanager
+def about_request(request_id: str) -> Iterator[None]:
+    """What is logged inside is about a request."""
+    entered = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(entered)
 
 
 class BoundedFormatter(logging.Formatter):
@@ -69,6 +85,9 @@ class JsonFormatter(BoundedFormatter):
             "logger": record.name,
             "message": self._message(record),
         }
+        if request_id := _request_id.get():
+            entry["request_id"] = printable(request_id, MAX_ARGUMENT_CHARACTERS)
+        entry |= tracing.ids()
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry)

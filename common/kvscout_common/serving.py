@@ -25,6 +25,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from kvscout_common import __version__, tracing
 from kvscout_common.binding import wait_for_port
 from kvscout_common.config import ServerConfig
 from kvscout_common.descriptors import raise_descriptor_limit
@@ -171,6 +172,9 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         app = await build()
         if app.close is not None:
             held.push_async_callback(app.close)
+        if config.otlp_endpoint:
+            stop = tracing.start(app.name, config.otlp_endpoint, ratio=config.trace_ratio, version=__version__)
+            held.push_async_callback(asyncio.to_thread, stop)
         files: list[FollowedFile[Any]] = []
         tokens = certificates = None
         if config.auth_tokens is not None:

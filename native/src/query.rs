@@ -38,12 +38,12 @@ struct Request<'a> {
     id: u64,
 }
 
-/// A request of the usual shape.
 /// Whether a caller whose token is bound to a tenant ("*": to none) may name another.
 fn may_name(caller_tenant: &str, tenant: &str) -> bool {
     caller_tenant == "*" || caller_tenant == tenant
 }
 
+/// A request of the usual shape.
 fn parse(bytes: &[u8]) -> Option<Request<'_>> {
     let mut request = Request::default();
     let mut reader = Reader::new(bytes);

@@ -1,4 +1,4 @@
-"""No log of any service has a word or a token of a prompt, whatever its level and whatever goes wrong."""
+"""No log and no trace of any service has a word or a token of a prompt, whatever its level and whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import grpc
 import pytest
 from aiohttp import web
 from gateway_stack import MODEL, running_stack
+from otlp_receiver import otlp_receiver
 from processes import eventually
 from scripted_engine import scripted_engine
 
@@ -24,12 +25,20 @@ async def fails(request: web.Request, body: dict[str, Any]) -> web.StreamRespons
     return web.json_response({"error": {"message": f"cannot compute {body}", "code": 500}}, status=500)
 
 
-async def test_no_log_has_what_prompts_say(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_no_log_and_no_trace_has_what_prompts_say(capfd: pytest.CaptureFixture[str]) -> None:
     secret = f"secret{random.randrange(1 << 60):x}"
     tokens = [random.randrange(10**8, 2 * 10**8) for _ in range(64)]
     async with (
         scripted_engine(fails) as engine,
-        running_stack("--http-port", "0", *DEBUG, scheduler_flags=DEBUG, indexer_flags=DEBUG) as stack,
+        otlp_receiver() as receiver,
+        running_stack(
+            "--http-port",
+            "0",
+            *DEBUG,
+            *receiver.flags,
+            scheduler_flags=[*DEBUG, *receiver.flags],
+            indexer_flags=[*DEBUG, *receiver.flags],
+        ) as stack,
         aiohttp.ClientSession() as http,
     ):
         broken = workers_pb2.Worker(
@@ -61,3 +70,9 @@ async def test_no_log_has_what_prompts_say(capfd: pytest.CaptureFixture[str]) ->
     text = "".join([*logs, capfd.readouterr().err])
     assert secret not in text
     assert not [token for token in tokens if str(token) in text]
+    # What was still to be sent came as the services ended.
+    spans = receiver.spans
+    assert {"error.type", "kvscout.worker"} <= {name for span in spans for name in span.facts}
+    traced = "".join(map(repr, spans))
+    assert secret not in traced
+    assert not [token for token in tokens if str(token) in traced]

@@ -98,6 +98,7 @@ class FindMatchesRequest(_message.Message):
     EAGLE_FIELD_NUMBER: _builtins.int
     EARLY_EXIT_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -116,6 +117,8 @@ class FindMatchesRequest(_message.Message):
     """Stop when one worker is left; its overlap is then a lower bound."""
     id: _builtins.int
     """Identifies the request in the answers of StreamFindMatches; unused in FindMatches."""
+    traceparent: _builtins.str
+    """W3C trace context of the request, in StreamFindMatches, whose metadata are those of many; unset = it is not traced."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt. A trailing partial block is ignored."""
@@ -142,10 +145,11 @@ class FindMatchesRequest(_message.Message):
         eagle: _builtins.bool | None = ...,
         early_exit: _builtins.bool = ...,
         id: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_size", b"block_size", "eagle", b"eagle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "eagle", b"eagle", "early_exit", b"early_exit", "id", b"id", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "eagle", b"eagle", "early_exit", b"early_exit", "id", b"id", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__block_size: _TypeAlias = _typing.Literal["block_size"]  # noqa: Y015
     _WhichOneofArgType__block_size: _TypeAlias = _typing.Literal["_block_size", b"_block_size"]  # noqa: Y015

@@ -180,6 +180,7 @@ class SelectRequest(_message.Message):
     EXPLAIN_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_ELSEWHERE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -212,6 +213,8 @@ class SelectRequest(_message.Message):
     """Seconds until the booking ends unless renewed; 0 or unset = 300."""
     prefill_elsewhere: _builtins.bool
     """True = another worker computes the prompt (decode leg of disaggregated serving): no prefill is charged here."""
+    traceparent: _builtins.str
+    """W3C trace context of the request, in Lifecycle, whose metadata are those of many; unset = it is not traced."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Local hashes of the prompt's complete blocks for workers of `block_size`."""
@@ -265,10 +268,11 @@ class SelectRequest(_message.Message):
         explain: _builtins.bool = ...,
         lease_seconds: _builtins.int = ...,
         prefill_elsewhere: _builtins.bool = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "model", b"model", "other_pools", b"other_pools", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "prefill_elsewhere", b"prefill_elsewhere", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "model", b"model", "other_pools", b"other_pools", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "prefill_elsewhere", b"prefill_elsewhere", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pinned_dp_rank: _TypeAlias = _typing.Literal["pinned_dp_rank"]  # noqa: Y015
     _WhichOneofArgType__pinned_dp_rank: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank"]  # noqa: Y015

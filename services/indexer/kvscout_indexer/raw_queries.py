@@ -16,10 +16,12 @@ import grpc
 
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.native_index import NativeQueries
+from kvscout_common import tracing
 from kvscout_common.handlers import Synchronous
 from kvscout_common.identity import current_identity
 from kvscout_common.raw_messages import parse_message
 from kvscout_indexer.servicer import IndexerServicer
+from kvscout_indexer.traces import tell, traced_stream
 
 SERVICE = indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name
 
@@ -52,6 +54,16 @@ class RawQueries:
 
     def find_matches(self, request: bytes) -> bytes:
         """Answers one `FindMatchesRequest`."""
+        answer = self._find_matches(request)
+        if tracing.enabled():
+            tell(
+                tracing.current(),
+                indexer_pb2.FindMatchesRequest.FromString(request),
+                indexer_pb2.FindMatchesResponse.FromString(answer),
+            )
+        return answer
+
+    def _find_matches(self, request: bytes) -> bytes:
         if self._native is not None:
             answer = self._native.answer(request, now=time.monotonic(), caller_tenant=current_identity().tenant)
             if answer is not None:
@@ -61,6 +73,11 @@ class RawQueries:
 
     def find_many(self, request: bytes) -> bytes:
         """Answers one `StreamFindMatchesRequest` of a stream."""
+        if tracing.enabled():
+            return traced_stream(request, self._find_many)
+        return self._find_many(request)
+
+    def _find_many(self, request: bytes) -> bytes:
         if self._native is not None:
             answer = self._native.answer_stream(request, now=time.monotonic(), caller_tenant=current_identity().tenant)
             if answer is not None:

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvscout.v1 import scheduler_pb2
+from kvscout_common import tracing
 from kvscout_common.errors import DeadlineExceeded, Draining, InvalidArgument, KvscoutError
 from kvscout_common.identity import current_identity
 from kvscout_common.plain_text import name_problem
@@ -27,6 +28,7 @@ from kvscout_scheduler.packed_operations import PackedOperations
 from kvscout_scheduler.pulse import Pulse
 from kvscout_scheduler.request import OwnerName
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.traces import traces_of
 
 MAX_RESULTS = 16 * MAX_OPERATIONS
 """Results that wait for a slow caller; above, nothing more is read from it."""
@@ -94,6 +96,8 @@ class LifecycleRpc:
             operations.carry_out(first.operations, outbox.next.results)
             async for message in request_iterator:
                 pulse.beat()
+                if tracing.enabled():
+                    operations.traces = traces_of(read(message))
                 if not (packed and fast.carry_out(message, outbox.packed)):
                     request = read(message)
                     if request.HasField("hello"):

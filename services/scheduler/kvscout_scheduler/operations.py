@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from kvscout.v1 import scheduler_pb2
@@ -13,6 +13,7 @@ from kvscout_scheduler import translate
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.request import OwnerName, RequestKey, SelectionRequest
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.traces import tell, traced
 from kvscout_scheduler.waiting import Answer
 
 MAX_OPERATIONS = 1024
@@ -69,6 +70,8 @@ class Operations:
         self._later = later
         self._elsewhere = elsewhere
         self._asking: set[asyncio.Task[None]] = set()
+        self.traces: Mapping[int, str] = {}
+        """Traces that the operations of the message at hand are part of, by their ids."""
         self._waiting: dict[int, WaitingCall] = {}
         """By operation id."""
         self._kinds: dict[str, Callable[[Any, scheduler_pb2.LifecycleResult], None]] = {
@@ -127,8 +130,19 @@ class Operations:
             self._scheduler.abandon(call.key, call.attempt_id, call.answer)
 
     def _select(self, message: scheduler_pb2.SelectRequest, result: scheduler_pb2.LifecycleResult) -> None:
-        decision = self._scheduler.select(translate.selection_from_proto(message, self._tenant))
+        decision = self.query(result.id, translate.selection_from_proto(message, self._tenant))
         result.select.CopyFrom(translate.decision_to_proto(decision))
+
+    def query(self, operation_id: int, wanted: SelectionRequest) -> Decision:
+        """Selects and books nothing.
+
+        Raises:
+            KvscoutError: As the scheduler.
+        """
+        with traced("Select", self.traces.get(operation_id)) as span:
+            decision = self._scheduler.select(wanted)
+            tell(span, wanted, decision)
+            return decision
 
     def book(self, operation_id: int, wanted: SelectionRequest, lease_seconds: float) -> Decision | KvscoutError | None:
         """Selects and reserves.
@@ -138,8 +152,11 @@ class Operations:
         """
         told: list[Decision | KvscoutError] = []
         waits = False
+        span = traced("SelectAndReserve", self.traces.get(operation_id)).begun()
 
         def answer(outcome: Decision | KvscoutError) -> None:
+            tell(span, wanted, outcome)
+            span.end()
             if not waits:
                 told.append(outcome)
             elif self._waiting.pop(operation_id, None) is not None:
@@ -148,10 +165,13 @@ class Operations:
         try:
             self._scheduler.reserve_or_wait(wanted, answer, owner=self._owner, lease_seconds=lease_seconds)
         except KvscoutError as error:
+            tell(span, wanted, error)
+            span.end()
             return error
         if told:
             return told[0]
         waits = True
+        span.event("waits in line")
         self._waiting[operation_id] = WaitingCall(wanted.key, wanted.attempt_id, answer)
         return None
 

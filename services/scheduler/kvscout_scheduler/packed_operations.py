@@ -112,7 +112,7 @@ class PackedOperations:
         wanted = selection_of(read, self._tenant)
         current_identity().require_tenant(wanted.tenant)
         try:
-            decision = self._scheduler.select(wanted)
+            decision = self._plain.query(operation_id, wanted)
         except KvscoutError as error:
             return _packed(select_result(operation_id, error))
         return native_load.select_result(operation_id, columns_of(decision))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from kvscout_common import tracing
 from kvscout_common.errors import InvalidArgument, KvscoutError, from_status
 from kvscout_common.hashing import native_available
 from kvscout_common.identity import AccessRole, current_identity
@@ -31,6 +32,7 @@ from kvscout_scheduler.packed_operations import columns_of, selection_of
 from kvscout_scheduler.request import RequestKey, SelectionRequest
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.thresholds import BusyThresholds
+from kvscout_scheduler.traces import tell
 from kvscout_scheduler.watch_rpcs import WatchRpcs
 
 if TYPE_CHECKING:
@@ -78,7 +80,10 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         return self._scheduler.list_active_requests(tenant, worker_id=worker_id, limit=0)[1]
 
     async def Select(self, request: scheduler_pb2.SelectRequest, context: Any) -> scheduler_pb2.SelectResponse:
-        return translate.decision_to_proto(self._scheduler.select(translate.selection_from_proto(request)))
+        wanted = translate.selection_from_proto(request)
+        decision = self._scheduler.select(wanted)
+        tell(tracing.current(), wanted, decision)
+        return translate.decision_to_proto(decision)
 
     async def SelectAndReserve(
         self, request: scheduler_pb2.SelectRequest, context: Any
@@ -112,6 +117,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
                 self._scheduler.undelivered(wanted.key, wanted.attempt_id)
             self._scheduler.abandon(wanted.key, wanted.attempt_id, answer)
             raise
+        tell(tracing.current(), wanted, outcome)
         if isinstance(outcome, KvscoutError):
             raise outcome
         return outcome

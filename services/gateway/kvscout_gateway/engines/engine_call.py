@@ -8,7 +8,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from urllib.parse import urlsplit
 
+from kvscout_common import tracing
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.transport.http import (
     Dialect,
@@ -79,10 +81,13 @@ class EngineCall:
         self._endpoint = endpoint
         self._now = asyncio.get_running_loop().time
         self._watch = Watch(engines.patience, uncached_tokens, pulse, self._now(), at_once=at_once)
+        self.span = tracing.NOTHING
+        """From when it is sent to its end."""
 
     def end(self) -> None:
         """It is over. A second call does nothing."""
         self._watch.end()
+        self.span.end()
 
     async def send(self, request: HttpRequest) -> HttpAnswer:
         """Sends it, and waits for the head of an answer that is a success.
@@ -91,6 +96,8 @@ class EngineCall:
             EngineFailed: There is none.
         """
         own_headers = tuple(self._engines.own_headers())
+        if tracing.enabled():
+            request = self._traced(request)
         if own_headers:
             request = replace(request, headers=(*request.headers, *own_headers))
         with self._failing():
@@ -98,9 +105,23 @@ class EngineCall:
                 answer = await self._engines.client.send(
                     request, connect_seconds=self._engines.patience.connect_seconds
                 )
+        self.span.tell(status=answer.status)
         if not 200 <= answer.status < 300:
-            raise await _refusal(answer)
+            failed = await _refusal(answer)
+            self.span.failed(failed)
+            raise failed
         return answer
+
+    def _traced(self, request: HttpRequest) -> HttpRequest:
+        """The request as part of what runs now; what its client has said of a trace has led to that."""
+        parts = urlsplit(request.url)
+        self.span = tracing.span(f"engine {request.method} {parts.path[:100]}", tracing.Kind.CLIENT).begun()
+        self.span.tell(engine=parts.netloc)
+        told = self.span.traceparent
+        if not told:
+            return request
+        kept = (one for one in request.headers if one[0].lower() != tracing.TRACEPARENT)
+        return replace(request, headers=(*kept, (tracing.TRACEPARENT, told)))
 
     async def read(self, answer: HttpAnswer, limit: int) -> bytes:
         """All of an answer.
@@ -139,6 +160,7 @@ class EngineCall:
 
         def begins() -> None:
             self._watch.output(self._now())
+            self.span.event("first output")
             on_first_output()
 
         self._watch.follow(lambda: answer.report)
@@ -168,11 +190,13 @@ class EngineCall:
             yield
         except HttpFailed as error:
             failed = unheard(self._endpoint, error)
+            self.span.failed(failed)
             if failed.fault is Fault.GATEWAY:
                 self._engines.warnings.warning("resources", "requests fail for lack of resources here: %s", error)
             raise failed from error
         except TimeoutError as error:
             silence = self._now() - self._watch.silent_since
+            self.span.failed(error)
             raise EngineFailed(f"{self._endpoint}: hangs: no output for {silence:.3g} s") from error
 
 

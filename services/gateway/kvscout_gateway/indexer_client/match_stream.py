@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from kvscout.v1 import indexer_pb2
+from kvscout_common import tracing
 from kvscout_common.errors import KvscoutError, Unavailable, from_status
 from kvscout_gateway.coalesced_stream import CoalescedStream
 
@@ -63,7 +64,7 @@ class MatchStream:
                 if result.code:
                     raise _error(result)
                 return result.response
-        return await self._unary(request, timeout=max(0.0, deadline - self._clock()))
+        return await self._unary(request, timeout=max(0.0, deadline - self._clock()), **tracing.call_options())
 
     async def close(self) -> None:
         """Ends every stream; what waits is broken off."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kvscout.v1 import indexer_pb2, types_pb2
+from kvscout_common import tracing
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.shards import shard_of
 from kvscout_common.wire_fields import bytes_field
@@ -84,7 +85,11 @@ class OverlapQuery:
         problems: dict[str, str] = {}
         requests = [
             indexer_pb2.FindMatchesRequest(
-                model=model, tenant=tenant, block_size=pool.block_size, eagle=pool.eagle
+                model=model,
+                tenant=tenant,
+                block_size=pool.block_size,
+                eagle=pool.eagle,
+                traceparent=tracing.traceparent(),
             ).SerializeToString()
             + bytes_field(indexer_pb2.FindMatchesRequest.BLOCK_HASHES_FIELD_NUMBER, hashes[pool])
             for pool in pools

@@ -242,6 +242,10 @@ class Leg:
         if usage is not None:
             self._check(usage)
         cached = usage.cached_tokens if usage is not None else None
+        if self._call is not None and usage is not None:
+            self._call.span.tell(prompt_tokens=usage.prompt_tokens)
+            if cached is not None:
+                self._call.span.tell(cached_tokens=cached)
         isl_tokens = self.wish.prompt.isl_tokens if usage is None else usage.prompt_tokens
         if computes_a_block(isl_tokens, cached or 0, self.placement.block_size):
             self.seen.eventful.append(self._sent_at)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout_common import tracing
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.wire_fields import bytes_field, number_field
@@ -100,15 +101,20 @@ class RoutingFlow:
             return self._take_turn(asked, wish, "there was no time left to ask a scheduler")
         hashed = self._clock()
         if self._wants_overlaps(wish):
-            asked.found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
-            self._count_missed(asked.found)
+            with tracing.span("find_matches", tracing.Kind.CLIENT) as span:
+                asked.found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
+                self._count_missed(asked.found)
+                span.tell(degraded=bool(asked.found.problems))
         matched = self._clock()
-        try:
-            placement = await self._select(asked, wish)
-        except HelperDown as error:
-            placement = self._take_turn(asked, wish, str(error))
-        except NotFound as error:
-            placement = self._take_turn_instead(asked, wish, error)
+        with tracing.span("select", tracing.Kind.CLIENT) as span:
+            try:
+                placement = await self._select(asked, wish)
+            except HelperDown as error:
+                placement = self._take_turn(asked, wish, str(error))
+            except NotFound as error:
+                placement = self._take_turn_instead(asked, wish, error)
+            if tracing.enabled():
+                _tell(span, wish, placement)
         finished = self._clock()
         self._metrics.observe_routing(
             hash_seconds=hashed - started,
@@ -292,6 +298,24 @@ class RoutingFlow:
             raise error from None
 
 
+def _tell(span: tracing.Span, wish: Wish, placement: Placement) -> None:
+    """The facts of a decision."""
+    span.tell(
+        tenant=wish.tenant,
+        model=wish.model,
+        role=wish.role.value,
+        request_id=wish.request_id,
+        worker=placement.worker.worker_id,
+        dp_rank=placement.worker.dp_rank,
+        isl_tokens=wish.prompt.isl_tokens,
+        blocks=placement.num_blocks,
+        overlap_blocks=placement.overlap_blocks,
+        uncached_tokens=placement.uncached_tokens,
+        cost=placement.cost,
+        degraded=bool(placement.degraded),
+    )
+
+
 def _degraded(wish: Wish, found: Found) -> tuple[str, ...]:
     """Why less was known than usual, besides the scheduler."""
     unknown = wish.prompt.unknown
@@ -343,6 +367,7 @@ def _selection(asked: _Asked, wish: Wish) -> Selection:
         priority=wish.priority,
         expected_output_tokens=wish.expected_output_tokens,
         explain=wish.explain,
+        traceparent=tracing.traceparent(),
         lease_seconds=wish.lease_seconds,
         prefill_elsewhere=wish.prefill_elsewhere,
     )

@@ -19,6 +19,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from kvscout_common import tracing
 from kvscout_common.channel import call, to_error
 from kvscout_common.errors import (
     DeadlineExceeded,
@@ -218,7 +219,7 @@ class SchedulerLink(_Stub):
             result = await stream.ask(body_of(kind, message), timeout)
             if result is not None:
                 return getattr(_checked(result, stream), kind)
-        return await unary(message, timeout=_left(deadline))
+        return await unary(message, timeout=_left(deadline), **tracing.call_options())
 
     async def _reserve(self, asking: Asking, timeout: float) -> Reserved:
         deadline = time.monotonic() + timeout
@@ -233,7 +234,9 @@ class SchedulerLink(_Stub):
 
     async def _lease(self, asking: Asking, timeout: float) -> scheduler_pb2.SelectResponse:
         """By a unary call. What waits in line keeps its overlaps."""
-        calling: Any = self._select_and_reserve(asking.message(), timeout=_left(asking.ends_at))
+        calling: Any = self._select_and_reserve(
+            asking.message(), timeout=_left(asking.ends_at), **tracing.call_options()
+        )
         watches: list[asyncio.Task[None]] = []
         stuck = False
 

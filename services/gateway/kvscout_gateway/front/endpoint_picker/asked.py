@@ -24,6 +24,8 @@ class Asked(NamedTuple):
     """Bytes of the body."""
     subset: tuple[str, ...] | None = None
     """The endpoints that it may go to; None = any."""
+    traceparent: str = ""
+    """W3C trace context; "" = it has none."""
 
 
 def asked_of(headers: Mapping[str, str], body: bytes, subset: tuple[str, ...] | None) -> Asked:
@@ -37,9 +39,10 @@ def asked_of(headers: Mapping[str, str], body: bytes, subset: tuple[str, ...] | 
     Raises:
         InvalidArgument: The body is no JSON object, or has no model.
     """
+    trace = headers.get("traceparent", "")
     named, path = headers.get(MODEL_HEADER, ""), headers.get(":path", "").partition("?")[0]
     if not body or headers.get("content-type", "").startswith("multipart/"):
-        return Asked(named, path, size=len(body), subset=subset)
+        return Asked(named, path, size=len(body), subset=subset, traceparent=trace)
     read = JsonBody(body)
     fields = {"model": named, **read.fields} if named else read.fields
-    return Asked(model_of(fields), path, fields, read.size, subset)
+    return Asked(model_of(fields), path, fields, read.size, subset, trace)

@@ -19,8 +19,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from kvscout_common import tracing
 from kvscout_common.errors import FailedPrecondition, KvscoutError, PermissionDenied, Unavailable
 from kvscout_common.identity import ALL_TENANTS, current_identity
+from kvscout_common.log_lines import about_request
 from kvscout_common.transport.http import Dialect
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_gateway.catalog import Serving, TenantView
@@ -108,6 +110,10 @@ class ExchangePicker:
 
     async def pick(self, asked: Asked, *, unaided: bool = False) -> ExchangePick:
         """See `Picker`."""
+        with tracing.span("pick", tracing.Kind.SERVER, parent=asked.traceparent):
+            return await self._pick(asked, unaided=unaided)
+
+    async def _pick(self, asked: Asked, *, unaided: bool) -> ExchangePick:
         tenant = self._tenant()
         view = self._catalog.tenant(tenant)
         if not asked.model:
@@ -116,7 +122,8 @@ class ExchangePicker:
         wish = replace(wish, queue_wait_seconds=QUEUE_SHARE * self._config.pick_seconds, unaided=unaided)
         with ExitStack() as stack:
             exchange = stack.enter_context(self._exchanges.begin(wish))
-            leg, prefill = await self._exchanges.plan(exchange.wish).place(exchange)
+            with about_request(exchange.request_id):
+                leg, prefill = await self._exchanges.plan(exchange.wish).place(exchange)
             first = _address_of(leg)
             headers = {
                 wire.DESTINATION: ",".join((first, *self._fallbacks(leg.wish, view, first))),

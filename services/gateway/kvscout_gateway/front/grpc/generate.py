@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvscout.v1 import gateway_pb2
+from kvscout_common.log_lines import about_request
 from kvscout_common.transport.http import Dialect, Form, HttpAnswer, Preceded, Sink
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.adapter import TokenRequest
@@ -23,7 +24,7 @@ async def generate(
     parameters = translate.engine_parameters(request)
     with_logprobs = "logprobs" in parameters
     asked = TokenRequest(wish.prompt.token_ids, parameters, Form.BYTES if with_logprobs else Form.PIECES)
-    with exchanges.begin(wish) as exchange:
+    with exchanges.begin(wish) as exchange, about_request(exchange.request_id):
         client = _Client(context, exchange.request_id)
         await exchange.run(asked, _WithLogprobs(client, asked, exchanges.means) if with_logprobs else client)
 

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from kvscout.v1 import types_pb2
+from kvscout_common import tracing
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied, Unimplemented
 from kvscout_common.identity import ALL_TENANTS, TokenTable
 from kvscout_common.tenant_limits import Limit
@@ -98,9 +99,20 @@ class OpenAiFront:
             await call.respond(*refusal_of(error))
 
     async def _answer(self, call: HttpCall, caller: Caller) -> None:
-        path = call.path
-        route = _route(path)
+        route = _route(call.path)
         caller.require(_rpc_of(route, call.method))
+        if not tracing.enabled() or route not in (COMPLETIONS, CHAT, None):
+            await self._answer_route(call, caller, route)
+            return
+        # Paths of engines, and how they are asked for, are whatever clients like: they have one name together.
+        name = f"{call.method} {route}" if route else "passed on"
+        parent = header(call.headers, tracing.TRACEPARENT)
+        with tracing.span(name, tracing.Kind.SERVER, parent=parent) as span:
+            span.tell(tenant=caller.tenant)
+            await self._answer_route(call, caller, route)
+
+    async def _answer_route(self, call: HttpCall, caller: Caller, route: str | None) -> None:
+        path = call.path
         if route in (COMPLETIONS, CHAT):
             self._gateway.exchanges.require_open()
             await self._generation.run(call, caller, await _json(call))

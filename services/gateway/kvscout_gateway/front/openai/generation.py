@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from kvscout_common import tracing
 from kvscout_common.errors import ResourceExhausted, Unavailable
+from kvscout_common.log_lines import about_request
 from kvscout_common.transport.http import Dialect, Form, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
 from kvscout_gateway.engines.adapter import Address, Changes, EngineAdapter
 from kvscout_gateway.front.openai import proxied
@@ -170,14 +172,16 @@ class Generation:
         request = OpenAiRequest(call, body, with_key=self._passes_keys())
         client = Client(call, at_once=request.at_once)
         client.request_id = header(call.headers, REQUEST_ID_HEADER.lower()) or wish.request_id
-        try:
-            await self._run(wish, self._affinity.session(call.headers, body.fields), request, client)
-            await client.end()
-        except SinkGone:
-            raise
-        except Exception as error:
-            await client.fail(error)
-            return
+        with about_request(client.request_id):
+            try:
+                await self._run(wish, self._affinity.session(call.headers, body.fields), request, client)
+                await client.end()
+            except SinkGone:
+                raise
+            except Exception as error:
+                tracing.current().failed(error)
+                await client.fail(error)
+                return
         if client.placement is not None:
             told = client.usage.get("prompt_tokens")
             self._gateway.tokens.comparison.compare(
