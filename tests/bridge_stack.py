@@ -20,7 +20,7 @@ from kvscout_bridge.bridge import Bridge
 from kvscout_bridge.config import BridgeConfig
 from kvscout_bridge.servicer import BridgeServicer
 from kvscout_common.channel import call, open_channel
-from kvscout_common.nats_link import NatsConfig
+from kvscout_common.nats_config import NatsConfig
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.worker import EventEndpoint, Transport, WorkerSpec
 

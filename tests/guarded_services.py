@@ -15,7 +15,7 @@ from kvscout_common import serving
 from kvscout_common.config import ServerConfig
 from kvscout_common.guard import Guard
 from kvscout_common.identity import TokenTable
-from kvscout_common.nats_link import NatsConfig
+from kvscout_common.nats_config import NatsConfig
 from kvscout_common.serving import App
 from kvscout_common.transport import Transport, choose, chosen
 from kvscout_common.transport.http import serve_http

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 from nats_server import NatsServer, nats_server
 from processes import eventually
 
-from kvscout_common.nats_link import NatsConfig, NatsLink
+from kvscout_common.nats_config import NatsConfig
+from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry, WorkerName
 from kvscout_common.registry_nats import NatsRegistry
 from kvscout_common.worker import WorkerSpec

@@ -31,7 +31,7 @@ from kvscout_blocks.wire import decode_batch
 from kvscout_common.channel import to_error
 from kvscout_common.errors import KvscoutError
 from kvscout_common.guard import Guard
-from kvscout_common.nats_link import DEFAULT_NAMESPACE, NatsConfig
+from kvscout_common.nats_config import DEFAULT_NAMESPACE, NatsConfig
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.registry import Source
 from kvscout_common.worker import DEFAULT_TENANT, PoolKey, Transport, WorkerRank, WorkerSpec

@@ -20,7 +20,7 @@ from kvscout.v1 import events_pb2, indexer_pb2, workers_pb2
 from kvscout_blocks.codec import VERSION
 from kvscout_blocks.event_stream import MSG_ID, ensure_stream, message_id
 from kvscout_common.errors import KvscoutError, Unavailable
-from kvscout_common.nats_link import NatsConfig
+from kvscout_common.nats_config import NatsConfig
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.worker import WorkerRank
 

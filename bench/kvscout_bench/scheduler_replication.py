@@ -20,7 +20,8 @@ import uvloop
 
 from kvscout_bench.nats_process import NatsProcess
 from kvscout_bench.report import percentile
-from kvscout_common.nats_link import NatsConfig, NatsLink
+from kvscout_common.nats_config import NatsConfig
+from kvscout_common.nats_link import NatsLink
 from kvscout_common.worker import WorkerSpec
 from kvscout_scheduler.booking import Booking
 from kvscout_scheduler.replicas import Replicas

@@ -15,7 +15,8 @@ from kvscout_blocks.recovery import RecoveryService, serve_recovery
 from kvscout_blocks.sequence import SequencedBatch
 from kvscout_client.kv_publisher_rank import PublishedRank
 from kvscout_common.errors import Unavailable
-from kvscout_common.nats_link import NatsConfig, NatsLink
+from kvscout_common.nats_config import NatsConfig
+from kvscout_common.nats_link import NatsLink
 from kvscout_common.worker import Transport
 from kvscout_common.worker_lease import WorkerLease
 

@@ -11,14 +11,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-import aiohttp
-
 from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
-from kvscout_common.engine_http import engine_session
+from kvscout_common.engine_http import asking_engines
 from kvscout_common.engine_query import ask_engine
 from kvscout_common.errors import InvalidArgument, Unavailable
 from kvscout_common.registry import Registry, WorkerName
 from kvscout_common.service_info import TenantWarning, Warned
+from kvscout_common.transport.http import HttpClient
 from kvscout_common.worker import EngineKind, WorkerSpec
 
 log = logging.getLogger("kvscout.discovery")
@@ -29,7 +28,7 @@ AGAIN_SECONDS = 60.0
 """How often an engine that answered is asked again."""
 ASKED_AT_ONCE = 32
 
-Ask = Callable[[aiohttp.ClientSession, str, EngineKind | None], Awaitable[EngineFacts]]
+Ask = Callable[[HttpClient, str, EngineKind | None], Awaitable[EngineFacts]]
 
 
 class Discovery:
@@ -77,7 +76,7 @@ class Discovery:
 
     async def run(self) -> None:
         """Asks for ever."""
-        async with engine_session() as http:
+        async with asking_engines() as http:
             try:
                 while True:
                     self._changed.clear()
@@ -89,7 +88,7 @@ class Discovery:
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
 
-    def _compare(self, http: aiohttp.ClientSession) -> None:
+    def _compare(self, http: HttpClient) -> None:
         """Starts to ask about the workers that are to be, as they are registered now, and stops for the others."""
         wanted = {entry.name: entry.registered for entry in self._registry.entries() if self._wanted(entry.registered)}
         for name, (spec, task) in list(self._tasks.items()):
@@ -109,7 +108,7 @@ class Discovery:
         if not task.cancelled():
             self._changed.set()
 
-    async def _follow(self, http: aiohttp.ClientSession, name: WorkerName, spec: WorkerSpec) -> None:
+    async def _follow(self, http: HttpClient, name: WorkerName, spec: WorkerSpec) -> None:
         pause = FIRST_RETRY_SECONDS
         while True:
             try:

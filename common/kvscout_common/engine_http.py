@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
-
-import aiohttp
 
 from kvscout_common.errors import Unavailable
 from kvscout_common.plain_text import printable
+from kvscout_common.transport.http import HttpClient, HttpFailed, HttpRequest, connect
 
 MAX_PAGE_BYTES: Final = 4 * 1024 * 1024
 INLINE_BYTES: Final = 32 * 1024
 """Larger pages are parsed in a thread: the event loop has less than a millisecond for one engine."""
 _ABSENT: Final = (404, 405, 501)
 """Statuses of a page that an engine does not have."""
+_UNPACKED: Final = (("Accept-Encoding", "identity"),)
 
 T = TypeVar("T")
 
@@ -28,12 +29,17 @@ class NoAnswer(Unavailable):
     """Nobody is there, or it does not speak HTTP, or not in time."""
 
 
-def engine_session() -> aiohttp.ClientSession:
-    """A session to ask engines with; keeps nothing that they say."""
-    return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+@asynccontextmanager
+async def asking_engines() -> AsyncIterator[HttpClient]:
+    """A client to ask engines with; its connections are closed behind it."""
+    http = connect()
+    try:
+        yield http
+    finally:
+        await http.close()
 
 
-async def read_page(http: aiohttp.ClientSession, url: str, *, timeout_seconds: float) -> bytes | None:
+async def read_page(http: HttpClient, url: str, *, timeout_seconds: float) -> bytes | None:
     """A page; None = the engine has none at this address.
 
     Args:
@@ -45,32 +51,33 @@ async def read_page(http: aiohttp.ClientSession, url: str, *, timeout_seconds: f
         Unavailable: There is no such answer in time, or one that is too large, packed, or of another place.
     """
     try:
-        async with http.get(
-            url,
-            timeout=aiohttp.ClientTimeout(timeout_seconds),
-            allow_redirects=False,
-            auto_decompress=False,
-            headers={"Accept-Encoding": "identity"},
-        ) as response:
-            if response.status in _ABSENT:
-                return None
-            if response.status != 200:
-                raise Unavailable(f"{url} answers {response.status}")
-            packed = response.headers.get("Content-Encoding", "identity")
-            if packed.lower() != "identity":
-                raise Unavailable(f"{url} answers packed, as {printable(packed)}, which it was asked not to")
-            body = bytearray()
-            async for piece in response.content.iter_any():
-                body += piece
-                if len(body) > MAX_PAGE_BYTES:
-                    raise Unavailable(f"{url} answers more than {MAX_PAGE_BYTES} bytes")
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        # ValueError: the address is none, or redirects to none.
-        raise NoAnswer(f"{url} does not answer: {printable(str(error)) or type(error).__name__}") from error
+        async with asyncio.timeout(timeout_seconds):
+            answer = await http.send(HttpRequest(url, "GET", _UNPACKED), connect_seconds=timeout_seconds)
+            try:
+                if answer.status in _ABSENT:
+                    return None
+                if answer.status != 200:
+                    raise Unavailable(f"{url} answers {answer.status}")
+                packed = next((text for name, text in answer.headers if name.lower() == "content-encoding"), "identity")
+                if packed.lower() != "identity":
+                    raise Unavailable(f"{url} answers packed, as {printable(packed)}, which it was asked not to")
+                return await _bounded(answer.chunks(), url)
+            finally:
+                answer.abort()
+    except (HttpFailed, TimeoutError, OSError) as error:
+        raise NoAnswer(f"{url} does not answer: {printable(str(error)) or 'not in time'}") from error
+
+
+async def _bounded(chunks: AsyncIterator[bytes], url: str) -> bytes:
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > MAX_PAGE_BYTES:
+            raise Unavailable(f"{url} answers more than {MAX_PAGE_BYTES} bytes")
     return bytes(body)
 
 
-async def read_json(http: aiohttp.ClientSession, url: str, *, timeout_seconds: float) -> Any:
+async def read_json(http: HttpClient, url: str, *, timeout_seconds: float) -> Any:
     """A page of JSON; None = the engine has none at this address.
 
     Raises:

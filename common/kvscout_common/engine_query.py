@@ -14,14 +14,13 @@ from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from kvscout_common.endpoints import WILDCARDS, bracketed, event_endpoint_problem
 from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.engine_http import parsed, read_json, read_page
 from kvscout_common.errors import Unavailable
 from kvscout_common.plain_text import name_problem, text_problem
 from kvscout_common.prometheus_text import read_samples
+from kvscout_common.transport.http import HttpClient
 from kvscout_common.worker import MAX_RANKS, EngineKind, EventEndpoint
 
 TIMEOUT_SECONDS = 5.0
@@ -36,7 +35,7 @@ _CACHE_CONFIG = "vllm:cache_config_info"
 _COUNT_DIGITS = 9
 
 
-async def ask_engine(http: aiohttp.ClientSession, url: str, engine: EngineKind | None) -> EngineFacts:
+async def ask_engine(http: HttpClient, url: str, engine: EngineKind | None) -> EngineFacts:
     """What an engine tells of itself.
 
     Args:

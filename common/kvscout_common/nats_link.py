@@ -4,7 +4,7 @@ A service that is told of NATS starts without it and says so (`problem`), so tha
 come in any order. What must be set up on the server (subscriptions are restored by the client, consumers and buckets
 are not) is done in a hook that runs after each connection, the first one included.
 
-The library nats-py is an extra: it is imported where a link is made, and missed where one is asked for.
+`NatsConfig.link` makes one, and is the only one to import this where NATS is not used for certain.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
-import click
 import nats.aio.client
 import nats.errors
 from nats.aio.msg import Msg
@@ -26,19 +23,15 @@ from nats.aio.subscription import Subscription
 
 from kvscout.v1 import types_pb2
 from kvscout_common.endings import INTENDED
-from kvscout_common.errors import ConfigError, Unavailable
-from kvscout_common.flags import BEHAVIOUR, flag
-from kvscout_common.nats_names import NatsNames
+from kvscout_common.errors import Unavailable
+from kvscout_common.nats_config import NatsConfig
 from kvscout_common.telemetry import RateLimitedLog
 
 log = logging.getLogger("kvscout.nats")
 
-F = TypeVar("F", bound=Callable[..., Any])
 Hook = Callable[[], Awaitable[None]]
 Callback = Callable[[Msg], Awaitable[None]]
 
-DEFAULT_SERVER = "nats://localhost:4222"
-DEFAULT_NAMESPACE = "default"
 CONNECT_SECONDS = 2
 FIRST_SECONDS = 5.0
 """How long after the start calls wait for the first connection: a service answers before it has one."""
@@ -64,83 +57,6 @@ def end_if_cancelled() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
-
-
-@dataclass(frozen=True, slots=True)
-class NatsConfig:
-    """Which NATS, and whose part of it."""
-
-    servers: tuple[str, ...] = (DEFAULT_SERVER,)
-    namespace: str = DEFAULT_NAMESPACE
-    credentials: Path | None = None
-    """User credentials file (JWT and seed)."""
-    ca: Path | None = None
-    """CA of the servers' certificates; turns TLS on."""
-    replicas: int = 1
-    """Copies that a cluster keeps of each stream and bucket made here."""
-
-    @property
-    def names(self) -> NatsNames:
-        """Its names."""
-        return NatsNames(self.namespace)
-
-    @classmethod
-    def from_flags(cls, values: Mapping[str, Any]) -> NatsConfig | None:
-        """Takes the values of `nats_flags`; None = no NATS was named.
-
-        Raises:
-            ConfigError: A server is no nats:// or tls:// URL, the namespace is empty, or the library is missing.
-        """
-        servers = tuple(url for given in values["nats_server"] for url in given.split(",") if url)
-        for url in servers:
-            if not url.startswith(("nats://", "tls://")):
-                raise ConfigError(f"{url!r} is no nats:// or tls:// URL", field="nats_server")
-        if not values["namespace"]:
-            raise ConfigError("must not be empty", field="namespace")
-        if not servers:
-            return None
-        return cls(servers, values["namespace"], values["nats_credentials"], values["nats_ca"], values["nats_replicas"])
-
-
-def nats_flags(*, default: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """The flags of everything that can use NATS; `NatsConfig.from_flags` reads them back.
-
-    Args:
-        default: Servers where none is given; () = run without NATS.
-    """
-    path = click.Path(exists=True, dir_okay=False, path_type=Path)
-    declared = [
-        flag(
-            "--nats-server",
-            multiple=True,
-            default=default,
-            envvar=["NATS_SERVER"],
-            section=BEHAVIOUR,
-            help=f"NATS server, such as {DEFAULT_SERVER}; repeat for the servers of a cluster.",
-        ),
-        flag(
-            "--namespace",
-            default=DEFAULT_NAMESPACE,
-            section=BEHAVIOUR,
-            help="Keeps everything in NATS apart from other namespaces; a new one is a fresh start.",
-        ),
-        flag("--nats-credentials", type=path, section=BEHAVIOUR, help="NATS user credentials file."),
-        flag("--nats-ca", type=path, section=BEHAVIOUR, help="CA of the NATS servers, PEM; turns TLS on."),
-        flag(
-            "--nats-replicas",
-            default=1,
-            type=click.IntRange(1, 5),
-            section=BEHAVIOUR,
-            help="Copies that a NATS cluster keeps of each stream and bucket; 3 survive the loss of a server.",
-        ),
-    ]
-
-    def decorate(function: F) -> F:
-        for declare in reversed(declared):
-            function = declare(function)
-        return function
-
-    return decorate
 
 
 def _without_user(url: str) -> str:

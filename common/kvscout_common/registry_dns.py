@@ -18,17 +18,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from kvscout_common.endpoints import bracketed
 from kvscout_common.engine_discovery import Ask
 from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
-from kvscout_common.engine_http import engine_session
+from kvscout_common.engine_http import asking_engines
 from kvscout_common.engine_query import ask_engine
 from kvscout_common.errors import ConfigError, InvalidArgument, Unavailable
 from kvscout_common.registry import ALL_TENANTS, Registry, Source
 from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.transport.http import HttpClient
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_template import WorkerTemplate, fields_of
 
@@ -138,12 +137,12 @@ class DnsWorkers:
 
     async def run(self) -> None:
         """Follows the names for ever."""
-        async with engine_session() as http:
+        async with asking_engines() as http:
             while True:
                 await self.follow(http)
                 await asyncio.sleep(RESOLVE_SECONDS)
 
-    async def follow(self, http: aiohttp.ClientSession) -> None:
+    async def follow(self, http: HttpClient) -> None:
         """One round: looks every name up, and asks the engines that are new."""
         specs: dict[tuple[str, str], WorkerSpec] = {}
         for state, workers in zip(
@@ -156,7 +155,7 @@ class DnsWorkers:
         self._registry.replace_source(Source.DNS, specs.values())
         self.read.set()
 
-    async def _workers(self, http: aiohttp.ClientSession, state: _State) -> list[WorkerSpec]:
+    async def _workers(self, http: HttpClient, state: _State) -> list[WorkerSpec]:
         try:
             async with asyncio.timeout(LOOKUP_SECONDS):
                 addresses = tuple(await self._resolve(state.name.host, state.name.port))
@@ -170,7 +169,7 @@ class DnsWorkers:
         found = await asyncio.gather(*(self._worker(http, state, address) for address in state.addresses))
         return [spec for spec in found if spec is not None]
 
-    async def _worker(self, http: aiohttp.ClientSession, state: _State, address: str) -> WorkerSpec | None:
+    async def _worker(self, http: HttpClient, state: _State, address: str) -> WorkerSpec | None:
         name = state.name
         if not name.shared.open and not lacks_event_endpoints(plain := name.worker(address, None)):
             return plain

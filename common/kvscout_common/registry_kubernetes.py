@@ -24,15 +24,16 @@ import aiohttp
 
 from kvscout_common.engine_discovery import ASKED_AT_ONCE, FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Ask
 from kvscout_common.engine_facts import EngineFacts
-from kvscout_common.engine_http import engine_session
+from kvscout_common.engine_http import asking_engines
 from kvscout_common.engine_query import ask_engine
 from kvscout_common.errors import InvalidArgument, Unavailable
 from kvscout_common.kubernetes.access import KubernetesAccess, find_access
-from kvscout_common.kubernetes.listing import ListWatch
+from kvscout_common.kubernetes.listing import ListWatch, api_session
 from kvscout_common.kubernetes.objects import InferencePool, ObjectProblem, Pod
 from kvscout_common.kubernetes.selection import PodWorker, Selection
 from kvscout_common.registry import ALL_TENANTS, Registry, Source, WorkerName
 from kvscout_common.service_info import TenantWarning, Warned
+from kvscout_common.transport.http import HttpClient
 from kvscout_common.worker import WorkerSpec
 
 log = logging.getLogger("kvscout.registry")
@@ -149,7 +150,7 @@ class KubernetesWorkers:
 
     async def run(self) -> None:
         """Follows the selections for ever."""
-        async with engine_session() as http, engine_session() as engines, asyncio.TaskGroup() as tasks:
+        async with api_session() as http, asking_engines() as engines, asyncio.TaskGroup() as tasks:
             for followed in self._followed:
                 if followed.pools is not None:
                     tasks.create_task(followed.pools.run(http), name=f"kubernetes {followed.selection.text}")
@@ -190,7 +191,7 @@ class KubernetesWorkers:
                 followed.pods.objects = before.objects  # until the new ones are listed
             followed.following = tasks.create_task(followed.pods.run(http), name=f"kubernetes pods {labels}")
 
-    def _reconcile(self, http: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> None:
+    def _reconcile(self, http: HttpClient, tasks: asyncio.TaskGroup) -> None:
         """Makes the registry's workers those of the pods as they are known now."""
         specs: dict[WorkerName, WorkerSpec] = {}
         uids: dict[WorkerName, str] = {}
@@ -238,7 +239,7 @@ class KubernetesWorkers:
             if all(question.tried for question in self._questions.values()):
                 self.read.set()
 
-    def _spec(self, worker: PodWorker, pod: Pod, http: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> WorkerSpec:
+    def _spec(self, worker: PodWorker, pod: Pod, http: HttpClient, tasks: asyncio.TaskGroup) -> WorkerSpec:
         """A worker with what its engine told.
 
         Raises:
@@ -260,7 +261,7 @@ class KubernetesWorkers:
             raise Unavailable(question.problem or f"{worker.http_endpoint} has not answered yet")
         return worker.shared.worker(worker.worker_id, worker.http_endpoint, question.facts)
 
-    async def _learn(self, worker: PodWorker, http: aiohttp.ClientSession) -> None:
+    async def _learn(self, worker: PodWorker, http: HttpClient) -> None:
         """Asks an engine until it answers."""
         pause = FIRST_RETRY_SECONDS
         while True:

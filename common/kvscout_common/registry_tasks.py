@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvscout.v1 import types_pb2
 from kvscout_common.config import ServerConfig
 from kvscout_common.engine_discovery import Discovery
-from kvscout_common.nats_link import NatsLink
 from kvscout_common.registrar import OwnRegistrar, Registrar
 from kvscout_common.registry import ALL_TENANTS, Registry
-from kvscout_common.registry_dns import DnsWorkers
-from kvscout_common.registry_kubernetes import KubernetesWorkers
-from kvscout_common.registry_nats import NatsRegistry
 from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.workers_file import WorkersFile
+
+if TYPE_CHECKING:
+    from kvscout_common.nats_link import NatsLink
+    from kvscout_common.registry_dns import DnsWorkers
+    from kvscout_common.registry_kubernetes import KubernetesWorkers
+    from kvscout_common.registry_nats import NatsRegistry
 
 log = logging.getLogger("kvscout.registry")
 
@@ -58,11 +60,18 @@ class Backends:
         self._read: list[asyncio.Event] = []
         if config.workers_file is not None:
             self._follow_file(WorkersFile(config.workers_file, registry))
+        # Imported where they are used: what they need costs the start of a process more than all else.
         if link is not None:
+            from kvscout_common.registry_nats import NatsRegistry
+
             self._follow_nats(NatsRegistry(link, registry))
         if config.workers_dns:
+            from kvscout_common.registry_dns import DnsWorkers
+
             self._follow("workers-dns", DnsWorkers(config.workers_dns, registry))
         if config.workers_k8s:
+            from kvscout_common.registry_kubernetes import KubernetesWorkers
+
             self._follow("workers-k8s", KubernetesWorkers(config.workers_k8s, registry, config.kubeconfig))
 
     async def warm(self) -> None:

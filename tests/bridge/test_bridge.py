@@ -20,7 +20,8 @@ from kvscout_blocks.feed import HistoryBroken
 from kvscout_blocks.recovery import recover, recover_request
 from kvscout_bridge.servicer import BridgeServicer
 from kvscout_common.errors import FailedPrecondition, Unavailable
-from kvscout_common.nats_link import NatsConfig, NatsLink
+from kvscout_common.nats_config import NatsConfig
+from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import WorkerName
 from kvscout_common.worker import Adapter, Transport
 from kvscout_common.worker_bucket import Stored, WorkerBucket

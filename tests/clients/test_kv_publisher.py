@@ -28,7 +28,7 @@ from kvscout_client.kv_publisher_rank import removed_events, stored_events
 from kvscout_common.channel import open_channel
 from kvscout_common.errors import Cancelled, FailedPrecondition, InvalidArgument
 from kvscout_common.guard import Guard
-from kvscout_common.nats_link import NatsConfig
+from kvscout_common.nats_config import NatsConfig
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.raw_queries import RawQueries

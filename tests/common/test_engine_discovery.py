@@ -18,7 +18,7 @@ from processes import eventually
 
 from kvscout_common.engine_discovery import Discovery
 from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
-from kvscout_common.engine_http import INLINE_BYTES, MAX_PAGE_BYTES, engine_session
+from kvscout_common.engine_http import INLINE_BYTES, MAX_PAGE_BYTES, asking_engines
 from kvscout_common.engine_query import MAX_MODELS, ask_engine
 from kvscout_common.errors import Unavailable
 from kvscout_common.registry import Registry, Source
@@ -55,7 +55,7 @@ async def engine(pages: dict[str, Any]) -> AsyncIterator[str]:
 
 
 async def ask(url: str, kind: EngineKind = EngineKind.VLLM) -> EngineFacts:
-    async with engine_session() as http:
+    async with asking_engines() as http:
         return await ask_engine(http, url, kind)
 
 

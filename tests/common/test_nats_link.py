@@ -17,7 +17,8 @@ from processes import eventually
 
 from kvscout_common import nats_link
 from kvscout_common.errors import ConfigError, Unavailable
-from kvscout_common.nats_link import NatsConfig, NatsLink, nats_flags
+from kvscout_common.nats_config import NatsConfig, nats_flags
+from kvscout_common.nats_link import NatsLink
 
 GIVEN = {"namespace": "n", "nats_credentials": None, "nats_ca": None, "nats_replicas": 1}
 

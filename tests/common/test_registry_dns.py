@@ -6,17 +6,18 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-import aiohttp
 import pytest
 from processes import eventually, running
 
 from kvscout.v1 import indexer_pb2_grpc, workers_pb2
 from kvscout_common.channel import call, open_channel
 from kvscout_common.engine_facts import EngineFacts
+from kvscout_common.engine_http import asking_engines
 from kvscout_common.errors import ConfigError, FailedPrecondition, Unavailable
 from kvscout_common.registry import Registry, Source
 from kvscout_common.registry_dns import DnsName, DnsWorkers, resolve
 from kvscout_common.service_info import shown
+from kvscout_common.transport.http import HttpClient
 from kvscout_common.worker import EngineKind, EventEndpoint, Role, WorkerSpec
 
 FULL = "dns://svc:8000?model=m&block_size=16&transport=none&role=decode&labels.zone=a&can_fallback=true"
@@ -43,7 +44,7 @@ class Engines:
         self.asked: list[str] = []
         self.facts = {"models": ("m",), "block_size": 16, "total_kv_blocks": 9, **facts}
 
-    async def __call__(self, http: aiohttp.ClientSession, url: str, kind: EngineKind | None) -> EngineFacts:
+    async def __call__(self, http: HttpClient, url: str, kind: EngineKind | None) -> EngineFacts:
         self.asked.append(url)
         if url not in self.up:
             raise Unavailable("not up")
@@ -51,7 +52,7 @@ class Engines:
 
 
 async def follow(workers: DnsWorkers) -> None:
-    async with aiohttp.ClientSession() as http:
+    async with asking_engines() as http:
         await workers.follow(http)
 
 

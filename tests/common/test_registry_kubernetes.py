@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 import pytest
 import yaml
 from aiohttp import web
@@ -25,6 +24,7 @@ from kvscout_common.kubernetes.access import KubernetesAccess
 from kvscout_common.registry import Registry
 from kvscout_common.registry_kubernetes import KubernetesWorkers
 from kvscout_common.service_info import shown
+from kvscout_common.transport.http import HttpClient
 from kvscout_common.worker import EngineKind, WorkerSpec
 
 
@@ -36,7 +36,7 @@ class Engines:
         self.down: set[str] = set()
         self.asked: list[str] = []
 
-    async def __call__(self, http: aiohttp.ClientSession, url: str, kind: EngineKind | None) -> EngineFacts:
+    async def __call__(self, http: HttpClient, url: str, kind: EngineKind | None) -> EngineFacts:
         self.asked.append(url)
         if url in self.down:
             raise Unavailable("not up")

@@ -16,7 +16,8 @@ from registry_world import NAME, A, World, making_world, until_listed, until_spe
 
 from kvscout.v1 import workers_pb2
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound, Unavailable
-from kvscout_common.nats_link import NatsConfig, NatsLink
+from kvscout_common.nats_config import NatsConfig
+from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Source, WorkerName
 from kvscout_common.service_info import shown
 from kvscout_common.worker import EventEndpoint, WorkerSpec

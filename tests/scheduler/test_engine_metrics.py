@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestServer
 from mocker_process import running_mocker
 from scheduler_builders import ManualClock, key, request, reserve, scheduler, worker
 
-from kvscout_common.engine_http import engine_session
+from kvscout_common.engine_http import asking_engines
 from kvscout_common.errors import ResourceExhausted
 from kvscout_common.registry import Registry
 from kvscout_common.service_info import TenantWarning
@@ -95,7 +95,7 @@ async def test_the_whole_page_is_read_however_it_comes() -> None:
 
     app = web.Application()
     app.add_routes([web.get("/metrics", answer)])
-    async with TestServer(app) as server, engine_session() as http:
+    async with TestServer(app) as server, asking_engines() as http:
         registry.register(worker("w", dp_size=2, http_endpoint=str(server.make_url(""))))
         scraper = EngineScraper(made, registry, 60)
         await scraper.round(http, [entry.spec for entry in registry.entries()])
@@ -147,7 +147,7 @@ async def test_an_engine_is_asked_and_forgotten_when_it_is_gone() -> None:
     registry = Registry(time.monotonic)
     registry.listen(made.workers)
     scraper = EngineScraper(made, registry, 60)
-    async with engine_session() as http:
+    async with asking_engines() as http:
         async with running_mocker("--dp-size", "2") as mocker:
             registry.register(worker("w", dp_size=2, engine=EngineKind.MOCK, http_endpoint=mocker.url + "/"))
             registry.register(worker("custom", engine=EngineKind.CUSTOM, http_endpoint=mocker.url))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import aiohttp
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvscout.v1 import (
@@ -31,11 +30,12 @@ from kvscout_common.channel import ClientSecurity, call, open_channel
 from kvscout_common.doctor.snapshot import HELPER_KINDS, Engine, Kind, Service, Snapshot, WorkerName
 from kvscout_common.endpoints import address_problem
 from kvscout_common.engine_facts import ASKED
-from kvscout_common.engine_http import NoAnswer, engine_session
+from kvscout_common.engine_http import NoAnswer, asking_engines
 from kvscout_common.engine_query import ask_engine
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable, Unimplemented
 from kvscout_common.plain_text import printable
 from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.transport.http import HttpClient
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto
 
@@ -131,7 +131,7 @@ class Collection:
         if not engines:
             return snapshot
         specs = _specs(snapshot)
-        async with engine_session() as http:
+        async with asking_engines() as http:
             found = await asyncio.gather(*(self._ask_engine(http, spec) for spec in specs[:MAX_ASKED]))
         return replace(snapshot, engines=tuple(found), left_out=left_out + max(0, len(specs) - MAX_ASKED))
 
@@ -208,7 +208,7 @@ class Collection:
             untold.append(f"{what}: {printable(str(error))}")
             return None
 
-    async def _ask_engine(self, http: aiohttp.ClientSession, spec: WorkerSpec) -> Engine:
+    async def _ask_engine(self, http: HttpClient, spec: WorkerSpec) -> Engine:
         name = WorkerName(spec.tenant, spec.worker_id)
         async with self._places:
             try:

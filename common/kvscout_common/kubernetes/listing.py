@@ -72,6 +72,11 @@ class Expired(Unavailable):
     """The API no longer knows what changed since the version that was asked for."""
 
 
+def api_session() -> aiohttp.ClientSession:
+    """A session to ask an API server with; keeps nothing that it says."""
+    return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+
+
 class ListWatch(Generic[T]):
     """One collection.
 

@@ -20,7 +20,7 @@ from kvscout_common.flags import (
     server_flags,
 )
 from kvscout_common.metrics_server import registry_of
-from kvscout_common.nats_link import DEFAULT_SERVER, NatsConfig, nats_flags
+from kvscout_common.nats_config import DEFAULT_SERVER, NatsConfig, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_common.worker import (
     DEFAULT_TENANT,

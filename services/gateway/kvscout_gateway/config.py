@@ -9,7 +9,7 @@ from pathlib import Path
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
-from kvscout_common.nats_link import NatsConfig
+from kvscout_common.nats_config import NatsConfig
 from kvscout_common.shards import Shard
 from kvscout_gateway.engines.patience import Patience
 from kvscout_gateway.failover import DNS

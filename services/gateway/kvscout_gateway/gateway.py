@@ -15,7 +15,6 @@ from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import KvscoutError
 from kvscout_common.followed_file import read_file
-from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import about, service_info, shown
@@ -78,7 +77,7 @@ class Gateway:
         self.config = config
         self.started = time.monotonic()
         self.registry = Registry(time.monotonic)
-        self.nats = NatsLink(config.nats, "kvscout-gateway") if config.nats is not None else None
+        self.nats = config.nats.link("kvscout-gateway") if config.nats is not None else None
         self.backends = Backends(self.registry, config.server, self.nats)
         self.backends.discover()
         self.catalog = Catalog(self.registry)

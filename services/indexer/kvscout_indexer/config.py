@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.endpoints import Allowed
-from kvscout_common.nats_link import NatsConfig
+from kvscout_common.nats_config import NatsConfig
 from kvscout_common.shards import WHOLE, Shard
 
 

@@ -16,7 +16,6 @@ from kvscout_blocks.source import Elsewhere, Source
 from kvscout_common.endings import Closing, FirstDefect
 from kvscout_common.errors import NotFound
 from kvscout_common.heap import trim
-from kvscout_common.nats_link import NatsLink
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import Warned
@@ -24,7 +23,6 @@ from kvscout_common.shards import Shard, shard_of
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.config import IndexerConfig
-from kvscout_indexer.nats_core import NatsCore
 from kvscout_indexer.peers import Peers
 from kvscout_indexer.pools import Pools
 from kvscout_indexer.push import GrpcPush
@@ -33,6 +31,7 @@ from kvscout_indexer.transports import EventTransport, ZmqDirect
 
 if TYPE_CHECKING:
     from kvscout_indexer.jetstream import JetStream
+    from kvscout_indexer.nats_core import NatsCore
 
 log = logging.getLogger("kvscout.indexer")
 
@@ -82,11 +81,13 @@ class Indexer:
             Transport.ZMQ: ZmqDirect(warnings=self._warnings, failed=self._defect.report),
             Transport.GRPC: self.push,
         }
-        self.nats = NatsLink(config.nats, "kvscout-indexer") if config.nats is not None else None
+        self.nats = config.nats.link("kvscout-indexer") if config.nats is not None else None
         """None = runs without NATS."""
         self.nats_core: NatsCore | None = None
         """None as well, then."""
         if self.nats is not None:
+            from kvscout_indexer.nats_core import NatsCore
+
             self.nats_core = NatsCore(
                 self.nats, security=config.client, warnings=self._warnings, failed=self._defect.report
             )

@@ -19,7 +19,7 @@ from kvscout_common.flags import (
 )
 from kvscout_common.heap import keep_mmap_threshold
 from kvscout_common.metrics_server import registry_of
-from kvscout_common.nats_link import NatsConfig, nats_flags
+from kvscout_common.nats_config import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_common.shards import Shard
 from kvscout_indexer.config import IndexerConfig

@@ -16,7 +16,7 @@ from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
 from kvscout_common.metrics_server import registry_of
-from kvscout_common.nats_link import NatsConfig, NatsLink, nats_flags
+from kvscout_common.nats_config import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
 from kvscout_scheduler.config import SchedulerConfig
 from kvscout_scheduler.request import MAX_LEASE_SECONDS
@@ -186,7 +186,7 @@ async def build(config: SchedulerConfig) -> App:
     except InvalidArgument as error:
         raise ConfigError(error.message, field="router_mode") from error
     registry.listen(scheduler.workers)
-    link = NatsLink(config.nats, "kvscout-scheduler") if config.nats is not None else None
+    link = config.nats.link("kvscout-scheduler") if config.nats is not None else None
     replicas = None
     if config.replica_id and link is not None:
         from kvscout_scheduler.replicas import Replicas

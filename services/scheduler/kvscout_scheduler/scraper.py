@@ -7,12 +7,11 @@ import logging
 from collections.abc import Iterable
 from functools import partial
 
-import aiohttp
-
-from kvscout_common.engine_http import engine_session, parsed, read_page
+from kvscout_common.engine_http import asking_engines, parsed, read_page
 from kvscout_common.errors import KvscoutError, Unavailable
 from kvscout_common.registry import Registry
 from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.transport.http import HttpClient
 from kvscout_common.worker import EngineKind, WorkerRank, WorkerSpec
 from kvscout_scheduler.engine_metrics import NO_METRICS, read_engine_metrics
 from kvscout_scheduler.scheduler import Scheduler
@@ -47,17 +46,17 @@ class EngineScraper:
 
     async def run(self) -> None:
         """Asks until cancelled."""
-        async with engine_session() as http:
+        async with asking_engines() as http:
             while True:
                 await self.round(http, [entry.spec for entry in self._registry.entries()])
                 await asyncio.sleep(self._interval_seconds)
 
-    async def round(self, http: aiohttp.ClientSession, specs: Iterable[WorkerSpec]) -> None:
+    async def round(self, http: HttpClient, specs: Iterable[WorkerSpec]) -> None:
         """Asks every engine once."""
         asked = [spec for spec in specs if spec.http_endpoint and spec.engine in SCRAPED]
         await asyncio.gather(*(self._scrape(http, spec) for spec in asked))
 
-    async def _scrape(self, http: aiohttp.ClientSession, spec: WorkerSpec) -> None:
+    async def _scrape(self, http: HttpClient, spec: WorkerSpec) -> None:
         ranks = [rank.dp_rank for rank in spec.ranks]
         async with self._slots:
             try:

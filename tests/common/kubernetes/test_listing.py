@@ -11,10 +11,9 @@ from aiohttp import web
 from kubernetes_api import PODS, FakeApi, fake_api, pod, refusal
 from processes import eventually
 
-from kvscout_common.engine_http import engine_session
 from kvscout_common.kubernetes import listing
 from kvscout_common.kubernetes.access import KubernetesAccess
-from kvscout_common.kubernetes.listing import ListWatch
+from kvscout_common.kubernetes.listing import ListWatch, api_session
 from kvscout_common.kubernetes.objects import Pod
 
 VLLM = {"labelSelector": "app=vllm"}
@@ -58,7 +57,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def following(*names: str) -> AsyncIterator[tuple[FakeApi, Follower]]:
-    async with fake_api() as api, engine_session() as http:
+    async with fake_api() as api, api_session() as http:
         api.token = "secret"
         await api.put(PODS, *(pod(name, "10.0.0.1") for name in names))
         follower = Follower(api)
@@ -96,7 +95,7 @@ async def test_a_change_of_what_is_not_read_wakes_nobody() -> None:
 
 
 async def test_long_lists_come_in_pages() -> None:
-    async with fake_api() as api, engine_session() as http:
+    async with fake_api() as api, api_session() as http:
         api.page = 2
         await api.put(PODS, *(pod(name, "10.0.0.1") for name in "abcde"))
         follower = Follower(api)
@@ -249,7 +248,7 @@ async def test_a_page_that_does_not_end_is_let_go_of(monkeypatch: pytest.MonkeyP
                 await response.write(b"[" * 10_000)
         return response
 
-    async with fake_api() as api, engine_session() as http:
+    async with fake_api() as api, api_session() as http:
         api.override = endless
         follower = Follower(api)
         task = asyncio.create_task(follower.list.run(http))
@@ -319,7 +318,7 @@ async def test_a_redirect_is_not_followed_with_the_token() -> None:
         seen.append(request.path)
         raise web.HTTPFound("/elsewhere")
 
-    async with fake_api() as api, engine_session() as http:
+    async with fake_api() as api, api_session() as http:
         api.override = elsewhere
         follower = Follower(api)
         task = asyncio.create_task(follower.list.run(http))
