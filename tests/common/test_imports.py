@@ -9,11 +9,9 @@ from kvscout_common.hashing import native_available
 
 BUILD = """
 import sys
-from kvscout_common.transport import Transport, choose
 import kvscout_gateway.gateway, kvscout_gateway.main
 import kvscout_indexer.indexer, kvscout_indexer.main
 import kvscout_scheduler.main
-choose(Transport.NATIVE)
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"aiohttp", "nats", "tokenizers", "opentelemetry"}))
 """
 
