@@ -30,6 +30,7 @@ from kvscout.v1 import (
     workers_pb2,
 )
 from kvscout_common.channel import call, open_channel
+from kvscout_common.enum_words import word_of
 from kvscout_common.errors import NotFound, Unavailable
 
 SECONDS = 20.0
@@ -51,7 +52,7 @@ class Services:
     async def listed(self, service: str) -> dict[str, str]:
         """Source of each worker that a service lists."""
         answer = await self.rpc(service, "ListWorkers", workers_pb2.ListWorkersRequest(tenant="*"))
-        return {entry.worker.worker_id: entry.source for entry in answer.workers}
+        return {e.worker.worker_id: word_of(workers_pb2.RegistrationSource, e.source) for e in answer.workers}
 
     async def until_listed(self, *worker_ids: str, source: str = "nats") -> None:
         """Waits until every service lists exactly these."""
