@@ -12,7 +12,7 @@ import click
 from google.protobuf.message import Message
 
 from kvscout.v1 import scheduler_pb2_grpc
-from kvscout_client import ClientSecurity, Router
+from kvscout_client import ClientSecurity, NotSecured, Router
 from kvscout_common.channel import call, open_channel
 from kvscout_common.doctor.collection import Named
 from kvscout_common.doctor.gathering import Gathering
@@ -90,7 +90,7 @@ def connection_flags(command: Command) -> Command:
         try:
             return command(connection, **values)
         except Unavailable as error:
-            if error.answered:
+            if error.answered or isinstance(error, NotSecured):
                 raise
             raise Unavailable(
                 f"no gateway answers at {connection.gateway}; `kvscout up` starts one on this machine"

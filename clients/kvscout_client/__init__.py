@@ -12,6 +12,7 @@
 """
 
 from kvscout_client.booking import Booking
+from kvscout_client.calls import NotSecured
 from kvscout_client.kv_publisher import KvEventPublisher, PublisherStatus
 from kvscout_client.kv_publisher_thread import ThreadedKvEventPublisher
 from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions
@@ -52,6 +53,7 @@ __all__ = [
     "HelperState",
     "KvEventPublisher",
     "MmItem",
+    "NotSecured",
     "OutputOptions",
     "PublisherStatus",
     "RegisteredWorker",

@@ -8,11 +8,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing
 from enum import Enum
 from types import TracebackType
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, TypeAlias, TypeVar, overload
 
 from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_client import decode
 from kvscout_client.booking import Booking
+from kvscout_client.calls import RETRIES, Calls
 from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions
 from kvscout_client.results import (
     ActiveRequest,
@@ -26,7 +27,7 @@ from kvscout_client.results import (
     WorkerRecord,
 )
 from kvscout_client.tokens import Tokens, token_list
-from kvscout_common.channel import PLAINTEXT, ClientSecurity, call, open_channel, stream
+from kvscout_common.channel import PLAINTEXT, ClientSecurity, open_channel
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument
 from kvscout_common.hashing import MmItem
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerSpec
@@ -40,6 +41,8 @@ _WithTokens = TypeVar(
 )
 
 
+WorkerId: TypeAlias = str | int
+"""A worker's id; a number is the text of it."""
 PAGE_SIZE = 1_000
 """Of lists: an answer stays far below what a message may have."""
 
@@ -69,6 +72,7 @@ class Router:
         tenant: str = DEFAULT_TENANT,
         security: ClientSecurity = PLAINTEXT,
         timeout_seconds: float | None = 30.0,
+        retries: int = RETRIES,
     ) -> None:
         """Connects lazily; nothing is sent before the first call.
 
@@ -77,13 +81,14 @@ class Router:
             model: Used by calls that name none.
             tenant: Named in every request.
             security: TLS files and bearer token.
-            timeout_seconds: Deadline of every unary call; None = none. Streams have their own.
+            timeout_seconds: Deadline of every unary call, all its tries together; None = none. Streams have their own.
+            retries: Further tries of a call that got no answer, if making it twice is the same as making it once.
         """
         self._channel = open_channel(address, security)
         self._stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(self._channel)
         self._model = model
         self._tenant = tenant
-        self._timeout = timeout_seconds
+        self._calls = Calls(address, security, timeout_seconds=timeout_seconds, retries=retries)
 
     async def __aenter__(self) -> Router:
         return self
@@ -111,9 +116,9 @@ class Router:
         cache_salt: str = "",
         mm_items: Iterable[MmItem] = (),
         role: Role = Role.AGGREGATED,
-        pinned_worker_id: str = "",
+        pinned_worker_id: WorkerId = "",
         pinned_dp_rank: int | None = None,
-        allowed_worker_ids: Iterable[str] = (),
+        allowed_worker_ids: Iterable[WorkerId] = (),
         required_labels: Mapping[str, str] | None = None,
         override: RouterOverride | None = None,
         priority: int = 0,
@@ -134,9 +139,9 @@ class Router:
         cache_salt: str = "",
         mm_items: Iterable[MmItem] = (),
         role: Role = Role.AGGREGATED,
-        pinned_worker_id: str = "",
+        pinned_worker_id: WorkerId = "",
         pinned_dp_rank: int | None = None,
-        allowed_worker_ids: Iterable[str] = (),
+        allowed_worker_ids: Iterable[WorkerId] = (),
         required_labels: Mapping[str, str] | None = None,
         override: RouterOverride | None = None,
         priority: int = 0,
@@ -156,9 +161,9 @@ class Router:
         cache_salt: str = "",
         mm_items: Iterable[MmItem] = (),
         role: Role = Role.AGGREGATED,
-        pinned_worker_id: str = "",
+        pinned_worker_id: WorkerId = "",
         pinned_dp_rank: int | None = None,
-        allowed_worker_ids: Iterable[str] = (),
+        allowed_worker_ids: Iterable[WorkerId] = (),
         required_labels: Mapping[str, str] | None = None,
         override: RouterOverride | None = None,
         priority: int = 0,
@@ -204,8 +209,8 @@ class Router:
                 cache_salt=cache_salt,
                 mm_items=_mm_items(mm_items),
                 role=role_to_proto(role),
-                allowed_worker_ids=allowed_worker_ids,
-                pinned_worker_id=pinned_worker_id,
+                allowed_worker_ids=map(str, allowed_worker_ids),
+                pinned_worker_id=str(pinned_worker_id),
                 pinned_dp_rank=pinned_dp_rank,
                 required_labels=required_labels or {},
                 router_config_override=override.to_proto() if override else None,
@@ -216,7 +221,7 @@ class Router:
             ),
             token_ids,
         )
-        answer = await call(self._stub.Route, request, timeout=self._timeout)
+        answer = await self._calls.unary(self._stub.Route, request, repeatable=True)
         decision = decode.decision(answer, requested=request_id is not None)
         if request_id is None:
             return decision
@@ -235,9 +240,9 @@ class Router:
         cache_salt: str = "",
         mm_items: Iterable[MmItem] = (),
         engine_fields: Mapping[str, Any] | None = None,
-        pinned_worker_id: str = "",
+        pinned_worker_id: WorkerId = "",
         pinned_dp_rank: int | None = None,
-        allowed_worker_ids: Iterable[str] = (),
+        allowed_worker_ids: Iterable[WorkerId] = (),
         required_labels: Mapping[str, str] | None = None,
         override: RouterOverride | None = None,
         priority: int = 0,
@@ -280,9 +285,9 @@ class Router:
                 cache_salt=cache_salt,
                 mm_items=_mm_items(mm_items),
                 engine_fields=_json_of(engine_fields) if engine_fields else "",
-                pinned_worker_id=pinned_worker_id,
+                pinned_worker_id=str(pinned_worker_id),
                 pinned_dp_rank=pinned_dp_rank,
-                allowed_worker_ids=allowed_worker_ids,
+                allowed_worker_ids=map(str, allowed_worker_ids),
                 required_labels=required_labels or {},
                 router_config_override=override.to_proto() if override else None,
                 priority=priority,
@@ -291,7 +296,7 @@ class Router:
             token_ids,
         )
         # Closed here and now when the caller stops early: the engine works until the call is cancelled.
-        async with aclosing(stream(self._stub.Generate, request, timeout=timeout_seconds)) as messages:
+        async with aclosing(self._calls.stream(self._stub.Generate, request, timeout=timeout_seconds)) as messages:
             async for message in _started_within(start_timeout_seconds, messages):
                 yield decode.chunk(message)
 
@@ -307,8 +312,8 @@ class Router:
         request = scheduler_pb2.MarkPrefillCompleteRequest(
             model=model or self._model, tenant=self._tenant, request_id=request_id, attempt_id=attempt_id
         )
-        answer: scheduler_pb2.MarkPrefillCompleteResponse = await call(
-            self._stub.MarkPrefillComplete, request, timeout=self._timeout
+        answer: scheduler_pb2.MarkPrefillCompleteResponse = await self._calls.unary(
+            self._stub.MarkPrefillComplete, request, repeatable=True
         )
         return answer.changed
 
@@ -317,7 +322,7 @@ class Router:
         request = scheduler_pb2.FreeRequest(
             model=model or self._model, tenant=self._tenant, request_id=request_id, attempt_id=attempt_id
         )
-        return decode.free_outcome(await call(self._stub.Free, request, timeout=self._timeout))
+        return decode.free_outcome(await self._calls.unary(self._stub.Free, request, repeatable=True))
 
     async def renew(
         self, request_ids: Iterable[str], *, model: str = "", attempt_id: int = 0, lease_seconds: int = 0
@@ -342,7 +347,7 @@ class Router:
             ],
             lease_seconds=lease_seconds,
         )
-        answer: scheduler_pb2.RenewResponse = await call(self._stub.Renew, request, timeout=self._timeout)
+        answer: scheduler_pb2.RenewResponse = await self._calls.unary(self._stub.Renew, request, repeatable=True)
         return [names[index] for index in answer.unknown]
 
     async def add_output(self, request_id: str, blocks: int, *, model: str = "", attempt_id: int = 0) -> int:
@@ -362,10 +367,12 @@ class Router:
             attempt_id=attempt_id,
             blocks=blocks,
         )
-        answer: scheduler_pb2.AddOutputResponse = await call(self._stub.AddOutput, request, timeout=self._timeout)
+        answer: scheduler_pb2.AddOutputResponse = await self._calls.unary(self._stub.AddOutput, request)
         return answer.output_blocks
 
-    async def active_requests(self, *, model: str = "", worker_id: str = "", limit: int = 1_000) -> list[ActiveRequest]:
+    async def active_requests(
+        self, *, model: str = "", worker_id: WorkerId = "", limit: int = 1_000
+    ) -> list[ActiveRequest]:
         """Requests that are booked now, whoever booked them.
 
         Args:
@@ -373,12 +380,12 @@ class Router:
             worker_id: Only on this one; "" = on all.
             limit: At most so many, the oldest.
         """
-        request = scheduler_pb2.ListActiveRequestsRequest(tenant=self._tenant, model=model, worker_id=worker_id)
+        request = scheduler_pb2.ListActiveRequestsRequest(tenant=self._tenant, model=model, worker_id=str(worker_id))
         found: list[ActiveRequest] = []
         while len(found) < limit:
             request.page_size = min(limit - len(found), PAGE_SIZE)
-            answer: scheduler_pb2.ListActiveRequestsResponse = await call(
-                self._stub.ListActiveRequests, request, timeout=self._timeout
+            answer: scheduler_pb2.ListActiveRequestsResponse = await self._calls.unary(
+                self._stub.ListActiveRequests, request, repeatable=True
             )
             found += [decode.active_request(one) for one in answer.requests]
             request.page_token = answer.next_page_token
@@ -398,8 +405,8 @@ class Router:
         request = workers_pb2.RegisterWorkerRequest(
             tenant=spec.tenant, worker=spec_to_proto(spec), lease_seconds=lease_seconds
         )
-        answer: workers_pb2.RegisterWorkerResponse = await call(
-            self._stub.RegisterWorker, request, timeout=self._timeout
+        answer: workers_pb2.RegisterWorkerResponse = await self._calls.unary(
+            self._stub.RegisterWorker, request, repeatable=True
         )
         return RegisteredWorker(spec_from_proto(answer.worker), answer.created)
 
@@ -413,20 +420,22 @@ class Router:
             NotFound: Unknown worker.
         """
         request = workers_pb2.UpdateWorkerRequest(tenant=spec.tenant, worker=spec_to_proto(spec))
-        answer: workers_pb2.UpdateWorkerResponse = await call(self._stub.UpdateWorker, request, timeout=self._timeout)
+        answer: workers_pb2.UpdateWorkerResponse = await self._calls.unary(
+            self._stub.UpdateWorker, request, repeatable=True
+        )
         return spec_from_proto(answer.worker)
 
-    async def remove_worker(self, worker_id: str) -> None:
+    async def remove_worker(self, worker_id: WorkerId) -> None:
         """Removes a worker with its blocks and bookings.
 
         Raises:
             NotFound: Unknown worker.
             FailedPrecondition: It comes from a file, which is where to remove it.
         """
-        request = workers_pb2.RemoveWorkerRequest(tenant=self._tenant, worker_id=worker_id)
-        await call(self._stub.RemoveWorker, request, timeout=self._timeout)
+        request = workers_pb2.RemoveWorkerRequest(tenant=self._tenant, worker_id=str(worker_id))
+        await self._calls.unary(self._stub.RemoveWorker, request)
 
-    async def drain_worker(self, worker_id: str, *, undo: bool = False) -> int:
+    async def drain_worker(self, worker_id: WorkerId, *, undo: bool = False) -> int:
         """Stops new requests for a worker, or lets them in again.
 
         Returns:
@@ -435,18 +444,20 @@ class Router:
         Raises:
             NotFound: Unknown worker.
         """
-        request = workers_pb2.DrainWorkerRequest(tenant=self._tenant, worker_id=worker_id, undo=undo)
-        answer: workers_pb2.DrainWorkerResponse = await call(self._stub.DrainWorker, request, timeout=self._timeout)
+        request = workers_pb2.DrainWorkerRequest(tenant=self._tenant, worker_id=str(worker_id), undo=undo)
+        answer: workers_pb2.DrainWorkerResponse = await self._calls.unary(
+            self._stub.DrainWorker, request, repeatable=True
+        )
         return answer.active_requests
 
-    async def keep_alive(self, worker_ids: Iterable[str]) -> tuple[str, ...]:
+    async def keep_alive(self, worker_ids: Iterable[WorkerId]) -> tuple[str, ...]:
         """Renews leases.
 
         Returns:
             Workers that are not registered (any more) and must register again.
         """
-        request = workers_pb2.KeepAliveRequest(tenant=self._tenant, worker_ids=worker_ids)
-        answer: workers_pb2.KeepAliveResponse = await call(self._stub.KeepAlive, request, timeout=self._timeout)
+        request = workers_pb2.KeepAliveRequest(tenant=self._tenant, worker_ids=map(str, worker_ids))
+        answer: workers_pb2.KeepAliveResponse = await self._calls.unary(self._stub.KeepAlive, request, repeatable=True)
         return tuple(answer.unknown_worker_ids)
 
     async def list_workers(self, *, model: str = "") -> list[WorkerRecord]:
@@ -458,7 +469,9 @@ class Router:
         request = workers_pb2.ListWorkersRequest(tenant=self._tenant, model=model, page_size=PAGE_SIZE)
         found: list[WorkerRecord] = []
         while True:
-            answer: workers_pb2.ListWorkersResponse = await call(self._stub.ListWorkers, request, timeout=self._timeout)
+            answer: workers_pb2.ListWorkersResponse = await self._calls.unary(
+                self._stub.ListWorkers, request, repeatable=True
+            )
             found += [decode.worker_record(entry) for entry in answer.workers]
             request.page_token = answer.next_page_token
             if not request.page_token:
@@ -486,24 +499,24 @@ class Router:
             ),
             token_ids,
         )
-        answer: scheduler_pb2.GetPotentialLoadsResponse = await call(
-            self._stub.GetPotentialLoads, request, timeout=self._timeout
+        answer: scheduler_pb2.GetPotentialLoadsResponse = await self._calls.unary(
+            self._stub.GetPotentialLoads, request, repeatable=True
         )
         return [decode.load(entry) for entry in answer.loads]
 
     async def busy_thresholds(self, *, model: str = "") -> BusyThresholds:
         """A model's busy thresholds."""
         request = types_pb2.GetBusyThresholdsRequest(model=model or self._model, tenant=self._tenant)
-        answer: types_pb2.GetBusyThresholdsResponse = await call(
-            self._stub.GetBusyThresholds, request, timeout=self._timeout
+        answer: types_pb2.GetBusyThresholdsResponse = await self._calls.unary(
+            self._stub.GetBusyThresholds, request, repeatable=True
         )
         return decode.thresholds(answer.thresholds)
 
     async def list_busy_thresholds(self) -> list[BusyThresholds]:
         """The thresholds of every model that has any."""
         request = types_pb2.ListBusyThresholdsRequest(tenant=self._tenant)
-        answer: types_pb2.ListBusyThresholdsResponse = await call(
-            self._stub.ListBusyThresholds, request, timeout=self._timeout
+        answer: types_pb2.ListBusyThresholdsResponse = await self._calls.unary(
+            self._stub.ListBusyThresholds, request, repeatable=True
         )
         return [decode.thresholds(entry) for entry in answer.thresholds]
 
@@ -533,8 +546,8 @@ class Router:
                 request.clear.append(name)
             elif not isinstance(value, Unchanged):
                 setattr(request, name, value)
-        answer: types_pb2.SetBusyThresholdsResponse = await call(
-            self._stub.SetBusyThresholds, request, timeout=self._timeout
+        answer: types_pb2.SetBusyThresholdsResponse = await self._calls.unary(
+            self._stub.SetBusyThresholds, request, repeatable=True
         )
         return decode.thresholds(answer.thresholds)
 
@@ -549,14 +562,14 @@ class Router:
             Unavailable: No indexer answers.
         """
         request = gateway_pb2.DumpEventsRequest(tenant=self._tenant, model=model)
-        async with aclosing(stream(self._stub.DumpEvents, request)) as batches:
+        async with aclosing(self._calls.stream(self._stub.DumpEvents, request)) as batches:
             async for batch in batches:
                 yield batch
 
     async def status(self, *, model: str = "") -> RouterStatus:
         """The state of the gateway, of its helpers and of what it saw of the workers."""
         request = types_pb2.GetStatusRequest(tenant=self._tenant, model=model)
-        return decode.status(await call(self._stub.GetStatus, request, timeout=self._timeout))
+        return decode.status(await self._calls.unary(self._stub.GetStatus, request, repeatable=True))
 
 
 def _mm_items(items: Iterable[MmItem]) -> list[types_pb2.MultimodalItem]:

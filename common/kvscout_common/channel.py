@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
@@ -14,9 +15,11 @@ from kvscout_common.errors import Cancelled, ConfigError, KvscoutError, Unavaila
 from kvscout_common.followed_file import POLL_SECONDS, FollowedFile, read_file
 from kvscout_common.keepalive import CLIENT_OPTIONS
 from kvscout_common.statuses import ANSWERED_TRAILER
+from kvscout_common.tls import MAX_BYTES
 from kvscout_common.transport import Transport, chosen
 
 T = TypeVar("T")
+StrPath: TypeAlias = str | os.PathLike[str]
 
 MAX_TOKEN_BYTES = 64 * 1024
 
@@ -25,11 +28,11 @@ MAX_TOKEN_BYTES = 64 * 1024
 class ClientSecurity:
     """How a client proves who it is and checks whom it talks to. Empty = plaintext, anonymous."""
 
-    ca: Path | None = None
+    ca: StrPath | None = None
     """CA of the server's certificate; turns TLS on."""
-    certificate: Path | None = None
-    key: Path | None = None
-    token_file: Path | None = None
+    certificate: StrPath | None = None
+    key: StrPath | None = None
+    token_file: StrPath | None = None
 
     @classmethod
     def from_flags(
@@ -49,6 +52,21 @@ class ClientSecurity:
         if tls_client_cert and not tls_ca:
             raise ConfigError("needs --tls-ca", field="tls_client_cert")
         return cls(tls_ca, tls_client_cert, tls_client_key, token_file)
+
+    def pems(self) -> tuple[bytes, bytes | None, bytes | None] | None:
+        """What the files of CA, certificate and key hold; None = plaintext.
+
+        Raises:
+            ConfigError: One cannot be read.
+        """
+        if self.ca is None:
+            return None
+        ca = read_file(Path(self.ca), flag="tls_ca", max_bytes=MAX_BYTES)
+        certificate, key = (
+            read_file(Path(path), flag=flag, max_bytes=MAX_BYTES) if path else None
+            for path, flag in ((self.certificate, "tls_client_cert"), (self.key, "tls_client_key"))
+        )
+        return ca, certificate, key
 
 
 PLAINTEXT = ClientSecurity()
@@ -82,17 +100,15 @@ def open_channel(
         *CLIENT_OPTIONS,
     ]
     interceptors: list[grpc.aio.ClientInterceptor] = []
+    pems = security.pems()
     if security.token_file is not None:
-        interceptors = list(bearer_interceptors(TokenFile(security.token_file)))
-    if security.ca is None:
+        interceptors = list(bearer_interceptors(TokenFile(Path(security.token_file))))
+    if pems is None:
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     if server_name:
         options.append(("grpc.ssl_target_name_override", server_name))
-    credentials = grpc.ssl_channel_credentials(
-        security.ca.read_bytes(),
-        security.key.read_bytes() if security.key else None,
-        security.certificate.read_bytes() if security.certificate else None,
-    )
+    ca, certificate, key = pems
+    credentials = grpc.ssl_channel_credentials(ca, key, certificate)
     return grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
 
 
@@ -100,14 +116,9 @@ def _native_channel(address: str, security: ClientSecurity, max_message_bytes: i
     # Imported here: the extension may not be there.
     from kvscout_common.transport.native_channel import NativeChannel, client_tls
 
-    token = None if security.token_file is None else TokenFile(security.token_file).token
-    tls = None
-    if security.ca is not None:
-        tls = client_tls(
-            security.ca.read_bytes(),
-            security.certificate.read_bytes() if security.certificate else None,
-            security.key.read_bytes() if security.key else None,
-        )
+    token = None if security.token_file is None else TokenFile(Path(security.token_file)).token
+    pems = security.pems()
+    tls = client_tls(*pems) if pems is not None else None
     return NativeChannel(address, max_message_bytes=max_message_bytes, tls=tls, token=token, server_name=server_name)
 
 

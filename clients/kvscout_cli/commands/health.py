@@ -117,10 +117,11 @@ def _state(address: str, service: str, timeout: float, security: ClientSecurity,
 
 
 def _channel(address: str, security: ClientSecurity, options: list[tuple[str, Any]]) -> grpc.Channel:
-    if security.ca is None:
+    pems = security.pems()
+    if pems is None:
         return grpc.insecure_channel(address, options)
-    key, certificate = (path.read_bytes() if path else None for path in (security.key, security.certificate))
-    credentials = grpc.ssl_channel_credentials(security.ca.read_bytes(), key, certificate)
+    ca, certificate, key = pems
+    credentials = grpc.ssl_channel_credentials(ca, key, certificate)
     return grpc.secure_channel(address, credentials, options)
 
 

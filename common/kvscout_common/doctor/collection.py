@@ -35,6 +35,7 @@ from kvscout_common.engine_query import ask_engine
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable, Unimplemented
 from kvscout_common.plain_text import printable
 from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.tls_probe import tls_trouble
 from kvscout_common.transport.http import HttpClient
 from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto
@@ -143,7 +144,11 @@ class Collection:
             try:
                 return await self._answers(channel, named)
             except KvscoutError as error:
-                return Service(named.address, named.kind, named_by=named.named_by, error=printable(str(error)))
+                trouble = ""
+                if isinstance(error, Unavailable) and not error.answered:
+                    trouble = await tls_trouble(named.address, self._security)
+                told = printable(f"it {trouble}" if trouble else str(error))
+                return Service(named.address, named.kind, named_by=named.named_by, error=told)
             finally:
                 await channel.close()
 
