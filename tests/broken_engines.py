@@ -45,12 +45,17 @@ def altered(
 
 
 @asynccontextmanager
-async def between(url: str, alter: Callable[[dict[str, Any]], dict[str, Any] | None]) -> AsyncIterator[str]:
+async def between(
+    url: str,
+    alter: Callable[[dict[str, Any]], dict[str, Any] | None],
+    tell: Callable[[bytes], bytes] = lambda answer: answer,
+) -> AsyncIterator[str]:
     """A proxy in front of an engine that does something to completions; its URL.
 
     Args:
         url: Of the engine.
         alter: What becomes of the body of a completion; None = it is answered with a 500.
+        tell: What becomes of the whole answer.
     """
 
     async def forward(request: web.Request, body: bytes) -> web.StreamResponse:
@@ -66,8 +71,7 @@ async def between(url: str, alter: Callable[[dict[str, Any]], dict[str, Any] | N
         ):
             answer = web.StreamResponse(status=upstream.status, headers={"Content-Type": upstream.content_type})
             await answer.prepare(request)
-            async for piece in upstream.content.iter_any():
-                await answer.write(piece)
+            await answer.write(tell(await upstream.read()))
             await answer.write_eof()
             return answer
 

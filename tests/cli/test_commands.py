@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click import shell_completion
 from click.testing import CliRunner, Result
 from fake_gateway import FakeGateway, fake_gateway
 from google.protobuf import proto
@@ -201,7 +202,41 @@ def test_every_command_has_help_and_tells_its_version(command: tuple[str, ...]) 
     assert (version.exit_code, version.stdout.split()[-1]) == (0, __version__)
 
 
-@pytest.mark.parametrize("service", ["indexer", "scheduler", "gateway", "bridge"])
+WITHOUT_JSON = {("up",), ("down",), ("health",), ("top",)}
+"""What starts and ends processes, tells by its exit code, or is a moving picture of what `status` has."""
+
+
+def test_whatever_prints_what_it_found_prints_it_as_json_too() -> None:
+    context = click.Context(main)
+    without = set()
+    for name in commands():
+        command: click.Command | None = main
+        for part in name:
+            assert isinstance(command, click.Group)
+            command = command.get_command(context, part)
+        assert command is not None
+        flags = {flag for parameter in command.params for flag in parameter.opts}
+        if not isinstance(command, click.Group) and "--json" not in flags:
+            without.add(name)
+    assert without == WITHOUT_JSON
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_completes_commands_flags_and_what_they_take(shell: str) -> None:
+    kind = shell_completion.get_completion_class(shell)
+    assert kind is not None
+    completing = kind(main, {}, "kvscout", "_KVSCOUT_COMPLETE")
+
+    def offered(line: str, word: str) -> set[str]:
+        return {item.value for item in completing.get_completions(line.split(), word)}
+
+    for *above, name in commands():
+        assert name in offered(" ".join(above), name[:2]), (above, name)
+        assert {"--help", "--version"} <= offered(" ".join([*above, name]), "--"), (above, name)
+    assert {"prefill", "decode"} <= offered("workers register w --role", "")
+
+
+@pytest.mark.parametrize("service", ["indexer", "scheduler", "gateway", "bridge", "mocker"])
 def test_every_service_has_help_and_tells_its_version(service: str) -> None:
     program = import_module(f"kvscout_{service}.main").main
     assert CliRunner().invoke(program, ["-h"]).exit_code == 0

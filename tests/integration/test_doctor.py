@@ -21,10 +21,11 @@ from processes import DEADLINE_SECONDS, Running, eventually, running
 from trained_tokenizers import byte_level, save
 
 from kvscout.v1 import workers_pb2
-from kvscout_common.channel import PLAINTEXT
+from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.descriptors import FEW
 from kvscout_common.doctor.collection import Collection, Named
 from kvscout_common.doctor.diagnosis import Finding, diagnose
+from kvscout_common.doctor.prediction_checks import ENOUGH
 from kvscout_common.doctor.snapshot import Kind
 from kvscout_common.hashing import native_available
 
@@ -36,10 +37,10 @@ NATS = {"nats-unreachable"}
 NAMED = re.compile(r"worker ([\w-]+)")
 
 
-async def findings(gateway: Running, *further: str) -> list[Finding]:
+async def findings(gateway: Running, *further: str, security: ClientSecurity = PLAINTEXT) -> list[Finding]:
     """What doctor says now."""
     named = [Named(gateway.address, Kind.GATEWAY), *map(Named, further)]
-    return diagnose(await Collection(PLAINTEXT, timeout_seconds=DEADLINE_SECONDS).snapshot(named))
+    return diagnose(await Collection(security, timeout_seconds=DEADLINE_SECONDS).snapshot(named))
 
 
 def by_worker(found: Iterable[Finding]) -> dict[str, set[str]]:
@@ -125,6 +126,9 @@ async def world(folder: Path) -> AsyncIterator[World]:
         mute, unnamed, garbled = (stack.enter_context(MuteSocket()) for _ in range(3))
         salted = await enter(between(engine.url, lambda body: {**body, "cache_salt": "of the proxy"}))
         failing = await enter(between(engine.url, lambda _: None))
+        untrue = await enter(
+            between(engine.url, lambda body: body, lambda said: re.sub(rb'("cached_tokens": ?)\d+', rb"\g<1>0", said))
+        )
         # Whoever comes later and cannot ask for them lacks the events of this one.
         await engine.complete(list(fresh_prompt(64)), max_tokens=1)
         publishes, replays = engine.ranks[0]["events"], engine.ranks[0]["replay"]
@@ -150,6 +154,8 @@ async def world(folder: Path) -> AsyncIterator[World]:
         await register("overfull", total_kv_blocks=2)
         await register("salted", http=salted)
         await register("failing", http=failing)
+        await register("untrue", http=untrue)
+        await register("astray", http="", transport=workers_pb2.EVENT_TRANSPORT_JETSTREAM, model="old")
         await register("unnamed", http="", events=unnamed.endpoint, replay="", block_size=4)
         await register("garbled", http="", events=garbled.endpoint, replay="", block_size=4)
         await made.client.register(mocker_worker("untold", untold))
@@ -160,6 +166,9 @@ async def world(folder: Path) -> AsyncIterator[World]:
         await made.serve("untold", prompt := fresh_prompt(64))
         await made.client.until_indexed(prompt, 4, block_size=16)
         await made.serve("untold", prompt, 4)
+        await made.serve("untrue", prompt := fresh_prompt(64))
+        await made.client.until_indexed(prompt, 4, block_size=16)
+        await made.serve("untrue", prompt, ENOUGH)
         # One that fails is left out while there are others, to which what it fails goes.
         for _ in range(16):
             await made.client.generate(fresh_prompt(32), max_tokens=1, allowed_worker_ids=["failing", "well"])
@@ -190,6 +199,8 @@ async def test_of_engines_that_are_each_broken_in_their_own_way_each_is_told_its
         "garbled": {"replay-missing", "events-unreadable"},
         "untold": {"cached-tokens-untold"},
         "failing": {"worker-failing"},
+        "untrue": {"predictions-wrong"},
+        "astray": {"events-misconfigured"},
     }
     async with world(tmp_path) as made:
         found = await until_found(
@@ -234,6 +245,32 @@ async def test_services_that_are_not_where_or_what_they_should_be_are_told_apart
     assert f"indexer {indexer.address}" in told["reference-backend"]
     assert told["clocks-differ"] == f"scheduler {scheduler.address} is 3,600 s ahead"
     assert re.search(rf"gateway {gateway.address}: \d+ of 512 open", told["descriptors-few"])
+
+
+async def test_a_gateway_that_its_scheduler_refuses_and_does_not_know_the_workers_of_is_told_both(
+    tmp_path: Path,
+) -> None:
+    files = {
+        "tokens.yaml": "tokens: [{token: t, role: admin, tenant: '*'}]",
+        "token": "t",
+        "workers.yaml": "workers: [{worker_id: w, model: m, block_size: 16}]",
+        "others.yaml": "workers: [{worker_id: w, model: m, block_size: 32}]",
+    }
+    for name, text in files.items():
+        (tmp_path / name).touch(mode=0o600)
+        (tmp_path / name).write_text(text)
+    closed = ("--auth-tokens", str(tmp_path / "tokens.yaml"), "--workers-file", str(tmp_path / "others.yaml"))
+    async with running("kvscout_scheduler.main", *closed) as scheduler:
+        flags = ("--scheduler", scheduler.address, "--no-indexer", "--workers-file", str(tmp_path / "workers.yaml"))
+        async with running("kvscout_gateway.main", *flags) as gateway:
+            security = ClientSecurity(token_file=tmp_path / "token")
+            expected = {"helper-failing", "registrations-differ"}
+            found = await until_found(
+                lambda: findings(gateway, security=security), lambda found: ids(found) == expected, "both causes"
+            )
+    told = {finding.id: " ".join(finding.evidence) for finding in found}
+    assert "no bearer token" in told["helper-failing"]
+    assert "block_size" in told["registrations-differ"]
 
 
 async def test_of_nats_its_absence_its_namespaces_and_its_jetstream_are_told_apart() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
-from kvscout_common.doctor.conditions import CONDITIONS
+from kvscout_common.doctor.conditions import CONDITIONS, Severity
 from kvscout_common.doctor.diagnosis import SHOWN, Finding, diagnose, is_wrong
 from kvscout_common.doctor.snapshot import Engine, Kind, Service, Snapshot, WorkerName
 
@@ -152,6 +152,41 @@ def test_what_comes_from_outside_is_escaped_and_bounded() -> None:
     assert len(evidence) == SHOWN + 1
     assert evidence[-1] == "and 5 more"
     assert all(text.isprintable() and len(text) < 2_000 for text in evidence)
+
+
+def test_a_service_that_drains_or_is_not_ready_takes_no_calls() -> None:
+    draining = gateway(about=info(draining=True))
+    assert "drains" in found(draining)["not-serving"].evidence[0]
+    waiting = replace(gateway(), serving=False)
+    assert "is not ready" in found(waiting)["not-serving"].evidence[0]
+
+
+def test_services_of_two_nats_clusters_are_told_and_those_of_one_cluster_are_not() -> None:
+    def on(cluster: str) -> types_pb2.ServiceInfo:
+        nats = types_pb2.NatsStatus(servers=["nats://n:4222"], namespace="a", connected=True, cluster=cluster)
+        return info(nats=nats)
+
+    def both(first: str, second: str) -> dict[str, Finding]:
+        other = replace(scheduler(), status=scheduler_pb2.SchedulerGetStatusResponse(service=on(second)))
+        return found(gateway(about=on(first)), other)
+
+    assert "'one'" in both("one", "two")["nats-clusters-differ"].evidence[0]
+    assert "nats-clusters-differ" not in both("one", "one")
+
+
+def test_what_was_not_asked_is_counted_in_a_note() -> None:
+    finding = found(gateway(), left_out=3)["left-out"]
+    assert (finding.severity, finding.evidence) == (Severity.NOTE, ("3 were not asked",))
+
+
+def test_each_condition_is_brought_about_by_a_test() -> None:
+    """By real services in tests/integration/test_doctor.py, or here where that cannot be done at will."""
+    folder = ROOT / "tests"
+    text = (folder / "integration/test_doctor.py").read_text()
+    real = {condition.id for condition in CONDITIONS if f'"{condition.id}"' in text}
+    assert len(real) >= 30
+    here = Path(__file__).read_text()
+    assert {condition.id for condition in CONDITIONS if f'"{condition.id}"' not in here} <= real
 
 
 def test_services_of_two_releases_are_told() -> None:
