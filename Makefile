@@ -112,6 +112,12 @@ chart-tools: ## Build Helm and kubeconform into .venv/bin, with which tests chec
 	for tool in $(KUBECONFORM) $(HELM); do \
 	  GOBIN=$(CURDIR)/.venv/bin CGO_ENABLED=0 go install -trimpath -ldflags '-s -w' $$tool || exit 1; done
 
+KUBERNETES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvscout/kubernetes
+
+e2e-kubernetes: chart-tools ## The chart and its services on a real kube-apiserver with etcd (needs Go; ten minutes of building, once).
+	sh tests/build_kubernetes.sh $(KUBERNETES)
+	KVSCOUT_KUBERNETES=$(KUBERNETES) $(PY) -m pytest -v tests/e2e_kubernetes.py
+
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
