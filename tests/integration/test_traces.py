@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from contextlib import AsyncExitStack
@@ -9,16 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 from aiohttp import web
 from gateway_stack import MODEL, connected, fresh_prompt, together
+from guarded_services import guarded_services
 from otlp_receiver import Exported, otlp_receiver
 from processes import eventually, running
 from scripted_engine import begin, scripted_engine, send, send_tokens
 
+from kvscout.ext_proc.v3 import ext_proc_pb2
 from kvscout.v1 import gateway_pb2, workers_pb2
+from kvscout_common import tracing
 from kvscout_common.hashing import native_available
 from kvscout_common.transport import Transport
+from kvscout_gateway.front.endpoint_picker.wire import SERVICE
 
 BOTH = [Transport.GRPCIO, *([Transport.NATIVE] if native_available() else [])]
 SERVER, CLIENT = 2, 3
@@ -133,3 +139,31 @@ def is_one_trace(spans: dict[str, Exported], front: Exported) -> None:
     engine = spans["kvscout-gateway engine POST /v1/completions"]
     assert (engine.kind, engine.facts["kvscout.status"], engine.events) == (CLIENT, 200, ("first output",))
     assert (engine.facts["kvscout.prompt_tokens"], engine.facts["kvscout.cached_tokens"]) == (64, 48)
+
+
+async def test_a_pick_is_part_of_its_proxys_trace() -> None:
+    async with otlp_receiver() as receiver:
+        stop = tracing.start("gateway", receiver.url, ratio=1.0, version="1")
+        try:
+            trace, caller, header = begun_trace()
+            async with guarded_services(BOTH[-1], "gateway") as services:
+                address = f"127.0.0.1:{services['gateway'].picker_port}"
+                async with grpc.aio.insecure_channel(address) as channel:
+                    make: Any = channel.stream_stream(
+                        f"/{SERVICE}/Process",
+                        request_serializer=ext_proc_pb2.ProcessingRequest.SerializeToString,
+                        response_deserializer=ext_proc_pb2.ProcessingResponse.FromString,
+                    )
+                    running = make(metadata=(("authorization", "Bearer ours-client"),), timeout=20)
+                    named = ext_proc_pb2.HeaderValue(key="traceparent", raw_value=header.encode())
+                    headers = ext_proc_pb2.HttpHeaders(
+                        headers=ext_proc_pb2.HeaderMap(headers=[named]), end_of_stream=True
+                    )
+                    await running.write(ext_proc_pb2.ProcessingRequest(request_headers=headers))
+                    assert (await running.read()).immediate_response.status.code == 503  # there is no worker
+                    running.cancel()
+        finally:
+            await asyncio.to_thread(stop)
+    [span] = [one for one in receiver.spans if one.name == "pick"]
+    assert (span.trace, span.parent, span.kind) == (trace, caller, SERVER)
+    assert (span.failed, span.facts["error.type"]) == (True, "Unavailable")

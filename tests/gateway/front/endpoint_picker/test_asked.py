@@ -19,6 +19,12 @@ def test_a_body_is_read_and_the_path_without_its_query() -> None:
     assert asked == Asked("m", "/v1/completions", fields, len(body), ("10.0.0.1:80",))
 
 
+def test_the_trace_that_a_proxy_names_is_read_with_and_without_a_body() -> None:
+    named = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    for headers, body in ((named, b""), ({**named, **JSON}, b'{"model": "m"}')):
+        assert asked_of(headers, body, None).traceparent == named["traceparent"]
+
+
 @pytest.mark.parametrize(("body", "field"), [
     (b"{", "body"), (b"[]", "body"), (b"\xff", "body"), (b"[" * 100_000, "body"),
     (b"{}", "model"), (b'{"model": ""}', "model"), (b'{"model": 1}', "model"), (b'{"model": null}', "model"),
