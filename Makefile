@@ -5,7 +5,7 @@ NATIVE := native/Cargo.toml
 # Tests wait for processes more than they compute.
 TEST_WORKERS ?= 3
 CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler
-SOURCES := common services clients bench protos/generate.py protos/compatibility.py docs tests setup.py
+SOURCES := common services clients bench protos/generate.py protos/compatibility.py protos/reference.py docs tests setup.py
 .DEFAULT_GOAL := help
 KUBECONFORM := github.com/yannh/kubeconform/cmd/kubeconform@v0.7.0
 HELM := helm.sh/helm/v3/cmd/helm@v3.19.2
@@ -76,11 +76,15 @@ ifneq ($(CARGO),)
 	cargo clippy --quiet --manifest-path $(NATIVE) -- -D warnings
 endif
 
-protos: ## Generate the code of everything under protos/ anew.
+protos: ## Generate anew the code of everything under protos/, docs/api.md and the blocking client.
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) protos/generate.py
+	$(PY) protos/reference.py
+	$(PY) clients/generate_blocking.py
 
 protos-check: ## Fail if the generated code is not what the .proto files say, or they break callers of the last release.
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) protos/generate.py --check
+	$(PY) protos/reference.py --check
+	$(PY) clients/generate_blocking.py --check
 	$(PY) protos/compatibility.py
 
 protos-release: ## Make the API as it is the one that later changes must not break.

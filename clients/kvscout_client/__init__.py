@@ -11,10 +11,12 @@
         events.publish_stored(token_ids, [16, 16], block_hashes)
 """
 
+from kvscout_client.blocking_router import BlockingBooking, BlockingRouter
 from kvscout_client.booking import Booking
 from kvscout_client.calls import NotSecured
 from kvscout_client.kv_publisher import KvEventPublisher, PublisherStatus
 from kvscout_client.kv_publisher_thread import ThreadedKvEventPublisher
+from kvscout_client.kv_push_router import KvPushRouter
 from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions
 from kvscout_client.results import (
     ActiveRequest,
@@ -42,6 +44,8 @@ from kvscout_common.hashing import MmItem
 
 __all__ = [
     "ActiveRequest",
+    "BlockingBooking",
+    "BlockingRouter",
     "Booking",
     "BusyThresholds",
     "Candidate",
@@ -52,6 +56,7 @@ __all__ = [
     "GenerateChunk",
     "HelperState",
     "KvEventPublisher",
+    "KvPushRouter",
     "MmItem",
     "NotSecured",
     "OutputOptions",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from kvscout_blocks.events import Cleared, Event
 from kvscout_client.kv_publisher import CLOSE_SECONDS, KvEventPublisher, PublisherStatus
 from kvscout_client.kv_publisher_rank import removed_events, stored_events
+from kvscout_client.loop_thread import LoopThread
 
 T = TypeVar("T")
 
@@ -23,10 +22,8 @@ class ThreadedKvEventPublisher:
 
     def __init__(self, publisher: KvEventPublisher) -> None:
         self._publisher = publisher
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        """Of the thread's life: a call and a close exclude one another only at their beginning."""
+        self._thread = LoopThread(f"kv-events-{publisher.spec.worker_id}")
+        self._opened = self._open = False
 
     def open(self) -> ThreadedKvEventPublisher:
         """Begins to publish; `with` does it.
@@ -34,16 +31,14 @@ class ThreadedKvEventPublisher:
         Raises:
             ValueError: It was opened before.
         """
-        if self._loop is not None:
+        if self._opened:
             raise ValueError("the publisher was opened before")
-        self._loop = asyncio.new_event_loop()
-        name = f"kv-events-{self._publisher.spec.worker_id}"
-        self._thread = threading.Thread(target=_run, args=(self._loop,), name=name, daemon=True)
-        self._thread.start()
+        self._opened = self._open = True
         try:
             self._wait(self._publisher.open())
         except BaseException:
-            self._end()
+            self._open = False
+            self._thread.end()
             raise
         return self
 
@@ -108,12 +103,13 @@ class ThreadedKvEventPublisher:
 
     def close(self, *, timeout: float = CLOSE_SECONDS) -> None:
         """See `KvEventPublisher.close`; publishing afterwards is an error."""
-        if self._thread is None:
+        if not self._open:
             return
         try:
             self._wait(self._publisher.close(timeout=timeout))
         finally:
-            self._end()
+            self._open = False
+            self._thread.end()
 
     def __enter__(self) -> ThreadedKvEventPublisher:
         return self.open()
@@ -126,31 +122,7 @@ class ThreadedKvEventPublisher:
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs something on the loop. Waiting for it bounds what threads can have under way, and brings its errors."""
-        with self._lock:
-            if self._thread is None or self._loop is None:
-                coroutine.close()
-                raise ValueError("the publisher is not open")
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result()
-
-    def _end(self) -> None:
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            thread.join()
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        # Calls that other threads made just before the end get their answer.
-        loop.run_until_complete(asyncio.sleep(0))
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+        if not self._open:
+            coroutine.close()
+            raise ValueError("the publisher is not open")
+        return self._thread.run(coroutine)

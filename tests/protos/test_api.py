@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "protos"))
 
 from compatibility import RELEASED, breaks, described  # noqa: E402  # beside the .proto files
+from reference import PAGE, Reference  # noqa: E402
 
 NOT_ITS_OWN = {"Gateway.DumpEvents", "Indexer.Dump", "Indexer.PublishEvents", "Scheduler.SelectAndReserve"}
 """Rpcs that carry what others carry; why is said at each."""
@@ -61,6 +62,10 @@ def test_long_lists_come_in_pages() -> None:
 
 def test_nothing_that_was_released_is_broken() -> None:
     assert not breaks(FileDescriptorSet.FromString(RELEASED.read_bytes()), described())
+
+
+def test_the_reference_is_what_the_proto_files_say() -> None:
+    assert PAGE.read_text() == Reference().text(), "run `make protos`"
 
 
 def _api() -> FileDescriptorProto:

@@ -12,6 +12,8 @@ Conventions of the whole API
   the call yet), DEADLINE_EXCEEDED, CANCELLED and INTERNAL (a defect; details are in the service's log).
 * INVALID_ARGUMENT names the field at fault: "field: what is wrong"; "request" where the bytes are no such message.
 * RESOURCE_EXHAUSTED and UNAVAILABLE may carry the trailer "retry-after" in seconds.
+* Both stand in "grpc-status-details-bin", too: a google.rpc.Status with a BadRequest, whose one violation names the
+  field, or a RetryInfo.
 * An rpc takes a message of its own name, `XRequest`, and answers `XResponse`; the same rpc of another service takes the
   same message, or, where it asks or tells otherwise, one with the service's name before it. Exceptions stand at the rpcs.
 * What is replaced is replaced as a whole (UpdateWorker), what is changed says so at its request (SetBusyThresholds).
