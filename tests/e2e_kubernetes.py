@@ -223,7 +223,7 @@ async def test_a_killed_api_server_takes_no_worker_with_it(cluster: Cluster, acc
         cluster.pod(NAMESPACE, "a", HOST, VLLM, http=8000)
         await followed.until("a:8000")
         cluster.kill()
-        await followed.warned("its 1 stay")
+        await followed.warned("what is known stays (1): ")
         await followed.until("a:8000")
         await asyncio.to_thread(cluster.start)
         cluster.pod(NAMESPACE, "b", HOST, VLLM, http=8001)

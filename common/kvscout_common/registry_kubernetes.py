@@ -64,6 +64,23 @@ class _Question:
     tried: bool = False
 
 
+class _Offer(NamedTuple):
+    """What a pod has to offer, worked out once for as long as it and the pool are what they are."""
+
+    pod: Pod
+    pool: InferencePool | None
+    workers: Sequence[PodWorker]
+    problem: str
+
+
+class _Spec(NamedTuple):
+    """A worker, worked out once for as long as what it is made from stands."""
+
+    worker: PodWorker
+    facts: EngineFacts | None
+    spec: WorkerSpec
+
+
 @dataclass(slots=True)
 class _Followed:
     """One selection and what is known of it."""
@@ -77,6 +94,8 @@ class _Followed:
     following: asyncio.Task[None] | None = None
     admitted: set[str] = field(default_factory=set)
     """Uids of the pods that have been Ready."""
+    offers: dict[str, _Offer] = field(default_factory=dict)
+    """What each pod was found to offer."""
     problems: dict[str, str] = field(default_factory=dict)
     """Pods, or ports of them, that are no workers, and why."""
 
@@ -84,6 +103,20 @@ class _Followed:
     def pool(self) -> InferencePool | None:
         """The pool of now, if the selection names one that is there."""
         return next(iter(self.pools.objects.values()), None) if self.pools is not None else None
+
+    def offer(self, pod: Pod) -> _Offer:
+        """What a pod has to offer."""
+        known = self.offers.get(pod.key)
+        if known is not None and known.pod is pod and known.pool is self.pool:
+            return known
+        workers: Sequence[PodWorker] = ()
+        problem = ""
+        try:
+            workers = self.selection.workers(pod, self.pool)
+        except (ObjectProblem, InvalidArgument) as error:
+            problem = str(error)
+        self.offers[pod.key] = made = _Offer(pod, self.pool, workers, problem)
+        return made
 
     @property
     def listed(self) -> bool:
@@ -124,6 +157,8 @@ class KubernetesWorkers:
         self._slots = asyncio.Semaphore(ASKED_AT_ONCE)
         self._questions: dict[str, _Question] = {}
         """By worker id."""
+        self._specs: dict[str, _Spec] = {}
+        """By worker id."""
         self._uids: dict[WorkerName, str] = {}
         """Of the pods whose workers the registry was told."""
         self._followed = [self._begin(selection) for selection in parsed]
@@ -137,7 +172,7 @@ class KubernetesWorkers:
             of = f"kubernetes {followed.selection.text!r}"
             for source in (followed.pools, followed.pods):
                 if source is not None and source.problem:
-                    found.append(f"{of} is not followed, its {len(source.objects)} stay: {source.problem}")
+                    found.append(f"{of} is not followed, what is known stays ({len(source.objects)}): {source.problem}")
                 if source is not None and source.unreadable:
                     found.append(f"{of}: {source.unreadable}")
             if followed.pools is not None and followed.pools.listed and followed.pool is None:
@@ -198,9 +233,11 @@ class KubernetesWorkers:
         asked: set[str] = set()
         for followed in self._followed:
             followed.problems.clear()
-            pods = followed.pods.objects.values() if followed.pods is not None else ()
-            followed.admitted.intersection_update({pod.uid for pod in pods})
-            for pod in pods:
+            pods = followed.pods.objects if followed.pods is not None else {}
+            followed.admitted.intersection_update({pod.uid for pod in pods.values()})
+            for key in followed.offers.keys() - pods.keys():
+                del followed.offers[key]
+            for pod in pods.values():
                 if pod.ended or not pod.ip:
                     continue
                 up = pod.ready and not pod.deleting
@@ -208,12 +245,10 @@ class KubernetesWorkers:
                     followed.admitted.add(pod.uid)
                 if pod.uid not in followed.admitted:
                     continue
-                try:
-                    workers = followed.selection.workers(pod, followed.pool)
-                except (ObjectProblem, InvalidArgument) as error:
-                    followed.problems[pod.key] = str(error)
-                    continue
-                for worker in workers:
+                offer = followed.offer(pod)
+                if offer.problem:
+                    followed.problems[pod.key] = offer.problem
+                for worker in offer.workers:
                     asked.add(worker.worker_id)
                     try:
                         spec = self._spec(worker, pod, http, tasks)
@@ -222,10 +257,12 @@ class KubernetesWorkers:
                         followed.problems[worker.worker_id] = str(error)
                         continue
                     name = WorkerName(spec.tenant, spec.worker_id)
-                    specs.setdefault(name, spec.with_draining(not up or spec.draining))
+                    specs.setdefault(name, spec if up else spec.with_draining(True))
                     uids.setdefault(name, pod.uid)
         for worker_id in self._questions.keys() - asked:
             self._questions.pop(worker_id).task.cancel()
+        for worker_id in self._specs.keys() - asked:
+            del self._specs[worker_id]
         if not all(followed.listed for followed in self._followed):
             # Of what is not listed yet, an earlier life of this process may have told others.
             self._registry.add_to_source(Source.KUBERNETES, specs.values())
@@ -247,7 +284,7 @@ class KubernetesWorkers:
             InvalidArgument: What it told is wrong.
         """
         if not worker.shared.open:
-            return worker.shared.worker(worker.worker_id, worker.http_endpoint)
+            return self._made(worker, None)
         life = _Life(pod.uid, pod.restarts, worker.http_endpoint)
         question = self._questions.get(worker.worker_id)
         if question is None or (question.life != life and pod.ready):
@@ -259,7 +296,14 @@ class KubernetesWorkers:
             question = self._questions[worker.worker_id] = _Question(life, task, facts)
         if question.facts is None:
             raise Unavailable(question.problem or f"{worker.http_endpoint} has not answered yet")
-        return worker.shared.worker(worker.worker_id, worker.http_endpoint, question.facts)
+        return self._made(worker, question.facts)
+
+    def _made(self, worker: PodWorker, facts: EngineFacts | None) -> WorkerSpec:
+        known = self._specs.get(worker.worker_id)
+        if known is None or known.worker is not worker or known.facts is not facts:
+            spec = worker.shared.worker(worker.worker_id, worker.http_endpoint, facts)
+            known = self._specs[worker.worker_id] = _Spec(worker, facts, spec)
+        return known.spec
 
     async def _learn(self, worker: PodWorker, http: HttpClient) -> None:
         """Asks an engine until it answers."""

@@ -216,7 +216,7 @@ async def test_while_the_api_is_away_all_workers_stay_and_the_warning_says_so() 
         await made.api.put(PODS, pod("a", "10.0.0.1"), pod("b", "10.0.0.2", labels={"app": "other"}))
         await made.until("a:8000", "b:9000")
         await made.api.kill()
-        await made.warned("'app=vllm' is not followed, its 1 stay")
+        await made.warned("'app=vllm' is not followed, what is known stays (1): ")
         assert made.now == ["a:8000", "b:9000"]
         await made.api.delete(PODS, "a")
         await made.api.start()

@@ -380,6 +380,24 @@ async def test_workers_of_a_dns_name_are_told_and_taken_back(fleet: Fleet) -> No
     await until(lambda: all(service.worker_ids == [] for service in fleet.services))
 
 
+async def test_what_is_declared_to_a_member_itself_is_neither_told_to_it_nor_taken_back(fleet: Fleet) -> None:
+    for service in fleet.services:
+        service.registry.replace_source(Source.KUBERNETES, [A])
+    node = fleet.node()
+    await rounds(node)
+    for specs in ([A], [A.with_draining(True)]):
+        node.registry.replace_source(Source.KUBERNETES, specs)
+        for service in fleet.services:
+            service.registry.replace_source(Source.KUBERNETES, specs)
+        await rounds(node)
+        await node.registration.flush()
+    node.registry.replace_source(Source.KUBERNETES, [])
+    await node.registration.flush()
+    for service in fleet.services:
+        assert (service.calls["RegisterWorker"], service.calls["RemoveWorker"]) == (0, 0)
+        assert service.worker_ids == ["a"], "that its own watch says otherwise is its own affair"
+
+
 async def test_what_engines_told_a_member_is_no_change_by_another_gateway(fleet: Fleet) -> None:
     node = fleet.node()
     asked = replace(A, http_endpoint="http://a")

@@ -150,7 +150,8 @@ class ListWatch(Generic[T]):
                 except ObjectProblem as error:
                     unreadable = f"{_name_of(item)}: {error}"
                 else:
-                    found[one.key] = one
+                    known = self.objects.get(one.key)
+                    found[one.key] = known if known is not None and known == one else one  # the same stays the same
             more = meta.get("continue") if isinstance(meta, Mapping) else None
             if not more or not isinstance(more, str):
                 break
@@ -252,8 +253,7 @@ class ListWatch(Generic[T]):
                 async for piece in response.content.iter_any():
                     yield piece
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            why = printable(str(error)) or type(error).__name__
-            raise Unavailable(f"{self._access.server} does not answer: {why}") from error
+            raise Unavailable(f"{self._access.server} does not answer: {_why(error)}") from error
 
     def _failed(self, problem: str) -> None:
         if not self.problem:
@@ -295,6 +295,16 @@ async def _document(body: bytes) -> Mapping[str, Any]:
     if not isinstance(document, Mapping):
         raise Unavailable("the API answers no object")
     return document
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        error = error.certificate_error
+    elif isinstance(error, aiohttp.ClientConnectorError):
+        error = error.os_error
+    elif isinstance(error, aiohttp.ClientPayloadError):
+        return "it broke off"
+    return printable(str(error)) or type(error).__name__
 
 
 def _message_of(status: Mapping[str, Any]) -> str:

@@ -222,8 +222,10 @@ class MemberSync:
 
     async def _remove(self, name: WorkerName) -> None:
         request = workers_pb2.RemoveWorkerRequest(tenant=name.tenant, worker_id=name.worker_id)
+        listed = self.peers.get(name)
         try:
-            await call(self._stub.RemoveWorker, request, timeout=CALL_SECONDS)
+            if listed is None or not listed.declared:
+                await call(self._stub.RemoveWorker, request, timeout=CALL_SECONDS)
         except (NotFound, FailedPrecondition):
             pass  # gone already, or the member has it from a file of its own
         self._told.pop(name, None)
@@ -232,6 +234,11 @@ class MemberSync:
         self._to_remove.discard(name)
 
     async def _register(self, entry: Entry) -> None:
+        listed = self.peers.get(entry.name)
+        if listed is not None and listed.declared:
+            # It would refuse: what it is declared there is there to change.
+            self._told[entry.name] = _Told(entry, listed.spec, self._clock())
+            return
         lease = FILE_LEASE_SECONDS if entry.source in DECLARED else entry.lease_seconds
         proto = await self._tell(entry.name, entry.registered, lease)
         if proto is not None:
