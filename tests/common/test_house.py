@@ -14,7 +14,7 @@ SOURCES = sorted(
     path
     for folder in ("common", "services", "clients", "bench")
     for path in (ROOT / folder).rglob("*.py")
-    if "target" not in path.parts
+    if "target" not in path.parts and path.parent != ROOT / folder
 )
 
 

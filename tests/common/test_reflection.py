@@ -29,7 +29,11 @@ async def ask(symbol: str, version: str = "v1alpha") -> Any:
 
 @pytest.mark.parametrize(
     "symbol",
-    ["kvscout.v1.Gateway", "kvscout.v1.Gateway.Route", "kvscout.v1.RouteRequest", "kvscout.v1.RouteRequest.model"],
+    [
+        *("kvscout.v1.Gateway", "kvscout.v1.Gateway.Route", "kvscout.v1.RouteRequest", "kvscout.v1.RouteRequest.model"),
+        *("google.rpc.BadRequest", "google.rpc.RetryInfo"),
+        "grpc.reflection.v1.ServerReflection.ServerReflectionInfo",
+    ],
 )
 async def test_every_kind_of_symbol_is_found(symbol: str) -> None:
     assert (await ask(symbol)).file_descriptor_response.file_descriptor_proto
