@@ -145,6 +145,15 @@ async def test_names_of_this_machine_are_resolved() -> None:
         await resolve("kvscout.invalid", 80)
 
 
+async def test_a_host_with_addresses_of_both_families_is_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def both(*_: object, **__: object) -> list[tuple[Any, ...]]:
+        v6 = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (f"fd00::{n}", 80, 0, 0)) for n in (2, 1)]
+        return [*v6, *((socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"10.0.0.{n}", 80)) for n in (2, 1))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    assert await resolve("svc", 80) == ["fd00::1", "fd00::2"]
+
+
 async def test_a_service_follows_the_name_it_is_told() -> None:
     url = "dns://127.0.0.1:9?model=m&block_size=16&transport=none"
     async with running("kvscout_indexer.main", "--workers-dns", url) as indexer:

@@ -29,7 +29,10 @@ EVERYTHING: dict[str, Any] = {
     "workers": {"selections": ["app in (vllm, sglang),!canary", "pool/big?namespace=prod&role=decode"]},
     "inferencePool": {"create": True, "matchLabels": {"app": "vllm"}, "targetPorts": [8000, 8001]},
     "gateway": {
-        "args": ["--conditional-disagg"],
+        "args": ["--conditional-disagg", "--tokenizer=/tokenizers"],
+        "env": [{"name": "kvscout_queue_wait_seconds", "value": "30"}],
+        "volumes": [{"name": "tokenizers", "persistentVolumeClaim": {"claimName": "tokenizers"}}],
+        "volumeMounts": [{"name": "tokenizers", "mountPath": "/tokenizers", "readOnly": True}],
         "nodeSelector": {"pool": "cpu"},
         "tolerations": [{"key": "x", "operator": "Exists"}],
         "podAnnotations": {"a": "b"},
@@ -122,14 +125,16 @@ def test_a_field_that_kubernetes_does_not_know_is_found() -> None:
 
 @pytest.mark.parametrize("values", [LEAST, EVERYTHING], ids=["least", "everything"])
 def test_services_know_all_flags_that_they_are_given(values: dict[str, Any]) -> None:
-    found = containers(objects(values))
-    assert {container["command"][0] for container in found} == COMMANDS.keys()
-    for container in found:
+    pods = [one["spec"]["template"]["spec"] for (kind, _), one in objects(values).items() if kind == "Deployment"]
+    assert {spec["containers"][0]["command"][0] for spec in pods} == COMMANDS.keys()
+    for spec in pods:
+        [container] = spec["containers"]
         known = {option for parameter in COMMANDS[container["command"][0]].params for option in parameter.opts}
         assert flags(container).keys() <= known
         paths = [value for values in flags(container).values() for value in values if value.startswith("/etc/kvscout/")]
-        mounts = [mount["mountPath"] for mount in container.get("volumeMounts", ())]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container.get("volumeMounts", ())}
         assert all(path.rpartition("/")[0] in mounts for path in paths)
+        assert set(mounts.values()) == {volume["name"] for volume in spec.get("volumes", ())}
 
 
 def test_gateways_find_their_helpers_where_these_serve() -> None:

@@ -84,8 +84,8 @@ grpc: {port: {{ .of.grpcPort }}}
 {{- $of := .of }}
 {{- $name := printf "%s-%s" (include "kvscout.name" $root) .name }}
 {{- $reads := fromJsonArray (include "kvscout.selections" $root) }}
-{{- $volumes := list (include "kvscout.secrets" $root) .volumes | join "\n" | trim }}
-{{- $mounts := list (include "kvscout.mounts" $root) .mounts | join "\n" | trim }}
+{{- $volumes := list (include "kvscout.secrets" $root) .volumes (empty $of.volumes | ternary "" (toYaml $of.volumes)) | join "\n" | trim }}
+{{- $mounts := list (include "kvscout.mounts" $root) .mounts (empty $of.volumeMounts | ternary "" (toYaml $of.volumeMounts)) | join "\n" | trim }}
 apiVersion: apps/v1
 kind: Deployment
 metadata:
@@ -137,6 +137,10 @@ spec:
             {{- range $of.args }}
             - {{ . | quote }}
             {{- end }}
+          {{- with $of.env }}
+          env:
+            {{- toYaml . | nindent 12 }}
+          {{- end }}
           ports:
             - {name: grpc, containerPort: {{ $of.grpcPort }}}
             - {name: metrics, containerPort: {{ $of.metricsPort }}}
