@@ -153,8 +153,16 @@ async def running_envoy(
     [check] = settings.cluster("endpoint_picker")["health_checks"]
     check |= {"timeout": "0.3s", "interval": "0.1s", "no_traffic_interval": "0.1s"}
     change(settings)
+    async with running_config(folder, settings.root) as envoy:
+        await envoy.until_picker(healthy=True)
+        yield envoy
+
+
+@asynccontextmanager
+async def running_config(folder: Path, root: Mapping[str, Any]) -> AsyncIterator[Envoy]:
+    """Starts Envoy with a configuration and waits until it listens."""
     config, admin = folder / "envoy.yaml", folder / "admin"
-    config.write_text(yaml.safe_dump(settings.root))
+    config.write_text(yaml.safe_dump(root))
     process = await asyncio.create_subprocess_exec(
         ENVOY, "-c", str(config), "--concurrency", "1", "-l", "error", "--admin-address-path", str(admin),
         "--use-dynamic-base-id", "--drain-time-s", "1", "--drain-strategy", "immediate",
@@ -177,9 +185,7 @@ async def running_envoy(
                 )
 
             address = await eventually(listening, what="a listener")
-            envoy = Envoy(f"http://{address}", url, process, http)
-            await envoy.until_picker(healthy=True)
-            yield envoy
+            yield Envoy(f"http://{address}", url, process, http)
     finally:
         if process.returncode is None:
             process.kill()

@@ -23,6 +23,7 @@ COMMANDS = (
     "health",
     "doctor",
     "top",
+    "shadow",
     "route",
     "generate",
     "workers",

@@ -1001,6 +1001,100 @@ class TokenDifference(_message.Message):
 Global___TokenDifference: _TypeAlias = TokenDifference  # noqa: Y015
 
 @_typing.final
+class ShadowHour(_message.Message):
+    """One model's requests of one hour: as the user's own balancer placed them, and as the policy would have. All numbers
+    from prompt_tokens on are of those that were compared.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LeftOutEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    BEGIN_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    COMPARED_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    POLICY_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    SERVED_KNOWN_FIELD_NUMBER: _builtins.int
+    SAME_WORKER_FIELD_NUMBER: _builtins.int
+    SAME_WORKER_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SAME_WORKER_ERROR_TOKENS_FIELD_NUMBER: _builtins.int
+    begin_unix_seconds: _builtins.int
+    """When it began, in seconds since the Unix epoch."""
+    tenant: _builtins.str
+    """Whose requests; empty, with an empty model, for models that no worker serves."""
+    model: _builtins.str
+    """Model."""
+    requests: _builtins.int
+    """Requests that were passed on."""
+    compared: _builtins.int
+    """Of them, those that were compared."""
+    prompt_tokens: _builtins.int
+    """Prompt tokens."""
+    cached_tokens: _builtins.int
+    """Prompt tokens that engines had cached, as they say."""
+    policy_cached_tokens: _builtins.int
+    """Prompt tokens that the workers of the policy's choice had cached."""
+    served_known: _builtins.int
+    """Requests of which the balancer said which worker served them."""
+    same_worker: _builtins.int
+    """Of these, those that the policy would have sent there, too."""
+    same_worker_prompt_tokens: _builtins.int
+    """Prompt tokens of those."""
+    same_worker_error_tokens: _builtins.int
+    """Of those, the sum of |predicted - reported| cached tokens: how far the prediction of policy_cached_tokens goes wrong."""
+    @_builtins.property
+    def left_out(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Why the others were not, and how many: "tokens", "helpers", "late", "usage", "failed", "many"."""
+
+    def __init__(
+        self,
+        *,
+        begin_unix_seconds: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        compared: _builtins.int = ...,
+        left_out: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        policy_cached_tokens: _builtins.int = ...,
+        served_known: _builtins.int = ...,
+        same_worker: _builtins.int = ...,
+        same_worker_prompt_tokens: _builtins.int = ...,
+        same_worker_error_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_unix_seconds", b"begin_unix_seconds", "cached_tokens", b"cached_tokens", "compared", b"compared", "left_out", b"left_out", "model", b"model", "policy_cached_tokens", b"policy_cached_tokens", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "same_worker", b"same_worker", "same_worker_error_tokens", b"same_worker_error_tokens", "same_worker_prompt_tokens", b"same_worker_prompt_tokens", "served_known", b"served_known", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShadowHour: _TypeAlias = ShadowHour  # noqa: Y015
+
+@_typing.final
 class GatewayGetStatusResponse(_message.Message):
     """State of the gateway."""
 
@@ -1034,12 +1128,16 @@ class GatewayGetStatusResponse(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
     TOKEN_DIFFERENCES_FIELD_NUMBER: _builtins.int
+    SHADOWED_BALANCER_FIELD_NUMBER: _builtins.int
+    SHADOW_HOURS_FIELD_NUMBER: _builtins.int
     in_flight: _builtins.int
     """Requests in flight."""
     requests: _builtins.int
     """Requests served since start."""
     failures: _builtins.int
     """Requests that failed."""
+    shadowed_balancer: _builtins.str
+    """URL of the balancer that decides in shadow mode; empty = this gateway does."""
     @_builtins.property
     def service(self) -> _types_pb2.ServiceInfo:
         """The service."""
@@ -1060,6 +1158,10 @@ class GatewayGetStatusResponse(_message.Message):
     def token_differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDifference]:
         """Models whose tokens are not those of their engines."""
 
+    @_builtins.property
+    def shadow_hours(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShadowHour]:
+        """What came of it, the oldest hour first."""
+
     def __init__(
         self,
         *,
@@ -1071,10 +1173,12 @@ class GatewayGetStatusResponse(_message.Message):
         failures: _builtins.int = ...,
         degraded: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         token_differences: _abc.Iterable[Global___TokenDifference] | None = ...,
+        shadowed_balancer: _builtins.str = ...,
+        shadow_hours: _abc.Iterable[Global___ShadowHour] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "failures", b"failures", "helpers", b"helpers", "in_flight", b"in_flight", "requests", b"requests", "service", b"service", "token_differences", b"token_differences", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "failures", b"failures", "helpers", b"helpers", "in_flight", b"in_flight", "requests", b"requests", "service", b"service", "shadow_hours", b"shadow_hours", "shadowed_balancer", b"shadowed_balancer", "token_differences", b"token_differences", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

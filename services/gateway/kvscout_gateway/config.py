@@ -14,6 +14,7 @@ from kvscout_common.shards import Shard
 from kvscout_gateway.engines.patience import Patience
 from kvscout_gateway.failover import DNS
 from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig
+from kvscout_gateway.front.shadow.config import ShadowConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class GatewayConfig:
     """Of the OpenAI front; 0 = any free one, -1 = none."""
     dashboard: bool = True
     """At / of that port."""
+    shadow: ShadowConfig | None = None
+    """The user's own balancer decides; None = this gateway does."""
     tokenizers: Mapping[str, Path] = field(default_factory=dict)
     """Folder of each model's tokenizer; "" = of all models that have none of their own."""
     tokenizer_cache_bytes: int = 64 * 1024 * 1024
@@ -69,6 +72,15 @@ class GatewayConfig:
     """Lease of the gateway's own bookings where it has no stream to the scheduler; renewed while a request runs."""
     endpoint_picker: EndpointPickerConfig | None = None
     """None = off."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where one thing excludes another."""
+        if self.shadow is None:
+            return
+        if self.endpoint_picker is not None:
+            raise ConfigError("the user's own balancer decides, or the endpoint picker does", field="shadow")
+        if self.http_port < 0:
+            raise ConfigError("needs --http-port", field="shadow")
 
 
 def addresses(flag: str, given: Sequence[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.enum_words import value_of
-from kvscout_common.errors import KvscoutError
+from kvscout_common.errors import FailedPrecondition, KvscoutError
 from kvscout_common.followed_file import read_file
 from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_tasks import Backends
@@ -44,6 +44,7 @@ from kvscout_gateway.metrics import (
     GatewayMetrics,
     ObservationCollector,
     ReportCollector,
+    ShadowCollector,
     StreamCollector,
 )
 from kvscout_gateway.registration import Registration, problem
@@ -58,6 +59,7 @@ from kvscout_gateway.scheduler_client.booking import Schedulers
 from kvscout_gateway.scheduler_client.bookings import Bookings
 from kvscout_gateway.scheduler_client.link import SchedulerLink
 from kvscout_gateway.scheduler_client.placing import Placing
+from kvscout_gateway.shadow_report import ShadowReport
 from kvscout_gateway.tokens.sources import Tokens
 
 log = logging.getLogger("kvscout.gateway")
@@ -169,6 +171,8 @@ class Gateway:
             lease_seconds=config.lease_seconds,
             limits=self.registry.limits,
         )
+        self.shadow_report = ShadowReport()
+        """Empty unless this gateway shadows."""
         self.on_drain: list[Callable[[], object]] = []
         """Called when nothing new is taken any more, by whom something would wait for longer than it has to."""
         self.tokens = Tokens(self, metrics)
@@ -178,6 +182,8 @@ class Gateway:
         metrics.register(ReportCollector(self.reporter))
         metrics.register(StreamCollector(self.schedulers))
         metrics.register(BlindCollector(self.indexer_check))
+        if config.shadow is not None:
+            metrics.register(ShadowCollector(self.shadow_report))
         self.registry.listen(self)
 
     def worker_added(self, spec: WorkerSpec) -> None:
@@ -213,6 +219,17 @@ class Gateway:
         """Those of some workers that can be asked something over HTTP, and should be: none that fail or drain."""
         out = self.health.left_out(tenant, lambda: workers)
         return [w for w in workers if w.http_endpoint and not w.draining and w.worker_id not in out]
+
+    def require_deciding(self) -> None:
+        """Nothing, where this gateway decides where requests run.
+
+        Raises:
+            FailedPrecondition: It shadows another balancer.
+        """
+        if self.config.shadow is not None:
+            raise FailedPrecondition(
+                f"with --shadow {self.config.shadow.balancer} decides: only what comes over HTTP is passed on to it"
+            )
 
     async def drain(self) -> None:
         """Refuses new requests; waits until none is in flight and every Free is delivered."""

@@ -16,6 +16,7 @@ from kvscout_common.serving import App, run
 from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards, tokenizer_folders
 from kvscout_gateway.engines.patience import Patience
 from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig, endpoint_picker_flags
+from kvscout_gateway.front.shadow.config import ShadowConfig, shadow_flags
 
 
 @click.command(cls=SectionedCommand)
@@ -144,6 +145,7 @@ from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig, e
     help="Lease of bookings made without a stream.",
 )
 @endpoint_picker_flags()
+@shadow_flags()
 @flag(
     "--http-port",
     default=8000,
@@ -226,6 +228,7 @@ def main(**values: Any) -> None:
             engine_ca=values["engine_ca"],
             http_port=values["http_port"],
             dashboard=not values["no_dashboard"],
+            shadow=ShadowConfig.from_flags(values),
             tokenizers=tokenizer_folders("tokenizer", values["tokenizer"]),
             tokenizer_cache_bytes=values["tokenizer_cache_mib"] << 20,
             tokenize_timeout_seconds=values["tokenize_timeout_ms"] / 1000,

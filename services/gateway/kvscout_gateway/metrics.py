@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from kvscout_gateway.indexer_client.check import IndexerCheck
 from kvscout_gateway.indexer_client.reporter import Reporter
 from kvscout_gateway.request.observation import Observations
+from kvscout_gateway.shadow_report import ShadowReport
 from kvscout_gateway.tally import Tally
 
 if TYPE_CHECKING:
@@ -256,3 +257,33 @@ class BlindCollector(Collector):
         for one in self._check.checked:
             blind.add_metric([one.member.address], len(one.ranks.blind))
         yield blind
+
+
+class ShadowCollector(Collector):
+    """Samples of what was passed on to the user's own balancer, read when they are scraped."""
+
+    def __init__(self, report: ShadowReport) -> None:
+        self._report = report
+
+    def collect(self) -> Iterator[Metric]:
+        """Samples of now."""
+        labels = ["tenant", "model"]
+        requests = CounterMetricFamily(
+            "kvscout_shadow_requests",
+            "Requests passed on in shadow mode, by whether they were compared, or why not",
+            labels=[*labels, "outcome"],
+        )
+        prompt = CounterMetricFamily("kvscout_shadow_prompt_tokens", "Of those compared", labels=labels)
+        cached = CounterMetricFamily("kvscout_shadow_cached_tokens", "Of them, cached as it was", labels=labels)
+        policy = CounterMetricFamily(
+            "kvscout_shadow_policy_cached_tokens",
+            "Of them, cached where the policy would have sent them",
+            labels=labels,
+        )
+        for who, span in self._report.totals():
+            for outcome, count in {"compared": span.sums.compared, **span.reasons()}.items():
+                requests.add_metric([*who, outcome], count)
+            prompt.add_metric(who, span.sums.prompt_tokens)
+            cached.add_metric(who, span.sums.cached_tokens)
+            policy.add_metric(who, span.sums.policy_cached_tokens)
+        yield from (requests, prompt, cached, policy)

@@ -14,6 +14,7 @@ from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.doctor.diagnosis import Finding
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.overview import Overview, SourceRow, overview, seen_by_gateways
+from kvscout_common.doctor.shadow import Shadow, sentences, shadow_of
 from kvscout_common.doctor.snapshot import RankName, WorkerName, observed_name
 from kvscout_common.enum_words import word_of
 from kvscout_common.plain_text import printable
@@ -22,6 +23,7 @@ from kvscout_common.worker_proto import role_from_proto
 MAX_WORKERS: Final = 1_000
 """Worker ranks that are shown, those in trouble first; of more, the number."""
 MAX_SERVICES: Final = 200
+MAX_SHADOW_HOURS: Final = 48
 MAX_CANDIDATES: Final = 12
 """Of a decision: the one that was chosen, and the cheapest of the others."""
 _DEAR: Final = float("inf")
@@ -63,6 +65,7 @@ def state(now: Moment, before: Moment | None, decisions: Iterable[scheduler_pb2.
         "workers": workers[:MAX_WORKERS],
         "more_workers": max(0, len(workers) - MAX_WORKERS),
         "decisions": [_decision(one) for one in decisions],
+        "shadow": _shadow(shadow_of(now.snapshot)),
     }
 
 
@@ -78,6 +81,28 @@ def findings(found: Sequence[Finding]) -> Any:
         }
         for one in found
     ]
+
+
+def _shadow(shadow: Shadow) -> Any:
+    """None where no gateway shadows."""
+    if not shadow.balancers:
+        return None
+    return {
+        "summary": " ".join(sentences(shadow)),
+        "hours": [
+            {
+                "begin": row.begin_unix_seconds,
+                "tenant": printable(row.tenant),
+                "model": printable(row.model),
+                "requests": row.requests,
+                "compared": row.compared,
+                "actual": row.hit_rate,
+                "policy": row.policy_hit_rate,
+                "same": row.same_share,
+            }
+            for row in shadow.hours[:MAX_SHADOW_HOURS]
+        ],
+    }
 
 
 def _workers(now: Moment, shown: Overview) -> list[dict[str, Any]]:

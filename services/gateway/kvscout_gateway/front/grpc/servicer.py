@@ -86,6 +86,8 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self._gateway.registration.take_over(tenant or DEFAULT_TENANT, worker_id)
 
     async def Route(self, request: gateway_pb2.RouteRequest, context: Any) -> gateway_pb2.RouteResponse:
+        if request.request_id:
+            self._gateway.require_deciding()
         wish = translate.route_wish(request, self._gateway.config.max_prompt_tokens)
         placement = await self._gateway.routing.place_elsewhere(wish)
         return translate.route_response(placement)
@@ -93,6 +95,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     async def Generate(  # type: ignore[override]  # writes bytes to the context instead of yielding messages
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> None:
+        self._gateway.require_deciding()
         await generate(self._gateway.exchanges, self._gateway.config, request, context)
 
     async def MarkPrefillComplete(

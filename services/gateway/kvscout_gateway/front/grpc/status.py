@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.registry import ALL_TENANTS
@@ -10,6 +11,7 @@ from kvscout_common.worker import WorkerRank
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.request.observation import Observation
+from kvscout_gateway.shadow_report import Hour, Span, Sums
 
 _NOTHING = Observation()
 
@@ -35,6 +37,24 @@ def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.Gat
             for (owner, name), how in gateway.tokens.parity.differing.items()
             if tenant in (ALL_TENANTS, owner) and model in ("", name)
         ],
+        shadowed_balancer=gateway.config.shadow.balancer if gateway.config.shadow is not None else "",
+        shadow_hours=[
+            _shadow_hour(hour, span)
+            for hour, span in gateway.shadow_report.hours()
+            if tenant in (ALL_TENANTS, hour.tenant) and model in ("", hour.model)
+        ],
+    )
+
+
+def _shadow_hour(hour: Hour, span: Span) -> gateway_pb2.ShadowHour:
+    sums = {each.name: getattr(span.sums, each.name) for each in fields(Sums)}
+    return gateway_pb2.ShadowHour(
+        begin_unix_seconds=hour.begin,
+        tenant=hour.tenant,
+        model=hour.model,
+        requests=span.requests,
+        left_out=span.reasons(),
+        **sums,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from json.decoder import JSONDecodeError
@@ -10,6 +11,8 @@ from typing import Any, Final, NamedTuple
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.token_json import read_tokens
 
+INLINE_BODY_BYTES: Final = 256 * 1024
+"""Longer bodies are parsed in a thread: the event loop has a few milliseconds for one request at most."""
 MAX_FIELDS: Final = 10_000
 _WHITE: Final = " \t\n\r"
 _PROMPT: Final = "prompt"
@@ -71,6 +74,15 @@ class JsonBody:
 
     def _differs(self, name: str, value: Any) -> bool:
         return name in self.fields if value is None else name not in self.fields or self.fields[name] != value
+
+
+async def parsed(data: bytes) -> JsonBody:
+    """Reads a body of any length.
+
+    Raises:
+        InvalidArgument: As `JsonBody`.
+    """
+    return JsonBody(data) if len(data) <= INLINE_BODY_BYTES else await asyncio.to_thread(JsonBody, data)
 
 
 def _written(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -18,12 +17,13 @@ from kvscout_common.tenant_limits import Limit
 from kvscout_common.transport.http import HttpCall, HttpRefused, SinkGone, SinkStalled
 from kvscout_gateway.front.dashboard.front import EVENTS, METHOD, PAGE, DashboardFront
 from kvscout_gateway.front.openai.access import Caller, caller_of, header
-from kvscout_gateway.front.openai.body import JsonBody
+from kvscout_gateway.front.openai.body import JsonBody, parsed
 from kvscout_gateway.front.openai.generation import COMPLETIONS, Generation
 from kvscout_gateway.front.openai.models import Models
 from kvscout_gateway.front.openai.passthrough import Passthrough
 from kvscout_gateway.front.openai.refusals import JSON_HEADERS, refusal_of, shaped
 from kvscout_gateway.front.openai.thresholds import change_of, shown
+from kvscout_gateway.front.shadow.front import ShadowFront
 from kvscout_gateway.front.wishes import CHAT
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ ROUTES: Final[Mapping[str, Mapping[str, str]]] = {
 `/health`, `/ready` and the dashboard's page are open."""
 ENGINES_OWN: Final = "Generate"
 """The same, of paths that are passed on."""
-INLINE_BODY_BYTES: Final = 256 * 1024
-"""Longer bodies are parsed in a thread: the event loop has a few milliseconds for one request at most."""
 
 
 class OpenAiFront:
@@ -59,6 +57,7 @@ class OpenAiFront:
         tokens: TokenTable | None,
         *,
         dashboard: DashboardFront | None = None,
+        shadow: ShadowFront | None = None,
     ) -> None:
         """Answers requests.
 
@@ -69,6 +68,7 @@ class OpenAiFront:
             metrics: Shown at /metrics.
             tokens: Clients' API keys; None = everybody may do everything.
             dashboard: For browsers; None = there is none.
+            shadow: Has the user's own balancer answer what is the engines'; None = this gateway decides.
         """
         self._gateway = gateway
         self._generation = generation
@@ -77,6 +77,7 @@ class OpenAiFront:
         self._metrics = metrics
         self._tokens = tokens
         self._dashboard = dashboard
+        self._shadow = shadow
 
     async def handle(self, call: HttpCall) -> None:
         """Answers one request, whatever it is."""
@@ -113,7 +114,9 @@ class OpenAiFront:
 
     async def _answer_route(self, call: HttpCall, caller: Caller, route: str | None) -> None:
         path = call.path
-        if route in (COMPLETIONS, CHAT):
+        if self._shadow is not None and route in (COMPLETIONS, CHAT, MODELS, None):
+            await self._shadow.run(call, caller)
+        elif route in (COMPLETIONS, CHAT):
             self._gateway.exchanges.require_open()
             await self._generation.run(call, caller, await _json(call))
         elif route == MODELS:
@@ -193,7 +196,7 @@ async def _json(call: HttpCall) -> JsonBody:
     body = await call.body()
     if not body:
         raise InvalidArgument("must not be empty", field="body")
-    return JsonBody(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(JsonBody, body)
+    return await parsed(body)
 
 
 async def _tell(call: HttpCall, document: Any) -> None:

@@ -32,6 +32,20 @@ DEGRADED_HEADER: Final = "X-Kvscout-Degraded"
 """Why a request was placed with less knowledge than usual."""
 
 
+def with_usage(body: JsonBody) -> tuple[Form, dict[str, Any]]:
+    """What has an engine end a stream with its account of tokens, and what is to become of the stream: a client that
+    has not asked for the account does not see it.
+
+    Returns:
+        The form in which the answer is passed on, and the fields of the body that change.
+    """
+    options = body.get("stream_options")
+    options = options if isinstance(options, dict) else {}
+    if body.get("stream") is not True or options.get("include_usage") is True:
+        return Form.BYTES, {}
+    return Form.WITHOUT_USAGE, {"stream_options": {**options, "include_usage": True}}
+
+
 class OpenAiRequest:
     """See `ClientRequest`: the client's own body, for the engine's endpoint of the same name."""
 
@@ -52,10 +66,7 @@ class OpenAiRequest:
         self._with_key = with_key
         self._request_id = header(call.headers, REQUEST_ID_HEADER.lower())
         self.at_once = body.get("stream") is not True
-        options = body.get("stream_options")
-        self._options = options if isinstance(options, dict) else {}
-        asked_for = self._options.get("include_usage") is True
-        self.form = Form.BYTES if self.at_once or asked_for else Form.WITHOUT_USAGE
+        self.form, self._with_usage = with_usage(body)
 
     def dialect(self, adapter: EngineAdapter) -> Dialect:
         """See `ClientRequest`: OpenAI's, whatever else the engine speaks."""
@@ -65,11 +76,9 @@ class OpenAiRequest:
         """See `ClientRequest`."""
         if self._request_id:
             to = to._replace(request_id=self._request_id)
-        own: dict[str, Any] = {}
+        own = dict(self._with_usage)
         if "model" in self._body.fields:
             own["model"] = to.model
-        if self.form is Form.WITHOUT_USAGE:
-            own["stream_options"] = {**self._options, "include_usage": True}
         return HttpRequest(
             f"{to.endpoint}{self._target}",
             headers=proxied.to_engine(self._headers, adapter.headers(to), with_key=self._with_key),

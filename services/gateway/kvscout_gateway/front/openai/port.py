@@ -16,6 +16,7 @@ from kvscout_gateway.front.openai.front import OpenAiFront
 from kvscout_gateway.front.openai.generation import Generation
 from kvscout_gateway.front.openai.passthrough import Passthrough
 from kvscout_gateway.front.openai.sessions import Affinity
+from kvscout_gateway.front.shadow.front import ShadowFront
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -57,4 +58,9 @@ class OpenAiPort:
         dashboard = None
         if self._dashboard is not None:
             dashboard = DashboardFront(self._dashboard, tokens, host=gateway.config.server.host)
-        return OpenAiFront(gateway, generation, passthrough, self._metrics, tokens, dashboard=dashboard).handle
+        shadow = None
+        if gateway.config.shadow is not None:
+            shadow = ShadowFront(gateway, gateway.config.shadow, passes_keys=passes_keys)
+        return OpenAiFront(
+            gateway, generation, passthrough, self._metrics, tokens, dashboard=dashboard, shadow=shadow
+        ).handle

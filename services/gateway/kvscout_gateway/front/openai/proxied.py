@@ -11,8 +11,9 @@ _OF_ONE_HOP: Final = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
      "transfer-encoding", "upgrade", "host", "content-length", "expect")
 )  # fmt: skip
+TENANT: Final = "x-kvscout-tenant"
 _NOT_FOR_ENGINES: Final = frozenset(
-    ("accept-encoding", "authorization", "cookie", "x-api-key", "x-data-parallel-rank", "x-kvscout-tenant")
+    ("accept-encoding", "authorization", "cookie", "x-api-key", "x-data-parallel-rank", TENANT)
 )
 """What is packed cannot be read on its way; keys and tenants are the gateway's; ranks are the scheduler's choice."""
 _NOT_FOR_CLIENTS: Final = frozenset(("date", "server", "set-cookie"))
@@ -48,6 +49,27 @@ def to_client(engine: Headers) -> list[tuple[str, str]]:
         for name, value in engine
         if (lower := name.lower()) not in _OF_ONE_HOP and lower not in _NOT_FOR_CLIENTS and lower not in named
     ]
+
+
+def to_balancer(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool) -> list[tuple[str, str]]:
+    """The headers of a request to the user's own balancer: all of them, cookies by which it may go, too.
+
+    Args:
+        client: What the client sent.
+        own: What the gateway sends; instead of what the client sent under the same name.
+        with_key: The client's key is the engine's.
+    """
+    mine = [*((name, value) for name, value in own if value), ("Accept-Encoding", "identity")]
+    left_out = {name.lower() for name, _ in mine} | _connection_options(client) | _OF_ONE_HOP | {TENANT}
+    if not with_key:
+        left_out |= {"authorization", "x-api-key"}
+    return mine + [(name, value) for name, value in client if name.lower() not in left_out]
+
+
+def from_balancer(answer: Headers) -> list[tuple[str, str]]:
+    """The headers of its answer: all of them."""
+    left_out = _connection_options(answer) | _OF_ONE_HOP
+    return [(name, value) for name, value in answer if name.lower() not in left_out]
 
 
 def as_value(text: str) -> str:

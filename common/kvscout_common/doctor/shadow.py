@@ -1,0 +1,143 @@
+"""What gateways in shadow mode have seen: what the user's own balancer did, and the policy would have. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvscout.v1 import gateway_pb2
+from kvscout_common.doctor.snapshot import Snapshot
+
+WHY_NOT = {
+    "tokens": "the tokens of their prompts are not known here",
+    "helpers": "indexer or scheduler did not answer, or knew no worker for them",
+    "late": "their output began before the policy had decided",
+    "usage": "their engines do not say what was cached (vLLM: --enable-prompt-tokens-details)",
+    "failed": "they failed, or their clients left",
+    "many": "too many came at once",
+}
+_SUMS = (
+    "requests",
+    "compared",
+    "prompt_tokens",
+    "cached_tokens",
+    "policy_cached_tokens",
+    "served_known",
+    "same_worker",
+    "same_worker_prompt_tokens",
+    "same_worker_error_tokens",
+)
+
+
+@dataclass(slots=True)
+class ShadowRow:
+    """One model's requests of one hour, at all gateways; or of several hours."""
+
+    begin_unix_seconds: int = 0
+    tenant: str = ""
+    model: str = ""
+    requests: int = 0
+    compared: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    policy_cached_tokens: int = 0
+    served_known: int = 0
+    same_worker: int = 0
+    same_worker_prompt_tokens: int = 0
+    same_worker_error_tokens: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: ShadowRow | gateway_pb2.ShadowHour) -> None:
+        """More requests of the same."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.left_out.update(dict(other.left_out))
+
+    @property
+    def shares(self) -> dict[str, float | None]:
+        """What it comes to."""
+        return {
+            "hit_rate": self.hit_rate,
+            "policy_hit_rate": self.policy_hit_rate,
+            "same_worker_share": self.same_share,
+            "prediction_error": self.error_share,
+        }
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Cached ÷ prompt tokens, as it was; None = nothing was compared."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+    @property
+    def policy_hit_rate(self) -> float | None:
+        """The same, had the policy decided."""
+        return self.policy_cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+    @property
+    def same_share(self) -> float | None:
+        """Share of requests that the policy would have sent where they went; None = nobody says where that was."""
+        return self.same_worker / self.served_known if self.served_known else None
+
+    @property
+    def error_share(self) -> float | None:
+        """By how much of their prompts the prediction was wrong, where it could be checked: at those requests."""
+        prompt = self.same_worker_prompt_tokens
+        return self.same_worker_error_tokens / prompt if prompt else None
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """All of it."""
+
+    balancers: tuple[str, ...]
+    """That decide; empty = no gateway shadows."""
+    hours: tuple[ShadowRow, ...]
+    """The newest first."""
+
+    @property
+    def total(self) -> ShadowRow:
+        """Of all hours."""
+        row = ShadowRow()
+        for hour in self.hours:
+            row.add(hour)
+        return row
+
+
+def shadow_of(snapshot: Snapshot) -> Shadow:
+    """What all gateways of a snapshot say."""
+    balancers: dict[str, None] = {}
+    rows: dict[tuple[int, str, str], ShadowRow] = {}
+    for _, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
+        if status.shadowed_balancer:
+            balancers[status.shadowed_balancer] = None
+        for hour in status.shadow_hours:
+            key = (hour.begin_unix_seconds, hour.tenant, hour.model)
+            rows.setdefault(key, ShadowRow(*key)).add(hour)
+    newest_first = sorted(rows.values(), key=lambda row: (-row.begin_unix_seconds, row.tenant, row.model))
+    return Shadow(tuple(balancers), tuple(newest_first))
+
+
+def sentences(shadow: Shadow) -> Sequence[str]:
+    """What it comes to, in words."""
+    return tuple(_sentences(shadow))
+
+
+def _sentences(shadow: Shadow) -> Iterable[str]:
+    total = shadow.total
+    decides = " and ".join(shadow.balancers) or "nobody"
+    yield f"{decides} decides; {total.requests:,} requests were passed on, {total.compared:,} of them compared."
+    if total.prompt_tokens:
+        yield (
+            f"{100 * (total.hit_rate or 0):.1f} % of their prompt tokens were cached; with the policy it would have"
+            f" been {100 * (total.policy_hit_rate or 0):.1f} %."
+        )
+    if total.error_share is not None:
+        yield (
+            f"{total.same_worker:,} went where the policy would have sent them; there the prediction was wrong by"
+            f" {100 * total.error_share:.1f} % of the prompt tokens."
+        )
+    elif total.compared and not total.served_known:
+        yield "The balancer does not say which worker served (--shadow-served-by)."
+    for reason, count in total.left_out.most_common():
+        yield f"{count:,} were not compared: {WHY_NOT.get(reason, reason)}."

@@ -1,0 +1,165 @@
+"""Shadow mode: what the balancer gets and what the client gets is as if nobody stood between, over both transports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from http_peers import TRANSPORTS, made_of
+from openai_stack import (
+    CHAT,
+    DONE,
+    MODEL,
+    Engine,
+    Front,
+    breaks,
+    delta,
+    engine,
+    event,
+    front,
+    hangs,
+    says,
+    spec,
+    streams,
+)
+from processes import eventually
+
+from kvscout_common.transport import Transport
+from kvscout_gateway.front.shadow.config import ShadowConfig
+
+pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
+
+USAGE = event({"id": "1", "choices": [], "usage": {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 3}}})
+
+
+@asynccontextmanager
+async def shadowing(transport: Transport, balancer: Engine | str) -> AsyncIterator[Front]:
+    """A front in front of this balancer; no scheduler answers."""
+    url = balancer if isinstance(balancer, str) else balancer.url
+    workers = (spec("w0", "http://10.0.0.1:8000"), spec("w1", "http://10.0.0.2:8000"))
+    with made_of(transport):
+        async with front(*workers, shadow=ShadowConfig(url), tokenize_timeout_seconds=0.0) as one:
+            yield one
+
+
+def reasons(one: Front) -> dict[str, int]:
+    """Why requests were not compared."""
+    return {reason: count for _, span in one.gateway.shadow_report.totals() for reason, count in span.reasons().items()}
+
+
+async def until_counted(one: Front, **expected: int) -> None:
+    await eventually(lambda: asyncio.sleep(0, reasons(one) == expected), what=f"{expected}, there is {reasons(one)}")
+
+
+async def test_a_request_goes_on_as_it_came_with_its_cookies_and_keys_and_comes_back_as_it_was_answered(
+    transport: Transport,
+) -> None:
+    answer = b'{"choices": [], "odd": 1.0e3}'
+    async with (
+        engine(says(answer, Set_Cookie="route=a", X_Served_By="10.0.0.2:8000", Server="nginx")) as balancer,
+        shadowing(transport, balancer) as one,
+    ):
+        body = json.dumps({**CHAT, "max_tokens": 3}, indent=3).encode()
+        sent = {"Cookie": "route=a", "Authorization": "Bearer engine's", "X_Forwarded_For": "9.9.9.9"}
+        status, headers, received = await one.post("/v1/chat/completions?beta=1", body, **sent)
+        assert (status, received, headers["set-cookie"], headers["server"]) == (200, answer, "route=a", "nginx")
+        (got,) = balancer.received
+        assert (got.method, got.target, got.body) == ("POST", "/v1/chat/completions?beta=1", body)
+        assert (got.headers["cookie"], got.headers["authorization"]) == ("route=a", "Bearer engine's")
+        assert got.headers["x-forwarded-for"] == "9.9.9.9, 127.0.0.1"
+        assert got.headers["x-forwarded-host"] == one.url.removeprefix("http://")
+        await until_counted(one, tokens=1)
+        assert one.gateway.exchanges.in_flight == 0
+
+
+async def test_every_other_path_and_refusal_is_the_balancers_too(transport: Transport) -> None:
+    async with engine(says(b"no", status=418)) as balancer, shadowing(transport, balancer) as one:
+        for method, path in (("GET", "/v1/models"), ("GET", "/version"), ("DELETE", "/v9/x"), ("POST", "/tokenize")):
+            status, _, body = await one.request(method, path, b"{" if method == "POST" else None)
+            assert (status, body) == (418, b"no"), path
+        # What no engine could read is the engine's to refuse.
+        assert (await one.post("/v1/completions", b"{ no json"))[0] == 418
+        assert len(balancer.received) == 5
+        assert reasons(one) == {}
+        assert (await one.request("GET", "/health"))[0] == 200
+
+
+async def test_a_stream_is_asked_for_its_usage_and_the_client_does_not_see_it(transport: Transport) -> None:
+    pieces = delta("a"), delta("b", "stop")
+    async with engine(streams(*pieces, USAGE, DONE)) as balancer, shadowing(transport, balancer) as one:
+        status, _, body = await one.post("/v1/chat/completions", {**CHAT, "stream": True})
+        assert (status, body) == (200, b"".join(pieces) + DONE)
+        assert json.loads(balancer.received[0].body)["stream_options"] == {"include_usage": True}
+        options = {"include_usage": True}
+        _, _, body = await one.post("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": options})
+        assert body == b"".join(pieces) + USAGE + DONE
+        total = one.gateway.observations.total
+        assert (total.prompt_tokens, total.cached_tokens) == (14, 6)
+        assert one.sample("kvscout_ttft_seconds_count", tenant="default", model=MODEL) == 2
+
+
+async def test_an_error_as_the_first_word_of_a_stream_reaches_the_client(transport: Transport) -> None:
+    error = {"error": {"message": "out of memory", "code": 500}}
+    async with engine(streams(event(error), DONE)) as balancer, shadowing(transport, balancer) as one:
+        status, _, body = await one.post("/v1/chat/completions", {**CHAT, "stream": True})
+        assert status == 200
+        assert json.loads(body.removeprefix(b"data: "))["error"]["message"] == "out of memory"
+        await until_counted(one, failed=1)
+
+
+async def test_a_balancer_that_is_not_there_is_503_and_one_that_breaks_off_breaks_off(transport: Transport) -> None:
+    async with shadowing(transport, "http://127.0.0.1:1") as one:
+        status, _, body = await one.post("/v1/chat/completions", CHAT)
+        assert status == 503
+        assert "the balancer http://127.0.0.1:1 does not answer" in json.loads(body)["error"]["message"]
+        await until_counted(one, failed=1)
+    async with engine(streams(delta("a"), then=breaks)) as balancer, shadowing(transport, balancer) as one:
+        with pytest.raises(Exception, match=r"(?i)payload|transfer|disconnect|closed"):
+            await one.post("/v1/chat/completions", {**CHAT, "stream": True})
+        await until_counted(one, failed=1)
+        assert one.gateway.exchanges.in_flight == 0
+
+
+async def test_a_client_that_leaves_ends_its_request_at_the_balancer(transport: Transport) -> None:
+    async with engine(streams(first := delta("a"), then=hangs)) as balancer, shadowing(transport, balancer) as one:
+        async with one.http.post(f"{one.url}/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+            assert await response.content.readexactly(len(first)) == first
+            response.close()
+        await eventually(lambda: asyncio.sleep(0, balancer.aborted), what="the balancer is told")
+        await until_counted(one, failed=1)
+
+
+async def test_nothing_that_scores_holds_a_request_up(transport: Transport) -> None:
+    async def script(request: web.Request, _: bytes) -> web.StreamResponse:
+        return web.json_response({"choices": [], "usage": {"prompt_tokens": 4}})
+
+    async with engine(script) as balancer, shadowing(transport, balancer) as one:
+        stuck = asyncio.Event()
+
+        async def hangs_for_ever(*_: object) -> None:
+            stuck.set()
+            await asyncio.Event().wait()
+
+        one.gateway.routing.place = hangs_for_ever  # type: ignore[method-assign,assignment]
+        body = {"model": MODEL, "prompt": [1, 2, 3, 4]}
+        assert (await one.post("/v1/completions", body))[0] == 200
+        await stuck.wait()
+        assert (await one.post("/v1/completions", body))[0] == 200
+        await until_counted(one, late=2)
+
+
+async def test_a_path_that_could_name_another_host_is_refused(transport: Transport) -> None:
+    async with engine(says(b"{}")) as balancer, shadowing(transport, balancer) as one:
+        host, port = one.url.removeprefix("http://").split(":")
+        # The absolute form means this gateway, whatever host it names: "/" is its own page.
+        for target, expected in (("@evil.example/", (400,)), ("*", (400,)), ("http://evil.example/", (200, 400))):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+            line = (await reader.readline()).split()
+            assert int(line[1]) in expected, target
+            writer.close()
+        assert balancer.received == []
