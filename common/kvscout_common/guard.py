@@ -24,11 +24,13 @@ from kvscout_common.audit import audited
 from kvscout_common.endings import INTENDED
 from kvscout_common.errors import Unimplemented
 from kvscout_common.handlers import Context, Continuation, Handler, Synchronous, read_message
-from kvscout_common.identity import AUDITED, REQUESTS, Admission, Identity, TokenTable, enter, leave
+from kvscout_common.identity import AUDITED, Admission, Identity, TokenTable, enter, leave
 from kvscout_common.rpc_metrics import MethodTimes, RpcTimes
 from kvscout_common.running_calls import ENDLESS, RunningCall, RunningCalls, draining
 from kvscout_common.statuses import caller_gone, status_of
 
+BEGIN_TRACES = frozenset({"FindMatches", "Generate", "Reserve", "Route", "Select", "SelectAndReserve"})
+"""Rpcs with which a request begins; without a trace of their caller, all others are part of none."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -93,7 +95,7 @@ class GuardedMethod:
             handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
         )
         self._traced = tracing.enabled() and name.startswith("/kvscout.") and name not in ENDLESS
-        self._begins_traces = name.rpartition("/")[2] in REQUESTS
+        self._begins_traces = name.rpartition("/")[2] in BEGIN_TRACES
         # A call that is traced has a task, as what it is part of belongs to that.
         self.synchronous = not self._traced and isinstance(self._behaviour, Synchronous)
         self._audited = name.startswith("/kvscout.") and name.rpartition("/")[2] in AUDITED

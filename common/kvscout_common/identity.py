@@ -85,7 +85,7 @@ _WORK = frozenset(
         "Recover",
     }
 )
-REQUESTS = frozenset(
+_REQUEST = frozenset(
     {
         "FindMatches",
         "StreamFindMatches",
@@ -103,7 +103,6 @@ REQUESTS = frozenset(
         "Generate",
     }
 )
-"""What clients call for their requests."""
 AUDITED = frozenset(
     {
         "ClearCooldowns",
@@ -121,7 +120,7 @@ _NARROWED = frozenset({"ListWorkers", "GetStatus"})
 ALLOWED: Mapping[AccessRole, frozenset[str]] = {
     AccessRole.VIEWER: _VIEW | {"WatchDashboard"},
     AccessRole.WORKER: _VIEW | _WORK,
-    AccessRole.CLIENT: _VIEW | REQUESTS,
+    AccessRole.CLIENT: _VIEW | _REQUEST,
 }
 
 

@@ -14,14 +14,13 @@ no text of an error either, as engines quote prompts in theirs.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from enum import StrEnum
 from types import TracebackType
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from kvscout_common.errors import ConfigError, KvscoutError
+from kvscout_common.errors import ConfigError
 
 TRACEPARENT: Final = "traceparent"
 EXPORT_SECONDS: Final = 5.0
@@ -207,11 +206,15 @@ class _Tracer:
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        from kvscout_common.transport.http import SinkGone
+
         self.api = trace
         self.context = context
         self.propagator = TraceContextTextMapPropagator()
         self.kinds = {kind: trace.SpanKind[kind.value] for kind in Kind}
         self.failed = trace.StatusCode.ERROR
+        self.gone = (asyncio.CancelledError, GeneratorExit, SinkGone)
+        """Nobody waits for it any more, which is no failure."""
         self.provider = TracerProvider(
             resource=Resource.create({"service.name": service, "service.version": version}),
             sampler=ParentBased(TraceIdRatioBased(ratio)),
@@ -263,7 +266,7 @@ class _Span:
         self._tracer.context.detach(self._entered)
         if error is not None:
             self.failed(error)
-        self._span.end(time.time_ns())
+        self._span.end()
 
     @property
     def traceparent(self) -> str:
@@ -286,12 +289,12 @@ class _Span:
         """See `Span`."""
         if not self._span.is_recording():
             return
-        if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        if isinstance(error, self._tracer.gone):
             self._span.set_attribute("kvscout.outcome", "cancelled")
             return
-        named = type(error).__name__
-        self._span.set_attribute("error.type", named if isinstance(error, KvscoutError) else named[:100])
-        self._span.set_status(self._tracer.failed, named)
+        kind = type(error).__name__
+        self._span.set_attribute("error.type", kind)
+        self._span.set_status(self._tracer.failed, kind)
 
     def end(self) -> None:
         """See `Span`."""

@@ -17,6 +17,7 @@ from otlp_receiver import otlp_receiver
 from kvscout_common import tracing
 from kvscout_common.errors import ConfigError, NotFound
 from kvscout_common.log_lines import JsonFormatter, about_request
+from kvscout_common.transport.http import SinkGone
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CALLER = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -69,10 +70,12 @@ async def test_an_error_is_told_by_its_kind_and_without_its_words() -> None:
     def use() -> None:
         with pytest.raises(NotFound), tracing.span("x"):
             raise NotFound("no such model: what the engine quotes")
-        with pytest.raises(asyncio.CancelledError), tracing.span("y"):
-            raise asyncio.CancelledError
+        for gone in (asyncio.CancelledError(), SinkGone()):
+            with pytest.raises(type(gone)), tracing.span("y"):
+                raise gone
 
-    failed, cancelled = await traced(use)
+    failed, cancelled, left = await traced(use)
+    assert (left.failed, left.facts) == (False, cancelled.facts)
     assert (failed.failed, failed.facts) == (True, {"error.type": "NotFound"})
     assert (cancelled.failed, cancelled.facts) == (False, {"kvscout.outcome": "cancelled"})
     assert "quotes" not in repr(failed)

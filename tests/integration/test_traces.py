@@ -113,7 +113,10 @@ async def test_a_request_is_one_trace_from_its_client_to_its_engine(transport: T
     front = spans["kvscout-gateway POST /v1/completions"]
     assert (front.parent, front.kind, front.failed) == (http_caller, SERVER, False)
     is_one_trace(spans, front)
+    assert front.facts["kvscout.model"] == MODEL
     assert receiver.of(unwanted) == {}
+    # What services tell one another meanwhile, and what registers and asks for status, begins none.
+    assert {span.trace for span in receiver.spans} == {trace, over_http, failing}
     failed = receiver.of(failing)["kvscout-gateway POST /v1/completions"]
     assert (failed.failed, failed.facts["error.type"]) == (True, "NotFound")
     # Its engine was told of the gateway's span of it, each time, and of nothing that is not wanted.

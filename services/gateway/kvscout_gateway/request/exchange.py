@@ -20,6 +20,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TypeAlias
 
+from kvscout_common import tracing
 from kvscout_common.errors import (
     Draining,
     FailedPrecondition,
@@ -100,7 +101,11 @@ class Exchanges:
         Args:
             wish: What is asked of a worker; without a request_id it gets one.
         """
-        return Exchange(self, wish if wish.request_id else replace(wish, request_id=f"gen-{uuid.uuid4().hex}"))
+        if not wish.request_id:
+            wish = replace(wish, request_id=f"gen-{uuid.uuid4().hex}")
+        if tracing.enabled():
+            tracing.current().tell(tenant=wish.tenant, model=wish.model, request_id=wish.request_id)
+        return Exchange(self, wish)
 
     def require_open(self) -> None:
         """Nothing, as long as requests are taken.
