@@ -21,8 +21,9 @@ cargo cyclonedx --quiet --manifest-path native/Cargo.toml --target "$target" --n
     --spec-version 1.5 --override-filename kvscout_native.cyclonedx
 sed -i "s|path+file://$PWD/|path+file:///|g" native/kvscout_native.cyclonedx.json
 python -m wheel unpack --dest "$built/unpacked" "$built"/repaired/*.whl
-mkdir -p "$built"/unpacked/*/kvscout-*.dist-info/sboms
-mv native/kvscout_native.cyclonedx.json "$built"/unpacked/*/kvscout-*.dist-info/sboms/
+about=$(echo "$built"/unpacked/*/kvscout-*.dist-info)
+mkdir "$about/sboms"
+mv native/kvscout_native.cyclonedx.json "$about/sboms/"
 mkdir -p dist
 rm -f dist/kvscout-*
 python -m wheel pack --dest-dir dist "$built"/unpacked/*

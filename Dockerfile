@@ -1,0 +1,47 @@
+# One image for every service: docker run IMAGE kvscout-gateway --help
+#
+#   docker build -t kvscout .                             compiles kvscout here; needs PyPI, crates.io and Debian's packages
+#   make image                                            takes the wheels of `make dist` and `make image-wheels`; needs nothing
+#
+# With BuildKit (DOCKER_BUILDKIT=1 before Docker 23), which builds only the stages that are used.
+
+# Any Linux with glibc and python3 ≥ 3.11 that can make virtual environments.
+ARG BASE_IMAGE=python:3.13-slim-bookworm
+ARG RUST_IMAGE=rust:1.95-slim-bookworm
+# built = compile them here · given = those in dist/image
+ARG WHEELS=built
+
+FROM ${RUST_IMAGE} AS rust
+
+FROM ${BASE_IMAGE} AS wheels-built
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+COPY --from=rust /usr/local/cargo /usr/local/cargo
+COPY --from=rust /usr/local/rustup /usr/local/rustup
+ENV CARGO_HOME=/usr/local/cargo RUSTUP_HOME=/usr/local/rustup PATH=/usr/local/cargo/bin:$PATH
+WORKDIR /src
+COPY . .
+RUN python3 -m venv /build && kvscout_require_native=1 /build/bin/pip wheel --wheel-dir /wheels '.[picker,text]'
+
+FROM ${BASE_IMAGE} AS wheels-given
+# The licence is there in any case: a pattern may match nothing, a COPY may not.
+COPY LICENSE dist/image/* /wheels/
+
+FROM wheels-${WHEELS} AS installed
+RUN python3 -m venv /opt/kvscout \
+    && /opt/kvscout/bin/pip install --no-cache-dir --no-index --find-links /wheels 'kvscout[picker,text]' \
+    && kvscout_require_native=1 /opt/kvscout/bin/kvscout --version \
+    && /opt/kvscout/bin/python -m pip uninstall --quiet --yes setuptools pip
+
+FROM ${BASE_IMAGE}
+LABEL org.opencontainers.image.title="kvscout" \
+      org.opencontainers.image.description="KV-cache aware routing of LLM requests" \
+      org.opencontainers.image.source="https://github.com/kvscout/kvscout" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=installed /opt/kvscout /opt/kvscout
+ENV PATH=/opt/kvscout/bin:$PATH PYTHONDONTWRITEBYTECODE=1 kvscout_require_native=1
+USER 65532:65532
+WORKDIR /tmp
+# Of whichever service listens at its default port. A service at another one: --health-cmd 'kvscout health HOST:PORT'.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s CMD ["kvscout", "health"]
+# Nothing binds beyond the container's loopback unasked: give --host 0.0.0.0, and --auth-tokens or --allow-anonymous.
+CMD ["kvscout", "--help"]
