@@ -20,7 +20,7 @@ COPY --from=rust /usr/local/rustup /usr/local/rustup
 ENV CARGO_HOME=/usr/local/cargo RUSTUP_HOME=/usr/local/rustup PATH=/usr/local/cargo/bin:$PATH
 WORKDIR /src
 COPY . .
-RUN python3 -m venv /build && kvscout_require_native=1 /build/bin/pip wheel --wheel-dir /wheels '.[picker,text]'
+RUN python3 -m venv /build && kvscout_require_native=1 /build/bin/pip wheel --wheel-dir /wheels '.[otel,picker,text]'
 
 FROM ${BASE_IMAGE} AS wheels-given
 # The licence is there in any case: a pattern may match nothing, a COPY may not.
@@ -28,7 +28,7 @@ COPY LICENSE dist/image/* /wheels/
 
 FROM wheels-${WHEELS} AS installed
 RUN python3 -m venv /opt/kvscout \
-    && /opt/kvscout/bin/pip install --no-cache-dir --no-index --find-links /wheels 'kvscout[picker,text]' \
+    && /opt/kvscout/bin/pip install --no-cache-dir --no-index --find-links /wheels 'kvscout[otel,picker,text]' \
     && kvscout_require_native=1 /opt/kvscout/bin/kvscout --version \
     && /opt/kvscout/bin/python -m pip uninstall --quiet --yes setuptools pip
 

@@ -111,7 +111,7 @@ check-dist: ## Install the wheel of dist/ as a user does, and try it: demo, up, 
 
 image-wheels: ## Put the wheels of an image into dist/image, for docker build --build-arg WHEELS=given.
 	rm -rf dist/image
-	kvscout_require_native=1 $(PY) -m pip wheel --quiet --no-build-isolation --wheel-dir dist/image '.[picker,text]'
+	kvscout_require_native=1 $(PY) -m pip wheel --quiet --no-build-isolation --wheel-dir dist/image '.[otel,picker,text]'
 
 chart-tools: ## Build Helm and kubeconform into .venv/bin, with which tests check the chart (needs Go; minutes, once).
 	for tool in $(KUBECONFORM) $(HELM); do \

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = frozenset({"embedded", "picker", "text"})
+EXTRAS = frozenset({"embedded", "otel", "picker", "text"})
 """Those that users install; the others are for developers."""
 PIP_AUDIT_SECONDS = 60
 """For all packages together."""

@@ -8,6 +8,7 @@ import subprocess
 import sysconfig
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -40,7 +41,7 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path) -> None:
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_unit_starts_its_program_waits_until_it_serves_and_outwaits_its_grace(service: str) -> None:
     unit = (UNITS / f"kvscout-{service}.service").read_text()
-    defaults = {parameter.name: parameter.default for parameter in command(service).params}
+    defaults: dict[str | None, Any] = {one.name: one.default for one in command(service).params}
     assert f"ExecStart={INSTALLED}kvscout-{service}\n" in unit
     assert f"ExecStartPost={INSTALLED}kvscout health localhost:{defaults['port']} --wait 60\n" in unit
     stop = re.search(r"TimeoutStopSec=(\d+)", unit)
