@@ -91,6 +91,10 @@ protos-check: ## Fail if the generated code is not what the .proto files say, or
 protos-release: ## Make the API as it is the one that later changes must not break.
 	$(PY) protos/compatibility.py --release
 
+clients: ## Generate and build the clients in Go and TypeScript, where go and node are; needs buf.
+	@if command -v go >/dev/null; then cd clients/go && go mod download && buf generate && go build -o /dev/null ./example; else echo "no go: the client in Go is left out"; fi
+	@if command -v npm >/dev/null; then cd clients/typescript && npm ci --no-audit --no-fund && buf generate && npm run build; else echo "no node: the client in TypeScript is left out"; fi
+
 native: ## Build the Rust extension in place; fails without cargo.
 	$(PY) -m pip install --quiet 'setuptools>=77' 'setuptools-rust>=1.10'
 	kvscout_require_native=1 $(PY) setup.py build_rust --inplace --release
@@ -136,4 +140,4 @@ image-sbom: ## List what an image holds, IMAGE or kvscout:latest, as CycloneDX (
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec screenshots check protos protos-check protos-release docs docs-flags native dist check-dist image-wheels audit image-sbom e2e-compose e2e-kubernetes chart-tools bench
+.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec screenshots check protos protos-check protos-release clients docs docs-flags native dist check-dist image-wheels audit image-sbom e2e-compose e2e-kubernetes chart-tools bench
