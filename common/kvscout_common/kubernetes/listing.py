@@ -32,7 +32,8 @@ from kvscout_common.plain_text import printable
 log = logging.getLogger("kvscout.kubernetes")
 
 PAGE_OBJECTS: Final = 100
-MAX_PAGE_BYTES: Final = 32 * 1024 * 1024
+MAX_PAGE_BYTES: Final = 8 * 1024 * 1024
+"""Of larger ones half as many objects are asked for the next time."""
 MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 """Of one watched object; what a cluster stores is below 2 MiB."""
 MAX_OBJECTS: Final = 5_000
@@ -101,6 +102,7 @@ class ListWatch(Generic[T]):
         self._query = dict(query)
         self._read = read
         self._changed = changed
+        self._page_objects = PAGE_OBJECTS
         self._version = ""
         """What is known, as the API calls it; "" = nothing."""
         self.objects: dict[str, T] = {}
@@ -137,8 +139,8 @@ class ListWatch(Generic[T]):
 
     async def _list(self, http: aiohttp.ClientSession) -> None:
         found: dict[str, T] = {}
-        unreadable, query = "", {**self._query, "limit": str(PAGE_OBJECTS)}
-        for _ in range(MAX_OBJECTS // PAGE_OBJECTS):
+        unreadable, query = "", {**self._query, "limit": str(self._page_objects)}
+        for _ in range(MAX_OBJECTS // self._page_objects):
             page = await self._page(http, query)
             items, meta = page.get("items"), page.get("metadata")
             version = meta.get("resourceVersion") if isinstance(meta, Mapping) else None
@@ -169,6 +171,7 @@ class ListWatch(Generic[T]):
             async for piece in pieces:
                 body += piece
                 if len(body) > MAX_PAGE_BYTES:
+                    self._page_objects = max(1, self._page_objects // 2)
                     raise Unavailable(f"the API answers more than {MAX_PAGE_BYTES:,} bytes")
         return await _document(bytes(body))
 

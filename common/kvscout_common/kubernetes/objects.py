@@ -16,6 +16,8 @@ from kvscout_common.plain_text import text_problem
 MAX_PORTS: Final = 64
 """Of one pod, or one pool."""
 MAX_SELECTOR_LABELS: Final = 64
+MAX_NOTES: Final = 64
+"""Labels and annotations of one pod that are kept."""
 TERMINAL_PHASES: Final = ("Succeeded", "Failed")
 _KEPT_PREFIXES: Final = (
     "kvscout/",
@@ -167,10 +169,15 @@ def _ports(containers: list[Mapping[str, Any]]) -> tuple[ContainerPort, ...]:
 
 
 def _notes(meta: Mapping[str, Any], key: str) -> dict[str, str]:
-    return {
+    found = {
         name: value
         for name, value in _mapping(meta, key).items()
         if name.startswith(_KEPT_PREFIXES)
         and isinstance(value, str)
         and not (text_problem(name) or text_problem(value))
     }
+    if len(found) > MAX_NOTES:
+        raise ObjectProblem(
+            f"metadata.{key} has {len(found):,} that say something of a worker; at most {MAX_NOTES} can"
+        )
+    return found

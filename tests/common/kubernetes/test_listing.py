@@ -237,6 +237,20 @@ async def test_a_hostile_watch_is_ended(lines: bytes, words: str) -> None:
         await follower.names("a", "b")
 
 
+async def test_pages_that_are_too_large_are_asked_for_in_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "PAGE_OBJECTS", 8)
+    monkeypatch.setattr(listing, "MAX_PAGE_BYTES", 10_000)
+    names = [f"p{number}" for number in range(8)]
+    async with fake_api() as api, api_session() as http:
+        heavy = {"somebody.else/manifest": "x" * 3_000}
+        await api.put(PODS, *(pod(name, "10.0.0.1", annotations=heavy) for name in names))
+        follower = Follower(api)
+        task = asyncio.create_task(follower.list.run(http))
+        await follower.names(*names)
+        assert [query["limit"] for _, query in api.asked if "limit" in query] == ["8", "4", "2", "2", "2", "2"]
+        task.cancel()
+
+
 async def test_a_page_that_does_not_end_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "MAX_PAGE_BYTES", 100_000)
 

@@ -9,7 +9,7 @@ from kubernetes_api import pod, pool
 
 from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.errors import ConfigError, InvalidArgument, Unavailable
-from kvscout_common.kubernetes.objects import MAX_PORTS, InferencePool, ObjectProblem, Pod
+from kvscout_common.kubernetes.objects import MAX_NOTES, MAX_PORTS, InferencePool, ObjectProblem, Pod
 from kvscout_common.kubernetes.selection import Selection
 from kvscout_common.worker import EngineKind, EventEndpoint, Role, WorkerSpec
 
@@ -170,6 +170,11 @@ def test_what_an_engine_does_not_tell_has_to_be_given() -> None:
 def test_what_is_no_pod_is_no_pod(change: dict[str, Any]) -> None:
     with pytest.raises(ObjectProblem):
         Pod.read(pod("p", "10.0.0.7") | change)
+
+
+def test_a_pod_says_only_so_much_of_itself() -> None:
+    with pytest.raises(ObjectProblem, match=r"metadata.annotations has 65 that"):
+        Pod.read(pod("p", "10.0.0.7", annotations={f"kvscout/x{n}": "" for n in range(MAX_NOTES + 1)}))
 
 
 def test_odd_parts_of_a_pod_are_left_out() -> None:
