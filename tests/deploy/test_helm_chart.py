@@ -188,11 +188,27 @@ def test_probes_ask_for_health_and_with_tls_whether_somebody_listens() -> None:
         ({"auth": {"secret": "x", "allowAnonymous": True}}, "either secret or allowAnonymous"),
         (LEAST | {"inferencePool": {"create": True}}, "inferencePool.matchLabels"),
         (LEAST | {"tls": {"clientCertificates": True}}, "tls.clientCertificates"),
+        (LEAST | {"worker": {"selections": ["a=b"]}}, "worker"),
+        (LEAST | {"workers": {"selections": "a=b"}}, "workers"),
+        (LEAST | {"gateway": {"httpPort": 0}}, "httpPort"),
+        (LEAST | {"inferencePool": {"failureMode": "FailOften"}}, "failureMode"),
     ],
 )
 def test_values_that_do_not_fit_are_refused_by_their_names(values: dict[str, Any], words: str) -> None:
     made = helm("template", "x", str(CHART), "--kube-version", KUBE_VERSION, values=values)
     assert made.returncode and words in made.stderr
+
+
+def test_every_value_has_its_place_in_the_schema() -> None:
+    def same(values: Any, schema: Any, path: str) -> None:
+        if schema.get("additionalProperties", True):
+            return
+        assert schema["properties"].keys() - {"global"} == values.keys(), path
+        for key, value in values.items():
+            same(value, schema["properties"][key], f"{path}.{key}")
+
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    same(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "values")
 
 
 def test_names_fit_whatever_the_release_is_called() -> None:
