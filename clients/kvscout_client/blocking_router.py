@@ -32,9 +32,12 @@ class BlockingRouter(BlockingRouterBase):
     @overload
     def route(
         self,
-        token_ids: Tokens,
+        token_ids: Tokens = (),
         *,
         request_id: None = None,
+        block_hashes: Iterable[int] = (),
+        block_size: int | None = None,
+        isl_tokens: int = 0,
         attempt_id: int = 0,
         model: str = "",
         lora_name: str = "",
@@ -55,9 +58,12 @@ class BlockingRouter(BlockingRouterBase):
     @overload
     def route(
         self,
-        token_ids: Tokens,
+        token_ids: Tokens = (),
         *,
         request_id: str,
+        block_hashes: Iterable[int] = (),
+        block_size: int | None = None,
+        isl_tokens: int = 0,
         attempt_id: int = 0,
         model: str = "",
         lora_name: str = "",
@@ -77,9 +83,12 @@ class BlockingRouter(BlockingRouterBase):
 
     def route(
         self,
-        token_ids: Tokens,
+        token_ids: Tokens = (),
         *,
         request_id: str | None = None,
+        block_hashes: Iterable[int] = (),
+        block_size: int | None = None,
+        isl_tokens: int = 0,
         attempt_id: int = 0,
         model: str = "",
         lora_name: str = "",
@@ -102,6 +111,9 @@ class BlockingRouter(BlockingRouterBase):
             inner.route(
                 token_ids,
                 request_id=request_id,
+                block_hashes=block_hashes,
+                block_size=block_size,
+                isl_tokens=isl_tokens,
                 attempt_id=attempt_id,
                 model=model,
                 lora_name=lora_name,
@@ -169,25 +181,39 @@ class BlockingRouter(BlockingRouterBase):
             )
         )
 
-    def mark_prefill_complete(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> bool:
+    def mark_prefill_complete(
+        self, request_id: str, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
+    ) -> bool:
         """See `Router.mark_prefill_complete`."""
-        return self._answer(self._router.mark_prefill_complete(request_id, model=model, attempt_id=attempt_id))
+        return self._answer(
+            self._router.mark_prefill_complete(request_id, model=model, attempt_id=attempt_id, role=role)
+        )
 
-    def free(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> FreeOutcome:
+    def free(
+        self, request_id: str, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
+    ) -> FreeOutcome:
         """See `Router.free`."""
-        return self._answer(self._router.free(request_id, model=model, attempt_id=attempt_id))
+        return self._answer(self._router.free(request_id, model=model, attempt_id=attempt_id, role=role))
 
     def renew(
-        self, request_ids: Iterable[str], *, model: str = "", attempt_id: int = 0, lease_seconds: int = 0
+        self,
+        request_ids: Iterable[str],
+        *,
+        model: str = "",
+        attempt_id: int = 0,
+        role: Role = Role.AGGREGATED,
+        lease_seconds: int = 0,
     ) -> list[str]:
         """See `Router.renew`."""
         return self._answer(
-            self._router.renew(request_ids, model=model, attempt_id=attempt_id, lease_seconds=lease_seconds)
+            self._router.renew(request_ids, model=model, attempt_id=attempt_id, role=role, lease_seconds=lease_seconds)
         )
 
-    def add_output(self, request_id: str, blocks: int, *, model: str = "", attempt_id: int = 0) -> int:
+    def add_output(
+        self, request_id: str, blocks: int, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
+    ) -> int:
         """See `Router.add_output`."""
-        return self._answer(self._router.add_output(request_id, blocks, model=model, attempt_id=attempt_id))
+        return self._answer(self._router.add_output(request_id, blocks, model=model, attempt_id=attempt_id, role=role))
 
     def active_requests(self, *, model: str = "", worker_id: WorkerId = "", limit: int = 1000) -> list[ActiveRequest]:
         """See `Router.active_requests`."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvscout_client.results import FreeOutcome, RouteDecision
 from kvscout_common.errors import KvscoutError
+from kvscout_common.worker import Role
 
 log = logging.getLogger("kvscout.client")
 
@@ -16,21 +17,33 @@ log = logging.getLogger("kvscout.client")
 class Lifecycle(Protocol):
     """What a booking needs of its router."""
 
-    async def mark_prefill_complete(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> bool:
+    async def mark_prefill_complete(
+        self, request_id: str, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
+    ) -> bool:
         """Reports the first token."""
         ...
 
     async def renew(
-        self, request_ids: Iterable[str], *, model: str = "", attempt_id: int = 0, lease_seconds: int = 0
+        self,
+        request_ids: Iterable[str],
+        *,
+        model: str = "",
+        attempt_id: int = 0,
+        role: Role = Role.AGGREGATED,
+        lease_seconds: int = 0,
     ) -> list[str]:
         """Renews leases; returns what is booked nowhere."""
         ...
 
-    async def add_output(self, request_id: str, blocks: int, *, model: str = "", attempt_id: int = 0) -> int:
+    async def add_output(
+        self, request_id: str, blocks: int, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
+    ) -> int:
         """Adds generated blocks; returns how many there are."""
         ...
 
-    async def free(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> FreeOutcome:
+    async def free(
+        self, request_id: str, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
+    ) -> FreeOutcome:
         """Ends the request."""
         ...
 
@@ -51,12 +64,20 @@ class Booking:
     """
 
     def __init__(
-        self, router: Lifecycle, decision: RouteDecision, *, request_id: str, model: str, attempt_id: int
+        self,
+        router: Lifecycle,
+        decision: RouteDecision,
+        *,
+        request_id: str,
+        model: str,
+        attempt_id: int,
+        role: Role = Role.AGGREGATED,
     ) -> None:
         self.decision = decision
         self.request_id = request_id
         self.model = model
         self.attempt_id = attempt_id
+        self.role = role
         self._router = router
         self._freed = False
 
@@ -71,7 +92,9 @@ class Booking:
         """
         if not self.decision.booked:
             return False
-        return await self._router.mark_prefill_complete(self.request_id, model=self.model, attempt_id=self.attempt_id)
+        return await self._router.mark_prefill_complete(
+            self.request_id, model=self.model, attempt_id=self.attempt_id, role=self.role
+        )
 
     async def renew(self, lease_seconds: int = 0) -> bool:
         """Has the booking last longer than its lease.
@@ -85,7 +108,7 @@ class Booking:
         if not self.decision.booked:
             return False
         gone = await self._router.renew(
-            [self.request_id], model=self.model, attempt_id=self.attempt_id, lease_seconds=lease_seconds
+            [self.request_id], model=self.model, attempt_id=self.attempt_id, role=self.role, lease_seconds=lease_seconds
         )
         return not gone
 
@@ -101,7 +124,9 @@ class Booking:
         """
         if not self.decision.booked:
             return 0
-        return await self._router.add_output(self.request_id, blocks, model=self.model, attempt_id=self.attempt_id)
+        return await self._router.add_output(
+            self.request_id, blocks, model=self.model, attempt_id=self.attempt_id, role=self.role
+        )
 
     async def free(self) -> FreeOutcome:
         """Ends the request; repeated calls do nothing more."""
@@ -109,7 +134,7 @@ class Booking:
             return FreeOutcome.ALREADY_FREED
         if not self.decision.booked:
             return FreeOutcome.UNKNOWN
-        outcome = await self._router.free(self.request_id, model=self.model, attempt_id=self.attempt_id)
+        outcome = await self._router.free(self.request_id, model=self.model, attempt_id=self.attempt_id, role=self.role)
         self._freed = True
         return outcome
 

@@ -79,6 +79,7 @@ def decision(message: gateway_pb2.RouteResponse, *, requested: bool) -> RouteDec
         degraded=message.degraded,
         degraded_reasons=tuple(message.degraded_reasons),
         explanation=_explanation(message.explanation) if message.HasField("explanation") else None,
+        confirmed_overlap_blocks=message.confirmed_overlap_blocks,
         booked=message.booked if message.HasField("booked") else requested,
     )
 

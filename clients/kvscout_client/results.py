@@ -60,6 +60,8 @@ class RouteDecision:
     degraded_reasons: tuple[str, ...]
     explanation: Explanation | None
     """Set where it was asked for."""
+    confirmed_overlap_blocks: int
+    """Of overlap_blocks, those that the worker's events confirm; the rest is predicted."""
     booked: bool
     """A scheduler has booked the request; False for a query, and where no scheduler answered."""
 

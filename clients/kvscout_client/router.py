@@ -107,9 +107,12 @@ class Router:
     @overload
     async def route(
         self,
-        token_ids: Tokens,
+        token_ids: Tokens = (),
         *,
         request_id: None = None,
+        block_hashes: Iterable[int] = (),
+        block_size: int | None = None,
+        isl_tokens: int = 0,
         attempt_id: int = 0,
         model: str = "",
         lora_name: str = "",
@@ -130,9 +133,12 @@ class Router:
     @overload
     async def route(
         self,
-        token_ids: Tokens,
+        token_ids: Tokens = (),
         *,
         request_id: str,
+        block_hashes: Iterable[int] = (),
+        block_size: int | None = None,
+        isl_tokens: int = 0,
         attempt_id: int = 0,
         model: str = "",
         lora_name: str = "",
@@ -152,9 +158,12 @@ class Router:
 
     async def route(
         self,
-        token_ids: Tokens,
+        token_ids: Tokens = (),
         *,
         request_id: str | None = None,
+        block_hashes: Iterable[int] = (),
+        block_size: int | None = None,
+        isl_tokens: int = 0,
         attempt_id: int = 0,
         model: str = "",
         lora_name: str = "",
@@ -174,7 +183,10 @@ class Router:
         """Tells where a prompt should go and, with a request id, books it there.
 
         Args:
-            token_ids: The prompt.
+            token_ids: The prompt; or its block_hashes.
+            block_hashes: Local hashes of its complete blocks (docs/hashing.md), for prompts that are hashed already.
+            block_size: Tokens a block of block_hashes; required with them.
+            isl_tokens: Its length with block_hashes; 0 = that of the blocks.
             request_id: Set = book; the caller then owes `prefill_complete` and `free`, the latter best through
                 `async with`. None = query only, nothing changes.
             attempt_id: Tells attempts of one request apart.
@@ -203,6 +215,9 @@ class Router:
             gateway_pb2.RouteRequest(
                 model=model or self._model,
                 tenant=self._tenant,
+                block_hashes=_hashes(block_hashes),
+                block_size=block_size,
+                isl_tokens=isl_tokens,
                 request_id=request_id or "",
                 attempt_id=attempt_id,
                 lora_name=lora_name,
@@ -225,7 +240,7 @@ class Router:
         decision = decode.decision(answer, requested=request_id is not None)
         if request_id is None:
             return decision
-        return Booking(self, decision, request_id=request_id, model=request.model, attempt_id=attempt_id)
+        return Booking(self, decision, request_id=request_id, model=request.model, attempt_id=attempt_id, role=role)
 
     async def generate(
         self,
@@ -300,8 +315,10 @@ class Router:
             async for message in _started_within(start_timeout_seconds, messages):
                 yield decode.chunk(message)
 
-    async def mark_prefill_complete(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> bool:
-        """Reports the first token of a booked request.
+    async def mark_prefill_complete(
+        self, request_id: str, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
+    ) -> bool:
+        """Reports the first token of a booked request, named as it was booked.
 
         Returns:
             False if it was reported before.
@@ -310,22 +327,38 @@ class Router:
             NotFound: Unknown request.
         """
         request = scheduler_pb2.MarkPrefillCompleteRequest(
-            model=model or self._model, tenant=self._tenant, request_id=request_id, attempt_id=attempt_id
+            model=model or self._model,
+            tenant=self._tenant,
+            role=role_to_proto(role),
+            request_id=request_id,
+            attempt_id=attempt_id,
         )
         answer: scheduler_pb2.MarkPrefillCompleteResponse = await self._calls.unary(
             self._stub.MarkPrefillComplete, request, repeatable=True
         )
         return answer.changed
 
-    async def free(self, request_id: str, *, model: str = "", attempt_id: int = 0) -> FreeOutcome:
-        """Ends a booked request; one that is unknown or freed is no error."""
+    async def free(
+        self, request_id: str, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
+    ) -> FreeOutcome:
+        """Ends a booked request, named as it was booked; one that is unknown or freed is no error."""
         request = scheduler_pb2.FreeRequest(
-            model=model or self._model, tenant=self._tenant, request_id=request_id, attempt_id=attempt_id
+            model=model or self._model,
+            tenant=self._tenant,
+            role=role_to_proto(role),
+            request_id=request_id,
+            attempt_id=attempt_id,
         )
         return decode.free_outcome(await self._calls.unary(self._stub.Free, request, repeatable=True))
 
     async def renew(
-        self, request_ids: Iterable[str], *, model: str = "", attempt_id: int = 0, lease_seconds: int = 0
+        self,
+        request_ids: Iterable[str],
+        *,
+        model: str = "",
+        attempt_id: int = 0,
+        role: Role = Role.AGGREGATED,
+        lease_seconds: int = 0,
     ) -> list[str]:
         """Renews the leases of booked requests.
 
@@ -333,6 +366,7 @@ class Router:
             request_ids: At least one.
             model: Theirs; "" = the router's.
             attempt_id: Theirs.
+            role: That of the worker that they were booked for.
             lease_seconds: From now; 0 = 300.
 
         Returns:
@@ -342,7 +376,9 @@ class Router:
         request = scheduler_pb2.RenewRequest(
             tenant=self._tenant,
             requests=[
-                scheduler_pb2.RequestRef(model=model or self._model, request_id=name, attempt_id=attempt_id)
+                scheduler_pb2.RequestRef(
+                    model=model or self._model, role=role_to_proto(role), request_id=name, attempt_id=attempt_id
+                )
                 for name in names
             ],
             lease_seconds=lease_seconds,
@@ -350,7 +386,9 @@ class Router:
         answer: scheduler_pb2.RenewResponse = await self._calls.unary(self._stub.Renew, request, repeatable=True)
         return [names[index] for index in answer.unknown]
 
-    async def add_output(self, request_id: str, blocks: int, *, model: str = "", attempt_id: int = 0) -> int:
+    async def add_output(
+        self, request_id: str, blocks: int, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
+    ) -> int:
         """Adds generated blocks to the load of a booked request.
 
         Returns:
@@ -363,6 +401,7 @@ class Router:
         request = scheduler_pb2.AddOutputRequest(
             model=model or self._model,
             tenant=self._tenant,
+            role=role_to_proto(role),
             request_id=request_id,
             attempt_id=attempt_id,
             blocks=blocks,
@@ -574,6 +613,16 @@ class Router:
 
 def _mm_items(items: Iterable[MmItem]) -> list[types_pb2.MultimodalItem]:
     return [types_pb2.MultimodalItem(id=item.id, offset=item.offset, length=item.length) for item in items]
+
+
+def _hashes(block_hashes: Iterable[int]) -> list[int]:
+    hashes = list(block_hashes)
+    try:
+        if all(0 <= one < 1 << 64 for one in hashes):
+            return hashes
+    except TypeError:
+        pass  # no numbers
+    raise InvalidArgument("must be integers from 0 to 2^64 − 1", field="block_hashes")
 
 
 def _json_of(fields: Mapping[str, Any]) -> str:

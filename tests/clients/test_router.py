@@ -105,6 +105,25 @@ async def test_a_booking_is_freed_when_its_block_ends(router: Router, gateway: F
     assert asked == ["RouteRequest", "MarkPrefillCompleteRequest", "FreeRequest"]
 
 
+async def test_a_booking_is_named_by_the_role_it_was_made_for(router: Router, gateway: FakeGateway) -> None:
+    gateway.booked = True
+    async with await router.route([1], request_id="r", role=Role.DECODE) as booking:
+        await booking.prefill_complete()
+        await booking.renew()
+        await booking.add_output(1)
+    mark, renew, output, free = gateway.requests[1:]
+    assert {one.role for one in (mark, output, free, *renew.requests)} == {types_pb2.ROLE_DECODE}
+
+
+async def test_a_prompt_that_is_hashed_already_is_routed_by_its_hashes(router: Router, gateway: FakeGateway) -> None:
+    await router.route(block_hashes=[1, 2**64 - 1], block_size=16, isl_tokens=40)
+    asked = gateway.last
+    assert (list(asked.block_hashes), asked.block_size, asked.isl_tokens) == ([1, 2**64 - 1], 16, 40)
+    assert not asked.token_ids
+    with pytest.raises(errors.InvalidArgument, match="block_hashes"):
+        await router.route(block_hashes=[-1], block_size=16)
+
+
 async def test_a_booking_is_renewed_and_grows(router: Router, gateway: FakeGateway) -> None:
     gateway.booked = True
     async with await router.route([1], request_id="r", attempt_id=3) as booking:
