@@ -209,11 +209,10 @@ class HostileWorld:
         (load,) = (await scheduler.GetPotentialLoads(loads, timeout=CALL_SECONDS)).loads
         assert (load.active_requests, load.busy, load.draining, load.cooldown_seconds) == (1, False, False, 0.0)
         of_model = types_pb2.GetBusyThresholdsRequest(tenant=PROBE, model="probe-m")
-        assert (
-            await scheduler.GetBusyThresholds(of_model, timeout=CALL_SECONDS)
-        ).active_prefill_tokens_threshold == 5_000
+        read = await scheduler.GetBusyThresholds(of_model, timeout=CALL_SECONDS)
+        assert read.thresholds.active_prefill_tokens_threshold == 5_000
         route = gateway_pb2.RouteRequest(tenant=PROBE, model="probe-m", block_hashes=BLOCKS, block_size=4)
-        assert (await gateway.Route(route, timeout=CALL_SECONDS)).worker_id == "probe-w"
+        assert (await gateway.Route(route, timeout=CALL_SECONDS)).worker.worker_id == "probe-w"
 
 
 @asynccontextmanager

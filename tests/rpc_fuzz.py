@@ -50,6 +50,7 @@ WORDS: dict[str, list[str]] = {
     "clear": ["active_decode_blocks_threshold", "active_prefill_tokens_threshold", "model"],
     "lora_name": ["", "", "sql"],
     "cache_salt": ["", "", "salt"],
+    "page_token": ["", "", "W10=", "WyJkZWZhdWx0IiwgImEiXQ=="],
 }
 
 
