@@ -96,8 +96,9 @@ class GuardedMethod:
         )
         self._traced = tracing.enabled() and name.startswith("/kvscout.") and name not in ENDLESS
         self._begins_traces = name.rpartition("/")[2] in BEGIN_TRACES
-        # A call that is traced has a task, as what it is part of belongs to that.
-        self.synchronous = not self._traced and isinstance(self._behaviour, Synchronous)
+        self._answers = isinstance(self._behaviour, Synchronous)
+        self.synchronous = self._answers and not self._traced
+        """Whether calls need no task; one that is traced has one, to which what it is part of belongs."""
         self._audited = name.startswith("/kvscout.") and name.rpartition("/")[2] in AUDITED
         self.streams = (bool(handler.request_streaming), bool(handler.response_streaming))
         """Whether there are many requests, many answers."""
@@ -224,7 +225,7 @@ class GuardedMethod:
 
     async def _handled(self, request: Any, context: Context, identity: Identity) -> Any:
         many_requests, many_answers = self.streams
-        if self.synchronous:
+        if self._answers:
             if not many_requests:
                 return self._behaviour.answer(request)
             async for message in request:

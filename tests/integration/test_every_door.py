@@ -6,8 +6,10 @@ A method that is added is walked without a line here, and refused to whoever it 
 from __future__ import annotations
 
 import asyncio
+import pkgutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from importlib import import_module
 from typing import Any
 
 import aiohttp
@@ -20,6 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from guarded_services import DESCRIPTORS, OURS, ROLES, THEIRS, Guarded, guarded_services
 from yarl import URL
 
+from kvscout import v1
 from kvscout.ext_proc.v3 import ext_proc_pb2
 from kvscout.v1 import events_pb2, scheduler_pb2, workers_pb2
 from kvscout_common.hashing import native_available
@@ -122,6 +125,12 @@ async def opened(served: Guarded) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a service."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{served.port}") as channel:
         yield channel
+
+
+def test_no_service_is_left_out_of_the_walk() -> None:
+    names = [found.name for found in pkgutil.iter_modules(v1.__path__) if found.name.endswith("_pb2")]
+    described = {name for one in names for name in import_module(f"kvscout.v1.{one}").DESCRIPTOR.services_by_name}
+    assert described == {name for file in DESCRIPTORS.values() for name in file.services_by_name}
 
 
 @pytest.mark.parametrize("transport", BOTH)

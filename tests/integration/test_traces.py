@@ -20,7 +20,7 @@ from processes import eventually, running
 from scripted_engine import begin, scripted_engine, send, send_tokens
 
 from kvscout.ext_proc.v3 import ext_proc_pb2
-from kvscout.v1 import gateway_pb2, workers_pb2
+from kvscout.v1 import gateway_pb2, indexer_pb2, workers_pb2
 from kvscout_common import tracing
 from kvscout_common.hashing import native_available
 from kvscout_common.transport import Transport
@@ -92,6 +92,13 @@ async def test_a_request_is_one_trace_from_its_client_to_its_engine(transport: T
                 )
                 request: Any = client.stub.Generate(asked, metadata=metadata, timeout=20)
                 assert [message async for message in request]
+                asked_alone, alone, header = begun_trace()
+                find: Any = client.indexer.FindMatches
+                await find(
+                    indexer_pb2.FindMatchesRequest(model=MODEL, token_ids=prompt),
+                    metadata=(("traceparent", header),),
+                    timeout=20,
+                )
                 url = f"http://127.0.0.1:{gateway.ready['http_port']}/v1/completions"
                 over_http, http_caller, header = begun_trace()
                 body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "stream": True}
@@ -116,7 +123,9 @@ async def test_a_request_is_one_trace_from_its_client_to_its_engine(transport: T
     assert front.facts["kvscout.model"] == MODEL
     assert receiver.of(unwanted) == {}
     # What services tell one another meanwhile, and what registers and asks for status, begins none.
-    assert {span.trace for span in receiver.spans} == {trace, over_http, failing}
+    assert {span.trace for span in receiver.spans} == {trace, asked_alone, over_http, failing}
+    [found] = receiver.of(asked_alone).values()
+    assert (found.name, found.parent, found.facts["kvscout.blocks"]) == (INDEXER, alone, 4)
     failed = receiver.of(failing)["kvscout-gateway POST /v1/completions"]
     assert (failed.failed, failed.facts["error.type"]) == (True, "NotFound")
     # Its engine was told of the gateway's span of it, each time, and of nothing that is not wanted.
