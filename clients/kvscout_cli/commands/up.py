@@ -16,7 +16,7 @@ import click
 
 from kvscout_cli.connection import option
 from kvscout_cli.lifetime import run
-from kvscout_cli.process import ProcessFailed
+from kvscout_cli.process import ManagedProcess, ProcessFailed
 from kvscout_cli.relay import given_words, relay, relayed_flags
 from kvscout_cli.stack import READY_SECONDS, Stack
 from kvscout_cli.state import StateDirectory
@@ -120,7 +120,7 @@ async def _keep(topology: Topology, state: StateDirectory) -> None:
                     **{name: address for name, address in asdict(running).items() if name != "workers"},
                     "workers": [worker.worker_id for worker in running.workers],
                     "processes": {process.program.name: process.pid for process in stack.processes},
-                    "serves": {process.program.name: _served(process.ready_line) for process in stack.processes},
+                    "serves": {process.program.name: _served(process) for process in stack.processes},
                 }
             )
             click.echo(_how_to_talk_to_it(state.read()))
@@ -149,15 +149,17 @@ kvscout is up, with {len(state["workers"])} workers:
 """
 
 
-def _served(ready: Mapping[str, Any]) -> str:
+def _served(process: ManagedProcess) -> str:
     """What a process serves where, by its ready line."""
-    here = "127.0.0.1"
+    ready, here = process.ready_line, "127.0.0.1"
     if "ranks" in ready:
         events = (event for rank in ready["ranks"] for event in (rank["events"], rank["replay"]) if event)
         return " · ".join([f"http://{here}:{ready['http_port']}", *events])
     found = [f"nats://{here}:{ready['port']}" if ready["service"] == "nats" else f"gRPC {here}:{ready['port']}"]
     if "http_port" in ready:
         found.append(f"OpenAI http://{here}:{ready['http_port']}/v1")
+        if "--no-dashboard" not in process.program.arguments:
+            found.append(f"dashboard http://{here}:{ready['http_port']}/")
     if "endpoint_picker_port" in ready:
         found.append(f"endpoint picker {here}:{ready['endpoint_picker_port']}")
     if "metrics_port" in ready:
