@@ -185,3 +185,8 @@ async def test_nobody_at_the_gateways_address_is_a_row_and_not_a_crash() -> None
     assert code == 1
     assert out.splitlines()[1].startswith("gateway")
     assert "127.0.0.1:1" in out
+
+
+async def test_shadow_says_so_where_no_gateway_shadows(stack: Stack) -> None:
+    code, out, err = await kvscout("shadow", "--gateway", stack.gateway.address)
+    assert (code, out, err) == (1, "", "no gateway that was asked runs with --shadow\n")

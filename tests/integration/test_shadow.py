@@ -86,15 +86,19 @@ async def balanced(folder: Path) -> AsyncIterator[tuple[Envoy, list[MockerProces
 
 async def shadow_command(gateway: Running) -> dict[str, Any]:
     """What `kvscout shadow --json` prints."""
+    told: dict[str, Any] = json.loads(await printed("shadow", "--json", "--gateway", gateway.address))
+    return told
+
+
+async def printed(*arguments: str) -> bytes:
+    """What a command that succeeds prints."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvscout_cli.main", "shadow", "--json", "--gateway", gateway.address),
-        stdout=asyncio.subprocess.PIPE,
+        *(sys.executable, "-m", "kvscout_cli.main", *arguments), stdout=asyncio.subprocess.PIPE
     )
     async with asyncio.timeout(DEADLINE_SECONDS):
         out, _ = await process.communicate()
     assert process.returncode == 0, out
-    told: dict[str, Any] = json.loads(out)
-    return told
+    return out
 
 
 async def test_it_says_what_the_policy_would_have_found_cached_that_taking_turns_did_not(tmp_path: Path) -> None:
@@ -145,6 +149,9 @@ async def test_it_says_what_the_policy_would_have_found_cached_that_taking_turns
             assert 0 < total["same_worker"] < total["served_known"] == compared
             assert total["prediction_error"] == 0.0
             assert len(told["hours"]) in (1, 2)
+            table = (await printed("shadow", "--gateway", gateway.address)).decode()
+            assert table.startswith("hour ")
+            assert f"{envoy.url} decides; {PROMPTS * ROUNDS} requests were passed on" in table
             # Nothing of it is left booked, and the indexer was told of nothing that did not happen.
             await client.until_idle()
             sources = await client.sources()

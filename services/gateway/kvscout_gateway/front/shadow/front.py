@@ -176,9 +176,10 @@ class _Passing:
         if self._usage is not None and answered:
             spec = self._gateway.catalog.tenant(tenant).specs.get(worker_id)
             rank = WorkerRank(worker_id, spec.dp_start_rank if spec is not None else 0)
-            seen = self._gateway.observations
-            seen.of(tenant, rank).requests += 1
-            seen.reported(
+            seen = self._gateway.observations.of(tenant, rank)
+            seen.requests += 1
+            seen.prompt_tokens += self._usage.prompt_tokens
+            self._gateway.observations.reported(
                 tenant,
                 rank,
                 isl_tokens=self._usage.prompt_tokens,

@@ -10,8 +10,8 @@
   const hourOf = new Intl.DateTimeFormat("en", { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
   const at = (seconds) => clock.format(new Date(1000 * seconds));
   const many = (count, one, more = one + "s") => `${number.format(count)} ${count === 1 ? one : more}`;
-  const percent = (share) => (share == null ? "–" : `${(100 * share).toFixed(share > 0.9995 || share === 0 ? 0 : 1)} %`);
-  const ms = (value, onAxis) => (value == null ? "–" : onAxis ? (value >= 1000 ? `${value / 1000} s` : value ? `${value} ms` : "0") : value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${value < 10 ? value.toFixed(1) : Math.round(value)} ms`);
+  const percent = (share) => (share == null ? "–" : `${(100 * share).toFixed(share > 0.9995 || share === 0 ? 0 : 1)}\u00a0%`);
+  const ms = (value, onAxis) => (value == null ? "–" : onAxis ? (value >= 1000 ? `${value / 1000} s` : value ? `${value} ms` : "0") : value >= 1000 ? `${(value / 1000).toFixed(2)}\u00a0s` : `${value < 10 ? value.toFixed(1) : Math.round(value)}\u00a0ms`);
   const round = (value) => (value == null ? "–" : Math.abs(value) >= 1000 ? short.format(value) : String(+value.toFixed(1)));
   const age = (s) => (s == null ? "–" : s < 1 ? "now" : s < 60 ? `${Math.round(s)} s` : s < 3600 ? `${Math.round(s / 60)} min` : s < 172800 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} d`);
 
