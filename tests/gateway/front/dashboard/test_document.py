@@ -99,6 +99,7 @@ def test_a_decision_shows_the_chosen_candidate_first_then_the_cheapest() -> None
         )
         for index in range(40)
     ]
+    candidates[9].device_blocks, candidates[9].host_blocks, candidates[9].disk_blocks = 4, 4, 6
     candidates[3].ineligible_reason = scheduler_pb2.INELIGIBLE_REASON_BUSY
     made = scheduler_pb2.WatchDecisionsResponse(
         isl_tokens=640,
@@ -116,6 +117,7 @@ def test_a_decision_shows_the_chosen_candidate_first_then_the_cheapest() -> None
     assert [one["worker"] for one in first["candidates"][:4]] == ["w9/0", "w0/0", "w1/0", "w2/0"]
     assert (len(first["candidates"]), first["more_candidates"]) == (MAX_CANDIDATES, 40 - MAX_CANDIDATES)
     assert (first["blocks"], first["overlap"], first["cost"]) == (40, 4, None)
+    assert (first["candidates"][0]["device"], first["candidates"][0]["slower"]) == (4, 2)
     assert second["error"].startswith("</script><img")
     assert "worker" not in second
 

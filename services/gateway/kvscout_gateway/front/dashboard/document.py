@@ -199,7 +199,8 @@ def _candidate(one: scheduler_pb2.Candidate, chosen: tuple[str, int]) -> dict[st
         "chosen": _rank(one) == chosen,
         "why_not": "" if one.eligible else word_of(scheduler_pb2.IneligibleReason, one.ineligible_reason),
         "device": one.device_blocks,
-        "slower": max(one.host_blocks, one.disk_blocks, one.external_blocks),
+        # Those of a slower tier are told together with those of the faster ones.
+        "slower": max(0, max(one.host_blocks, one.disk_blocks, one.external_blocks) - one.device_blocks),
         "prefill": _number(one.prefill_blocks),
         "decode": _number(one.decode_blocks),
         "cost": _number(one.cost),

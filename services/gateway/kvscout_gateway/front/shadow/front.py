@@ -93,7 +93,7 @@ class ShadowFront:
 
     def _request(self, call: HttpCall, body: bytes) -> HttpRequest:
         target = f"{call.path}?{call.query}" if call.query else call.path
-        peer = urlsplit(f"//{call.peer}").hostname or ""
+        peer = call.peer.rpartition(":")[0].strip("[]")
         before = header(call.headers, "x-forwarded-for")
         # Balancers that go by the client's address find it here: the connection is ours.
         own = (
