@@ -218,9 +218,6 @@ async def test_each_port_of_the_charts_pool_is_a_rank(cluster: Cluster, account:
         await followed.until("ranks:8000")
 
 
-# A server that dies in the middle of a TLS handshake leaves asyncio a transport that is closed when it is collected; the
-# services run on uvloop, which has none of that.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_killed_api_server_takes_no_worker_with_it(cluster: Cluster, account: Path) -> None:
     async with following(cluster, account, "app=vllm?model=m&block_size=16") as followed:
         cluster.pod(NAMESPACE, "a", HOST, VLLM, http=8000)
@@ -228,7 +225,7 @@ async def test_a_killed_api_server_takes_no_worker_with_it(cluster: Cluster, acc
         cluster.kill()
         await followed.warned("what is known stays (1): ")
         await followed.until("a:8000")
-        await asyncio.to_thread(cluster.start)
+        cluster.start()
         cluster.pod(NAMESPACE, "b", HOST, VLLM, http=8001)
         cluster.delete_pod(NAMESPACE, "a", at_once=True)
         await followed.until("b:8001")

@@ -253,8 +253,11 @@ class ListWatch(Generic[T]):
                     raise await _refusal(response)
                 if "watch" in query:
                     self._works()
-                async for piece in response.content.iter_any():
-                    yield piece
+                try:
+                    async for piece in response.content.iter_any():
+                        yield piece
+                finally:
+                    _cut(response)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise Unavailable(f"{self._access.server} does not answer: {_why(error)}") from error
 
@@ -298,6 +301,13 @@ async def _document(body: bytes) -> Mapping[str, Any]:
     if not isinstance(document, Mapping):
         raise Unavailable("the API answers no object")
     return document
+
+
+def _cut(response: aiohttp.ClientResponse) -> None:
+    """Lets go of an answer that is not read to its end: nobody waits for the goodbye of a server that may be dead."""
+    connection = response.connection
+    if connection is not None and connection.transport is not None and not response.content.at_eof():
+        connection.transport.abort()
 
 
 def _why(error: Exception) -> str:
