@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ pytestmark = [
 ]
 HOSTILE = "<img src=x onerror=\"document.title='run'\">"
 NOWHERE = "127.0.0.1:1"
+POLL_SECONDS = 0.2
+"""Between two looks at a page: each costs more than what it looks at."""
 MS = 1000 * DEADLINE_SECONDS
 
 
@@ -59,7 +62,10 @@ async def until(page: Any, expression: str, what: str) -> None:
     """Waits until an expression is true in the page, whose policy lets nobody wait there."""
 
     async def is_true() -> bool:
-        return bool(await page.evaluate(expression))
+        if await page.evaluate(expression):
+            return True
+        await asyncio.sleep(POLL_SECONDS)
+        return False
 
     try:
         await eventually(is_true, what=what)
@@ -85,6 +91,8 @@ async def test_it_shows_workers_decisions_with_candidates_and_rates_and_follows_
         async def decided() -> bool:
             await stack.client.generate(prompt, max_tokens=8, request_id="seen-by-a-browser")
             shown: int = await page.locator("#decisions summary", has_text="16 of 16 blocks cached").count()
+            if not shown:
+                await asyncio.sleep(POLL_SECONDS)
             return shown > 0
 
         await eventually(decided, what="a decision is shown")

@@ -29,6 +29,7 @@ from openai_stack import (
 from processes import eventually
 
 from kvscout_common.transport import Transport
+from kvscout_gateway.front.shadow import score
 from kvscout_gateway.front.shadow.config import ShadowConfig
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -133,7 +134,9 @@ async def test_a_client_that_leaves_ends_its_request_at_the_balancer(transport: 
         await until_counted(one, failed=1)
 
 
-async def test_nothing_that_scores_holds_a_request_up(transport: Transport) -> None:
+async def test_nothing_that_scores_holds_a_request_up(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score, "LATE_SECONDS", 0.1)
+
     async def script(request: web.Request, _: bytes) -> web.StreamResponse:
         return web.json_response({"choices": [], "usage": {"prompt_tokens": 4}})
 
