@@ -15,7 +15,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-BESIDE_CODE = ("services/*/README.md", "clients/**/README.md", "bench/README.md", "examples/**/*.md", "SECURITY.md")
+BESIDE_CODE = ("services/*/README.md", "clients/**/README.md", "bench/*.md", "examples/**/*.md", "SECURITY.md")
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]\n]+)\]\((?P<target>[^)\s]+)\)")
 _EXTERNAL = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?(?:https?:)?//[^\"'> ]*[^>]*>")
 
