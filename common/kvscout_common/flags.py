@@ -102,28 +102,20 @@ def flag(name: str, *, section: str = BEHAVIOUR, program: str = "", **kwargs: An
     )
 
 
-def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F], F]:
+def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool = True) -> Callable[[F], F]:
     """The flags that every gRPC server has; `config.ServerConfig.from_flags` reads them back.
 
     Args:
         program: Name of the service, for its environment variables.
         port: Default gRPC port.
         metrics_port: Default metrics port.
+        discovers: Whether it follows DNS names and pods.
     """
 
     def server_flag(name: str, **kwargs: Any) -> Callable[[F], F]:
         return flag(name, program=program, **{"section": SERVER, **kwargs})
 
-    declared = [
-        server_flag("--host", default="127.0.0.1", help="Address to bind."),
-        server_flag("--port", default=port, type=click.IntRange(0, 65535), help="gRPC port; 0 = any free one."),
-        server_flag(
-            "--metrics-port",
-            default=metrics_port,
-            type=click.IntRange(-1, 65535),
-            help="Prometheus port; 0 = any free one, -1 = none.",
-        ),
-        server_flag("--workers-file", type=_FILE, help="YAML file of workers, watched for changes."),
+    discovery = [
         server_flag(
             "--workers-dns",
             multiple=True,
@@ -140,6 +132,18 @@ def server_flags(program: str, *, port: int, metrics_port: int) -> Callable[[F],
             type=_FILE,
             help="For --workers-k8s outside of the cluster; without it as the pod's service account, or as kubectl.",
         ),
+    ]
+    declared = [
+        server_flag("--host", default="127.0.0.1", help="Address to bind."),
+        server_flag("--port", default=port, type=click.IntRange(0, 65535), help="gRPC port; 0 = any free one."),
+        server_flag(
+            "--metrics-port",
+            default=metrics_port,
+            type=click.IntRange(-1, 65535),
+            help="Prometheus port; 0 = any free one, -1 = none.",
+        ),
+        server_flag("--workers-file", type=_FILE, help="YAML file of workers, watched for changes."),
+        *(discovery if discovers else ()),
         server_flag("--auth-tokens", type=_FILE, help="YAML file of bearer tokens; required beyond loopback."),
         server_flag(
             "--allow-anonymous",

@@ -112,7 +112,7 @@ ENGINE = "Engine"
 )
 @event_endpoints_flag()
 @nats_flags(default=(DEFAULT_SERVER,))
-@server_flags("bridge", port=7053, metrics_port=9094)
+@server_flags("bridge", port=7053, metrics_port=9094, discovers=False)
 def main(**values: Any) -> None:
     """Bring the KV events of an engine to NATS, and tell indexers what they lost of them."""
     try:

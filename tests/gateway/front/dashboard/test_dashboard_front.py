@@ -149,7 +149,8 @@ async def test_without_tokens_no_page_of_the_web_can_read_it_by_a_name_of_its_ow
 
 async def test_only_get_is_for_it(transport: Transport) -> None:
     async with served(transport) as one, one.http.post(f"{one.url}/dashboard/events") as response:
-        assert response.status == 501
+        assert response.status == 405
+        assert response.headers["Allow"] == "GET"
 
 
 async def test_nobody_is_asked_while_nobody_watches_and_all_viewers_share_what_is_seen(

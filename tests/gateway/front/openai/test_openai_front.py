@@ -133,7 +133,7 @@ async def test_an_unknown_model_is_not_found_and_a_wrong_method_is_said() -> Non
     async with engine(says(ANSWER)) as one, front(spec("w", one.url)) as served:
         status, _, answer = await served.post("/v1/chat/completions", CHAT | {"model": "nope"})
         assert (status, json.loads(answer)["error"]["code"]) == (404, "model_not_found")
-        assert (await served.request("GET", "/v1/completions"))[0] == 501
+        assert (await served.request("GET", "/v1/completions"))[0] == 405
         assert one.received == []
 
 
@@ -398,7 +398,7 @@ async def test_thresholds_without_a_scheduler_are_unavailable_and_bad_ones_refus
         assert (await served.request("GET", "/busy_threshold"))[0] == 503
         assert (await served.post("/busy_threshold", {"model": "m"}))[0] == 503
         assert (await served.post("/busy_threshold", {}))[0] == 400
-        assert (await served.request("DELETE", "/busy_threshold"))[0] == 501
+        assert (await served.request("DELETE", "/busy_threshold"))[0] == 405
 
 
 async def test_without_workers_every_path_says_that_there_are_none() -> None:

@@ -6,12 +6,13 @@ import ipaddress
 from typing import Final
 
 from kvscout_common.config import is_loopback
-from kvscout_common.errors import PermissionDenied, Unimplemented
+from kvscout_common.errors import PermissionDenied
 from kvscout_common.identity import ALL_TENANTS, TokenTable
 from kvscout_common.transport.http import HttpCall
 from kvscout_gateway.front.dashboard.dashboard import Dashboard
 from kvscout_gateway.front.dashboard.page import page
 from kvscout_gateway.front.openai.access import Caller, header
+from kvscout_gateway.front.openai.refusals import WrongMethod
 
 PAGE: Final = "/"
 EVENTS: Final = "/dashboard/events"
@@ -36,7 +37,7 @@ class DashboardFront:
     async def show(self, call: HttpCall) -> None:
         """Answers with the page."""
         if call.method != "GET":
-            raise Unimplemented("only GET is for this path")
+            raise WrongMethod(["GET"])
         await call.respond(200, *page())
 
     async def watch(self, call: HttpCall, caller: Caller) -> None:

@@ -11,7 +11,7 @@ from prometheus_client.exposition import choose_encoder
 
 from kvscout.v1 import types_pb2
 from kvscout_common import tracing
-from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied, Unimplemented
+from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
 from kvscout_common.identity import ALL_TENANTS, TokenTable
 from kvscout_common.tenant_limits import Limit
 from kvscout_common.transport.http import HttpCall, HttpRefused, SinkGone, SinkStalled
@@ -21,7 +21,7 @@ from kvscout_gateway.front.openai.body import JsonBody, parsed
 from kvscout_gateway.front.openai.generation import COMPLETIONS, Generation
 from kvscout_gateway.front.openai.models import Models
 from kvscout_gateway.front.openai.passthrough import Passthrough
-from kvscout_gateway.front.openai.refusals import JSON_HEADERS, refusal_of, shaped
+from kvscout_gateway.front.openai.refusals import JSON_HEADERS, WrongMethod, refusal_of, shaped
 from kvscout_gateway.front.openai.thresholds import change_of, shown
 from kvscout_gateway.front.shadow.front import ShadowFront
 from kvscout_gateway.front.wishes import CHAT
@@ -188,7 +188,7 @@ def _rpc_of(route: str | None, method: str) -> str:
         return ENGINES_OWN
     known = ROUTES[route]
     if method not in known:
-        raise Unimplemented(f"only {' and '.join(known)} is for this path")
+        raise WrongMethod(known)
     return known[method]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from kvscout_common.errors import (
@@ -31,6 +32,7 @@ log = logging.getLogger("kvscout.gateway")
 _defects = RateLimitedLog(log, period_seconds=10.0)
 
 JSON_HEADERS: Final = (("Content-Type", "application/json"),)
+METHOD_NOT_ALLOWED: Final = 405
 STATUSES: Final[dict[type[KvscoutError], tuple[int, str, str | None]]] = {
     InvalidArgument: (400, "invalid_request_error", None),
     Unauthenticated: (401, "authentication_error", "invalid_api_key"),
@@ -48,6 +50,18 @@ STATUSES: Final[dict[type[KvscoutError], tuple[int, str, str | None]]] = {
 """Status, OpenAI's type and code of each error; of a class that is not here, its nearest base counts."""
 _OURS_TO_SETTLE: Final = frozenset({401, 403, 407})
 """What an engine says of our own key concerns no client: it would take it for its own."""
+
+
+class WrongMethod(InvalidArgument):
+    """The path is known, but not with this method.
+
+    Args:
+        known: The methods that it has.
+    """
+
+    def __init__(self, known: Iterable[str]) -> None:
+        self.known = tuple(known)
+        super().__init__(f"only {' and '.join(self.known)} is for this path")
 
 
 class Refusal(NamedTuple):
@@ -71,6 +85,9 @@ def refusal_of(error: Exception, *, request_id: str = "") -> Refusal:
         error = InternalError("the gateway has failed; its log says how")
     status, kind, code = next(STATUSES[base] for base in type(error).__mro__ if base in STATUSES)
     headers = list(JSON_HEADERS)
+    if isinstance(error, WrongMethod):
+        status = METHOD_NOT_ALLOWED
+        headers.append(("Allow", ", ".join(error.known)))
     if error.retry_after_seconds is not None or status in (429, 503):
         headers.append(("Retry-After", str(max(1, math.ceil(error.retry_after_seconds or 1)))))
     if status == 401:
