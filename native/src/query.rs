@@ -63,7 +63,9 @@ fn parse(bytes: &[u8]) -> Option<Request<'_>> {
             (9, Field::Varint(value)) => request.eagle = Some(value != 0),
             (10, Field::Varint(value)) => request.early_exit = value != 0,
             (11, Field::Varint(value)) => request.id = value,
-            (1..=11, _) => return None,
+            // A trace context, which Python follows; but a message is read by both, or by neither.
+            (12, Field::Bytes(value)) => drop(std::str::from_utf8(value).ok()?),
+            (1..=12, _) => return None,
             _ => {} // of a later version
         }
     }

@@ -6,7 +6,11 @@ import os
 import random
 
 import pytest
-from decoder_fuzz import Decoder, decoders, fuzz
+from decoder_fuzz import Decoder, Queries, decoders, fuzz
+from google.protobuf.descriptor import FieldDescriptor
+
+from kvscout.v1 import indexer_pb2
+from kvscout_common.hashing import native_available
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
 CASES = int(os.environ.get("KVSCOUT_FUZZ_CASES", "3000"))
@@ -16,3 +20,15 @@ CASES = int(os.environ.get("KVSCOUT_FUZZ_CASES", "3000"))
 def test_damaged_bytes_are_read_or_refused_and_twins_agree(decoder: Decoder) -> None:
     print(f"KVSCOUT_TEST_SEED={SEED}")
     fuzz(decoder, random.Random(SEED), CASES)
+
+
+@pytest.mark.skipif(not native_available(), reason="the extension is not built: it is what is tested")
+def test_every_text_of_a_query_is_checked_also_what_only_python_reads() -> None:
+    queries = Queries()
+    fields = indexer_pb2.FindMatchesRequest.DESCRIPTOR.fields
+    texts = [field for field in fields if field.type == FieldDescriptor.TYPE_STRING]
+    assert len(texts) > 3
+    for field in texts:
+        request = indexer_pb2.FindMatchesRequest()
+        setattr(request, field.name, "x")
+        queries.check(request.SerializeToString()[:-1] + b"\xff")

@@ -121,7 +121,9 @@ pub fn select(bytes: &[u8]) -> Option<Select<'_>> {
             (19, Field::Varint(value)) => select.expected_output_tokens = value as u32,
             (21, Field::Varint(value)) => select.lease_seconds = value as u32,
             (22, Field::Varint(value)) => select.prefill_elsewhere = value != 0,
-            (1..=22, _) => return None,
+            // As a trace context in `query`.
+            (23, Field::Bytes(value)) => drop(std::str::from_utf8(value).ok()?),
+            (1..=23, _) => return None,
             _ => {} // of a later version
         }
     }
