@@ -15,6 +15,10 @@ INTENDED = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit
 """What ends tasks and processes because somebody wants it."""
 
 
+class NobodyWaits(Exception):
+    """Whoever was to have it is gone, so that it ends unfinished: nothing has failed."""
+
+
 class Closing:
     """Tasks that were told to end, until they have."""
 

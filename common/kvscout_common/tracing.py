@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
+from kvscout_common.endings import NobodyWaits
 from kvscout_common.errors import ConfigError
 
 TRACEPARENT: Final = "traceparent"
@@ -206,14 +207,12 @@ class _Tracer:
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        from kvscout_common.transport.http import SinkGone
-
         self.api = trace
         self.context = context
         self.propagator = TraceContextTextMapPropagator()
         self.kinds = {kind: trace.SpanKind[kind.value] for kind in Kind}
         self.failed = trace.StatusCode.ERROR
-        self.gone = (asyncio.CancelledError, GeneratorExit, SinkGone)
+        self.gone = (asyncio.CancelledError, GeneratorExit, NobodyWaits)
         """Nobody waits for it any more, which is no failure."""
         self.provider = TracerProvider(
             resource=Resource.create({"service.name": service, "service.version": version}),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Protocol, TypeAlias
 
+from kvscout_common.endings import NobodyWaits
 from kvscout_common.tls import Pem
 from kvscout_common.transport import Transport, chosen
 
@@ -65,7 +66,7 @@ class HttpRefused(Exception):
         self.status = status
 
 
-class SinkGone(Exception):
+class SinkGone(NobodyWaits):
     """Who was to take the bytes is no longer there."""
 
 
