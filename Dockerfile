@@ -1,7 +1,7 @@
 # One image for every service: docker run IMAGE kvscout-gateway --help
 #
 #   docker build -t kvscout .                             compiles kvscout here; needs PyPI, crates.io and Debian's packages
-#   make image                                            takes the wheels of `make dist` and `make image-wheels`; needs nothing
+#   make image-wheels && docker build -t kvscout --build-arg WHEELS=given .        takes wheels made on this machine
 #
 # With BuildKit (DOCKER_BUILDKIT=1 before Docker 23), which builds only the stages that are used.
 
