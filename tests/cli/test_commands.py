@@ -66,6 +66,14 @@ def test_route_reads_stdin_and_prints_json(gateway: FakeGateway) -> None:
     assert (gateway.last.model, list(gateway.last.token_ids)) == ("other", [7, 8])
 
 
+def test_route_asks_for_a_worker_of_the_role_that_is_named(gateway: FakeGateway) -> None:
+    for role, asked in (("prefill", types_pb2.ROLE_PREFILL), ("decode", types_pb2.ROLE_DECODE)):
+        assert kvscout(gateway, "route", "1", "--role", role).exit_code == 0
+        assert gateway.last.role == asked
+    refused = kvscout(gateway, "route", "1", "--role", "both")
+    assert (refused.exit_code, "'--role'" in refused.output) == (2, True)
+
+
 def test_generate_streams_text_and_tells_what_was_cached(gateway: FakeGateway) -> None:
     gateway.chunks = [
         gateway_pb2.GenerateResponse(

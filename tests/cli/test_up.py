@@ -138,14 +138,18 @@ async def test_up_ends_with_an_error_when_a_process_dies(tmp_path: Path) -> None
 async def test_detached_it_returns_when_it_is_up_and_down_stops_it(tmp_path: Path) -> None:
     directory = ("--state-dir", str(tmp_path))
     workers = tmp_path / "workers.yaml"
-    workers.write_text("workers:\n  - {worker_id: real-0, model: llama, block_size: 32}\n")
+    workers.write_text(
+        "workers:\n  - {worker_id: real-0, model: llama, block_size: 32, role: prefill}\n"
+        "  - {worker_id: real-1, model: llama, block_size: 32, role: decode}\n"
+    )
     started = await kvscout("up", "--free-ports", "--detach", "--workers-file", str(workers), *directory)
     assert started.returncode == 0, await output(started)
+    assert "  kvscout route $(seq 1 64) --explain --role prefill\n" in await output(started)
     state = await state_of(tmp_path, started)
     try:
         assert set(state["processes"]) == SERVICES
         async with Router(state["gateway"]) as router:
-            assert [record.spec.worker_id for record in await router.list_workers()] == ["real-0"]
+            assert [record.spec.worker_id for record in await router.list_workers()] == ["real-0", "real-1"]
     finally:
         stopped = await kvscout("down", *directory)
     assert (stopped.returncode, await output(stopped)) == (0, "kvscout is down\n")

@@ -10,7 +10,8 @@ from kvscout_cli.lifetime import run
 from kvscout_cli.output import columns, print_json, stdout
 from kvscout_cli.prompt import prompt_arguments
 from kvscout_client import Explanation, RouteDecision, RouterOverride
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.flags import SectionedCommand, ValueOf
+from kvscout_common.worker import Role
 
 
 @click.command(cls=SectionedCommand)
@@ -18,6 +19,7 @@ from kvscout_common.flags import SectionedCommand
 @model_flag
 @option("--lora-name", default="", help="LoRA adapter.")
 @option("--cache-salt", default="", help="Cache salt.")
+@option("--role", default=Role.AGGREGATED.value, show_default=True, type=ValueOf(Role), help="Role of the worker.")
 @option("--pinned-worker-id", default="", help="Worker that must be chosen.")
 @option("--policy", help="Policy for this request, such as kv or round-robin.")
 @option("--router-temperature", type=float, help="Router temperature for this request.")
@@ -32,6 +34,7 @@ def command(
     model: str,
     lora_name: str,
     cache_salt: str,
+    role: Role,
     pinned_worker_id: str,
     policy: str | None,
     router_temperature: float | None,
@@ -53,6 +56,7 @@ def command(
                 model=await chosen_model(router, model),
                 lora_name=lora_name,
                 cache_salt=cache_salt,
+                role=role,
                 pinned_worker_id=pinned_worker_id,
                 override=RouterOverride(overlap_score_weight, router_temperature, policy),
                 explain=explain,

@@ -22,7 +22,7 @@ from kvscout_cli.stack import READY_SECONDS, Stack
 from kvscout_cli.state import StateDirectory
 from kvscout_cli.topology import DEFAULT_PORTS, Mockers, Ports, Topology, launch
 from kvscout_common.flags import SectionedCommand, flag
-from kvscout_common.worker import Transport
+from kvscout_common.worker import Role, Transport
 
 _FLAGS = relayed_flags()
 
@@ -119,6 +119,7 @@ async def _keep(topology: Topology, state: StateDirectory) -> None:
                 {
                     **{name: address for name, address in asdict(running).items() if name != "workers"},
                     "workers": [worker.worker_id for worker in running.workers],
+                    "prefill_apart": Role.PREFILL in {worker.role for worker in running.workers},
                     "processes": {process.program.name: process.pid for process in stack.processes},
                     "serves": {process.program.name: _served(process) for process in stack.processes},
                 }
@@ -135,6 +136,7 @@ async def _forever() -> None:
 def _how_to_talk_to_it(state: Mapping[str, Any]) -> str:
     gateway = state["gateway"]
     where = "" if gateway.endswith(":7050") else f"export kvscout_gateway={gateway}\n  "
+    role = " --role prefill" if state["prefill_apart"] else ""
     served = "\n".join(f"  {name:<10} {what}" for name, what in state["serves"].items())
     return f"""
 kvscout is up, with {len(state["workers"])} workers:
@@ -142,7 +144,7 @@ kvscout is up, with {len(state["workers"])} workers:
 {served}
 
   {where}kvscout workers list
-  kvscout route $(seq 1 64) --explain
+  kvscout route $(seq 1 64) --explain{role}
   kvscout generate $(seq 1 64) --max-tokens 8
   grpcurl -plaintext {gateway} list
   curl {state["openai"]}/models
