@@ -14,14 +14,19 @@ from rich.table import Table
 
 
 def stdout() -> Console:
-    """For results. Not wrapped when piped, so that lines stay lines."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=240)
+    """For results."""
+    return _console(stderr=False)
 
 
 def stderr() -> Console:
     """For progress and remarks."""
-    return Console(stderr=True, highlight=False)
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    """Not wrapped when piped, so that lines stay lines."""
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=240)
 
 
 def columns(*names: str, right: Container[str] = ()) -> Table:

@@ -17,7 +17,8 @@ async function main(address: string, model: string): Promise<void> {
 
   const request = { model, tokenIds, stopConditions: { maxTokens: 4 } };
   for await (const piece of gateway.generate(request, { timeoutMs: 30_000 })) {
-    console.log(piece.tokenIds);
+    // None are in a last message that has the usage alone.
+    if (piece.tokenIds.length > 0) console.log(piece.tokenIds);
   }
 }
 

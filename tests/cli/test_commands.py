@@ -22,6 +22,8 @@ from kvscout_common import __version__, errors
 from kvscout_common.worker import EngineKind, Role
 from kvscout_common.worker_proto import spec_from_proto
 
+LONG_ID = "a-worker-with-a-name-that-is-longer-than-a-terminal-is-wide-of-which-lines-stay-lines"
+
 
 @pytest.fixture
 def gateway() -> Iterator[FakeGateway]:
@@ -77,7 +79,9 @@ def test_route_asks_for_a_worker_of_the_role_that_is_named(gateway: FakeGateway)
 def test_generate_streams_text_and_tells_what_was_cached(gateway: FakeGateway) -> None:
     gateway.chunks = [
         gateway_pb2.GenerateResponse(
-            token_ids=[5], text="hello ", route=gateway_pb2.RouteResponse(worker=types_pb2.WorkerRank(worker_id="w0"))
+            token_ids=[5],
+            text="hello ",
+            route=gateway_pb2.RouteResponse(worker=types_pb2.WorkerRank(worker_id=LONG_ID)),
         ),
         gateway_pb2.GenerateResponse(token_ids=[6], finish_reason=gateway_pb2.FINISH_REASON_LENGTH),
         gateway_pb2.GenerateResponse(usage=gateway_pb2.Usage(prompt_tokens=40, completion_tokens=2, cached_tokens=32)),
@@ -85,7 +89,8 @@ def test_generate_streams_text_and_tells_what_was_cached(gateway: FakeGateway) -
     result = kvscout(gateway, "generate", "1", "2", "--max-tokens", "2")
     assert result.exit_code == 0, result.output
     assert result.stdout == "hello 6 \n"
-    assert "40 prompt tokens, 32 cached" in result.stderr
+    [summary] = result.stderr.splitlines()
+    assert summary.startswith(f"{LONG_ID}, rank 0 · 40 prompt tokens, 32 cached · 2 generated · first after ")
     as_json = kvscout(gateway, "generate", "1", "2", "--json")
     answer = json.loads(as_json.stdout)
     assert (answer["token_ids"], answer["finish_reason"], answer["usage"]["cached_tokens"]) == ([5, 6], "length", 32)

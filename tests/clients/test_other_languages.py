@@ -30,6 +30,7 @@ async def gateway() -> AsyncIterator[FakeGateway]:
     async with fake_gateway() as gateway:
         route = gateway_pb2.RouteResponse(worker=types_pb2.WorkerRank(worker_id="w0"))
         gateway.chunks = [gateway_pb2.GenerateResponse(token_ids=[token], route=route) for token in (5, 6)]
+        gateway.chunks.append(gateway_pb2.GenerateResponse(usage=gateway_pb2.Usage(prompt_tokens=64)))
         yield gateway
 
 

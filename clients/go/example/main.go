@@ -61,7 +61,9 @@ func run(address, model string) error {
 		if err != nil {
 			return err
 		}
-		fmt.Println(piece.TokenIds)
+		if len(piece.TokenIds) > 0 { // none are in a last message that has the usage alone
+			fmt.Println(piece.TokenIds)
+		}
 	}
 }
 

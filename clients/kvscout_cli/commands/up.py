@@ -137,9 +137,10 @@ def _how_to_talk_to_it(state: Mapping[str, Any]) -> str:
     gateway = state["gateway"]
     where = "" if gateway.endswith(":7050") else f"export kvscout_gateway={gateway}\n  "
     role = " --role prefill" if state["prefill_apart"] else ""
+    workers = len(state["workers"])
     served = "\n".join(f"  {name:<10} {what}" for name, what in state["serves"].items())
     return f"""
-kvscout is up, with {len(state["workers"])} workers:
+kvscout is up, with {workers} worker{"s" * (workers != 1)}:
 
 {served}
 

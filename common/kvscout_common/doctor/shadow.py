@@ -10,12 +10,12 @@ from kvscout.v1 import gateway_pb2
 from kvscout_common.doctor.snapshot import Snapshot
 
 WHY_NOT = {
-    "tokens": "the tokens of their prompts are not known here",
-    "helpers": "indexer or scheduler did not answer, or knew no worker for them",
-    "late": "their output began before the policy had decided",
-    "usage": "their engines do not say what was cached (vLLM: --enable-prompt-tokens-details)",
-    "failed": "they failed, or their clients left",
-    "many": "too many came at once",
+    "tokens": "whose tokens are not known here, or are not the engine's",
+    "helpers": "for which indexer or scheduler did not answer, or knew no worker",
+    "late": "whose output began before the policy had decided",
+    "usage": "whose engine does not say what was cached (vLLM: --enable-prompt-tokens-details)",
+    "failed": "that failed, or whose client left",
+    "many": "that came while too many were being scored",
 }
 _SUMS = (
     "requests",
@@ -140,4 +140,4 @@ def _sentences(shadow: Shadow) -> Iterable[str]:
     elif total.compared and not total.served_known:
         yield "The balancer does not say which worker served (--shadow-served-by)."
     for reason, count in total.left_out.most_common():
-        yield f"{count:,} were not compared: {WHY_NOT.get(reason, reason)}."
+        yield f"Not compared: {count:,} {WHY_NOT.get(reason, f'({reason})')}."

@@ -52,8 +52,8 @@ def test_hours_of_all_gateways_are_added_the_newest_first() -> None:
         "http://b decides; 20 requests were passed on, 16 of them compared.",
         "25.0 % of their prompt tokens were cached; with the policy it would have been 75.0 %.",
         "2 went where the policy would have sent them; there the prediction was wrong by 5.0 % of the prompt tokens.",
-        "4 were not compared: their engines do not say what was cached (vLLM: --enable-prompt-tokens-details).",
-        "3 were not compared: their output began before the policy had decided.",
+        "Not compared: 4 whose engine does not say what was cached (vLLM: --enable-prompt-tokens-details).",
+        "Not compared: 3 whose output began before the policy had decided.",
     ]
 
 

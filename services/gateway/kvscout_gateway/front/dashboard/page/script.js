@@ -291,7 +291,7 @@
     [...$("workers").tHead.rows[0].cells].forEach((head, index) => (index === column ? head.setAttribute("aria-sort", direction > 0 ? "ascending" : "descending") : head.removeAttribute("aria-sort")));
     const tenants = new Set(workers.map((one) => one.tenant)).size > 1;
     const more = moreWorkers ? `; ${number.format(moreWorkers)} more are not shown` : "";
-    say($("workers-summary"), workers.length ? `${words.length ? `${number.format(found.length)} of ` : ""}${many(workers.length, "worker rank")}${more}. The prefill queue is in tokens, caches are in blocks.` : "No worker is registered: kvscout workers add, --workers-file, or a bridge beside the engine.");
+    say($("workers-summary"), workers.length ? `${words.length ? `${number.format(found.length)} of ` : ""}${many(workers.length, "worker rank")}${more}. The prefill queue is in tokens, caches are in blocks.` : "No worker is registered: kvscout workers register, --workers-file, or a bridge beside the engine.");
     rows($("workers").tBodies[0], found, (one) => JSON.stringify([one.tenant, one.worker, one.rank]), (one) => {
       const event = worst(one), load = one.load;
       return [
