@@ -99,6 +99,13 @@ async def test_a_request_is_one_trace_from_its_client_to_its_engine(transport: T
                     metadata=(("traceparent", header),),
                     timeout=20,
                 )
+                routed, router, header = begun_trace()
+                route: Any = client.stub.Route
+                await route(
+                    gateway_pb2.RouteRequest(model=MODEL, token_ids=prompt),
+                    metadata=(("traceparent", header),),
+                    timeout=20,
+                )
                 url = f"http://127.0.0.1:{gateway.ready['http_port']}/v1/completions"
                 over_http, http_caller, header = begun_trace()
                 body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "stream": True}
@@ -123,7 +130,9 @@ async def test_a_request_is_one_trace_from_its_client_to_its_engine(transport: T
     assert front.facts["kvscout.model"] == MODEL
     assert receiver.of(unwanted) == {}
     # What services tell one another meanwhile, and what registers and asks for status, begins none.
-    assert {span.trace for span in receiver.spans} == {trace, asked_alone, over_http, failing}
+    assert {span.trace for span in receiver.spans} == {trace, asked_alone, routed, over_http, failing}
+    front = receiver.of(routed)["kvscout-gateway kvscout.v1.Gateway/Route"]
+    assert (front.parent, front.facts["kvscout.model"], front.facts["kvscout.tenant"]) == (router, MODEL, "default")
     [found] = receiver.of(asked_alone).values()
     assert (found.name, found.parent, found.facts["kvscout.blocks"]) == (INDEXER, alone, 4)
     failed = receiver.of(failing)["kvscout-gateway POST /v1/completions"]
@@ -134,7 +143,7 @@ async def test_a_request_is_one_trace_from_its_client_to_its_engine(transport: T
     assert told[1][2] == spans["kvscout-gateway engine POST /v1/completions"].id
     assert (told[2][1], told[2][3]) == (unwanted, "00")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert {line["trace_id"] for line in lines if "trace_id" in line} <= {trace, over_http, unwanted, failing}
+    assert {line["trace_id"] for line in lines if "trace_id" in line} <= {trace, routed, over_http, unwanted, failing}
 
 
 def is_one_trace(spans: dict[str, Exported], front: Exported) -> None:

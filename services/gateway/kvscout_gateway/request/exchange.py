@@ -20,7 +20,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TypeAlias
 
-from kvscout_common import tracing
 from kvscout_common.errors import (
     Draining,
     FailedPrecondition,
@@ -103,8 +102,7 @@ class Exchanges:
         """
         if not wish.request_id:
             wish = replace(wish, request_id=f"gen-{uuid.uuid4().hex}")
-        if tracing.enabled():
-            tracing.current().tell(tenant=wish.tenant, model=wish.model, request_id=wish.request_id)
+        wish.tell_trace()
         return Exchange(self, wish)
 
     def require_open(self) -> None:

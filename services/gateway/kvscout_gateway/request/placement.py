@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout_common import tracing
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_gateway.indexer_client.reporter import Decision
 from kvscout_gateway.request.prompt import Prompt
@@ -45,6 +46,11 @@ class Wish:
     """Longest wait in line at a scheduler; None = as for all."""
     unaided: bool = False
     """The worker whose turn it is takes it: no helper is asked, there is no time for that."""
+
+    def tell_trace(self) -> None:
+        """Says what is asked in the span that runs now, if there are traces."""
+        if tracing.enabled():
+            tracing.current().tell(tenant=self.tenant, model=self.model, request_id=self.request_id)
 
 
 @dataclass(slots=True)

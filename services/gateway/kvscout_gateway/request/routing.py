@@ -130,6 +130,7 @@ class RoutingFlow:
         Raises:
             KvscoutError: As `place`.
         """
+        wish.tell_trace()
         placement = await self.place(wish)
         if wish.request_id:
             self.dispatched(placement)
