@@ -3,7 +3,7 @@ PY := .venv/bin/python
 CARGO := $(shell command -v cargo 2>/dev/null)
 NATIVE := native/Cargo.toml
 # Tests wait for processes more than they compute.
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler
 SOURCES := common services clients bench protos/generate.py protos/compatibility.py protos/reference.py docs tests deploy setup.py
 .DEFAULT_GOAL := help

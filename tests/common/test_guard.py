@@ -97,7 +97,8 @@ async def test_a_panic_is_answered_and_told_to_the_loop() -> None:
         stub = indexer_pb2_grpc.IndexerStub(channel)
         with pytest.raises(errors.InternalError, match=INTERNAL_TEXT):
             await call(stub.FindMatches, indexer_pb2.FindMatchesRequest(), timeout=10)
-    assert [context["exception"] for context in told] == [panic]
+    # Others: what grpc.aio leaves of loops that have ended may be told to this one.
+    assert [one for context in told if isinstance(one := context.get("exception"), Panic)] == [panic]
 
 
 async def test_an_error_after_answers_of_a_stream_arrives_after_them() -> None:
