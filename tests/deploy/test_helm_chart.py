@@ -150,6 +150,15 @@ def test_gateways_find_their_helpers_where_these_serve() -> None:
         assert service["selector"].items() <= deployment["template"]["metadata"]["labels"].items()
 
 
+def test_schedulers_share_what_they_know_where_there_is_nats_and_who_calls_others_shows_its_token() -> None:
+    for values, there in ((LEAST, False), (EVERYTHING, True)):
+        given = {one["name"]: flags(one) for one in containers(objects(values))}
+        assert [name for name in given if "--router-replica-sync" in given[name]] == ["scheduler"] * there
+        # Indexers ask bridges for lost events.
+        for caller in ("gateway", "indexer"):
+            assert ({"--token-file", "--tls-ca", "--tls-client-cert"} <= given[caller].keys()) is there
+
+
 def test_rights_are_to_read_pods_and_pools_where_they_are_selected_and_no_others() -> None:
     def rules(values: dict[str, Any]) -> dict[str, Any]:
         return {name: one["rules"] for (kind, name), one in objects(values).items() if kind == "Role"}

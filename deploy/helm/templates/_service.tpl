@@ -45,6 +45,20 @@
 {{- end }}
 {{- end }}
 
+{{- /* How other services are called. */ -}}
+{{- define "kvscout.callerFlags" }}
+{{- if .Values.auth.secret }}
+- --token-file=/etc/kvscout/auth/token
+{{- end }}
+{{- if .Values.tls.secret }}
+- --tls-ca=/etc/kvscout/tls/ca.crt
+{{- if .Values.tls.clientCertificates }}
+- --tls-client-cert=/etc/kvscout/tls/tls.crt
+- --tls-client-key=/etc/kvscout/tls/tls.key
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "kvscout.secrets" -}}
 {{- if .Values.auth.secret }}
 - {name: auth, secret: {secretName: {{ .Values.auth.secret }}, defaultMode: 0440}}
