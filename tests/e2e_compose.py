@@ -51,6 +51,8 @@ STAND_IN = "kvscout-e2e-base:bookworm"
 STAND_IN_NATS = "kvscout-e2e-nats:bookworm"
 REQUEST_SECONDS = 60.0
 SENDERS = 4
+BUILDX_SINCE = 23
+"""Docker's own command has BuildKit in itself before."""
 
 
 class Skipped(Exception):
@@ -71,6 +73,11 @@ def works(*command: str) -> bool:
         return subprocess.run(command, cwd=ROOT, check=False, capture_output=True).returncode == 0
     except FileNotFoundError:
         return False
+
+
+def docker_major() -> int:
+    """Of the command, not of the engine."""
+    return int(run("docker", "version", "--format", "{{.Client.Version}}").partition(".")[0])
 
 
 def say(text: str) -> None:
@@ -360,6 +367,8 @@ def main() -> int:
             raise Skipped("there is no docker")
         if not works("docker", "version"):
             raise Skipped("no Docker engine answers (dockerd)")
+        if docker_major() >= BUILDX_SINCE and not works("docker", "buildx", "version"):
+            raise Skipped("this docker builds with its plugin buildx, which is not installed")
         program = compose_program()
         project = f"kvscout-e2e-{os.getpid()}"
         ports = free_ports(4)
