@@ -105,7 +105,7 @@ class Registration:
         except TimeoutError:
             waiting = [member for member in self.members if not member.synced.is_set()]
             late = ", ".join(f"{m.name} ({''.join(shown([problem(m)])) or 'slow'})" for m in waiting)
-            raise Unavailable(f"not told yet, will be when they are back: {late}", retry_after_seconds=1.0) from None
+            raise Unavailable(f"done here, not everywhere yet; told again: {late}", retry_after_seconds=1.0) from None
 
     async def keep(self, member: MemberSync) -> None:
         """Syncs one member for ever."""
@@ -213,4 +213,5 @@ def problem(member: MemberSync) -> Warned:
     if member.error or not member.refused:
         return member.error
     name, why = next(iter(member.refused.items()))
-    return TenantWarning(name.tenant, f"refuses {name.worker_id} and {len(member.refused) - 1} more: {why}")
+    more = f" and {len(member.refused) - 1} more" if len(member.refused) > 1 else ""
+    return TenantWarning(name.tenant, f"refuses {name.worker_id}{more}: {why}")
