@@ -15,7 +15,7 @@ from processes import Running, eventually, start
 from recorded_engine import RecordedEngine, recorded_engine
 
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc, types_pb2
-from kvscout_blocks.incarnation import Record
+from kvscout_blocks.publish.incarnation import Record
 from kvscout_bridge.bridge import Bridge
 from kvscout_bridge.config import BridgeConfig
 from kvscout_bridge.servicer import BridgeServicer

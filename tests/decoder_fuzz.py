@@ -22,12 +22,13 @@ from google.protobuf.message import DecodeError
 
 from kvscout.v1 import events_pb2, indexer_pb2
 from kvscout_bench.trace import read_trace
-from kvscout_blocks.codec import Dumped, DumpReader
-from kvscout_blocks.events import Cleared, EventBatch, Removed, Stored
-from kvscout_blocks.index import BlockIndex, WorkerDump, WorkerOptions
-from kvscout_blocks.native_index import NativeIndex, NativeQueries
-from kvscout_blocks.reference_index import ReferenceIndex
-from kvscout_blocks.wire import MalformedBatch, decode_batch, parse_message, parse_replay_reply
+from kvscout_blocks.bytes.codec import Dumped, DumpReader
+from kvscout_blocks.bytes.dump import WorkerDump
+from kvscout_blocks.bytes.events import Cleared, EventBatch, Removed, Stored
+from kvscout_blocks.bytes.wire import MalformedBatch, decode_batch, parse_message, parse_replay_reply
+from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
+from kvscout_blocks.index.native import NativeIndex, NativeQueries
+from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_common import hashing_reference
 from kvscout_common.errors import ConfigError, FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.hashing import native_available

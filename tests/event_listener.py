@@ -15,15 +15,16 @@ import nats.aio.msg
 import nats.errors
 from processes import eventually
 
-from kvscout_blocks.events import DecodedBatch
-from kvscout_blocks.feed import HistoryBroken, SourceInput, SourceState
-from kvscout_blocks.index import BlockIndex, WorkerDump, WorkerOptions
-from kvscout_blocks.native_index import make_index
-from kvscout_blocks.published import PublishedReader
-from kvscout_blocks.recovery import recover, recover_request
-from kvscout_blocks.sequence import SequencedBatch
-from kvscout_blocks.source import Source
-from kvscout_blocks.wire import decode_batch
+from kvscout_blocks.bytes.dump import WorkerDump
+from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.bytes.wire import decode_batch
+from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
+from kvscout_blocks.index.native import make_index
+from kvscout_blocks.source.feed import HistoryBroken, SourceInput, SourceState
+from kvscout_blocks.source.published import PublishedReader
+from kvscout_blocks.source.recovery import recover, recover_request
+from kvscout_blocks.source.sequence import SequencedBatch
+from kvscout_blocks.source.source import Source
 from kvscout_common.nats_barrier import NatsBarrier
 from kvscout_common.nats_link import end_if_cancelled
 from kvscout_common.nats_names import NatsNames

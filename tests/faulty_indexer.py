@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from kvscout_blocks import zmq_feed
+from kvscout_blocks.source import zmq_feed
 from kvscout_indexer.main import main
 
 

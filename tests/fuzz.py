@@ -27,8 +27,8 @@ from fuzz_seeds import write_corpus
 from index_scenarios import IndexFactory
 from index_world import run_world
 
-from kvscout_blocks.native_index import NativeIndex
-from kvscout_blocks.reference_index import ReferenceIndex
+from kvscout_blocks.index.native import NativeIndex
+from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_common.hashing import native_available
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "3600"))

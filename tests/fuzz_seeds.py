@@ -25,9 +25,9 @@ from http2_resets import (
 )
 
 from kvscout.v1 import indexer_pb2
-from kvscout_blocks.codec import encode_dump
-from kvscout_blocks.index import BlockIndex, WorkerOptions
-from kvscout_blocks.reference_index import ReferenceIndex
+from kvscout_blocks.bytes.codec import encode_dump
+from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
+from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_common.worker import PoolKey, WorkerRank
 
 DATA = Path(__file__).parent / "data"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgpack
 
-from kvscout_blocks.index import BlockIndex, IndexStats, WorkerOptions
+from kvscout_blocks.index.block_index import BlockIndex, IndexStats, WorkerOptions
 from kvscout_common.hashing import block_hashes_packed
 from kvscout_common.worker import WorkerRank
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from kvscout_blocks.events import Cleared, Event, Removed, Stored, Tier
-from kvscout_blocks.index import Copies, DumpedBlock, DumpedOrphan, Overlap, WorkerDump
+from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+from kvscout_blocks.bytes.events import Cleared, Event, Removed, Stored, Tier
+from kvscout_blocks.index.block_index import Overlap
 from kvscout_common.worker import CopyMode, WorkerRank
 
 Prefix = tuple[int, ...]

@@ -32,9 +32,10 @@ from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from kvscout_blocks.events import Cleared, Event, EventBatch, Removed, Stored, Tier
-from kvscout_blocks.index import BlockIndex, Ignored, Overlap, WorkerOptions
-from kvscout_blocks.wire import is_full_attention
+from kvscout_blocks.bytes.acceptance import Ignored
+from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Removed, Stored, Tier
+from kvscout_blocks.bytes.wire import is_full_attention
+from kvscout_blocks.index.block_index import BlockIndex, Overlap, WorkerOptions
 from kvscout_common.hashing import MmItem, block_hashes
 from kvscout_common.worker import CopyMode, WorkerRank
 

@@ -18,8 +18,8 @@ import msgpack
 from index_model import IndexModel
 from index_scenarios import IndexFactory, reload, settle
 
-from kvscout_blocks.events import Cleared, Event, EventBatch, Removed, Stored, Tier
-from kvscout_blocks.index import Applied, BlockIndex, WorkerOptions
+from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Removed, Stored, Tier
+from kvscout_blocks.index.block_index import Applied, BlockIndex, WorkerOptions
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import CopyMode, WorkerRank
 

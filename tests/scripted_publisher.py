@@ -22,12 +22,13 @@ from indexer_client import MODEL, IndexerClient, local_indexer
 from processes import DEADLINE_SECONDS
 
 from kvscout.v1 import bridge_pb2_grpc, events_pb2, indexer_pb2, indexer_pb2_grpc
-from kvscout_blocks.codec import DumpReader, encode_events, parse_batch
-from kvscout_blocks.index import WorkerDump, WorkerOptions
-from kvscout_blocks.local_index import LocalIndex
-from kvscout_blocks.native_index import apply_decoded, decode_message, make_index
-from kvscout_blocks.recovery import serve_recovery
-from kvscout_blocks.wire import decode_batch
+from kvscout_blocks.bytes.codec import DumpReader, encode_events, parse_batch
+from kvscout_blocks.bytes.dump import WorkerDump
+from kvscout_blocks.bytes.wire import decode_batch
+from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.native import apply_decoded, decode_message, make_index
+from kvscout_blocks.publish.recall import Recall
+from kvscout_blocks.source.recovery import serve_recovery
 from kvscout_common.channel import to_error
 from kvscout_common.errors import KvscoutError
 from kvscout_common.guard import Guard
@@ -71,7 +72,7 @@ class ScriptedPublisher:
         self.next_id = 0
         self.index = make_index(block_size)
         self.index.add_worker(self.rank, WorkerOptions())
-        self.local = LocalIndex(self.rank, self.pool, self.index, history_incomplete=lambda: False, max_batches=ring)
+        self.local = Recall(self.rank, self.pool, self.index, history_incomplete=lambda: False, max_batches=ring)
         self.local.restart(epoch)
         self._adapters = adapters or {}
 

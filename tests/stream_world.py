@@ -17,8 +17,8 @@ from nats_server import NatsServer, nats_server
 from processes import DEADLINE_SECONDS
 
 from kvscout.v1 import events_pb2, indexer_pb2, workers_pb2
-from kvscout_blocks.codec import VERSION
-from kvscout_blocks.event_stream import MSG_ID, ensure_stream, message_id
+from kvscout_blocks.bytes.codec import VERSION
+from kvscout_blocks.publish.event_stream import MSG_ID, ensure_stream, message_id
 from kvscout_common.errors import KvscoutError, Unavailable
 from kvscout_common.nats_config import NatsConfig
 from kvscout_common.nats_names import NatsNames

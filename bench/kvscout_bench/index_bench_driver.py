@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from kvscout.v1 import indexer_pb2
 from kvscout_bench.index_bench_ranks import BenchedRank, RankWorkload
 from kvscout_bench.index_bench_serve import CallTimes, main
-from kvscout_blocks.events import EventBatch, Stored
-from kvscout_blocks.index import WorkerOptions
-from kvscout_blocks.native_index import NativeIndex, make_queries
+from kvscout_blocks.bytes.events import EventBatch, Stored
+from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.native import NativeIndex, make_queries
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import PoolKey, WorkerRank
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import kvscout_native
 from kvscout_bench.index_bench_serve import CallTimes
-from kvscout_blocks.native_index import NativeIndex
+from kvscout_blocks.index.native import NativeIndex
 from kvscout_common.worker import PoolKey, WorkerRank
 
 MAINTAIN_BUDGET = 256

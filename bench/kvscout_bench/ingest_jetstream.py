@@ -19,7 +19,7 @@ from kvscout_bench.ingest_publisher import scattered
 from kvscout_bench.machine import this_machine
 from kvscout_bench.nats_process import NatsProcess
 from kvscout_bench.service_process import READY_SECONDS, until
-from kvscout_blocks.codec import VERSION
+from kvscout_blocks.bytes.codec import VERSION
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.worker import DEFAULT_TENANT, WorkerRank
 
@@ -153,7 +153,7 @@ async def _publish(url: str, load: Load) -> None:
     # The library of NATS is an extra: who measures something else needs none.
     import nats
 
-    from kvscout_blocks.event_stream import MSG_ID, ensure_stream, message_id
+    from kvscout_blocks.publish.event_stream import MSG_ID, ensure_stream, message_id
 
     names = NatsNames(NAMESPACE)
     client = await nats.connect(url)

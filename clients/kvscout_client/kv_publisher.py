@@ -23,9 +23,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvscout_blocks.events import Cleared, Event
-from kvscout_blocks.local_index import RING_BATCHES, RING_BYTES
-from kvscout_blocks.publishing import MAX_BUFFERED_BYTES, MESSAGE_OVERHEAD_BYTES
+from kvscout_blocks.bytes.events import Cleared, Event
+from kvscout_blocks.publish.publication import MAX_BUFFERED_BYTES, MESSAGE_OVERHEAD_BYTES
+from kvscout_blocks.publish.recall import RING_BATCHES, RING_BYTES
 from kvscout_client.kv_publisher_push import PushOutlet
 from kvscout_client.kv_publisher_rank import Outlet, PublishedRank, removed_events, stored_events
 from kvscout_common.channel import PLAINTEXT, ClientSecurity

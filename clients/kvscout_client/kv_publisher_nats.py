@@ -7,12 +7,12 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from kvscout.v1 import bridge_pb2
-from kvscout_blocks.event_stream import STREAM_MAX_AGE_SECONDS
-from kvscout_blocks.events import DecodedBatch
-from kvscout_blocks.publishing import Outbox, Publication
-from kvscout_blocks.publishing_nats import CoreLane, Lane, Sender, StreamLane
-from kvscout_blocks.recovery import RecoveryService, serve_recovery
-from kvscout_blocks.sequence import SequencedBatch
+from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.publish.event_stream import STREAM_MAX_AGE_SECONDS
+from kvscout_blocks.publish.nats import CoreWay, Sender, StreamWay, Way
+from kvscout_blocks.publish.publication import Outbox, Publication
+from kvscout_blocks.source.recovery import RecoveryService, serve_recovery
+from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_client.kv_publisher_rank import PublishedRank
 from kvscout_common.errors import Unavailable
 from kvscout_common.nats_config import NatsConfig
@@ -49,11 +49,11 @@ class NatsOutlet:
         self._service: RecoveryService | None = None
         # Before anything is sent: who misses something can ask.
         self._link.on_connected(self._serve)
-        lane: Lane = CoreLane(self._link)
+        way: Way = CoreWay(self._link)
         if spec.transport is Transport.JETSTREAM:
             streams = {(spec.tenant, spec.model)}
-            lane = StreamLane(self._link, lambda: streams, max_age_seconds=stream_max_age_seconds)
-        self._sender = Sender(self._link, lane)
+            way = StreamWay(self._link, lambda: streams, max_age_seconds=stream_max_age_seconds)
+        self._sender = Sender(self._link, way)
         self._outbox = Outbox(max_buffered_bytes, self._sender.wake)
         self._publication = Publication(rank.rank, spec.pool, {}, rank.local, self._outbox, has_state=rank.has_state)
         self._lease = WorkerLease(self._link, spec, lease_seconds=lease_seconds) if lease_seconds else None

@@ -4,7 +4,7 @@
 
     engine ── stored_events, removed_events ──▶ PublishedRank ──SequencedBatch──▶ Outlet: NATS or gRPC
               tokens become local hashes          │ event id, epoch
-                                                  └▶ index ─▶ LocalIndex: state and ring, which the outlet fills
+                                                  └▶ index ─▶ Recall: state and ring, which the outlet fills
 
 Pure: no socket, and clocks are passed in.
 """
@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from kvscout.v1 import events_pb2
-from kvscout_blocks.codec import VERSION
-from kvscout_blocks.events import DecodedBatch, Event, EventBatch, Removed, Stored, Tier
-from kvscout_blocks.incarnation import next_epoch
-from kvscout_blocks.index import WorkerOptions
-from kvscout_blocks.local_index import RING_BATCHES, RING_BYTES, LocalIndex
-from kvscout_blocks.native_index import make_index
-from kvscout_blocks.sequence import SequencedBatch
-from kvscout_blocks.wire import MEDIA
+from kvscout_blocks.bytes.codec import VERSION
+from kvscout_blocks.bytes.events import DecodedBatch, Event, EventBatch, Removed, Stored, Tier
+from kvscout_blocks.bytes.wire import MEDIA
+from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.native import make_index
+from kvscout_blocks.publish.incarnation import next_epoch
+from kvscout_blocks.publish.recall import RING_BATCHES, RING_BYTES, Recall
+from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_client.zmq_publisher import full_blocks, u64
 from kvscout_common.hashing import MmItem, block_hashes
 from kvscout_common.worker import WorkerRank, WorkerSpec
@@ -162,7 +162,7 @@ class PublishedRank:
         self._wall_clock = wall_clock
         self._index = make_index(spec.block_size)
         self._index.add_worker(rank, WorkerOptions.of(spec))
-        self.local = LocalIndex(
+        self.local = Recall(
             rank,
             spec.pool,
             self._index,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from kvscout_blocks.events import Cleared, Event
+from kvscout_blocks.bytes.events import Cleared, Event
 from kvscout_client.kv_publisher import CLOSE_SECONDS, KvEventPublisher, PublisherStatus
 from kvscout_client.kv_publisher_rank import removed_events, stored_events
 from kvscout_client.loop_thread import LoopThread

@@ -2,7 +2,5 @@
 
 ::
 
-    engine ══ZMQ══▶ subscriber ──▶ wire ──▶ sequence ──▶ index (reference_index, native_index)
-                                     │                     │
-                                  events ◀──── codec ────▶ dumps, messages
+    bytes ◀── index ◀── source ◀── publish          what imports what
 """

@@ -4,7 +4,7 @@ Nothing but the module that pairs with a section below imports it:
 
 * hashing: `kvscout_common.hashing`, which documents the functions; the twin is `hashing_reference`.
 * token ids as JSON: `kvscout_common.token_json`; the twin is `token_json_reference`.
-* index: `kvscout_blocks.native_index`; `kvscout_blocks.index` documents what the methods do, the twin is
+* index: `kvscout_blocks.index.native`; `kvscout_blocks.index.block_index` documents what the methods do, the twin is
   `reference_index`.
 * load: `kvscout_scheduler.native_load`; the twins are `kvscout_scheduler.active_load`, `prefix_tree` and `cost`.
 """
@@ -80,7 +80,7 @@ class BlockIndex:
 
     Any number of queries run during a write, one write at a time; a query during a write may see a mixture
     of before and after, but of no worker more than it held at one of these times. Calls of more than about
-    50 µs release the GIL. Complexity is that of `kvscout_blocks.index.BlockIndex`.
+    50 µs release the GIL. Complexity is that of `kvscout_blocks.index.block_index.BlockIndex`.
     """
 
     def __new__(
@@ -96,7 +96,7 @@ class BlockIndex:
         """Demotes a slice; how many blocks of it were not predicted before, None if nothing was left."""
 
     def apply(self, worker: _Name, events: Iterable[Any], faults: int, epoch: int, event_id: int | None) -> _Applied:
-        """Events as those of `kvscout_blocks.events`; `faults` is their number."""
+        """Events as those of `kvscout_blocks.bytes.events`; `faults` is their number."""
 
     def apply_payload(self, worker: _Name, payload: bytes, epoch: int, event_id: int | None) -> _Applied:
         """From an engine's bytes, without a Python object a token."""
@@ -119,7 +119,7 @@ class BlockIndex:
     def check_invariants(self) -> None: ...
 
 class Cut:
-    """`kvscout_blocks.index.Cut`; slices take the index's lock, and release the GIL. Thread-safe."""
+    """`kvscout_blocks.index.block_index.Cut`; slices take the index's lock, and release the GIL. Thread-safe."""
 
     @staticmethod
     def begin(index: BlockIndex, worker: _Name) -> Cut | None:
@@ -151,7 +151,7 @@ class Cut:
         """The next message; None after the last one."""
 
 class Loading:
-    """`kvscout_blocks.index.Loading`; slices take the index's lock, and release the GIL. Thread-safe.
+    """`kvscout_blocks.index.block_index.Loading`; slices take the index's lock, and release the GIL. Thread-safe.
 
     Gives up what it has loaded with the object, unless it was put in place.
     """
@@ -240,7 +240,7 @@ def encode_events(
 
 class Lane:
     """The usual case of one source: applies the next batch in order, if it can be read, is of the right rank and
-    clears nothing. `kvscout_blocks.feed.Lane` says what lending means. Thread-safe.
+    clears nothing. `kvscout_blocks.source.feed.Lane` says what lending means. Thread-safe.
     """
 
     def __new__(cls, index: BlockIndex, worker: _Name) -> Lane: ...

@@ -13,8 +13,8 @@ from kvscout_bench.ingest_process import IndexerProcess
 from kvscout_bench.ingest_publisher import serve, stored
 from kvscout_bench.peer import DriverFailed
 from kvscout_bench.service_process import TICKS, cpu_of, until
-from kvscout_blocks.events import Stored
-from kvscout_blocks.wire import decode_batch
+from kvscout_blocks.bytes.events import Stored
+from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_common.errors import InvalidArgument
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from index_scenarios import IndexFactory
 
-from kvscout_blocks.native_index import NativeIndex
-from kvscout_blocks.reference_index import ReferenceIndex
+from kvscout_blocks.index.native import NativeIndex
+from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_common.hashing import native_available
 
 IMPLEMENTATIONS: dict[str, IndexFactory] = {"reference": ReferenceIndex}

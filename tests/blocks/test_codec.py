@@ -6,9 +6,9 @@ import random
 import pytest
 
 from kvscout.v1 import events_pb2
-from kvscout_blocks.codec import DumpReader, encode_dump
-from kvscout_blocks.events import Tier
-from kvscout_blocks.index import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+from kvscout_blocks.bytes.codec import DumpReader, encode_dump
+from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+from kvscout_blocks.bytes.events import Tier
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import PoolKey, WorkerRank
 

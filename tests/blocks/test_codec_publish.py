@@ -12,10 +12,13 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from kvscout_blocks.codec import decode_events, encode_events, parse_batch
-from kvscout_blocks.events import Cleared, Event, EventBatch, Removed, Stored, Tier
-from kvscout_blocks.index import BlockIndex, Copies, DumpedBlock, Ignored, WorkerOptions
-from kvscout_blocks.native_index import (
+from kvscout_blocks.bytes.acceptance import Ignored
+from kvscout_blocks.bytes.codec import decode_events, encode_events, parse_batch
+from kvscout_blocks.bytes.dump import Copies, DumpedBlock
+from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Removed, Stored, Tier
+from kvscout_blocks.bytes.wire import MalformedBatch, parse_message
+from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
+from kvscout_blocks.index.native import (
     NativeIndex,
     apply_decoded,
     decode_for,
@@ -24,8 +27,7 @@ from kvscout_blocks.native_index import (
     load_state,
     state_messages,
 )
-from kvscout_blocks.reference_index import ReferenceIndex
-from kvscout_blocks.wire import MalformedBatch, parse_message
+from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank

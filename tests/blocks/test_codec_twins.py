@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from kvscout.v1 import events_pb2
-from kvscout_blocks.codec import DumpReader, encode_dump
-from kvscout_blocks.events import EventBatch, Removed, Stored, Tier
-from kvscout_blocks.index import WorkerOptions
-from kvscout_blocks.native_index import NativeIndex
+from kvscout_blocks.bytes.codec import DumpReader, encode_dump
+from kvscout_blocks.bytes.events import EventBatch, Removed, Stored, Tier
+from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.native import NativeIndex
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank

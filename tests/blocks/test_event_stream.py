@@ -6,7 +6,7 @@ import nats
 import pytest
 from nats_server import nats_server
 
-from kvscout_blocks.event_stream import MSG_ID, ensure_stream, message_id
+from kvscout_blocks.publish.event_stream import MSG_ID, ensure_stream, message_id
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.worker import WorkerRank
 

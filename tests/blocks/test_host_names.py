@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvscout_blocks.host_names import host_name, resolved
+from kvscout_blocks.source.host_names import host_name, resolved
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvscout_blocks.incarnation import DIGESTS_KEPT, Comparison, Record, Verdict, next_epoch
+from kvscout_blocks.publish.incarnation import DIGESTS_KEPT, Comparison, Record, Verdict, next_epoch
 
 RECORD = Record(epoch=5, event_id=10, digest=1010)
 

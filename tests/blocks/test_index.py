@@ -10,8 +10,11 @@ import msgpack
 import pytest
 from index_scenarios import IndexFactory, settle
 
-from kvscout_blocks.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
-from kvscout_blocks.index import (
+from kvscout_blocks.bytes.acceptance import Ignored
+from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
+from kvscout_blocks.bytes.wire import MalformedBatch
+from kvscout_blocks.index.block_index import (
     BATCH_LIMIT,
     FORGOTTEN_AT_ONCE,
     GHOST_LIMIT,
@@ -20,14 +23,8 @@ from kvscout_blocks.index import (
     TWIN_LIMIT,
     Applied,
     BlockIndex,
-    Copies,
-    DumpedBlock,
-    DumpedOrphan,
-    Ignored,
-    WorkerDump,
     WorkerOptions,
 )
-from kvscout_blocks.wire import MalformedBatch
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import WorkerRank

@@ -13,8 +13,8 @@ import pytest
 from index_scenarios import IndexFactory
 from index_world import run_world
 
-from kvscout_blocks.native_index import NativeIndex
-from kvscout_blocks.reference_index import ReferenceIndex
+from kvscout_blocks.index.native import NativeIndex
+from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_common.hashing import native_available
 
 SEQUENCES = int(os.environ.get("KVSCOUT_INDEX_SEQUENCES", "2000"))

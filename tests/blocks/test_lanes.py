@@ -10,13 +10,13 @@ import zmq
 from engine_events import BLOCK_SIZE, batch, prompt, stored
 from zmq_publisher import Publisher
 
-from kvscout_blocks import lanes as lanes_module
-from kvscout_blocks.index import WorkerOptions
-from kvscout_blocks.lanes import Lanes, LaneSubscription, libzmq_addresses, make_lanes
-from kvscout_blocks.native_index import NativeIndex
-from kvscout_blocks.reference_index import ReferenceIndex
-from kvscout_blocks.sequence import digest
-from kvscout_blocks.wire import Message
+from kvscout_blocks.bytes.wire import Message
+from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.native import NativeIndex
+from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.source import lanes as lanes_module
+from kvscout_blocks.source.lanes import Lanes, LaneSubscription, libzmq_addresses, make_lanes
+from kvscout_blocks.source.sequence import digest
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import EventEndpoint, WorkerRank
 

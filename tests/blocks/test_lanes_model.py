@@ -18,14 +18,14 @@ import pytest
 import zmq
 from engine_events import BLOCK_SIZE, CLEARED, batch, prompt, removed, stored
 
-from kvscout_blocks.events import DecodedBatch
-from kvscout_blocks.feed import HistoryBroken, Lane, Progress, SourceInput, SourceState
-from kvscout_blocks.index import WorkerOptions
-from kvscout_blocks.native_index import NativeIndex, make_lane
-from kvscout_blocks.sequence import SequencedBatch
-from kvscout_blocks.source import Source
-from kvscout_blocks.wire import Message
-from kvscout_blocks.zmq_feed import ZmqFeed
+from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.bytes.wire import Message
+from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.native import NativeIndex, make_lane
+from kvscout_blocks.source.feed import HistoryBroken, Lane, Progress, SourceInput, SourceState
+from kvscout_blocks.source.sequence import SequencedBatch
+from kvscout_blocks.source.source import Source
+from kvscout_blocks.source.zmq_feed import ZmqFeed
 from kvscout_common.hashing import native_available
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec

@@ -9,14 +9,15 @@ import pytest
 from index_scenarios import IndexFactory
 
 from kvscout.v1 import events_pb2
-from kvscout_blocks import published
-from kvscout_blocks.codec import encode_dump
-from kvscout_blocks.events import Tier
-from kvscout_blocks.feed import SourceState
-from kvscout_blocks.index import BlockIndex, Copies, DumpedBlock, WorkerDump, WorkerOptions
-from kvscout_blocks.native_index import load_state
-from kvscout_blocks.published import PublishedReader, with_last_digest
-from kvscout_blocks.sequence import SequencedBatch, digest
+from kvscout_blocks.bytes.codec import encode_dump
+from kvscout_blocks.bytes.dump import Copies, DumpedBlock, WorkerDump
+from kvscout_blocks.bytes.events import Tier
+from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
+from kvscout_blocks.index.native import load_state
+from kvscout_blocks.source import published
+from kvscout_blocks.source.feed import SourceState
+from kvscout_blocks.source.published import PublishedReader, with_last_digest
+from kvscout_blocks.source.sequence import SequencedBatch, digest
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
 from kvscout_common.worker import PoolKey, WorkerRank
 

@@ -8,16 +8,16 @@ import random
 
 import pytest
 
-from kvscout_blocks.codec import parse_batch
-from kvscout_blocks.events import Cleared, DecodedBatch, Event, EventBatch, Stored
-from kvscout_blocks.feed import SourceState
-from kvscout_blocks.index import WorkerOptions
-from kvscout_blocks.local_index import LocalIndex
-from kvscout_blocks.native_index import apply_decoded, load_state
-from kvscout_blocks.published import PublishedReader
-from kvscout_blocks.publishing import Confirmed, Outbox, Outgoing, Publication
-from kvscout_blocks.reference_index import ReferenceIndex
-from kvscout_blocks.sequence import SequencedBatch
+from kvscout_blocks.bytes.codec import parse_batch
+from kvscout_blocks.bytes.events import Cleared, DecodedBatch, Event, EventBatch, Stored
+from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.native import apply_decoded, load_state
+from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.publish.publication import Confirmed, Outbox, Outgoing, Publication
+from kvscout_blocks.publish.recall import Recall
+from kvscout_blocks.source.feed import SourceState
+from kvscout_blocks.source.published import PublishedReader
+from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_common.worker import PoolKey, WorkerRank
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
@@ -33,7 +33,7 @@ class Rank:
         self.rank = WorkerRank(name, 0)
         self.index = ReferenceIndex(4)
         self.index.add_worker(self.rank, WorkerOptions())
-        self.local = LocalIndex(self.rank, POOL, self.index, history_incomplete=lambda: False)
+        self.local = Recall(self.rank, POOL, self.index, history_incomplete=lambda: False)
         self.publication = Publication(
             self.rank, POOL, {}, self.local, outbox, max_message_bytes=max_message_bytes, has_state=has_state
         )

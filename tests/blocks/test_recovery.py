@@ -11,8 +11,8 @@ import pytest
 from nats_server import nats_server
 
 from kvscout.v1 import bridge_pb2
-from kvscout_blocks.feed import HistoryBroken
-from kvscout_blocks.recovery import MAX_ANSWERS, WINDOW, Answer, recover, recover_request, serve_recovery
+from kvscout_blocks.source.feed import HistoryBroken
+from kvscout_blocks.source.recovery import MAX_ANSWERS, WINDOW, Answer, recover, recover_request, serve_recovery
 from kvscout_common.errors import NotFound
 from kvscout_common.nats_barrier import NatsBarrier
 from kvscout_common.worker import WorkerRank

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvscout_blocks.sequence import (
+from kvscout_blocks.source.sequence import (
     DIGESTS_KEPT,
     FIRST_RETRY_SECONDS,
     HELD_BATCHES,

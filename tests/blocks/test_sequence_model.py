@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvscout_blocks.sequence import (
+from kvscout_blocks.source.sequence import (
     Apply,
     Decision,
     Demote,

@@ -12,10 +12,11 @@ from collections.abc import Callable
 import pytest
 from index_scenarios import IndexFactory, settle
 
-from kvscout_blocks.events import Cleared, EventBatch, Removed, Stored, Tier
-from kvscout_blocks.index import SLICE, BlockIndex, Loading, WorkerDump, WorkerOptions
-from kvscout_blocks.reference_index import ReferenceIndex
-from kvscout_blocks.slices import Work, at_once
+from kvscout_blocks.bytes.dump import WorkerDump
+from kvscout_blocks.bytes.events import Cleared, EventBatch, Removed, Stored, Tier
+from kvscout_blocks.index.block_index import SLICE, BlockIndex, Loading, WorkerOptions
+from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.index.slices import Work, at_once
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.worker import WorkerRank
 

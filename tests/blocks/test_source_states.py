@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvscout_blocks import source as source_module
-from kvscout_blocks.codec import encode_dump
-from kvscout_blocks.events import DecodedBatch, EventBatch, Removed, Stored, Tier
-from kvscout_blocks.feed import HistoryBroken, NoHistory, SourceInput, SourceState
-from kvscout_blocks.index import WorkerDump, WorkerOptions
-from kvscout_blocks.reference_index import ReferenceIndex
-from kvscout_blocks.sequence import SequencedBatch
-from kvscout_blocks.source import Elsewhere, Source
+from kvscout_blocks.bytes.codec import encode_dump
+from kvscout_blocks.bytes.dump import WorkerDump
+from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Removed, Stored, Tier
+from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.source import source as source_module
+from kvscout_blocks.source.feed import HistoryBroken, NoHistory, SourceInput, SourceState
+from kvscout_blocks.source.sequence import SequencedBatch
+from kvscout_blocks.source.source import Elsewhere, Source
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
 

@@ -6,14 +6,15 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 
-from kvscout_blocks.codec import encode_dump
-from kvscout_blocks.events import DecodedBatch, EventBatch, Stored
-from kvscout_blocks.feed import SourceInput, SourceState
-from kvscout_blocks.index import SLICE, BlockIndex, WorkerDump, WorkerOptions
-from kvscout_blocks.native_index import make_index
-from kvscout_blocks.reference_index import ReferenceIndex
-from kvscout_blocks.sequence import HELD_BYTES, SequencedBatch
-from kvscout_blocks.source import Source
+from kvscout_blocks.bytes.codec import encode_dump
+from kvscout_blocks.bytes.dump import WorkerDump
+from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Stored
+from kvscout_blocks.index.block_index import SLICE, BlockIndex, WorkerOptions
+from kvscout_blocks.index.native import make_index
+from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.source.feed import SourceInput, SourceState
+from kvscout_blocks.source.sequence import HELD_BYTES, SequencedBatch
+from kvscout_blocks.source.source import Source
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
 

@@ -14,10 +14,10 @@ from recorded_engine import RecordedEngine, recorded_engine
 from vllm_publisher import VllmPublisher, vllm_publisher
 from zmq_publisher import DEADLINE_MS, Publisher
 
-from kvscout_blocks import subscriber
-from kvscout_blocks.feed import HistoryBroken
-from kvscout_blocks.subscriber import BURST, RECEIVE_LIMIT, Subscription, close_sockets, open_sockets, replay
-from kvscout_blocks.wire import Message
+from kvscout_blocks.bytes.wire import Message
+from kvscout_blocks.source import subscriber
+from kvscout_blocks.source.feed import HistoryBroken
+from kvscout_blocks.source.subscriber import BURST, RECEIVE_LIMIT, Subscription, close_sockets, open_sockets, replay
 from kvscout_common.worker import EventEndpoint
 
 

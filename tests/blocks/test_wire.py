@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvscout_blocks.events import Cleared, EventBatch, FaultKind, Removed, Stored, Tier
-from kvscout_blocks.wire import (
+from kvscout_blocks.bytes.events import Cleared, EventBatch, FaultKind, Removed, Stored, Tier
+from kvscout_blocks.bytes.wire import (
     MAX_PAYLOAD_BYTES,
     MalformedBatch,
     Message,

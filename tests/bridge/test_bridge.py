@@ -16,8 +16,8 @@ from nats_server import nats_server
 from processes import eventually
 from recorded_engine import recorded_engine
 
-from kvscout_blocks.feed import HistoryBroken
-from kvscout_blocks.recovery import recover, recover_request
+from kvscout_blocks.source.feed import HistoryBroken
+from kvscout_blocks.source.recovery import recover, recover_request
 from kvscout_bridge.servicer import BridgeServicer
 from kvscout_common.errors import FailedPrecondition, Unavailable
 from kvscout_common.nats_config import NatsConfig

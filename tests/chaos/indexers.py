@@ -9,7 +9,7 @@ from free_ports import free_ports
 
 from chaos.members import Member
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
-from kvscout_blocks.codec import DumpReader
+from kvscout_blocks.bytes.codec import DumpReader
 from kvscout_common.channel import open_channel
 
 

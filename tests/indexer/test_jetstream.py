@@ -37,7 +37,7 @@ from stream_world import (
 )
 
 from kvscout.v1 import bridge_pb2, indexer_pb2
-from kvscout_blocks.recovery import RecoveryService, serve_recovery
+from kvscout_blocks.source.recovery import RecoveryService, serve_recovery
 from kvscout_common import registry_nats
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_indexer import publisher_feed, snapshotter, stream_pull, stream_reader

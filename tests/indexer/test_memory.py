@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from indexer_client import local_indexer
 
-from kvscout_blocks.events import EventBatch, Stored
-from kvscout_blocks.native_index import NativeIndex
+from kvscout_blocks.bytes.events import EventBatch, Stored
+from kvscout_blocks.index.native import NativeIndex
 from kvscout_common.heap import trim
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_indexer.indexer import Indexer

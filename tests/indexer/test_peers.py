@@ -19,7 +19,7 @@ from recorded_engine import RecordedEngine, recorded_engine
 from scripted_publisher import ScriptedPublisher, core_publisher, dumped, follow, nats_config, served_indexer
 
 from kvscout.v1 import events_pb2, indexer_pb2, types_pb2
-from kvscout_blocks.codec import encode_dump
+from kvscout_blocks.bytes.codec import encode_dump
 from kvscout_common.worker import EventEndpoint, Transport
 from kvscout_indexer import peers
 from kvscout_indexer.config import IndexerConfig
@@ -233,7 +233,7 @@ async def test_a_peer_that_dies_half_way_leaves_nothing_half_loaded(
     monkeypatch: pytest.MonkeyPatch, breaks_after: int
 ) -> None:
     # Of both twins.
-    monkeypatch.setattr("kvscout_blocks.native_index.MAX_CHUNK_BYTES", 8192)
+    monkeypatch.setattr("kvscout_blocks.index.native.MAX_CHUNK_BYTES", 8192)
     monkeypatch.setitem(cast(dict[str, Any], encode_dump.__kwdefaults__), "max_chunk_bytes", 8192)
     async with recorded_engine() as engine, member(breaks_after=breaks_after) as old:
         read(old.indexer, engine)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvscout_blocks.index import WorkerOptions
-from kvscout_blocks.reference_index import ReferenceIndex
+from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.worker import Adapter, CopyMode, PoolKey, WorkerRank, WorkerSpec
 from kvscout_indexer.pools import Pools

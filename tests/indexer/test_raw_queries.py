@@ -14,7 +14,7 @@ from grpc_server import serving
 from indexer_client import BLOCK_SIZE, local_indexer
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
-from kvscout_blocks.events import EventBatch, Stored, Tier
+from kvscout_blocks.bytes.events import EventBatch, Stored, Tier
 from kvscout_common.channel import call
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
 from kvscout_common.hashing import native_available

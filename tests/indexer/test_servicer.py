@@ -12,7 +12,7 @@ from indexer_client import BLOCK_SIZE, MODEL, IndexerClient, local_indexer
 from recorded_engine import RecordedEngine, recorded_engine
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
-from kvscout_blocks.index import Overlaps
+from kvscout_blocks.index.block_index import Overlaps
 from kvscout_common.channel import call, stream
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.hashing import block_hashes

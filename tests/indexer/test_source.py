@@ -18,7 +18,7 @@ from vllm_publisher import vllm_publisher
 from kvscout.v1 import indexer_pb2
 from kvscout.v1.types_pb2 import GetStatusRequest
 from kvscout.v1.workers_pb2 import EventEndpoint, RegisterWorkerRequest, Worker
-from kvscout_blocks import subscriber
+from kvscout_blocks.source import subscriber
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.indexer import MAX_RECOVERIES
 
@@ -287,8 +287,8 @@ async def test_a_replay_socket_that_stays_silent_is_given_up_after_retries(
     client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 0.01, "pause_seconds": 0.01})
-    monkeypatch.setattr("kvscout_blocks.sequence.FIRST_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("kvscout_blocks.sequence.MAX_ATTEMPTS", 3)
+    monkeypatch.setattr("kvscout_blocks.source.sequence.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvscout_blocks.source.sequence.MAX_ATTEMPTS", 3)
     engine.answering.clear()
     await client.register(engine)
     await engine.subscribed()
@@ -455,7 +455,7 @@ async def test_an_engine_may_connect_to_us(client: IndexerClient) -> None:
 async def test_an_address_that_is_in_use_is_shown_and_tried_again(
     client: IndexerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvscout_blocks.zmq_feed.REOPEN_SECONDS", 0.05)
+    monkeypatch.setattr("kvscout_blocks.source.zmq_feed.REOPEN_SECONDS", 0.05)
     occupant = socket.create_server(("127.0.0.1", 0))
     async with recorded_engine(connect_to=f"tcp://127.0.0.1:{occupant.getsockname()[1]}") as connecting:
         with occupant:
@@ -516,7 +516,7 @@ async def test_a_frame_above_the_limit_costs_itself_and_the_connection_is_made_a
     client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriber, "MAX_FRAME_BYTES", 4096)
-    monkeypatch.setattr("kvscout_blocks.zmq_feed.REOPEN_SECONDS", 0.05)
+    monkeypatch.setattr("kvscout_blocks.source.zmq_feed.REOPEN_SECONDS", 0.05)
     await connect(client, engine)
     batches = chain(4)
     await engine.publish(*batches[:2])
@@ -536,8 +536,8 @@ async def test_a_batch_above_the_limit_is_lost_history_and_what_follows_is_appli
 ) -> None:
     monkeypatch.setattr(subscriber, "MAX_FRAME_BYTES", 4096)
     monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 0.05, "pause_seconds": 0.05})
-    monkeypatch.setattr("kvscout_blocks.zmq_feed.REOPEN_SECONDS", 0.05)
-    monkeypatch.setattr("kvscout_blocks.sequence.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvscout_blocks.source.zmq_feed.REOPEN_SECONDS", 0.05)
+    monkeypatch.setattr("kvscout_blocks.source.sequence.FIRST_RETRY_SECONDS", 0.01)
     await connect(client, engine)
     await engine.publish(*chain(2))
     await client.until_applied(1)
@@ -553,7 +553,7 @@ async def test_a_batch_above_the_limit_is_lost_history_and_what_follows_is_appli
 async def test_a_name_that_cannot_be_resolved_is_the_sources_trouble_until_it_can(
     client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvscout_blocks.zmq_feed.LOOK_UP_SECONDS", 0.05)
+    monkeypatch.setattr("kvscout_blocks.source.zmq_feed.LOOK_UP_SECONDS", 0.05)
     known: dict[str, str] = {}
 
     async def look_up(loop: object, host: str, *_: object, **__: object) -> list[Any]:
@@ -710,7 +710,7 @@ def break_index(monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]) -> N
     def apply(*_: object, **__: object) -> None:
         raise kind("the index is broken")
 
-    monkeypatch.setattr("kvscout_blocks.source.apply_decoded", apply)
+    monkeypatch.setattr("kvscout_blocks.source.source.apply_decoded", apply)
 
 
 async def test_predictions_of_lost_history_end_after_their_time(mute: RecordedEngine) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvscout_blocks.feed import Cursor
+from kvscout_blocks.source.feed import Cursor
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.stream_lanes import Lane, Lanes
 

@@ -16,7 +16,7 @@ from processes import Running, eventually, start
 from scripted_publisher import read_dump
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
-from kvscout_blocks.index import WorkerDump
+from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_common.channel import open_channel, stream
 from kvscout_common.errors import NotFound
 

@@ -36,7 +36,7 @@ from scripted_publisher import (
 )
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
-from kvscout_blocks.index import WorkerDump
+from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_common.channel import open_channel
 from kvscout_common.worker import EventEndpoint, Transport
 from kvscout_indexer.config import IndexerConfig

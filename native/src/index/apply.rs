@@ -15,7 +15,7 @@ const BATCH_LIMIT: usize = 1 << 20;
 /// can fill.
 const DRAINED_BY_APPLY: usize = 512;
 
-/// Why something an engine said was not indexed; as in `kvscout_blocks.index.Ignored`.
+/// Why something an engine said was not indexed; as in `kvscout_blocks.index.block_index.Ignored`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ignored {
     Incompatible,

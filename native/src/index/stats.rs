@@ -10,7 +10,7 @@ use super::trie::MAX_RUN;
 use super::worker::{LEVELS, NO_LANE, NodeId, PREDICTED, TIERS, Worker, device_copies, level_of};
 use super::{GHOST_LIMIT, Index, ORPHAN_LIMIT, State, WorkerName};
 
-/// State of one worker rank; as in `kvscout_blocks.index.WorkerStats`.
+/// State of one worker rank; as in `kvscout_blocks.index.block_index.WorkerStats`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WorkerStats {
     pub blocks: u64,
@@ -24,7 +24,7 @@ pub struct WorkerStats {
     pub ignored: [u64; IGNORED],
 }
 
-/// State of the whole index; as in `kvscout_blocks.index.IndexStats`.
+/// State of the whole index; as in `kvscout_blocks.index.block_index.IndexStats`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct IndexStats {
     pub blocks: u64,

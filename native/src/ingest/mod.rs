@@ -4,11 +4,11 @@
 //! libzmq ──▶ Reader, one thread ──▶ Lane: the next batch in order? ── yes ──▶ index
 //!                                      │ no: anything else, and all that follows
 //!                                      ▼
-//!                                 queue ──▶ the Python event loop: `kvscout_blocks.lanes`
+//!                                 queue ──▶ the Python event loop: `kvscout_blocks.source.lanes`
 //! ```
 //!
 //! What to do about gaps, repetitions, restarts and what cannot be read is decided by one state machine only,
-//! `kvscout_blocks.sequence`. It lends its cursor to a lane while it has nothing to decide, and takes it back.
+//! `kvscout_blocks.source.sequence`. It lends its cursor to a lane while it has nothing to decide, and takes it back.
 
 mod lane;
 mod mailbox;

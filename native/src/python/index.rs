@@ -282,7 +282,7 @@ pub fn load_error(py: Python<'_>, worker: WorkerName<'_>, error: LoadError) -> P
     }
 }
 
-/// An event of `kvscout_blocks.events`.
+/// An event of `kvscout_blocks.bytes.events`.
 fn read_event(event: &Bound<'_, PyAny>) -> PyResult<Event> {
     let get = |name: &str| event.getattr(name);
     match event.get_type().name()?.to_str()? {

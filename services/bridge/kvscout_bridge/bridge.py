@@ -12,11 +12,11 @@ import nats.errors
 import zmq
 
 from kvscout.v1 import bridge_pb2
-from kvscout_blocks.incarnation import Record
-from kvscout_blocks.incarnation_store import IncarnationStore
-from kvscout_blocks.publishing import Outbox
-from kvscout_blocks.publishing_nats import CoreLane, Lane, Sender, StreamLane
-from kvscout_blocks.recovery import RecoveryService, serve_recovery
+from kvscout_blocks.publish.incarnation import Record
+from kvscout_blocks.publish.incarnation_store import IncarnationStore
+from kvscout_blocks.publish.nats import CoreWay, Sender, StreamWay, Way
+from kvscout_blocks.publish.publication import Outbox
+from kvscout_blocks.source.recovery import RecoveryService, serve_recovery
 from kvscout_bridge.config import BridgeConfig
 from kvscout_bridge.rank import BridgedRank
 from kvscout_bridge.registration import Registrations
@@ -53,12 +53,12 @@ class Bridge:
         self.config = config
         self.registry = Registry(time.monotonic, lambda spec: spec.require_allowed(config.allowed_endpoints))
         self.link = NatsLink(config.nats, "kvscout-bridge")
-        lane: Lane = CoreLane(self.link)
+        way: Way = CoreWay(self.link)
         if config.transport is Transport.JETSTREAM:
-            lane = StreamLane(self.link, self._streams, max_age_seconds=config.stream_max_age_seconds)
+            way = StreamWay(self.link, self._streams, max_age_seconds=config.stream_max_age_seconds)
         # The order of hooks: what is on record is known before anything is sent.
         self._store = IncarnationStore(self.link, required=config.transport is Transport.JETSTREAM)
-        self.sender = Sender(self.link, lane)
+        self.sender = Sender(self.link, way)
         self.outbox = Outbox(config.max_buffered_bytes, self.sender.wake)
         self.registrations = Registrations(self.link, config)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

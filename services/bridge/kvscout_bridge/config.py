@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvscout_blocks.event_stream import STREAM_MAX_AGE_SECONDS
-from kvscout_blocks.publishing import MAX_BUFFERED_BYTES
+from kvscout_blocks.publish.event_stream import STREAM_MAX_AGE_SECONDS
+from kvscout_blocks.publish.publication import MAX_BUFFERED_BYTES
 from kvscout_common.config import ServerConfig
 from kvscout_common.endpoints import Allowed
 from kvscout_common.nats_config import NatsConfig

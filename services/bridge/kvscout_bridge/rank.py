@@ -10,15 +10,15 @@ from typing import Final
 import zmq
 
 from kvscout.v1 import bridge_pb2
-from kvscout_blocks.events import DecodedBatch
-from kvscout_blocks.incarnation import Comparison, Record, Verdict, next_epoch
-from kvscout_blocks.index import WorkerOptions
-from kvscout_blocks.local_index import LocalIndex
-from kvscout_blocks.native_index import make_index
-from kvscout_blocks.publishing import Confirmed, Outbox, Publication
-from kvscout_blocks.sequence import SequencedBatch
-from kvscout_blocks.source import Source
-from kvscout_blocks.zmq_feed import ZmqFeed
+from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.native import make_index
+from kvscout_blocks.publish.incarnation import Comparison, Record, Verdict, next_epoch
+from kvscout_blocks.publish.publication import Confirmed, Outbox, Publication
+from kvscout_blocks.publish.recall import Recall
+from kvscout_blocks.source.sequence import SequencedBatch
+from kvscout_blocks.source.source import Source
+from kvscout_blocks.source.zmq_feed import ZmqFeed
 from kvscout_common.errors import FailedPrecondition, Unavailable
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
@@ -85,9 +85,7 @@ class BridgedRank:
             failed=failed,
             observer=self,
         )
-        local = LocalIndex(
-            rank, spec.pool, self.index, history_incomplete=lambda: self.source.sequence.history_incomplete
-        )
+        local = Recall(rank, spec.pool, self.index, history_incomplete=lambda: self.source.sequence.history_incomplete)
         self.publication = Publication(rank, spec.pool, options.adapters, local, outbox)
         self.publication.held_back = True
         self.written: Record | None = None

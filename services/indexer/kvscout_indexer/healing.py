@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvscout_blocks.feed import SourceInput
+from kvscout_blocks.source.feed import SourceInput
 
 HEAL_SECONDS: Final = 30.0
 MAX_HEAL_SECONDS: Final = 600.0

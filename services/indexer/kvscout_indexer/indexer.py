@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
-from kvscout_blocks.feed import Feed, SourceCut
-from kvscout_blocks.index import BlockIndex
-from kvscout_blocks.native_index import cut_messages, make_index, make_queries
-from kvscout_blocks.published import with_last_digest
-from kvscout_blocks.source import Elsewhere, Source
+from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.index.native import cut_messages, make_index, make_queries
+from kvscout_blocks.source.feed import Feed, SourceCut
+from kvscout_blocks.source.published import with_last_digest
+from kvscout_blocks.source.source import Elsewhere, Source
 from kvscout_common.endings import Closing, FirstDefect
 from kvscout_common.errors import NotFound
 from kvscout_common.heap import trim

@@ -22,9 +22,9 @@ from typing import Any, Final
 import nats.errors
 from nats.js.errors import NotFoundError
 
-from kvscout_blocks.feed import Cursor, Feed
-from kvscout_blocks.index import BlockIndex
-from kvscout_blocks.native_index import cut_messages, state_messages
+from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.index.native import cut_messages, state_messages
+from kvscout_blocks.source.feed import Cursor, Feed
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.nats_link import NatsLink, end_if_cancelled

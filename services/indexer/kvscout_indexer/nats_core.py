@@ -18,8 +18,8 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvscout_blocks.feed import Feed
-from kvscout_blocks.index import BlockIndex
+from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.source.feed import Feed
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.endings import INTENDED
 from kvscout_common.nats_barrier import NatsBarrier

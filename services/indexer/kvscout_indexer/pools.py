@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvscout_blocks.index import BlockIndex, WorkerOptions
-from kvscout_blocks.native_index import NativeQueries
+from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
+from kvscout_blocks.index.native import NativeQueries
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import PoolKey, WorkerRank, WorkerSpec

@@ -14,12 +14,12 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc
-from kvscout_blocks.events import DecodedBatch
-from kvscout_blocks.feed import HistoryBroken, NoHistory, SourceInput, SourceState
-from kvscout_blocks.index import BlockIndex
-from kvscout_blocks.published import PublishedReader
-from kvscout_blocks.recovery import recover, recover_request
-from kvscout_blocks.sequence import SequencedBatch
+from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.source.feed import HistoryBroken, NoHistory, SourceInput, SourceState
+from kvscout_blocks.source.published import PublishedReader
+from kvscout_blocks.source.recovery import recover, recover_request
+from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_common.channel import ClientSecurity, open_channel, stream
 from kvscout_common.errors import FailedPrecondition, KvscoutError
 from kvscout_common.nats_link import NatsLink

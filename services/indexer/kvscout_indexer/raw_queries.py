@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc
-from kvscout_blocks.native_index import NativeQueries
+from kvscout_blocks.index.native import NativeQueries
 from kvscout_common import tracing
 from kvscout_common.handlers import Synchronous
 from kvscout_common.identity import current_identity

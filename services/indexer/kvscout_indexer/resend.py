@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Final, NamedTuple
 
-from kvscout_blocks.events import DecodedBatch
-from kvscout_blocks.feed import Cursor, HistoryBroken, SourceState
-from kvscout_blocks.sequence import SequencedBatch
+from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.source.feed import Cursor, HistoryBroken, SourceState
+from kvscout_blocks.source.sequence import SequencedBatch
 
 RESEND_QUEUE: Final = 64
 """Messages of a history that wait to be applied; the stream is not read while they are that many."""

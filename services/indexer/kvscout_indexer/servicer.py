@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc, types_pb2
-from kvscout_blocks.index import Overlaps
+from kvscout_blocks.index.block_index import Overlaps
 from kvscout_common.errors import InvalidArgument, KvscoutError, status_code
 from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.identity import current_identity

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvscout.v1 import indexer_pb2, workers_pb2
-from kvscout_blocks.index import BlockIndex, WorkerStats
-from kvscout_blocks.source import Source
+from kvscout_blocks.index.block_index import BlockIndex, WorkerStats
+from kvscout_blocks.source.source import Source
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import rank_to_proto

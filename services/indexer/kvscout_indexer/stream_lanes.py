@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Protocol
 
-from kvscout_blocks.feed import Cursor
+from kvscout_blocks.source.feed import Cursor
 from kvscout_common.worker import WorkerRank
 
 PARKED_BYTES: Final = 512 * 1024 * 1024

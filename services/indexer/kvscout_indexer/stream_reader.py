@@ -21,7 +21,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import NotFoundError
 
-from kvscout_blocks.event_stream import ensure_stream
+from kvscout_blocks.publish.event_stream import ensure_stream
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.shards import Shard
 from kvscout_common.telemetry import RateLimitedLog

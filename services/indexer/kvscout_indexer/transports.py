@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import zmq
 
-from kvscout_blocks.feed import Feed
-from kvscout_blocks.index import BlockIndex
-from kvscout_blocks.lanes import make_lanes
-from kvscout_blocks.zmq_feed import ZmqFeed
+from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.source.feed import Feed
+from kvscout_blocks.source.lanes import make_lanes
+from kvscout_blocks.source.zmq_feed import ZmqFeed
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
 

@@ -38,7 +38,7 @@ Invariants, checked by `check_invariants`:
    nothing that was rooted becomes hidden. What was bound becomes a ghost.
 
 Events of one worker must come in order, from one caller at a time. The reference
-(`reference_index.ReferenceIndex`) serves one thread, such as an event loop: each call, and each slice of work on a
+(`reference.ReferenceIndex`) serves one thread, such as an event loop: each call, and each slice of work on a
 whole rank, finds all that was called before. The native twin serves any number of readers during writes: a reader
 may see what was before a write and what comes after it mixed, but of no worker more than it held at one of these
 times, and a reader that comes after the write sees all of it. No call waits for anything but the work it names, and
@@ -49,11 +49,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from kvscout_blocks.events import EventBatch, Tier
-from kvscout_blocks.slices import Work
+from kvscout_blocks.bytes.acceptance import Ignored
+from kvscout_blocks.bytes.dump import WorkerDump
+from kvscout_blocks.bytes.events import EventBatch
+from kvscout_blocks.index.slices import Work
 from kvscout_common.worker import CopyMode, WorkerRank, WorkerSpec
 
 GHOST_LIMIT = 65_536
@@ -86,41 +87,6 @@ DEFAULT_MAX_PREDICTED_BLOCKS = 1_048_576
 
 DEFAULT_PRUNE_RATIO = 0.8
 """Predictions above the maximum are pruned to this share of it, as --router-prune-target-ratio."""
-
-
-class Ignored(StrEnum):
-    """Why something an engine said was not indexed; each is counted for its worker.
-
-    In the order in which a Stored event is judged; counts are in events where not said otherwise.
-    """
-
-    INCOMPATIBLE = "incompatible"
-    """The worker was found incompatible before."""
-    SKIPPED_GROUP = "skipped_group"
-    """A group that is not full attention, or one above `GROUP_LIMIT`; stores and removes."""
-    UNKNOWN_MOVED = "unknown_moved"
-    """Tier change of an engine hash that is neither known nor a ghost; in blocks."""
-    BAD_LENGTH = "bad_length"
-    """Shorter than one block, or tokens ≠ blocks · block size; legal, adds nothing."""
-    BLOCK_SIZE = "block_size"
-    """Full blocks of another block size: the worker is incompatible from here on."""
-    EAGLE_MISMATCH = "eagle_mismatch"
-    """Token pairs on a worker without EAGLE, or an EAGLE window without its last token."""
-    UNNAMED_LORA = "unnamed_lora"
-    """An adapter number that the registration does not name."""
-    HASH_CONFLICT = "hash_conflict"
-    """An engine hash that is bound to another prefix; in blocks."""
-    ORPHAN_LIMIT = "orphan_limit"
-    """An orphan above `ORPHAN_LIMIT`; in blocks."""
-    TWIN_LIMIT = "twin_limit"
-    """One more engine hash of a block that has `TWIN_LIMIT` with copies; in blocks."""
-    INDEX_FULL = "index_full"
-    """A Stored for whose blocks the index may have no numbers left, of 67 million for prompts that begin alike; in
-    blocks. The reference has no such limit."""
-    BATCH_LIMIT = "batch_limit"
-    """An event with which a batch would have more than `BATCH_LIMIT` blocks, stored and removed; in blocks."""
-    UNKNOWN_REMOVED = "unknown_removed"
-    """Removal of a copy that is not known; in blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,58 +151,6 @@ class Overlaps(NamedTuple):
         """The rows by worker rank."""
         columns = zip(self.device, self.host, self.disk, self.external, self.predicted, strict=True)
         return {worker: Overlap(*row) for worker, row in zip(self.workers, columns, strict=True)}
-
-
-class Copies(NamedTuple):
-    """Physical copies of one block in one cache group on one tier."""
-
-    group: int
-    tier: Tier
-    number: int
-
-
-class DumpedBlock(NamedTuple):
-    """One block of a dump: an engine hash bound to a prefix, or a hole above one."""
-
-    engine_hash: int | None
-    """None: a hole, not held, listed because a block below it is."""
-    parent: int
-    """Position of the parent's first entry in the list; -1: the block begins a prompt."""
-    local_hash: int
-    copies: tuple[Copies, ...]
-    """Sorted; empty for a hole."""
-
-
-class DumpedOrphan(NamedTuple):
-    """One orphan of a dump."""
-
-    engine_hash: int
-    parent_engine_hash: int
-    local_hash: int
-    copies: tuple[Copies, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDump:
-    """One consistent cut of a worker rank's state: the same state gives an equal dump, in any backend.
-
-    `blocks` is in depth-first order from the root, parents before children, siblings by local hash, the
-    engine hashes of one prefix in ascending order; the parent of a block is the first entry of its prefix.
-    Predictions and ghosts are not part of it.
-    """
-
-    worker: WorkerRank
-    epoch: int = 0
-    """Incarnation of the engine that the cursor belongs to; 0: the source has none."""
-    last_event_id: int | None = None
-    """Last event applied; None: none yet."""
-    groups: tuple[tuple[int, bool], ...] = ()
-    """Known cache groups, sorted, and whether each is full attention."""
-    blocks: tuple[DumpedBlock, ...] = ()
-    orphans: tuple[DumpedOrphan, ...] = ()
-    """Sorted by engine hash."""
-    incompatible: str = ""
-    """Why the worker is not indexed; then it has no blocks. "": it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from kvscout.v1 import bridge_pb2
-from kvscout_blocks.codec import parse_batch
-from kvscout_blocks.feed import SourceState
-from kvscout_blocks.index import BlockIndex
-from kvscout_blocks.native_index import cut_messages
+from kvscout_blocks.bytes.codec import parse_batch
+from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.index.native import cut_messages
+from kvscout_blocks.source.feed import SourceState
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.worker import PoolKey, WorkerRank
 
@@ -41,7 +41,7 @@ class Recovered(NamedTuple):
     last_event_id: int | None
 
 
-class LocalIndex:
+class Recall:
     """State and last batches of one rank.
 
     Args:

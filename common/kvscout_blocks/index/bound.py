@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import nsmallest
 
-from kvscout_blocks.holdings import Holdings, twins
-from kvscout_blocks.prefix_tree import Node
+from kvscout_blocks.index.holdings import Holdings, twins
+from kvscout_blocks.index.prefix_tree import Node
 
 _SLACK = 64
 """1/64 of the bound goes at once beside the surplus, so that the search for victims is paid rarely."""

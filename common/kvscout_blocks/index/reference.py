@@ -19,28 +19,27 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from kvscout_blocks import bound, state_dump
-from kvscout_blocks.acceptance import judge_content, local_hashes_of
-from kvscout_blocks.events import Cleared, EventBatch, Removed, Stored
-from kvscout_blocks.holdings import Holdings
-from kvscout_blocks.index import (
+from kvscout_blocks.bytes.acceptance import Ignored, judge_content, local_hashes_of
+from kvscout_blocks.bytes.dump import WorkerDump
+from kvscout_blocks.bytes.events import Cleared, EventBatch, Removed, Stored
+from kvscout_blocks.bytes.wire import MalformedBatch, decode_batch
+from kvscout_blocks.index import bound, state_dump
+from kvscout_blocks.index.block_index import (
     BATCH_LIMIT,
     DEFAULT_MAX_PREDICTED_BLOCKS,
     DEFAULT_PRUNE_RATIO,
     GROUP_LIMIT,
     SLICE,
     Applied,
-    Ignored,
     IndexStats,
     Overlaps,
-    WorkerDump,
     WorkerOptions,
     WorkerStats,
 )
-from kvscout_blocks.predictions import Predictions
-from kvscout_blocks.prefix_tree import PrefixTree, match
-from kvscout_blocks.slices import at_once
-from kvscout_blocks.wire import MalformedBatch, decode_batch
+from kvscout_blocks.index.holdings import Holdings
+from kvscout_blocks.index.predictions import Predictions
+from kvscout_blocks.index.prefix_tree import PrefixTree, match
+from kvscout_blocks.index.slices import at_once
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound
 from kvscout_common.worker import WorkerRank
 

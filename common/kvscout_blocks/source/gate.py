@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from kvscout_blocks.sequence import HELD_BATCHES, HELD_BYTES
-from kvscout_blocks.slices import Work, in_slices
+from kvscout_blocks.index.slices import Work, in_slices
+from kvscout_blocks.source.sequence import HELD_BATCHES, HELD_BYTES
 from kvscout_common.endings import INTENDED
 from kvscout_common.errors import KvscoutError
 

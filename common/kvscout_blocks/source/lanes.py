@@ -20,11 +20,11 @@ from typing import Any
 
 import zmq
 
-from kvscout_blocks.feed import Progress
-from kvscout_blocks.index import BlockIndex
-from kvscout_blocks.native_index import make_lane, make_reader
-from kvscout_blocks.subscriber import BURST, close_sockets, open_sockets
-from kvscout_blocks.wire import Message, malformed_frames
+from kvscout_blocks.bytes.wire import Message, malformed_frames
+from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.index.native import make_lane, make_reader
+from kvscout_blocks.source.feed import Progress
+from kvscout_blocks.source.subscriber import BURST, close_sockets, open_sockets
 from kvscout_common.endings import INTENDED
 from kvscout_common.worker import EventEndpoint, WorkerRank
 

@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvscout_blocks.events import DecodedBatch
-from kvscout_blocks.index import Cut
-from kvscout_blocks.sequence import SequencedBatch
+from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.index.block_index import Cut
+from kvscout_blocks.source.sequence import SequencedBatch
 
 
 class HistoryBroken(Exception):

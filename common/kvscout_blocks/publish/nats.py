@@ -2,8 +2,8 @@
 
 ::
 
-    Outbox ──due──▶ Sender ──burst──▶ CoreLane: published, then a barrier          ──▶ confirm
-       ▲                        └───▶ StreamLane: published, then every PubAck     ──▶ confirm
+    Outbox ──due──▶ Sender ──burst──▶ CoreWay: published, then a barrier          ──▶ confirm
+       ▲                        └───▶ StreamWay: published, then every PubAck     ──▶ confirm
        └───────────── fail: the connection was lost, a message was refused ◀───┘
 
 Messages of a burst are published one after the other without waiting, and confirmed together: batches that come while a
@@ -24,8 +24,8 @@ import nats.js.errors
 from nats.js import JetStreamContext
 from nats.js.api import PubAck
 
-from kvscout_blocks.event_stream import MSG_ID, chunk_message_id, ensure_stream, message_id
-from kvscout_blocks.publishing import Outbox, Outgoing, Publication
+from kvscout_blocks.publish.event_stream import MSG_ID, chunk_message_id, ensure_stream, message_id
+from kvscout_blocks.publish.publication import Outbox, Outgoing, Publication
 from kvscout_common.nats_barrier import NatsBarrier
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.telemetry import RateLimitedLog
@@ -40,7 +40,7 @@ RETRY_SECONDS: Final = 0.2
 Message = tuple[Publication, Outgoing]
 
 
-class Lane(Protocol):
+class Way(Protocol):
     """One way through NATS."""
 
     async def prepare(self) -> None:
@@ -55,7 +55,7 @@ class Lane(Protocol):
         ...
 
 
-class CoreLane:
+class CoreWay:
     """NATS core: who listens now hears it.
 
     Args:
@@ -70,7 +70,7 @@ class CoreLane:
         """Nothing."""
 
     async def send(self, messages: list[Message]) -> list[bool]:
-        """See `Lane.send`."""
+        """See `Way.send`."""
         generation = self._barrier.generation
         for publication, outgoing in messages:
             pool = publication.pool
@@ -80,7 +80,7 @@ class CoreLane:
         return [True] * len(messages)
 
 
-class StreamLane:
+class StreamWay:
     """JetStream: who comes within the stream's age hears it.
 
     Args:
@@ -104,7 +104,7 @@ class StreamLane:
         await self._make_streams()
 
     async def send(self, messages: list[Message]) -> list[bool]:
-        """See `Lane.send`."""
+        """See `Way.send`."""
         await self._make_streams()
         js = self._context()
         acks: list[asyncio.Future[PubAck]] = []
@@ -158,15 +158,15 @@ class Sender:
     """Empties an outbox. `run` is a task of the process; `wake` is what the outbox calls.
 
     Args:
-        link: The connection; its hooks prepare the lane.
-        lane: How.
+        link: The connection; its hooks prepare the way.
+        way: How.
     """
 
-    def __init__(self, link: NatsLink, lane: Lane) -> None:
+    def __init__(self, link: NatsLink, way: Way) -> None:
         self.problem = ""
         """Why nothing arrives now; "" = it does, as far as is known."""
         self._link = link
-        self._lane = lane
+        self._way = way
         self._work = asyncio.Event()
         self._connected = asyncio.Event()
         self._moved = asyncio.Event()
@@ -179,7 +179,7 @@ class Sender:
         self._work.set()
 
     async def _prepare(self) -> None:
-        await self._lane.prepare()
+        await self._way.prepare()
         self._connected.set()
 
     async def run(self, outbox: Outbox) -> None:
@@ -213,7 +213,7 @@ class Sender:
         arrived: list[bool] = []
         try:
             for window in _windows(messages):
-                arrived += await self._lane.send(window)
+                arrived += await self._way.send(window)
                 if not all(arrived):
                     break
             self.problem = ""

@@ -8,13 +8,13 @@ import time
 import pytest
 
 from kvscout.v1 import bridge_pb2
-from kvscout_blocks.codec import parse_batch
-from kvscout_blocks.events import EventBatch, Stored
-from kvscout_blocks.index import BlockIndex, WorkerOptions
-from kvscout_blocks.local_index import LocalIndex, Outcome
-from kvscout_blocks.native_index import encode_batch, make_index
-from kvscout_blocks.recovery import recover_request
-from kvscout_blocks.reference_index import ReferenceIndex
+from kvscout_blocks.bytes.codec import parse_batch
+from kvscout_blocks.bytes.events import EventBatch, Stored
+from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
+from kvscout_blocks.index.native import encode_batch, make_index
+from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.publish.recall import Outcome, Recall
+from kvscout_blocks.source.recovery import recover_request
 from kvscout_common.errors import Unavailable
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank
@@ -32,7 +32,7 @@ class Local:
         self.index: BlockIndex = ReferenceIndex(4)
         self.index.add_worker(RANK, WorkerOptions())
         self.incomplete = False
-        self.local = LocalIndex(
+        self.local = Recall(
             RANK, POOL, self.index, history_incomplete=lambda: self.incomplete, max_batches=4, max_bytes=100_000
         )
 
@@ -137,7 +137,7 @@ def test_the_native_index_answers_the_same(local: Local) -> None:
     dump = local.index.dump(RANK)
     assert dump is not None
     native.load(dump)
-    twin = LocalIndex(RANK, POOL, native, history_incomplete=lambda: False)
+    twin = Recall(RANK, POOL, native, history_incomplete=lambda: False)
     twin.restart(7, 9)
     assert asyncio.run(twin.recover(None, None)) == asyncio.run(local.local.recover(None, None))
 
@@ -180,7 +180,7 @@ async def test_the_state_of_a_large_rank_is_taken_and_encoded_beside_the_event_l
     for prompt in range(64):
         hashes = tuple(range(prompt * 2048 + 1, prompt * 2048 + 2049))
         index.apply(RANK, EventBatch((Stored(hashes, None, block_size=4, local_hashes=hashes),)))
-    local = LocalIndex(RANK, POOL, index, history_incomplete=lambda: False)
+    local = Recall(RANK, POOL, index, history_incomplete=lambda: False)
     local.restart(7)
     of_loop, of_all = time.thread_time(), time.process_time()
     state = await local.state()

@@ -3,10 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 
-from kvscout_blocks.events import Stored
-from kvscout_blocks.index import Ignored
+from kvscout_blocks.bytes.events import Stored
 from kvscout_common.hashing import MmItem, block_hashes
+
+
+class Ignored(StrEnum):
+    """Why something an engine said was not indexed; each is counted for its worker.
+
+    In the order in which a Stored event is judged; counts are in events where not said otherwise.
+    """
+
+    INCOMPATIBLE = "incompatible"
+    """The worker was found incompatible before."""
+    SKIPPED_GROUP = "skipped_group"
+    """A group that is not full attention, or one above `GROUP_LIMIT`; stores and removes."""
+    UNKNOWN_MOVED = "unknown_moved"
+    """Tier change of an engine hash that is neither known nor a ghost; in blocks."""
+    BAD_LENGTH = "bad_length"
+    """Shorter than one block, or tokens ≠ blocks · block size; legal, adds nothing."""
+    BLOCK_SIZE = "block_size"
+    """Full blocks of another block size: the worker is incompatible from here on."""
+    EAGLE_MISMATCH = "eagle_mismatch"
+    """Token pairs on a worker without EAGLE, or an EAGLE window without its last token."""
+    UNNAMED_LORA = "unnamed_lora"
+    """An adapter number that the registration does not name."""
+    HASH_CONFLICT = "hash_conflict"
+    """An engine hash that is bound to another prefix; in blocks."""
+    ORPHAN_LIMIT = "orphan_limit"
+    """An orphan above `ORPHAN_LIMIT`; in blocks."""
+    TWIN_LIMIT = "twin_limit"
+    """One more engine hash of a block that has `TWIN_LIMIT` with copies; in blocks."""
+    INDEX_FULL = "index_full"
+    """A Stored for whose blocks the index may have no numbers left, of 67 million for prompts that begin alike; in
+    blocks. The reference has no such limit."""
+    BATCH_LIMIT = "batch_limit"
+    """An event with which a batch would have more than `BATCH_LIMIT` blocks, stored and removed; in blocks."""
+    UNKNOWN_REMOVED = "unknown_removed"
+    """Removal of a copy that is not known; in blocks."""
 
 
 def judge_content(event: Stored, block_size: int, eagle: bool, adapters: Mapping[int, str]) -> Ignored | None:

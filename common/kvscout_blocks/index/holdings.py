@@ -10,7 +10,7 @@
 `names` lists the hashes of each node, but for orphans.
 
 `Holdings` keeps `PrefixTree` in step: each change of counts sets the worker's bit at the node. It knows
-nothing of event formats; `reference_index` judges events and calls it.
+nothing of event formats; `reference` judges events and calls it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from kvscout_blocks.events import Tier
-from kvscout_blocks.index import FORGOTTEN_AT_ONCE, GHOST_LIMIT, MAX_COPIES, ORPHAN_LIMIT, TWIN_LIMIT, Copies, Cut
-from kvscout_blocks.prefix_tree import NOT_HELD, Node, PrefixTree
+from kvscout_blocks.bytes.dump import Copies
+from kvscout_blocks.bytes.events import Tier
+from kvscout_blocks.index.block_index import FORGOTTEN_AT_ONCE, GHOST_LIMIT, MAX_COPIES, ORPHAN_LIMIT, TWIN_LIMIT, Cut
+from kvscout_blocks.index.prefix_tree import NOT_HELD, Node, PrefixTree
 from kvscout_common.worker import CopyMode
 
 K = TypeVar("K")

@@ -27,7 +27,7 @@ from google.protobuf.message import DecodeError
 from nats.aio.subscription import Subscription
 
 from kvscout.v1 import bridge_pb2, types_pb2
-from kvscout_blocks.feed import HistoryBroken
+from kvscout_blocks.source.feed import HistoryBroken
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.worker import WorkerRank
 

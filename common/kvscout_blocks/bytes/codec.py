@@ -13,9 +13,19 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from kvscout.v1 import events_pb2, types_pb2
-from kvscout_blocks.acceptance import judge_content, local_hashes_of
-from kvscout_blocks.events import Cleared, DecodedBatch, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
-from kvscout_blocks.index import Copies, DumpedBlock, DumpedOrphan, Ignored, WorkerDump
+from kvscout_blocks.bytes.acceptance import Ignored, judge_content, local_hashes_of
+from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+from kvscout_blocks.bytes.events import (
+    Cleared,
+    DecodedBatch,
+    Event,
+    EventBatch,
+    Fault,
+    FaultKind,
+    Removed,
+    Stored,
+    Tier,
+)
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import DEFAULT_TENANT, PoolKey, WorkerRank
 

@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import zmq
 
-from kvscout_blocks import subscriber
-from kvscout_blocks.events import DecodedBatch, EventBatch
-from kvscout_blocks.feed import HistoryBroken, Lane, Progress, SourceInput, SourceState
-from kvscout_blocks.host_names import host_name, resolved
-from kvscout_blocks.index import BlockIndex
-from kvscout_blocks.lanes import Lanes, LaneSubscription
-from kvscout_blocks.native_index import decode_for
-from kvscout_blocks.sequence import SequencedBatch, digest
-from kvscout_blocks.subscriber import Subscription, replay
-from kvscout_blocks.wire import MalformedBatch, Message
+from kvscout_blocks.bytes.events import DecodedBatch, EventBatch
+from kvscout_blocks.bytes.wire import MalformedBatch, Message
+from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.index.native import decode_for
+from kvscout_blocks.source import subscriber
+from kvscout_blocks.source.feed import HistoryBroken, Lane, Progress, SourceInput, SourceState
+from kvscout_blocks.source.host_names import host_name, resolved
+from kvscout_blocks.source.lanes import Lanes, LaneSubscription
+from kvscout_blocks.source.sequence import SequencedBatch, digest
+from kvscout_blocks.source.subscriber import Subscription, replay
 from kvscout_common.endings import INTENDED, guarded
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank

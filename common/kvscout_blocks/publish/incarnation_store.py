@@ -13,7 +13,7 @@ import nats.js.errors
 from nats.js.api import KeyValueConfig
 from nats.js.kv import KeyValue
 
-from kvscout_blocks.incarnation import Record
+from kvscout_blocks.publish.incarnation import Record
 from kvscout_common.nats_link import NatsLink
 from kvscout_common.worker import WorkerRank
 

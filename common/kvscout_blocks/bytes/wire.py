@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import msgpack
 
-from kvscout_blocks.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
+from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import engine_hash
 

@@ -8,21 +8,11 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from typing import TypeVar
 
-from kvscout_blocks.events import Tier
-from kvscout_blocks.holdings import Counts, Holdings, Orphan, copies_of, level_of, twins
-from kvscout_blocks.index import (
-    GHOST_LIMIT,
-    GROUP_LIMIT,
-    MAX_COPIES,
-    ORPHAN_LIMIT,
-    SLICE,
-    TWIN_LIMIT,
-    Copies,
-    DumpedBlock,
-    DumpedOrphan,
-    WorkerDump,
-)
-from kvscout_blocks.prefix_tree import NOT_HELD, Node, PrefixTree
+from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+from kvscout_blocks.bytes.events import Tier
+from kvscout_blocks.index.block_index import GHOST_LIMIT, GROUP_LIMIT, MAX_COPIES, ORPHAN_LIMIT, SLICE, TWIN_LIMIT
+from kvscout_blocks.index.holdings import Counts, Holdings, Orphan, copies_of, level_of, twins
+from kvscout_blocks.index.prefix_tree import NOT_HELD, Node, PrefixTree
 from kvscout_common.errors import InvalidArgument
 
 V = TypeVar("V")

@@ -1,4 +1,4 @@
-"""The native twin of `reference_index`: translates between Python values and the extension's columns.
+"""The native twin of `reference`: translates between Python values and the extension's columns.
 
 Nothing else of this package imports the extension; `make_index` takes it where it is built, else the
 reference.
@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvscout_blocks.codec import (
+from kvscout_blocks.bytes.acceptance import Ignored
+from kvscout_blocks.bytes.codec import (
     MAX_CHUNK_BYTES,
     DumpReader,
     Published,
@@ -21,27 +22,23 @@ from kvscout_blocks.codec import (
     parse_batch,
     source_of,
 )
-from kvscout_blocks.events import DecodedBatch, EventBatch, Tier
-from kvscout_blocks.index import (
+from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Tier
+from kvscout_blocks.bytes.wire import decode_batch
+from kvscout_blocks.index.block_index import (
     DEFAULT_MAX_PREDICTED_BLOCKS,
     DEFAULT_PRUNE_RATIO,
     Applied,
     BlockIndex,
-    Copies,
     Cut,
-    DumpedBlock,
-    DumpedOrphan,
-    Ignored,
     IndexStats,
     Loading,
     Overlaps,
-    WorkerDump,
     WorkerOptions,
     WorkerStats,
 )
-from kvscout_blocks.reference_index import ReferenceIndex
-from kvscout_blocks.slices import at_once, in_slices
-from kvscout_blocks.wire import decode_batch
+from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.index.slices import at_once, in_slices
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import DEFAULT_TENANT, CopyMode, PoolKey, WorkerRank

@@ -24,12 +24,13 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
 
-from kvscout_blocks.events import DecodedBatch
-from kvscout_blocks.feed import Cursor, Feed, HistoryBroken, Lane, NoHistory, SourceCut, SourceState
-from kvscout_blocks.gate import Gate
-from kvscout_blocks.index import Applied, BlockIndex, Loading
-from kvscout_blocks.native_index import apply_decoded, loading_state
-from kvscout_blocks.sequence import (
+from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.index.block_index import Applied, BlockIndex, Loading
+from kvscout_blocks.index.native import apply_decoded, loading_state
+from kvscout_blocks.index.slices import at_once, in_slices
+from kvscout_blocks.source.feed import Cursor, Feed, HistoryBroken, Lane, NoHistory, SourceCut, SourceState
+from kvscout_blocks.source.gate import Gate
+from kvscout_blocks.source.sequence import (
     Apply,
     Decision,
     Demote,
@@ -38,7 +39,6 @@ from kvscout_blocks.sequence import (
     SequencedBatch,
     SourceSequence,
 )
-from kvscout_blocks.slices import at_once, in_slices
 from kvscout_common.endings import INTENDED
 from kvscout_common.errors import KvscoutError
 from kvscout_common.telemetry import RateLimitedLog

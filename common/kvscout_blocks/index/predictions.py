@@ -17,9 +17,9 @@ import heapq
 from collections.abc import Iterable
 from itertools import count
 
-from kvscout_blocks.holdings import Holdings, Prediction
-from kvscout_blocks.index import SLICE
-from kvscout_blocks.prefix_tree import Node, PrefixTree
+from kvscout_blocks.index.block_index import SLICE
+from kvscout_blocks.index.holdings import Holdings, Prediction
+from kvscout_blocks.index.prefix_tree import Node, PrefixTree
 
 _Entry = tuple[float, int, int, Holdings, Node]
 

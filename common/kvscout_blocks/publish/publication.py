@@ -19,11 +19,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
-from kvscout_blocks.codec import MAX_CHUNK_BYTES
-from kvscout_blocks.events import DecodedBatch
-from kvscout_blocks.local_index import LocalIndex
-from kvscout_blocks.native_index import encode_batch
-from kvscout_blocks.sequence import SequencedBatch
+from kvscout_blocks.bytes.codec import MAX_CHUNK_BYTES
+from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.index.native import encode_batch
+from kvscout_blocks.publish.recall import Recall
+from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_common.errors import Unavailable
 from kvscout_common.worker import PoolKey, WorkerRank
 
@@ -137,7 +137,7 @@ class Publication:
         rank: WorkerRank,
         pool: PoolKey,
         adapters: Mapping[int, str],
-        local: LocalIndex,
+        local: Recall,
         outbox: Outbox,
         *,
         max_message_bytes: int = MAX_CHUNK_BYTES,

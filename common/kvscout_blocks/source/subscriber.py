@@ -16,8 +16,8 @@ import zmq
 import zmq.asyncio
 import zmq.utils.monitor
 
-from kvscout_blocks.feed import HistoryBroken
-from kvscout_blocks.wire import MalformedBatch, Message, parse_message, parse_replay_reply, replay_request
+from kvscout_blocks.bytes.wire import MalformedBatch, Message, parse_message, parse_replay_reply, replay_request
+from kvscout_blocks.source.feed import HistoryBroken
 from kvscout_common.worker import EventEndpoint
 
 log = logging.getLogger("kvscout.events")

@@ -1,0 +1,8 @@
+"""A worker rank's batches, in order, into an index, whatever brings them.
+
+::
+
+    engine ══ZMQ══▶ subscriber, lanes ─▶ ┐
+    publisher ══ NATS, gRPC ══ published ┴─▶ feed ─▶ source ── asks ──▶ sequence
+                                               ▲        └── what was lost? ──▶ recovery, replay
+"""
