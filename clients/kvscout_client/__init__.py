@@ -41,6 +41,7 @@ from kvscout_client.tokens import Tokens
 from kvscout_client.zmq_publisher import ZmqKvEventPublisher
 from kvscout_common.channel import ClientSecurity
 from kvscout_common.hashing import MmItem
+from kvscout_common.worker import WorkerSpec
 
 __all__ = [
     "ActiveRequest",
@@ -75,5 +76,6 @@ __all__ = [
     "Usage",
     "WorkerLoad",
     "WorkerRecord",
+    "WorkerSpec",
     "ZmqKvEventPublisher",
 ]

@@ -96,6 +96,8 @@ class App:
     """Such as "indexer"."""
     services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]]
     """Full name of each gRPC service and what adds it to a server."""
+    bound: Callable[[int], None] | None = None
+    """Told the port of the gRPC server, before the tasks begin."""
     tasks: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)
     """Long-running tasks by name; each runs until cancelled."""
     warm: Callable[[], Awaitable[None]] | None = None
@@ -186,6 +188,8 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         calls, times = RunningCalls(), RpcTimes()
         main = await _start(config, app, certificates, Guard(tokens, calls, times))
         held.push_async_callback(main.server.stop, 0)
+        if app.bound is not None:
+            app.bound(main.port)
         sides: dict[str, _Listening] = {}
         for side in app.side_ports:
             guard = Guard(tokens if side.needs_token else None, calls, times)

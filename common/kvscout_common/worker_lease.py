@@ -52,6 +52,11 @@ class WorkerLease:
         """What identifies the registration."""
         return self._wanted.name
 
+    @property
+    def spec(self) -> WorkerSpec:
+        """The worker, as it is to be registered."""
+        return self._wanted.spec
+
     def update(self, spec: WorkerSpec) -> None:
         """Has the worker registered otherwise; at once, or when NATS is back.
 

@@ -263,11 +263,12 @@ def test_a_list_of_commands_cuts_no_sentence() -> None:
         assert "..." not in listed
 
 
-def test_loads_are_shown(gateway: FakeGateway) -> None:
+def test_loads_of_every_role_are_shown(gateway: FakeGateway) -> None:
     heading, line = kvscout(gateway, "loads", "--model", "m").stdout.splitlines()
-    assert (heading.split()[0], line.split()) == ("worker", ["w0/0", "1", "0", "0", "–", "busy"])
+    assert (heading.split()[0], line.split()) == ("worker", ["w0/0", "decode", "1", "0", "0", "–", "busy"])
     [load] = json.loads(kvscout(gateway, "loads", "--json").stdout)
-    assert (load["active_requests"], load["busy"]) == (1, True)
+    assert (load["role"], load["active_requests"], load["busy"]) == ("decode", 1, True)
+    assert not json.loads(kvscout(gateway, "loads", "--role", "aggregated", "--json").stdout)
 
 
 def test_dump_prints_a_line_a_worker_or_every_chunk_and_writes_them_to_a_file(

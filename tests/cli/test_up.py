@@ -114,6 +114,9 @@ async def test_over_jetstream_a_bridge_registers_the_engines_and_brings_their_ev
                 return (await router.route(prompt)).overlap_blocks == 4
 
             await eventually(found, what="the prompt's blocks in the index")
+        shown = await kvscout("status", "--json", "--gateway", state["gateway"])
+        kinds = {service["kind"] for service in json.loads(await output(shown))["services"]}
+        assert kinds == {"gateway", "indexer", "scheduler", "bridge"}
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
         await nothing_left(state)

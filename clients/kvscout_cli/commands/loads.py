@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 from rich.text import Text
 
@@ -17,27 +19,30 @@ NUMBERS = ("active requests", "prefill tokens", "decode blocks", "KV blocks")
 
 @click.command(cls=SectionedCommand)
 @model_flag
-@option("--role", default=Role.AGGREGATED.value, show_default=True, type=ValueOf(Role), help="Role.")
+@option("--role", type=ValueOf(Role), help="Only workers of this role; else of every role.")
 @json_flag
 @connection_flags
-def command(connection: Connection, model: str, role: Role, as_json: bool) -> None:
+def command(connection: Connection, model: str, role: Role | None, as_json: bool) -> None:
     """Show the load of each worker rank, as the scheduler that decides has it."""
 
-    async def ask() -> list[WorkerLoad]:
+    async def ask() -> list[tuple[Role, WorkerLoad]]:
         async with connection.router() as router:
-            return await router.potential_loads(model=await chosen_model(router, model), role=role)
+            asked = await chosen_model(router, model)
+            roles = (role,) if role else tuple(Role)
+            return [(one, load) for one in roles for load in await router.potential_loads(model=asked, role=one)]
 
     loads = run(ask())
     if as_json:
-        print_json(loads)
+        print_json([{"role": one} | asdict(load) for one, load in loads])
         return
-    table = columns("worker", *NUMBERS, "state", right=NUMBERS)
-    for load in loads:
+    table = columns("worker", "role", *NUMBERS, "state", right=NUMBERS)
+    for one, load in loads:
         states = [name for name in ("draining", "busy") if getattr(load, name)]
         if load.cooldown_seconds:
             states.append(f"cools down {load.cooldown_seconds:.0f} s")
         cells = (
             f"{load.worker.worker_id}/{load.worker.dp_rank}",
+            str(one),
             *(f"{load.active_requests:,}", f"{load.active_prefill_tokens:,}", f"{load.active_decode_blocks:,}"),
             f"{load.total_kv_blocks:,}" if load.total_kv_blocks else "–",
             ", ".join(states) or "ok",

@@ -37,4 +37,4 @@ class BridgeConfig:
     lease_seconds: int = LEASE_SECONDS
     """After so long without this bridge its engines are no longer registered."""
     advertised: str = ""
-    """host:port under which others reach this bridge's gRPC server; "" = the address it is bound to."""
+    """host:port under which others reach this bridge's gRPC server; "" = its own, if it is bound to one."""

@@ -131,7 +131,7 @@ def main(**values: Any) -> None:
             stream_max_age_seconds=values["stream_max_age"],
             register_workers=values["register"],
             lease_seconds=values["lease_seconds"],
-            advertised=_advertised(values["advertise"]) or _address(server),
+            advertised=_advertised(values["advertise"]),
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
@@ -143,11 +143,6 @@ def _advertised(address: str) -> str:
     if problem:
         raise ConfigError(problem, field="advertise")
     return address
-
-
-def _address(server: ServerConfig) -> str:
-    """Where others reach the gRPC server, if the flags tell: over NATS it is reached in any case."""
-    return f"{bracketed(server.host)}:{server.port}" if server.port and server.host not in WILDCARDS else ""
 
 
 def worker_of(values: dict[str, Any]) -> WorkerSpec | None:
@@ -202,6 +197,12 @@ async def build(config: BridgeConfig) -> App:
 
     bridge = Bridge(config)
     servicer = BridgeServicer(bridge)
+
+    def bound(port: int) -> None:
+        """Others are told where the gRPC server is, if that is plain: over NATS it is reached in any case."""
+        if not config.advertised and config.server.host not in WILDCARDS:
+            bridge.registrations.reached_at(f"{bracketed(config.server.host)}:{port}")
+
     return App(
         name="bridge",
         services=[
@@ -210,6 +211,7 @@ async def build(config: BridgeConfig) -> App:
                 lambda server: bridge_pb2_grpc.add_BridgeServicer_to_server(servicer, server),
             )
         ],
+        bound=bound,
         tasks=bridge.tasks(),
         drain=bridge.drain,
         close=bridge.close,

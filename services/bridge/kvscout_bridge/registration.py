@@ -30,6 +30,7 @@ class Registrations:
     def __init__(self, link: NatsLink, config: BridgeConfig) -> None:
         self._link = link
         self._config = config
+        self._bridge_endpoint = config.advertised
         self._leases: dict[WorkerName, WorkerLease] = {}
         self._changed = asyncio.Event()
         self._connected = asyncio.Event()
@@ -43,9 +44,15 @@ class Registrations:
             if lease.problem
         ]
 
+    def reached_at(self, endpoint: str) -> None:
+        """Has the registrations say where the bridge's gRPC server is."""
+        self._bridge_endpoint = endpoint
+        for lease in self._leases.values():
+            lease.update(replace(lease.spec, bridge_endpoint=endpoint))
+
     def add(self, spec: WorkerSpec) -> None:
         """Registers a worker, or replaces its registration."""
-        advertised = replace(spec, transport=self._config.transport, bridge_endpoint=self._config.advertised)
+        advertised = replace(spec, transport=self._config.transport, bridge_endpoint=self._bridge_endpoint)
         name = WorkerName(spec.tenant, spec.worker_id)
         lease = self._leases.get(name)
         if lease is not None:
