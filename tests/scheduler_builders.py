@@ -9,7 +9,9 @@ from typing import Any
 
 from kvscout_common.identity import ALL_TENANTS
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
+from kvscout_scheduler.active_load import MakeLoad
 from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
+from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.request import OwnerName, Prompt, RequestKey, ReserveRequest, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
@@ -46,9 +48,22 @@ def worker(worker_id: str, **fields: Any) -> WorkerSpec:
     return WorkerSpec(**{"worker_id": worker_id, "model": MODEL, "block_size": BLOCK, **fields})
 
 
-def scheduler(*specs: WorkerSpec | str, clock: ManualClock | None = None, seed: int = 7, **settings: Any) -> Scheduler:
+def scheduler(
+    *specs: WorkerSpec | str,
+    clock: ManualClock | None = None,
+    seed: int = 7,
+    policies: PolicyRegistry | None = None,
+    make_load: MakeLoad | None = None,
+    **settings: Any,
+) -> Scheduler:
     """A scheduler with these workers."""
-    made = Scheduler(SchedulerSettings(**settings), clock=clock or ManualClock(), rng=Random(seed))
+    made = Scheduler(
+        SchedulerSettings(**settings),
+        clock=clock or ManualClock(),
+        rng=Random(seed),
+        policies=policies,
+        make_load=make_load,
+    )
     for spec in specs:
         made.workers.worker_added(worker(spec) if isinstance(spec, str) else spec)
     return made

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
-from kvscout_common.errors import Cancelled, ConfigError, KvscoutError, Unavailable, from_status
+from kvscout_common.errors import Cancelled, ConfigError, KvscoutError, Unavailable
 from kvscout_common.followed_file import POLL_SECONDS, FollowedFile, read_file
 from kvscout_common.keepalive import CLIENT_OPTIONS
-from kvscout_common.statuses import ANSWERED_TRAILER
+from kvscout_common.statuses import ANSWERED_TRAILER, from_status
 from kvscout_common.tls import MAX_BYTES
 from kvscout_common.transport import Transport, chosen
 

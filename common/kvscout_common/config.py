@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvscout_common import tracing
+from kvscout_common.endpoints import is_loopback
 from kvscout_common.errors import ConfigError
 from kvscout_common.transport import Transport, chosen
 
@@ -103,13 +103,3 @@ class ServerConfig:
             otlp_endpoint=values["otlp_endpoint"],
             trace_ratio=values["trace_ratio"],
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to bind can be reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import Final
 from urllib.parse import urlsplit
 
-from kvscout_common.config import is_loopback
 from kvscout_common.plain_text import printable, text_problem
 
 WILDCARDS: Final = ("*", "0.0.0.0", "::")
@@ -35,6 +34,16 @@ class Allowed(StrEnum):
 def bracketed(host: str) -> str:
     """A host as it stands before a port: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to bind can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def host_problem(host: str) -> str:

@@ -1,4 +1,4 @@
-"""The one exception tree of kvscout and its table to gRPC status codes.
+"""The one exception tree of kvscout.
 
 ::
 
@@ -18,15 +18,10 @@
     ├── Unimplemented        this release does not have the call
     └── InternalError        a defect of ours
 
-The table is `STATUS_CODES`; the server interceptor applies it in one direction (`interceptors`), the
-client maps codes back with `from_status`, so that both ends raise the same types.
+What each is on the wire says the one table of `statuses`.
 """
 
 from __future__ import annotations
-
-import re
-
-import grpc
 
 MAX_TEXT = 1_000
 """Characters of an error's text: it may repeat what a caller sent, and a status travels in headers of a few KiB."""
@@ -111,56 +106,3 @@ class Unimplemented(KvscoutError):
 
 class InternalError(KvscoutError):
     """A defect of ours."""
-
-
-STATUS_CODES: dict[type[KvscoutError], grpc.StatusCode] = {
-    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
-    ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
-    NotFound: grpc.StatusCode.NOT_FOUND,
-    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-    FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
-    ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
-    Draining: grpc.StatusCode.UNAVAILABLE,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Cancelled: grpc.StatusCode.CANCELLED,
-    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
-    Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
-    InternalError: grpc.StatusCode.INTERNAL,
-}
-
-_BY_CODE: dict[grpc.StatusCode, type[KvscoutError]] = {
-    code: kind for kind, code in STATUS_CODES.items() if kind.__base__ is KvscoutError
-}
-
-
-def status_code(error: KvscoutError) -> grpc.StatusCode:
-    """The gRPC status code of an error: that of its nearest class in `STATUS_CODES`."""
-    for kind in type(error).__mro__:
-        if kind in STATUS_CODES:
-            return STATUS_CODES[kind]
-    return grpc.StatusCode.INTERNAL
-
-
-_FIELD = re.compile(r"\w+(?:\[\d+\])?(?:\.\w+(?:\[\d+\])?)*")
-"""`event_endpoints[0].endpoint`: fields of messages within messages."""
-
-
-def from_status(
-    code: grpc.StatusCode, message: str, *, retry_after_seconds: float | None = None, raised: str = ""
-) -> KvscoutError:
-    """The error that a gRPC status stands for; codes we never send become `InternalError`.
-
-    Args:
-        code: The status code of the answer.
-        message: The status details; "field: text" is split again into field and message.
-        retry_after_seconds: From the `retry-after` trailer, if there was one.
-        raised: Name of what the server raised, where it said so; tells `Draining` from `Unavailable`.
-    """
-    kind = Draining if raised == Draining.__name__ else _BY_CODE.get(code, InternalError)
-    field: str | None = None
-    head, separator, tail = message.partition(": ")
-    if kind is InvalidArgument and separator and _FIELD.fullmatch(head):
-        field, message = head, tail
-    return kind(message, field=field, retry_after_seconds=retry_after_seconds)

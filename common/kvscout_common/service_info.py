@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
 
 from kvscout.v1 import types_pb2
 from kvscout_common import __version__
@@ -13,32 +12,11 @@ from kvscout_common.enum_words import value_of
 from kvscout_common.hashing import backend_name, native_available
 from kvscout_common.identity import current_identity
 from kvscout_common.transport import chosen
+from kvscout_common.warned import TenantWarning, Warned, about, text_of
+
+__all__ = ["SLOW_BACKEND", "TenantWarning", "Warned", "about", "service_info", "shown", "text_of"]
 
 SLOW_BACKEND = "the extension kvscout_native is not built: answers are the same, slower"
-
-
-class TenantWarning(NamedTuple):
-    """What only callers who see a tenant may read: it names a worker, or where it is."""
-
-    tenant: str
-    """"*" = for callers who see all of them."""
-    text: str
-
-
-Warned: TypeAlias = str | TenantWarning
-"""One sentence that an operator should know; a plain one is for every caller."""
-
-
-def text_of(warning: Warned) -> str:
-    """Its sentence, for the log."""
-    return warning if isinstance(warning, str) else warning.text
-
-
-def about(name: str, warning: Warned) -> Warned:
-    """The same warning with what it is about in front."""
-    if isinstance(warning, str):
-        return f"{name}: {warning}"
-    return TenantWarning(warning.tenant, f"{name}: {warning.text}")
 
 
 def shown(warnings: Iterable[Warned]) -> list[str]:

@@ -1,15 +1,35 @@
-"""What the caller of an rpc is told of what was raised, by the one table of `errors`."""
+"""The one table of errors to gRPC status codes, and what the caller of an rpc is told of what was raised.
+
+Servers apply it in one direction (`status_of`), clients in the other (`from_status`): both ends raise the same types.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import NamedTuple
 
 import grpc
 
 from kvscout_common.endings import tell_panic
-from kvscout_common.errors import KvscoutError, status_code
+from kvscout_common.errors import (
+    AlreadyExists,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    Draining,
+    FailedPrecondition,
+    InternalError,
+    InvalidArgument,
+    KvscoutError,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
 from kvscout_common.rich_status import DETAILS_TRAILER, details_of
 
 log = logging.getLogger("kvscout.rpc")
@@ -17,6 +37,58 @@ log = logging.getLogger("kvscout.rpc")
 ANSWERED_TRAILER = "kvscout-error"
 """Marks a status that a service chose: UNAVAILABLE without it is a connection that failed."""
 INTERNAL_TEXT = "internal error; the service's log has the details"
+
+STATUS_CODES: dict[type[KvscoutError], grpc.StatusCode] = {
+    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    NotFound: grpc.StatusCode.NOT_FOUND,
+    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    Draining: grpc.StatusCode.UNAVAILABLE,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Cancelled: grpc.StatusCode.CANCELLED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
+    InternalError: grpc.StatusCode.INTERNAL,
+}
+
+_BY_CODE: dict[grpc.StatusCode, type[KvscoutError]] = {
+    code: kind for kind, code in STATUS_CODES.items() if kind.__base__ is KvscoutError
+}
+
+
+def status_code(error: KvscoutError | type[KvscoutError]) -> grpc.StatusCode:
+    """The gRPC status code of an error or a class of them: that of the nearest class in `STATUS_CODES`."""
+    for kind in (error if isinstance(error, type) else type(error)).__mro__:
+        if kind in STATUS_CODES:
+            return STATUS_CODES[kind]
+    return grpc.StatusCode.INTERNAL
+
+
+_FIELD = re.compile(r"\w+(?:\[\d+\])?(?:\.\w+(?:\[\d+\])?)*")
+"""`event_endpoints[0].endpoint`: fields of messages within messages."""
+
+
+def from_status(
+    code: grpc.StatusCode, message: str, *, retry_after_seconds: float | None = None, raised: str = ""
+) -> KvscoutError:
+    """The error that a gRPC status stands for; codes we never send become `InternalError`.
+
+    Args:
+        code: The status code of the answer.
+        message: The status details; "field: text" is split again into field and message.
+        retry_after_seconds: From the `retry-after` trailer, if there was one.
+        raised: Name of what the server raised, where it said so; tells `Draining` from `Unavailable`.
+    """
+    kind = Draining if raised == Draining.__name__ else _BY_CODE.get(code, InternalError)
+    field: str | None = None
+    head, separator, tail = message.partition(": ")
+    if kind is InvalidArgument and separator and _FIELD.fullmatch(head):
+        field, message = head, tail
+    return kind(message, field=field, retry_after_seconds=retry_after_seconds)
 
 
 class Status(NamedTuple):

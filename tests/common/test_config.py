@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvscout_common.channel import ClientSecurity
-from kvscout_common.config import ServerConfig, is_loopback
+from kvscout_common.config import ServerConfig
+from kvscout_common.endpoints import is_loopback
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
 

@@ -23,8 +23,7 @@ from kvscout_common.registry_tasks import Backends
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.operations import MAX_OPERATIONS
 from kvscout_scheduler.policies import PolicyRegistry
-from kvscout_scheduler.policies.kv import Kv
-from kvscout_scheduler.policies.least_loaded import LeastLoaded
+from kvscout_scheduler.policies.builtin import Kv, LeastLoaded
 from kvscout_scheduler.request import OwnerName
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.servicer import SchedulerServicer

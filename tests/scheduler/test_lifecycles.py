@@ -15,7 +15,10 @@ from scheduler_builders import BLOCK, MODEL, ManualClock, key, owner, scheduler,
 
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound, Unavailable
 from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_scheduler.facts import End, Facts
 from kvscout_scheduler.overlaps import Overlaps
+from kvscout_scheduler.policies import PolicyRegistry
+from kvscout_scheduler.policies.builtin import Kv
 from kvscout_scheduler.request import OwnerName, Prompt, ReserveRequest, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 
@@ -27,17 +30,45 @@ CHECK_EVERY = 400
 OWNERS = (owner("gateway-0"), owner("gateway-1"), None)
 
 
+class Listening(Kv):
+    """Is told of each booking once, and of its end once."""
+
+    def __init__(self) -> None:
+        self.prefill: dict[Facts, float] = {}
+        self.decode: dict[Facts, float] = {}
+
+    def booked(self, facts: Facts, now: float) -> None:
+        assert facts not in self.prefill
+        assert facts not in self.decode
+        self.prefill[facts] = now
+
+    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
+        assert now - self.prefill.pop(facts) == ttft_seconds
+        self.decode[facts] = now
+
+    def ended(self, facts: Facts, end: End, now: float) -> None:
+        if self.prefill.pop(facts, None) is None:
+            assert now - self.decode.pop(facts) == end.decode_seconds
+
+
 class Traffic:
     """Clients, gateways and workers that do whatever they may do, in random order."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
         self.clock = ManualClock()
+        self.policy = Listening()
         self.specs: dict[str, WorkerSpec] = {
             f"w{n}": worker(f"w{n}", dp_size=1 + n % 2, total_kv_blocks=1000) for n in range(5)
         }
         self.scheduler: Scheduler = scheduler(
-            *self.specs.values(), clock=self.clock, seed=seed, track_output_blocks=True, lease_seconds=10.0
+            *self.specs.values(),
+            clock=self.clock,
+            seed=seed,
+            policies=PolicyRegistry({"kv": lambda: self.policy}),
+            make_load=SideBySide,
+            track_output_blocks=True,
+            lease_seconds=10.0,
         )
         self.absent: dict[str, WorkerSpec] = {}
         self.open: list[tuple[str, int]] = []
@@ -140,8 +171,7 @@ def rng_attempt(rng: Random) -> int:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_s5_random_lifecycles_end_in_exact_zeros(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
-    monkeypatch.setattr("kvscout_scheduler.pool.make_load", SideBySide)
+def test_s5_random_lifecycles_end_in_exact_zeros(part: int) -> None:
     traffic = Traffic(test_seed() + part)
     made = traffic.scheduler
     for number in range(LIFECYCLES):
@@ -150,6 +180,7 @@ def test_s5_random_lifecycles_end_in_exact_zeros(monkeypatch: pytest.MonkeyPatch
             traffic.disturb()
         if number % CHECK_EVERY == 0:
             made.check_invariants()
+            assert len(traffic.policy.prefill) + len(traffic.policy.decode) == len(made.bookings)
     made.check_invariants()
     traffic.end()
     made.check_invariants()
@@ -161,3 +192,5 @@ def test_s5_random_lifecycles_end_in_exact_zeros(monkeypatch: pytest.MonkeyPatch
     stats = made.stats
     assert stats.bookings == stats.freed + sum(stats.ended.values())
     assert stats.bookings > LIFECYCLES * 0.8
+    assert not traffic.policy.prefill
+    assert not traffic.policy.decode

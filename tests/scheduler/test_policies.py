@@ -13,7 +13,7 @@ from scheduler_builders import ManualClock, overlaps, request, reserve, schedule
 
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
-from kvscout_scheduler.policies.kv import Kv
+from kvscout_scheduler.policies.builtin import Kv
 from kvscout_scheduler.request import ConfigOverride
 from kvscout_scheduler.scheduler import Scheduler
 

@@ -105,4 +105,4 @@ def test_the_example_package_brings_a_policy() -> None:
     decision = made.select(request([1, 2, 3], on=overlaps(b=2), explain=True))
     assert decision.rank.worker_id == "b"
     assert decision.explanation is not None
-    assert decision.explanation.reason == "fewest prompt tokens to compute: 16"
+    assert decision.explanation.reason == "least cost: 16 prompt tokens to compute"

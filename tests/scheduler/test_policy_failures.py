@@ -19,8 +19,7 @@ from kvscout_common.errors import InternalError, KvscoutError
 from kvscout_scheduler.booking import FreeOutcome
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.policies import PolicyRegistry
-from kvscout_scheduler.policies.kv import Kv
-from kvscout_scheduler.policies.least_loaded import LeastLoaded
+from kvscout_scheduler.policies.builtin import Kv, LeastLoaded
 from kvscout_scheduler.request import ConfigOverride
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings

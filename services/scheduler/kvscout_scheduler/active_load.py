@@ -14,7 +14,7 @@ An allocation costs O(runs of its path), `prefix_tree`. Not thread-safe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvscout_scheduler.cost import Lane, LoadColumns, Question, ReferenceScores
@@ -153,6 +153,10 @@ class ActiveLoad(Protocol):
 
     def check_invariants(self, allocations: Any) -> None:
         """Raises AssertionError unless the columns follow from these allocations, all that there are."""
+
+
+MakeLoad = Callable[..., ActiveLoad]
+"""Makes an idle pool of one of the twins; takes `track_blocks`."""
 
 
 class ReferenceAllocation:

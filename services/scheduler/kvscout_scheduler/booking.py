@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.active_load import Allocation
 from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.facts import Choice, Facts
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import OwnerName, RequestKey
 
@@ -75,6 +76,8 @@ class Booking:
     """None = it has no lease: its owner holds it."""
     lease_bucket: int | None = None
     phase: Phase = Phase.PREFILL
+    first_token_at: float | None = None
+    """None = there was none, or it was out when another replica told us of the booking."""
     output_blocks: int = 0
     answers: int = 1
     """Calls that were told of it and whose answer is not known to be lost."""
@@ -83,6 +86,23 @@ class Booking:
     """Packed hashes of the blocks that it shares; kept for other replicas only."""
     mirror: bool = False
     """Another replica owns it: it has neither lease nor owner here."""
+
+    @property
+    def facts(self) -> Facts:
+        """What does not change of it."""
+        answer = self.answer
+        return Facts(
+            self.key,
+            self.attempt_id,
+            self.rank,
+            self.isl_tokens,
+            self.uncached_tokens,
+            self.expected_output_tokens,
+            self.block_hashes,
+            None
+            if answer is None
+            else Choice(answer.policy, answer.overlap_blocks, answer.effective_overlap_blocks, answer.cost),
+        )
 
 
 class ListPlace(NamedTuple):

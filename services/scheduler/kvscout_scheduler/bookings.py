@@ -22,6 +22,7 @@ from kvscout_common.tenant_limits import Limit, TenantLimits
 from kvscout_scheduler.attempts import Ended, EndedAttempts
 from kvscout_scheduler.booking import ActiveRequest, Booking, EndReason, FreeOutcome, Phase
 from kvscout_scheduler.end_log import EndLog
+from kvscout_scheduler.facts import End
 from kvscout_scheduler.journal import Journal
 from kvscout_scheduler.leases import Leases
 from kvscout_scheduler.owners import Owners
@@ -138,11 +139,17 @@ class Bookings:
         self._renew(booking, now)
         if booking.phase is Phase.DECODE:
             return False
-        booking.phase = Phase.DECODE
-        booking.pool.complete_prefill(booking.allocation)
+        self.decode(booking, now)
         if self.journal is not None:
             self.journal.prefill_completed(booking)
         return True
+
+    def decode(self, booking: Booking, now: float) -> None:
+        """The first token of a booking in prefill is out, ours or a mirror."""
+        booking.phase, booking.first_token_at = Phase.DECODE, now
+        booking.pool.complete_prefill(booking.allocation)
+        for observer in booking.pool.observers:
+            observer.prefill_completed(booking.facts, now - booking.booked_at, now)
 
     def add_output(self, key: RequestKey, attempt_id: int, blocks: int, now: float) -> int:
         """Adds generated blocks to a request.
@@ -165,12 +172,12 @@ class Bookings:
             self.journal.output_added(booking)
         return booking.output_blocks
 
-    def free(self, key: RequestKey, attempt_id: int, now: float) -> FreeOutcome:
+    def free(self, key: RequestKey, attempt_id: int, now: float, output_tokens: int = 0) -> FreeOutcome:
         """Releases all that an attempt holds, whatever its phase; a no-op if it holds nothing."""
         booking = self._active.get(key)
         if booking is not None and booking.attempt_id == attempt_id:
             self._own(booking, now)
-            self._end(booking, Ended.BY_CALLER, now)
+            self._end(booking, Ended.BY_CALLER, now, output_tokens)
             self._stats.freed += 1
             return FreeOutcome.FREED
         ended = self._attempts.get(key, attempt_id, now)
@@ -323,7 +330,7 @@ class Bookings:
         members = list(islice(self._members.get((pool, slot), ()), limit))
         for booking in members:
             if booking.mirror:
-                self.remove_mirror(booking)
+                self.remove_mirror(booking, now)
                 assert self.journal is not None
                 self.journal.displaced(booking)
             else:
@@ -339,10 +346,10 @@ class Bookings:
         booking.mirror = True
         self._put_in(booking)
 
-    def remove_mirror(self, booking: Booking) -> None:
+    def remove_mirror(self, booking: Booking, now: float) -> None:
         """Takes a mirror out, with its load."""
         assert booking.mirror
-        self._take_out(booking)
+        self._take_out(booking, now, freed=False)
 
     def give_up(self, booking: Booking) -> None:
         """Makes a booking of ours a mirror: another replica has taken it over."""
@@ -435,11 +442,11 @@ class Bookings:
         self._stats.ended[reason] += 1
         self._end_log.add(booking, reason, now)
 
-    def _end(self, booking: Booking, how: Ended, now: float) -> None:
+    def _end(self, booking: Booking, how: Ended, now: float, output_tokens: int = 0) -> None:
         self._forgotten.pop(booking, None)
         self._leases.clear(booking)
         self._owners.drop(booking)
-        self._take_out(booking)
+        self._take_out(booking, now, freed=how is Ended.BY_CALLER, output_tokens=output_tokens)
         self._attempts.add(booking.key, booking.attempt_id, how, now)
         if self.journal is not None:
             self.journal.ended(booking, by_caller=how is Ended.BY_CALLER)
@@ -448,8 +455,10 @@ class Bookings:
         self._active[booking.key] = booking
         self._by_tenant[booking.key.tenant] += 1
         self._members.setdefault((booking.pool, booking.allocation.slot), {})[booking] = None
+        for observer in booking.pool.observers:
+            observer.booked(booking.facts, booking.booked_at)
 
-    def _take_out(self, booking: Booking) -> None:
+    def _take_out(self, booking: Booking, now: float, *, freed: bool, output_tokens: int = 0) -> None:
         del self._active[booking.key]
         self._by_tenant[booking.key.tenant] -= 1
         if not self._by_tenant[booking.key.tenant]:
@@ -460,3 +469,8 @@ class Bookings:
         if not members:
             del self._members[place]
         booking.pool.release(booking.allocation)
+        if booking.pool.observers:
+            since = booking.first_token_at
+            end = End(freed, output_tokens, 0.0 if since is None else now - since)
+            for observer in booking.pool.observers:
+                observer.ended(booking.facts, end, now)

@@ -50,6 +50,7 @@ class Candidates:
         slots: Their slots; at least one.
         prompts: The request's hashes and overlaps for each lane of the pool.
         settings: Settings in effect.
+        now: On the scheduler's clock.
     """
 
     def __init__(
@@ -59,10 +60,13 @@ class Candidates:
         slots: list[int],
         prompts: Mapping[Lane, Prompt],
         settings: SelectionSettings,
+        *,
+        now: float,
     ) -> None:
         self.request = request
         self.slots = slots
         self.settings = settings
+        self.now = now
         self._pool = pool
         self._prompts = prompts
         self._known: dict[Lane, Scores] | None = None
@@ -168,7 +172,7 @@ class Candidates:
 
     def of(self, slots: list[int]) -> Candidates:
         """The same question of other workers."""
-        return Candidates(self._pool, self.request, slots, self._prompts, self.settings)
+        return Candidates(self._pool, self.request, slots, self._prompts, self.settings, now=self.now)
 
     def tiers(self) -> Sequence[TierOverlap]:
         """Overlap of each by tier."""

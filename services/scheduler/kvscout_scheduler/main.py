@@ -25,8 +25,6 @@ from kvscout_scheduler.thresholds import BusyThresholds
 
 log = logging.getLogger("kvscout.scheduler")
 
-EXPIRY_SECONDS = 0.5
-"""How often leases are looked at: a fraction of the shortest one, one second."""
 SCRAPES_THAT_COUNT = 3
 """Rounds that may fail before what an engine said last counts no more."""
 
@@ -203,7 +201,7 @@ async def build(config: SchedulerConfig) -> App:
         while True:
             ended = scheduler.expire()
             # Others go on between two slices of many.
-            await asyncio.sleep(0 if ended >= END_AT_ONCE else EXPIRY_SECONDS)
+            await asyncio.sleep(0 if ended >= END_AT_ONCE else config.settings.expiry_seconds)
 
     async def warm() -> None:
         await backends.warm()

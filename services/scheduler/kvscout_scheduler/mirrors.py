@@ -7,7 +7,8 @@ from collections.abc import Callable
 from kvscout_common.errors import NotFound
 from kvscout_scheduler.booking import Booking, Phase
 from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.replica_claim import Choice, Claim, ClaimState
+from kvscout_scheduler.facts import Choice
+from kvscout_scheduler.replica_claim import Claim, ClaimState
 from kvscout_scheduler.request import HASH_BYTES, PoolId
 from kvscout_scheduler.scheduler import Scheduler
 
@@ -21,7 +22,7 @@ class Mirrors:
     """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
-        self.relieved: set[PoolId] = set()
+        self.relieved: dict[PoolId, None] = {}
         """Pools that lost load: whoever waits there may go now."""
         self._scheduler = scheduler
         self._clock = clock
@@ -89,9 +90,8 @@ class Mirrors:
             return False
         load = mirror.pool.load
         if not prefill and mirror.phase is Phase.PREFILL:
-            mirror.phase = Phase.DECODE
-            mirror.pool.complete_prefill(mirror.allocation)
-            self.relieved.add(mirror.pool.id)
+            self._scheduler.bookings.decode(mirror, self._clock())
+            self.relieved[mirror.pool.id] = None
         if claim.output_blocks > mirror.output_blocks:
             load.add_private(mirror.allocation, claim.output_blocks - mirror.output_blocks)
             mirror.output_blocks = claim.output_blocks
@@ -100,13 +100,13 @@ class Mirrors:
 
     def remove(self, mirror: Booking) -> None:
         """Takes a mirror out."""
-        self._scheduler.bookings.remove_mirror(mirror)
-        self.relieved.add(mirror.pool.id)
+        self._scheduler.bookings.remove_mirror(mirror, self._clock())
+        self.relieved[mirror.pool.id] = None
 
     def pump(self) -> None:
         """Lets those go who waited for load that is gone now."""
         if self.relieved:
-            relieved, self.relieved = self.relieved, set()
+            relieved, self.relieved = self.relieved, {}
             self._scheduler.pump(relieved)
 
 

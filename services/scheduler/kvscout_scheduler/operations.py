@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from kvscout.v1 import scheduler_pb2
-from kvscout_common.errors import InvalidArgument, KvscoutError, status_code
+from kvscout_common.errors import InvalidArgument, KvscoutError
+from kvscout_common.statuses import status_code
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_scheduler import translate
 from kvscout_scheduler.decision import Decision

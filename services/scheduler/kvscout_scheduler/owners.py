@@ -27,7 +27,8 @@ class Owner:
     """When its owner opened it, microseconds since the Unix epoch by the owner's clock; 0 = it did not say."""
     gone_at: float | None = None
     """When that stream ended; None = it is open."""
-    bookings: set[Booking] = field(default_factory=set)
+    bookings: dict[Booking, None] = field(default_factory=dict)
+    """In the order in which they came; a set of objects is in that of their addresses."""
 
 
 class Owners:
@@ -95,14 +96,14 @@ class Owners:
         if owner is None:
             owner = self._owners[name] = Owner(gone_at=now)
         booking.owner = name
-        owner.bookings.add(booking)
+        owner.bookings[booking] = None
 
     def drop(self, booking: Booking) -> None:
         """Takes a booking from its owner, if it has one."""
         name = booking.owner
         owner = self._owners.get(name) if name is not None else None
         if name is not None and owner is not None:
-            owner.bookings.discard(booking)
+            owner.bookings.pop(booking, None)
             if not owner.bookings and owner.gone_at is not None:
                 del self._owners[name]
 

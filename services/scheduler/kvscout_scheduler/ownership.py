@@ -372,7 +372,7 @@ class Ownership:
             self._bookings.end(booking, by_caller=False, now=self._clock())
         finally:
             self._yielding = False
-        self._mirrors.relieved.add(key.pool)
+        self._mirrors.relieved[key.pool] = None
 
     def _unplace(self, key: RequestKey, worker: tuple[str, str]) -> None:
         self._placed(key)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_scheduler.active_load import NO_LIMIT, Allocation, Limits
+from kvscout_scheduler.active_load import NO_LIMIT, Allocation, Limits, MakeLoad
 from kvscout_scheduler.cost import Lane
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics
-from kvscout_scheduler.native_load import make_load
+from kvscout_scheduler.facts import Observer
 from kvscout_scheduler.request import EMPTY_PROMPT, PoolId, Prompt
 from kvscout_scheduler.thresholds import NO_THRESHOLDS, BusyThresholds
-
-if TYPE_CHECKING:
-    from kvscout_scheduler.policies import Policy
 
 
 @dataclass(slots=True)
@@ -52,12 +49,15 @@ class Pool:
 
     Args:
         pool_id: What its workers serve.
+        make_load: Which twin keeps its load.
         track_blocks: Whether requests occupy blocks.
         queue_threshold: Requests wait for a worker that has more active prefill tokens than this times what it takes
             into one batch; None = nobody waits.
     """
 
-    def __init__(self, pool_id: PoolId, *, track_blocks: bool, queue_threshold: float | None = None) -> None:
+    def __init__(
+        self, pool_id: PoolId, make_load: MakeLoad, *, track_blocks: bool, queue_threshold: float | None = None
+    ) -> None:
         self.id = pool_id
         self.load = make_load(track_blocks=track_blocks)
         self.order: list[int] = []
@@ -78,8 +78,8 @@ class Pool:
         self.leaving: dict[int, Leaving] = {}
         """Slots of ranks that are not registered any more."""
         self.hits: list[HitCounts] = []
-        self.policies: dict[str, Policy] = {}
-        """Instances of the policies that were used here, by name."""
+        self.observers: list[Observer] = []
+        """Told of every booking here."""
         self.decisions = 0
         """Workers picked here since the pool came."""
         self.relieved: set[int] = set()

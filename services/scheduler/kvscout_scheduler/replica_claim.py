@@ -16,6 +16,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity import ALL_TENANTS
 from kvscout_common.worker import WorkerRank
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
+from kvscout_scheduler.facts import Choice
 from kvscout_scheduler.request import HASH_BYTES, OwnerName, RequestKey
 from kvscout_scheduler.translate import key_from_proto
 
@@ -41,15 +42,6 @@ class ClaimState(IntEnum):
     def active(self) -> bool:
         """Whether it occupies a worker."""
         return self <= ClaimState.DECODE
-
-
-class Choice(NamedTuple):
-    """How the worker was chosen: what a repeated call is answered with."""
-
-    policy: str
-    overlap_blocks: int
-    effective_overlap_blocks: float
-    cost: float
 
 
 _STATES = frozenset(state.value for state in ClaimState)

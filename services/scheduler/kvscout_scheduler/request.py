@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.identity import ALL_TENANTS
+from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerRank
 from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps
 

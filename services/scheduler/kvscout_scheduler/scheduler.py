@@ -23,9 +23,10 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_common.service_info import TenantWarning
 from kvscout_common.tenant_limits import TenantLimits
+from kvscout_common.warned import TenantWarning
 from kvscout_common.worker import WorkerRank
+from kvscout_scheduler.active_load import MakeLoad
 from kvscout_scheduler.booking import ActiveRequest, Booking, FreeOutcome, ListPlace
 from kvscout_scheduler.bookings import END_AT_ONCE, Bookings
 from kvscout_scheduler.candidates import Candidates, SelectionSettings
@@ -86,6 +87,8 @@ class Scheduler:
         rng: For ties and temperatures.
         policies: None = this package's and those of installed packages.
         wall_clock: Seconds since the Unix epoch, for those who watch.
+        limits: What tenants may have.
+        make_load: Which twin keeps the load; None = the native one where the extension is built and not switched off.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -101,6 +104,7 @@ class Scheduler:
         policies: PolicyRegistry | None = None,
         wall_clock: Callable[[], float] = time.time,
         limits: TenantLimits | None = None,
+        make_load: MakeLoad | None = None,
     ) -> None:
         self.settings = settings.validate()
         self.policies = installed_policies() if policies is None else policies
@@ -108,7 +112,14 @@ class Scheduler:
         self.thresholds = ThresholdTable(settings.thresholds)
         self.bookings = Bookings(settings, self.stats, limits)
         self.waiting = WaitingLine(settings.queue_limit)
-        self.workers = Workers(settings, self.bookings, clock)
+        if make_load is None:
+            # Whoever chooses a twin need not load the extension.
+            from kvscout_scheduler import native_load
+
+            make_load = native_load.make_load
+        self._make_load = make_load
+        self._selector = Selector(settings, self.policies, rng)
+        self.workers = Workers(settings, self.bookings, clock, self._make_pool)
         """Give it to the registry as a listener."""
         self._turns = Turns(self.workers, self.thresholds, self.waiting, self._book_waiter)
         self.draining = False
@@ -117,7 +128,6 @@ class Scheduler:
         """Told tenant, rank and end of each cool-down that was reported here; None = it was ended before its time."""
         self._clock = clock
         self._wall_clock = wall_clock
-        self._selector = Selector(settings, self.policies, rng)
 
     def select(self, request: SelectionRequest) -> Decision:
         """Picks a worker and books nothing.
@@ -298,8 +308,13 @@ class Scheduler:
             raise InvalidArgument("must be at least 1", field="blocks")
         return self.bookings.add_output(key, attempt_id, blocks, self._clock())
 
-    def free(self, key: RequestKey, attempt_id: int = 0) -> FreeOutcome:
+    def free(self, key: RequestKey, attempt_id: int = 0, *, output_tokens: int = 0) -> FreeOutcome:
         """Releases all that an attempt holds; implies prefill complete. Unknown or repeated: a no-op that says so.
+
+        Args:
+            key: The request.
+            attempt_id: Its attempt.
+            output_tokens: That it had, for policies that learn; 0 = unknown.
 
         Raises:
             InvalidArgument: No request id.
@@ -312,7 +327,7 @@ class Scheduler:
             self.bookings.cancel(key, attempt_id, now)
             waiter.answer(Cancelled(f"request {key.request_id!r} was freed while it waited"))
             return FreeOutcome.DEQUEUED
-        outcome = self.bookings.free(key, attempt_id, now)
+        outcome = self.bookings.free(key, attempt_id, now, output_tokens)
         self._turns.give(key.pool, now)
         return outcome
 
@@ -509,9 +524,9 @@ class Scheduler:
         prompts = pool.prompts(prompt, other_prompts, isl_tokens)
         request = SelectionRequest(pool_id.model, isl_tokens, prompt, tenant=pool_id.tenant, role=pool_id.role)
         settings = SelectionSettings(tier_weights=self.settings.tier_weights)
-        candidates = Candidates(pool, request, pool.order, prompts, settings)
-        pool.judge(self.thresholds.get(pool_id.tenant, pool_id.model))
         now = self._clock()
+        candidates = Candidates(pool, request, pool.order, prompts, settings, now=now)
+        pool.judge(self.thresholds.get(pool_id.tenant, pool_id.model))
         return [
             WorkerLoad(
                 rank=pool.ranks[slot],
@@ -583,6 +598,17 @@ class Scheduler:
         for pool in self.workers:
             allocations = [booking.allocation for booking in self.bookings if booking.pool is pool]
             pool.load.check_invariants(allocations)
+
+    def _make_pool(self, pool_id: PoolId) -> Pool:
+        settings = self.settings
+        pool = Pool(
+            pool_id,
+            self._make_load,
+            track_blocks=settings.tracks_blocks(pool_id.role),
+            queue_threshold=settings.queue_threshold,
+        )
+        self._selector.begin(pool)
+        return pool
 
     def _select(self, request: SelectionRequest, now: float, *, books: bool) -> Selected:
         try:

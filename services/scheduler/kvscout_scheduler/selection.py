@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from kvscout_common.errors import InternalError
 from kvscout_scheduler.candidates import Candidates, SelectionSettings
 from kvscout_scheduler.decision import Candidate, Decision, Explanation
 from kvscout_scheduler.eligibility import eligible
-from kvscout_scheduler.policies import Policy, PolicyRegistry
+from kvscout_scheduler.policies import CheckedPolicy, PolicyRegistry
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import NO_OVERRIDE, SelectionRequest
 from kvscout_scheduler.settings import SchedulerSettings
@@ -50,6 +52,14 @@ class Selector:
         }
         self._registry = registry
         self._rng = rng
+        self._policies: WeakKeyDictionary[Pool, dict[str, CheckedPolicy]] = WeakKeyDictionary()
+
+    def begin(self, pool: Pool) -> None:
+        """Makes the usual policy of a new pool, which observes it before anything is selected here: a replica that
+        others decide for learns, too."""
+        # One that cannot be made fails the requests that meet it.
+        with suppress(InternalError):
+            self._policy(pool, self._settings.policy)
 
     def check(self, request: SelectionRequest) -> None:
         """Checks a request, as far as that needs no workers.
@@ -81,7 +91,7 @@ class Selector:
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
         dropped: dict[int, str] | None = {} if request.explain or explains else None
         slots = eligible(pool, request, now, dropped)
-        candidates = Candidates(pool, request, slots, prompts, self._in_effect(request, books))
+        candidates = Candidates(pool, request, slots, prompts, self._in_effect(request, books), now=now)
         name = self._settings.policy if request.override.policy is None else request.override.policy
         policy = self._policy(pool, name)
         costs = policy.costs(candidates)
@@ -123,17 +133,22 @@ class Selector:
             router_temperature=defaults.router_temperature if temperature is None else temperature,
         )
 
-    def _policy(self, pool: Pool, name: str) -> Policy:
-        policy = pool.policies.get(name)
+    def _policy(self, pool: Pool, name: str) -> CheckedPolicy:
+        made = self._policies.get(pool)
+        if made is None:
+            made = self._policies[pool] = {}
+        policy = made.get(name)
         if policy is None:
-            policy = pool.policies[name] = self._registry.create(name)
+            policy = made[name] = self._registry.create(name)
+            if policy.observes:
+                pool.observers.append(policy)
         return policy
 
 
 def explain(
     pool: Pool,
     name: str,
-    policy: Policy,
+    policy: CheckedPolicy,
     *,
     candidates: Candidates,
     costs: Sequence[float],

@@ -11,7 +11,7 @@ import grpc
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common import tracing
-from kvscout_common.errors import InvalidArgument, KvscoutError, from_status
+from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.hashing import native_available
 from kvscout_common.identity import AccessRole, current_identity
 from kvscout_common.pages import page_token, read_page_token
@@ -20,6 +20,7 @@ from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.request_names import reference_of
 from kvscout_common.service_info import service_info
+from kvscout_common.statuses import from_status
 from kvscout_common.worker import DEFAULT_TENANT, Role
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
 from kvscout_common.worker_rpcs import WorkerRpcs

@@ -48,6 +48,8 @@ class SchedulerSettings:
     """Ended attempts remembered at most; 60 s of 4,000 requests a second."""
     cooldown_seconds: float = 10.0
     """How long a worker that failed a request is left out."""
+    expiry_seconds: float = 0.5
+    """How often `Scheduler.expire` is called: a fraction of the shortest lease, one second."""
     max_active_requests: int = 1_000_000
     tenant_share: float = 0.5
     """Of `max_active_requests`, what one tenant may hold while others have workers."""
@@ -87,6 +89,7 @@ class SchedulerSettings:
             "engine_metrics_seconds",
             "tombstone_seconds",
             "max_tombstones",
+            "expiry_seconds",
             "max_active_requests",
             "cpu_to_gpu_ratio",
         ):

@@ -11,6 +11,7 @@ from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity import current_identity
 from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.statuses import status_code
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_scheduler import translate
 from kvscout_scheduler.scheduler import Scheduler
@@ -83,7 +84,7 @@ def _to_proto(record: DecisionRecord, *, lost: int) -> scheduler_pb2.WatchDecisi
         decided_unix_seconds=record.timestamp,
         request=translate.key_to_proto(record.key, record.attempt_id),
         isl_tokens=record.isl_tokens,
-        code=record.code,
+        code=status_code(record.error).value[0] if record.error is not None else 0,
         message=record.message,
         lost=lost,
     )

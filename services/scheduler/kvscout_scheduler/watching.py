@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from kvscout_common.errors import KvscoutError, ResourceExhausted, status_code
+from kvscout_common.errors import KvscoutError, ResourceExhausted
 from kvscout_common.registry import ALL_TENANTS
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.request import RequestKey, SelectionRequest
@@ -37,8 +37,8 @@ class DecisionRecord:
     """Seconds since the Unix epoch."""
     decision: Decision | None = None
     """None = it failed."""
-    code: int = 0
-    """gRPC status code of the failure."""
+    error: type[KvscoutError] | None = None
+    """What it failed with."""
     message: str = ""
 
     @property
@@ -137,8 +137,7 @@ class Watchers:
             record = replace(record, decision=outcome)
         else:
             # Not the error itself: its traceback holds on to all that the call had.
-            code, message = status_code(outcome).value[0], str(outcome)[:MAX_MESSAGE_CHARACTERS]
-            record = replace(record, code=code, message=message)
+            record = replace(record, error=type(outcome), message=str(outcome)[:MAX_MESSAGE_CHARACTERS])
         short = record.without_explanation()
         for watcher in interested:
             watcher.put(record if watcher.explain else short)

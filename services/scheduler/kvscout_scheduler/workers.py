@@ -27,12 +27,20 @@ class Workers:
         settings: Settings of the scheduler.
         bookings: Ends the bookings of workers that go.
         clock: Monotonic seconds.
+        make_pool: Makes an empty pool.
     """
 
-    def __init__(self, settings: SchedulerSettings, bookings: Bookings, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        bookings: Bookings,
+        clock: Callable[[], float],
+        make_pool: Callable[[PoolId], Pool],
+    ) -> None:
         self._settings = settings
         self._bookings = bookings
         self._clock = clock
+        self._make_pool = make_pool
         self._pools: dict[PoolId, Pool] = {}
         self._specs: dict[tuple[str, str], WorkerSpec] = {}
         self._tenants: Counter[str] = Counter()
@@ -47,11 +55,7 @@ class Workers:
         pool_id = pool_of(spec)
         pool = self._pools.get(pool_id)
         if pool is None:
-            pool = self._pools[pool_id] = Pool(
-                pool_id,
-                track_blocks=self._settings.tracks_blocks(spec.role),
-                queue_threshold=self._settings.queue_threshold,
-            )
+            pool = self._pools[pool_id] = self._make_pool(pool_id)
         pool.add(spec)
         self._specs[spec.tenant, spec.worker_id] = spec
         self._tenants[spec.tenant] += 1

@@ -15,7 +15,8 @@ import grpc
 
 from kvscout.v1 import indexer_pb2
 from kvscout_common import tracing
-from kvscout_common.errors import KvscoutError, Unavailable, from_status
+from kvscout_common.errors import KvscoutError, Unavailable
+from kvscout_common.statuses import from_status
 from kvscout_gateway.coalesced_stream import CoalescedStream
 
 RENEW_SECONDS = 1.0

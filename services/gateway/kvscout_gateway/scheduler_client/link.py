@@ -27,8 +27,8 @@ from kvscout_common.errors import (
     KvscoutError,
     ResourceExhausted,
     Unavailable,
-    from_status,
 )
+from kvscout_common.statuses import from_status
 from kvscout_common.wire_fields import number_field
 from kvscout_gateway.failover import is_member_fault
 from kvscout_gateway.indexer_client.overlaps import Found

@@ -1,7 +1,8 @@
 """Selection policies by name; packages add theirs through entry points of the group `kvscout.policies`.
 
-A policy is a class without constructor arguments; every pool has its own instance of it. What it raises fails the one
-request that met it (`checked`); one that cannot be loaded fails at start. In another package::
+A policy is a class without constructor arguments (`Policy`, or anything with its first methods); every pool has its own
+instance of it. What it raises fails the one request that met it (`checked`); one that cannot be loaded fails at start.
+In another package::
 
     [project.entry-points."kvscout.policies"]
     fewest-tokens = "my_package.policies:FewestTokens"
@@ -9,43 +10,22 @@ request that met it (`checked`); one that cannot be loaded fails at start. In an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from random import Random
-from typing import Protocol
+from typing import Final
 
 from kvscout_common.errors import ConfigError, InvalidArgument
-from kvscout_scheduler.candidates import Candidates
+from kvscout_scheduler.policies.builtin import BUILTIN
 from kvscout_scheduler.policies.checked import CheckedPolicy
+from kvscout_scheduler.policies.policy import Policy
 
-ENTRY_POINT_GROUP = "kvscout.policies"
+__all__ = ["ENTRY_POINT_GROUP", "CheckedPolicy", "Policy", "PolicyFactory", "PolicyRegistry", "installed_policies"]
 
-
-class Policy(Protocol):
-    """Picks one of the candidates. Not asked about eligibility, not told of anything but selections."""
-
-    def costs(self, candidates: Candidates) -> Sequence[float]:
-        """What it minimises, one value a candidate, none NaN; changes nothing."""
-
-    def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
-        """Index of the candidate it picks.
-
-        Args:
-            candidates: At least one.
-            costs: What `costs` said of them.
-            rng: The only source of chance.
-        """
-
-    def probabilities(self, candidates: Candidates, costs: Sequence[float]) -> Sequence[float]:
-        """Probability of each candidate, where a temperature is used; else all 0."""
-
-    def reason(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
-        """Why it picked this one, in one sentence."""
-
+ENTRY_POINT_GROUP: Final = "kvscout.policies"
 
 PolicyFactory = Callable[[], Policy]
 
-_METHODS = ("costs", "pick", "probabilities", "reason")
+_REQUIRED = ("costs", "pick", "probabilities", "reason")
 
 
 class PolicyRegistry:
@@ -81,11 +61,12 @@ class PolicyRegistry:
         if name not in self._factories:
             raise InvalidArgument(f"unknown policy {name!r}, known are {', '.join(self.names)}", field="policy")
 
-    def create(self, name: str) -> Policy:
+    def create(self, name: str) -> CheckedPolicy:
         """A new instance of a policy.
 
         Raises:
             InvalidArgument: If it does not exist.
+            InternalError: If it cannot be made.
         """
         self.check(name)
         return CheckedPolicy(name, self._factories[name])
@@ -100,7 +81,7 @@ def _loaded(entry_point: EntryPoint) -> PolicyFactory:
         raise ConfigError(
             f"{entry_point.value} cannot be loaded as a policy: {type(error).__name__}: {error}", field=entry_point.name
         ) from error
-    missing = [name for name in _METHODS if not callable(getattr(policy, name, None))]
+    missing = [name for name in _REQUIRED if not callable(getattr(policy, name, None))]
     if missing:
         raise ConfigError(f"{entry_point.value} is no policy: it has no {', '.join(missing)}", field=entry_point.name)
     return factory
@@ -108,29 +89,4 @@ def _loaded(entry_point: EntryPoint) -> PolicyFactory:
 
 def installed_policies() -> PolicyRegistry:
     """Registry of this package's policies and those of every installed package."""
-    from kvscout_scheduler.policies.device_aware import DeviceAwareWeighted
-    from kvscout_scheduler.policies.direct import Direct
-    from kvscout_scheduler.policies.kv import Kv
-    from kvscout_scheduler.policies.kv_balance import KvBalance
-    from kvscout_scheduler.policies.kv_logit import KvLogit
-    from kvscout_scheduler.policies.least_loaded import LeastLoaded
-    from kvscout_scheduler.policies.lmetric import LMetric
-    from kvscout_scheduler.policies.power_of_two import PowerOfTwo
-    from kvscout_scheduler.policies.random import UniformRandom
-    from kvscout_scheduler.policies.round_robin import RoundRobin
-
-    return PolicyRegistry(
-        {
-            "device-aware-weighted": DeviceAwareWeighted,
-            "direct": Direct,
-            "kv": Kv,
-            "kv-balance": KvBalance,
-            "kv-logit": KvLogit,
-            "least-loaded": LeastLoaded,
-            "lmetric": LMetric,
-            "power-of-two": PowerOfTwo,
-            "random": UniformRandom,
-            "round-robin": RoundRobin,
-        },
-        entry_points(group=ENTRY_POINT_GROUP),
-    )
+    return PolicyRegistry(BUILTIN, entry_points(group=ENTRY_POINT_GROUP))

@@ -7,25 +7,29 @@ import operator
 from collections.abc import Callable, Sequence
 from math import isnan
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from kvscout_common.errors import InternalError, KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_scheduler.candidates import Candidates
 from kvscout_scheduler.choose import Ranked
+from kvscout_scheduler.facts import End, Facts
+from kvscout_scheduler.policies.policy import Policy
 
-if TYPE_CHECKING:
-    from kvscout_scheduler.policies import Policy
+T = TypeVar("T")
 
 _warnings = RateLimitedLog(logging.getLogger("kvscout.scheduler"))
 """A policy that fails, fails each request."""
+
+_OBSERVING = ("booked", "prefill_completed", "ended")
 
 
 class CheckedPolicy:
     """A policy, with its answers checked.
 
-    Every method raises InternalError with the policy's name where the policy raises anything but an error that it means
-    for the caller (`KvscoutError`), or answers what cannot be; the traceback is logged, at most once a minute.
+    What it is asked raises InternalError with the policy's name where the policy raises anything but an error that it
+    means for the caller (`KvscoutError`), or answers what cannot be; what it is told raises nothing, as nobody is there
+    to blame. The traceback is logged, at most once a minute.
 
     Args:
         name: Of the policy.
@@ -34,62 +38,64 @@ class CheckedPolicy:
 
     def __init__(self, name: str, make: Callable[[], Policy]) -> None:
         self._name = name
-        try:
-            self._policy = make()
-        except KvscoutError:
-            raise
-        except Exception as error:
-            raise self._blamed(error) from error
+        self._policy = self._asked(make)
+        methods = {name: getattr(self._policy, name, None) for name in _OBSERVING}
+        self._told = {name: method for name, method in methods.items() if callable(method)}
+
+    @property
+    def observes(self) -> bool:
+        """Whether it wants to be told of anything."""
+        return bool(self._told)
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         """See `Policy`."""
-        try:
-            return _columns("costs", self._policy.costs(candidates), candidates)
-        except KvscoutError:
-            raise
-        except Exception as error:
-            raise self._blamed(error) from error
+        return self._asked(lambda: _column("costs", self._policy.costs(candidates), candidates))
 
     def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
         """See `Policy`."""
-        try:
-            index = operator.index(self._policy.pick(candidates, costs, rng))
-            if not 0 <= index < len(candidates):
-                raise ValueError(f"picked {index} of {len(candidates)} candidates")
-            return index
-        except KvscoutError:
-            raise
-        except Exception as error:
-            raise self._blamed(error) from error
+        return self._asked(lambda: _index(self._policy.pick(candidates, costs, rng), candidates))
 
     def probabilities(self, candidates: Candidates, costs: Sequence[float]) -> Sequence[float]:
         """See `Policy`."""
-        try:
-            return _columns("probabilities", self._policy.probabilities(candidates, costs), candidates)
-        except KvscoutError:
-            raise
-        except Exception as error:
-            raise self._blamed(error) from error
+        return self._asked(lambda: _column("probabilities", self._policy.probabilities(candidates, costs), candidates))
 
     def reason(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
         """See `Policy`."""
+        return self._asked(lambda: _text(self._policy.reason(candidates, costs, index)))
+
+    def booked(self, facts: Facts, now: float) -> None:
+        """See `Observer`."""
+        self._tell("booked", facts, now)
+
+    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
+        """See `Observer`."""
+        self._tell("prefill_completed", facts, ttft_seconds, now)
+
+    def ended(self, facts: Facts, end: End, now: float) -> None:
+        """See `Observer`."""
+        self._tell("ended", facts, end, now)
+
+    def _asked(self, ask: Callable[[], T]) -> T:
         try:
-            reason = self._policy.reason(candidates, costs, index)
-            if not isinstance(reason, str):
-                raise TypeError(f"a reason is text, not {type(reason).__name__}")
-            return reason
+            return ask()
         except KvscoutError:
             raise
         except Exception as error:
-            raise self._blamed(error) from error
+            _warnings.warning(self._name, "policy %s failed a request", self._name, error=error)
+            raise InternalError(f"policy {self._name!r} failed: {type(error).__name__}") from error
 
-    def _blamed(self, error: Exception) -> InternalError:
-        """The error of the request."""
-        _warnings.warning(self._name, "policy %s failed a request", self._name, error=error)
-        return InternalError(f"policy {self._name!r} failed: {type(error).__name__}")
+    def _tell(self, what: str, *facts: object) -> None:
+        listen = self._told.get(what)
+        if listen is None:
+            return
+        try:
+            listen(*facts)
+        except Exception as error:
+            name = (self._name, what)
+            _warnings.warning(name, "policy %s failed when it was told: %s", self._name, what, error=error)
 
 
-def _columns(name: str, given: Sequence[float], candidates: Candidates) -> Sequence[float]:
+def _column(name: str, given: Sequence[float], candidates: Candidates) -> Sequence[float]:
     """A column of plain floats, one a candidate, none NaN; what stays native is known to be so."""
     if isinstance(given, Ranked):
         return given
@@ -100,3 +106,16 @@ def _columns(name: str, given: Sequence[float], candidates: Candidates) -> Seque
     if isnan(sum(column)) and any(map(isnan, column)):
         raise ValueError(f"NaN among the {name}")
     return column
+
+
+def _index(given: int, candidates: Candidates) -> int:
+    index = operator.index(given)
+    if not 0 <= index < len(candidates):
+        raise ValueError(f"picked {index} of {len(candidates)} candidates")
+    return index
+
+
+def _text(given: str) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"a reason is text, not {type(given).__name__}")
+    return given

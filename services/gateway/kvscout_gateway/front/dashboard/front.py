@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Final
 
-from kvscout_common.config import is_loopback
+from kvscout_common.endpoints import is_loopback
 from kvscout_common.errors import PermissionDenied
 from kvscout_common.identity import ALL_TENANTS, TokenTable
 from kvscout_common.transport.http import HttpCall

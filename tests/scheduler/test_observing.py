@@ -1,0 +1,103 @@
+"""What policies are told of requests after they picked a worker, and of the clock when they pick one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from scheduler_builders import ManualClock, key, loads, request, reserve, scheduler, worker
+
+from kvscout_scheduler.active_load import ReferenceLoad
+from kvscout_scheduler.booking import FreeOutcome
+from kvscout_scheduler.candidates import Candidates
+from kvscout_scheduler.facts import End, Facts
+from kvscout_scheduler.policies import PolicyRegistry
+from kvscout_scheduler.policies.builtin import Kv
+from kvscout_scheduler.scheduler import Scheduler
+
+
+class Listening(Kv):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def costs(self, candidates: Candidates) -> Sequence[float]:
+        self.told.append(("asked", candidates.now))
+        return super().costs(candidates)
+
+    def booked(self, facts: Facts, now: float) -> None:
+        self.told.append(("booked", facts, now))
+
+    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
+        self.told.append(("first token", facts.key.request_id, ttft_seconds, now))
+
+    def ended(self, facts: Facts, end: End, now: float) -> None:
+        self.told.append(("ended", facts.key.request_id, end, now))
+
+
+def listening(**settings: Any) -> tuple[Scheduler, Listening, ManualClock]:
+    policy, clock = Listening(), ManualClock(100.0)
+    registry = PolicyRegistry({"kv": lambda: policy})
+    made = scheduler("w", clock=clock, policies=registry, make_load=ReferenceLoad, **settings)
+    return made, policy, clock
+
+
+def test_a_policy_sees_the_clock_and_what_becomes_of_a_request() -> None:
+    made, policy, clock = listening()
+    decision = made.select_and_reserve(request([1, 2], isl=40, request_id="r", attempt_id=7, expected_output_tokens=9))
+    clock.advance(0.25)
+    assert made.mark_prefill_complete(key("r"), 7)
+    assert not made.mark_prefill_complete(key("r"), 7)
+    clock.advance(1.0)
+    assert made.free(key("r"), 7, output_tokens=5) is FreeOutcome.FREED
+    assert made.free(key("r"), 7) is FreeOutcome.ALREADY_FREED
+    asked, (what, facts, booked_at), *others = policy.told
+    assert asked == ("asked", 100.0)
+    assert (what, facts.key, facts.attempt_id, booked_at) == ("booked", key("r"), 7, 100.0)
+    assert (facts.rank, facts.isl_tokens, facts.uncached_tokens) == (decision.rank, 40, 40)
+    assert facts.expected_output_tokens == 9
+    assert facts.choice == ("kv", 0, 0.0, decision.cost)
+    assert others == [("first token", "r", 0.25, 100.25), ("ended", "r", End(True, 5, 1.0), 101.25)]
+    assert End(True, 5, 1.0).itl_seconds == 0.25
+
+
+def test_a_policy_is_told_of_what_others_chose_and_of_what_ends_by_itself() -> None:
+    made, policy, clock = listening(lease_seconds=5.0)
+    reserve(made, "r", "w", isl=10)
+    clock.advance(6.0)
+    assert made.expire() == 1
+    (_, facts, _), ended = policy.told
+    assert (facts.key, facts.choice) == (key("r"), None)
+    assert ended == ("ended", "r", End(False), 106.0)
+    assert End(False).itl_seconds is None
+
+
+def test_a_pool_tells_its_own_policies_only() -> None:
+    made: list[Listening] = []
+
+    def make() -> Listening:
+        made.append(Listening())
+        return made[-1]
+
+    each = scheduler("a", worker("b", model="n"), policies=PolicyRegistry({"kv": make}))
+    assert len(made) == 2, "a pool's policy listens before it is asked"
+    reserve(each, "r", "a", isl=10)
+    assert [len(policy.told) for policy in made] == [1, 0]
+
+
+def test_a_policy_that_fails_when_it_is_told_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    class Deaf(Kv):
+        def booked(self, facts: Facts, now: float) -> None:
+            raise RuntimeError("not listening")
+
+    made = scheduler("w", policies=PolicyRegistry({"kv": Deaf}))
+    with caplog.at_level(logging.WARNING, "kvscout.scheduler"):
+        for number in range(3):
+            made.select_and_reserve(request([1], request_id=f"r{number}"))
+    assert loads(made)["w"][0] == 3
+    made.check_invariants()
+    (record,) = caplog.records
+    assert "failed when it was told: booked" in record.getMessage()
