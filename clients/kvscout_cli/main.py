@@ -31,6 +31,7 @@ COMMANDS = (
     "requests",
     "replicas",
     "dump",
+    "replay",
     "bench",
 )
 """In the order of --help; command x is `commands.x.command`."""

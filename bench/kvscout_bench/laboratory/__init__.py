@@ -1,0 +1,16 @@
+"""The laboratory: a deterministic simulation of a cluster that the scheduler's own code routes.
+
+::
+
+    workload.py, generators.py      what is asked: flows of turns, each a prompt as a chain of blocks
+      │ arrivals.py                 when: at their own time, at another rate, or in bursts
+    simulation.py                   the event loop: simulated picoseconds, one heap
+      ├─ router.py                  gateways and scheduler replicas: the scheduler's own policy, queue and active load
+      │    └─ index.py              which worker is known to hold what, events arriving late
+      └─ worker.py                  an engine: continuous batching, chunked prefill, preemption
+           ├─ timing.py             what a step takes
+           └─ kv_cache.py           its blocks: references, least recently used first out
+    records.py ─▶ measures.py       what happened to each request ─▶ what the policy did
+    bound.py                        what no policy can beat
+    report.py, plots.py, sweep.py   tables, pictures, grids of cells
+"""

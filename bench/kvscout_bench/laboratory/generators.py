@@ -1,0 +1,116 @@
+"""Workloads that are made: each a function of its parameters, the same seed the same requests at the same times.
+
+* `conversations`: the sessions of `kvscout demo`'s generator, at the scale of a service.
+* `agents`: tools and instructions of thousands of tokens, shared by all sessions of an agent; few agents are popular.
+* `shared_prompt`: one system prompt before everything, short questions, long answers.
+
+`agents` was made to resemble what is published of Mooncake's trace of tools and agents (mean input about 8,600 tokens,
+mean output about 180, 59 % of the input seen before); it is not that trace. That, and the synthetic one, are replayed
+from their files.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass
+
+from kvscout_bench.laboratory.workload import Flow, Nodes, Turn, Workload, from_sessions
+from kvscout_bench.workload import LogNormal, MultiTurn, Range, multi_turn
+from kvscout_common.errors import ConfigError
+
+
+def conversations(sessions: int, seed: int = 0, block_size: int = 64) -> Workload:
+    """Multi-turn chats: system prompts of 16 apps, a document first, then questions.
+
+    Args:
+        sessions: How many.
+        seed: Of all draws.
+        block_size: Tokens a block.
+    """
+    parameters = MultiTurn(
+        sessions=sessions,
+        seed=seed,
+        system_prompt_tokens=Range(256, 1_024),
+        first_message_tokens=LogNormal(median=6_144, sigma=0.8, low=512, high=32_768),
+        message_tokens=Range(64, 768),
+        output_tokens=Range(32, 224),
+        think_seconds=2.0,
+    )
+    return from_sessions("conversations", multi_turn(parameters), block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """Parameters of `agents`."""
+
+    sessions: int = 1_000
+    seed: int = 0
+    block_size: int = 64
+    agents: int = 48
+    skew: float = 1.0
+    """Zipf exponent of their popularity."""
+    instructions: LogNormal = LogNormal(median=3_600, sigma=0.5, low=1_000, high=16_000)
+    """Tokens of an agent's tools and instructions."""
+    task: LogNormal = LogNormal(median=2_600, sigma=1.0, low=64, high=32_000)
+    """New tokens of a session's first turn."""
+    observation: LogNormal = LogNormal(median=500, sigma=0.9, low=32, high=8_000)
+    """New tokens of each later turn: what a tool said."""
+    turns: Range = Range(1, 2)
+    output: LogNormal = LogNormal(median=130, sigma=0.8, low=8, high=1_500)
+    tool_seconds: float = 2.0
+    """Mean time that a tool takes."""
+
+
+def agents(parameters: Agents = Agents()) -> Workload:
+    """Sessions of agents, one flow each."""
+    rng, nodes = random.Random(parameters.seed), Nodes()
+    instructions = [parameters.instructions.draw(rng) for _ in range(parameters.agents)]
+    popularity = [1.0 / (rank + 1) ** parameters.skew for rank in range(parameters.agents)]
+    size = parameters.block_size
+    flows, start = [], 0.0
+    for _ in range(parameters.sessions):
+        start += rng.expovariate(1.0)
+        (agent,) = rng.choices(range(parameters.agents), popularity)
+        chain = nodes.chain([("agent", agent)] * (instructions[agent] // size))
+        tokens = instructions[agent]
+        turns = []
+        for number in range(parameters.turns.draw(rng)):
+            prompt = tokens + (parameters.observation if number else parameters.task).draw(rng)
+            output = parameters.output.draw(rng)
+            tokens = prompt + output
+            chain = nodes.extend(chain, tokens // size)
+            think = rng.expovariate(1 / parameters.tool_seconds) if number else 0.0
+            turns.append(Turn(chain, prompt, output, think))
+        flows.append(Flow(start, tuple(turns)))
+    return Workload("agents", size, tuple(flows))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompt:
+    """Parameters of `shared_prompt`."""
+
+    requests: int = 2_000
+    seed: int = 0
+    block_size: int = 64
+    prompt_tokens: int = 8_192
+    """Of the system prompt that all share."""
+    question: LogNormal = LogNormal(median=160, sigma=0.7, low=16, high=2_000)
+    output: LogNormal = LogNormal(median=250, sigma=0.6, low=16, high=1_000)
+
+
+def shared_prompt(parameters: SharedPrompt = SharedPrompt()) -> Workload:
+    """Questions behind one system prompt, one flow each."""
+    if parameters.prompt_tokens < 0:
+        raise ConfigError("must not be negative", field="prompt_tokens")
+    rng, nodes = random.Random(parameters.seed), Nodes()
+    size = parameters.block_size
+    system = nodes.chain(["system"] * (parameters.prompt_tokens // size))
+    flows, start = [], 0.0
+    for _ in range(parameters.requests):
+        start += rng.expovariate(1.0)
+        prompt = parameters.prompt_tokens + parameters.question.draw(rng)
+        output = parameters.output.draw(rng)
+        chain: array[int] = nodes.extend(system, (prompt + output) // size)
+        flows.append(Flow(start, (Turn(chain, prompt, output),)))
+    return Workload("shared-prompt", size, tuple(flows))

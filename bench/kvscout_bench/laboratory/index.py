@@ -1,0 +1,64 @@
+"""What is known of the workers' caches: an index as the routers see it, some time after the fact."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+
+class LateIndex:
+    """Which worker holds which node, by events that arrive late.
+
+    One bit a worker and node: a prompt's holders are an intersection as long as it lasts.
+
+    Args:
+        workers: How many there are.
+        delay: From an event until it counts, in the simulation's time.
+    """
+
+    def __init__(self, workers: int, delay: int) -> None:
+        self._delay = delay
+        self._everyone = (1 << workers) - 1
+        self._holders: dict[int, int] = {}
+        self._late: deque[tuple[int, int, Sequence[int]]] = deque()
+
+    def publish(self, worker: int, events: Sequence[int], now: int) -> None:
+        """Takes a worker's events, in order; a removed node is negated. Calls come in order of time."""
+        self._late.append((now + self._delay, 1 << worker, events))
+
+    def overlaps(self, nodes: Iterable[int], now: int) -> dict[int, int]:
+        """Leading nodes that each worker holds, as far as is known; workers without any are left out."""
+        self._apply(now)
+        found: dict[int, int] = {}
+        holders, alive, depth = self._holders, self._everyone, 0
+        for node in nodes:
+            left = alive & holders.get(node, 0)
+            if left != alive:
+                if depth:
+                    _note(found, alive & ~left, depth)
+                alive = left
+                if not alive:
+                    return found
+            depth += 1
+        if depth:
+            _note(found, alive, depth)
+        return found
+
+    def _apply(self, now: int) -> None:
+        late, holders = self._late, self._holders
+        while late and late[0][0] <= now:
+            _, bit, events = late.popleft()
+            for event in events:
+                if event > 0:
+                    holders[event] = holders.get(event, 0) | bit
+                elif left := holders.get(-event, 0) & ~bit:
+                    holders[-event] = left
+                else:
+                    holders.pop(-event, None)
+
+
+def _note(found: dict[int, int], bits: int, depth: int) -> None:
+    while bits:
+        lowest = bits & -bits
+        found[lowest.bit_length() - 1] = depth
+        bits ^= lowest

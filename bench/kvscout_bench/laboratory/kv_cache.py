@@ -1,0 +1,107 @@
+"""The KV blocks of one worker: what requests reference, and what is still there of earlier ones.
+
+::
+
+    capacity = private (tails, unshared)  +  referenced nodes  +  idle nodes (least recently used first)  +  free
+
+A *node* is a block as a whole prefix: a number from 1 up that stands for its tokens and all before them. What nobody
+references stays until room is needed; a request's blocks leave from its last one on, as in vLLM.
+
+Invariant: private + len(referenced) + len(idle) ≤ capacity, and no node is both referenced and idle.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class KvCache:
+    """See the module.
+
+    Args:
+        capacity: Blocks.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.private = 0
+        """Blocks that only their request knows."""
+        self.references: dict[int, int] = {}
+        """Requests by node."""
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self._events: list[int] = []
+
+    @property
+    def used(self) -> int:
+        """Blocks that requests hold."""
+        return self.private + len(self.references)
+
+    def hit(self, nodes: Sequence[int]) -> int:
+        """How many leading nodes are here."""
+        references, idle = self.references, self.idle
+        for count, node in enumerate(nodes):
+            if node not in references and node not in idle:
+                return count
+        return len(nodes)
+
+    def fits(self, hit: Sequence[int], blocks: int) -> bool:
+        """Whether a request could have `blocks` blocks beside those that it hits."""
+        idle = self.idle
+        revived = sum(1 for node in hit if node in idle)
+        return self.used + revived + blocks <= self.capacity
+
+    def acquire(self, hit: Iterable[int], blocks: int) -> None:
+        """Gives a request the nodes that it hits and private blocks; `fits` has said that there is room."""
+        references, idle = self.references, self.idle
+        for node in hit:
+            if node in idle:
+                del idle[node]
+                references[node] = 1
+            else:
+                references[node] += 1
+        self.private += blocks
+        excess = self.used + len(idle) - self.capacity
+        for _ in range(excess):
+            self._events.append(-idle.popitem(last=False)[0])
+
+    def grow(self) -> bool:
+        """Gives a request one more private block; False = there is no room."""
+        if self.used >= self.capacity:
+            return False
+        self.acquire((), 1)
+        return True
+
+    def register(self, node: int) -> bool:
+        """Makes a private block known as a node; False = there is a copy already, this one stays private."""
+        if node in self.references or node in self.idle:
+            return False
+        self.private -= 1
+        self.references[node] = 1
+        self._events.append(node)
+        return True
+
+    def release(self, nodes: Sequence[int], private: int) -> None:
+        """Takes back what a request held."""
+        references, idle = self.references, self.idle
+        for node in reversed(nodes):
+            if references[node] == 1:
+                del references[node]
+                idle[node] = None
+            else:
+                references[node] -= 1
+        self.private -= private
+
+    def take_events(self) -> list[int]:
+        """What came and went since the last call, in order: a stored node as it is, a removed one negated."""
+        events = self._events
+        if events:
+            self._events = []
+        return events
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the structure contradicts itself."""
+        assert self.private >= 0, "private blocks are not negative"
+        assert self.used + len(self.idle) <= self.capacity, "blocks fit"
+        assert not self.idle.keys() & self.references.keys(), "nothing is referenced and idle"
+        assert all(count > 0 for count in self.references.values()), "references are counted"

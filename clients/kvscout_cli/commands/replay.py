@@ -1,0 +1,232 @@
+"""`kvscout replay`: the laboratory. Policies side by side on a simulated cluster, the same every time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvscout_bench.laboratory.cells import Bench, Cell, Contender, cells
+from kvscout_bench.laboratory.generators import Agents, SharedPrompt, agents, conversations, shared_prompt
+from kvscout_bench.laboratory.latencies import Latencies
+from kvscout_bench.laboratory.measures import Objective
+from kvscout_bench.laboratory.report import as_json as cell_json
+from kvscout_bench.laboratory.report import table
+from kvscout_bench.laboratory.simulation import Cluster
+from kvscout_bench.laboratory.timing import StepTime
+from kvscout_bench.laboratory.worker import EngineSettings
+from kvscout_bench.laboratory.workload import Burst, Workload, from_trace
+from kvscout_bench.trace import read_trace
+from kvscout_cli.connection import option
+from kvscout_cli.output import stderr, stdout
+from kvscout_common.flags import SectionedCommand
+from kvscout_scheduler.policies import installed_policies
+
+WORKLOADS = ("conversations", "agents", "shared-prompt")
+REQUESTS = 3_000
+POLICIES = ("kv", "kv-balance", "lmetric", "least-loaded", "round-robin")
+
+_COUNT = click.IntRange(min=1)
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+_TIME = click.FloatRange(min=0)
+
+
+@click.command(cls=SectionedCommand)
+@option(
+    "--workload",
+    type=click.Choice(WORKLOADS),
+    default=WORKLOADS[0],
+    show_default=True,
+    help="What is asked, made from --seed.",
+)
+@option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A trace in Mooncake's format instead.",
+)
+@option("--requests", type=_COUNT, help=f"About so many.  [default: {REQUESTS}; of a trace, all]")
+@option("--shared-tokens", type=click.IntRange(min=0), default=8_192, show_default=True, help="Of shared-prompt.")
+@option("--policy", "policies", multiple=True, help="NAME or NAME:setting=value,…; may be repeated.")
+@option("--workers", "workers", type=_COUNT, multiple=True, default=(16,), help="May be repeated.  [default: 16]")
+@option("--prefill-workers", type=click.IntRange(min=0), default=0, help="Apart from the --workers, which then decode.")
+@option("--rate", "rates", type=_POSITIVE, multiple=True, help="Flows a second; may be repeated.")
+@option(
+    "--load",
+    "loads",
+    type=_POSITIVE,
+    multiple=True,
+    help="Share of the rate at which kv saturates, which is looked for first; may be repeated.  [default: 0.85]",
+)
+@option("--burst", type=click.FloatRange(1, 5), default=1.0, help="Rate of bursts, in mean rates; 1: none.")
+@option("--burst-seconds", type=_POSITIVE, default=30.0, show_default=True, help="From burst to burst.")
+@option(
+    "--kv-tokens",
+    "kv_tokens",
+    type=_COUNT,
+    multiple=True,
+    default=(600_000,),
+    help="Of each worker; may be repeated.  [default: 600000]",
+)
+@option("--max-num-batched-tokens", type=_COUNT, default=8_192, show_default=True, help="Tokens of a step.")
+@option("--max-num-seqs", type=_COUNT, default=256, show_default=True, help="Requests of a batch.")
+@option("--step-base-ms", type=_POSITIVE, default=StepTime().base_ms, show_default=True, help="An empty step.")
+@option("--prefill-us-per-token", type=_TIME, default=50.0, show_default=True, help="Each prompt token adds.")
+@option(
+    "--decode-us-per-request", type=_TIME, default=50.0, show_default=True, help="Of a step, each decoding request."
+)
+@option(
+    "--context-ns-per-token",
+    type=_TIME,
+    default=15.0,
+    show_default=True,
+    help="And each token of their contexts.",
+)
+@option("--speed", "speeds", type=_POSITIVE, multiple=True, help="Of the first workers, in those of the others.")
+@option("--gateways", type=_COUNT, default=1, show_default=True, help="Requests are spread over them.")
+@option("--replicas", type=_COUNT, default=1, show_default=True, help="Of the scheduler.")
+@option("--event-ms", type=_TIME, default=Latencies().event_ms, show_default=True, help="How late KV events come.")
+@option("--sync-ms", type=_TIME, default=Latencies().sync_ms, show_default=True, help="Between replicas.")
+@option("--tells-output", is_flag=True, help="Gateways know how long an output will be.")
+@option("--ttft-ms", type=_POSITIVE, default=2_000.0, show_default=True, help="Of goodput: first token within.")
+@option("--itl-ms", type=_POSITIVE, default=75.0, show_default=True, help="Of goodput: mean gap between tokens within.")
+@option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of workload and draws.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object a cell.")
+@option(
+    "--plot",
+    "plot_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw TTFT into this .png or .svg; needs the extra lab.",
+)
+def command(
+    *,
+    workload: str,
+    trace: Path | None,
+    requests: int | None,
+    shared_tokens: int,
+    policies: tuple[str, ...],
+    workers: tuple[int, ...],
+    prefill_workers: int,
+    rates: tuple[float, ...],
+    loads: tuple[float, ...],
+    burst: float,
+    burst_seconds: float,
+    kv_tokens: tuple[int, ...],
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    step_base_ms: float,
+    prefill_us_per_token: float,
+    decode_us_per_request: float,
+    context_ns_per_token: float,
+    speeds: tuple[float, ...],
+    gateways: int,
+    replicas: int,
+    event_ms: float,
+    sync_ms: float,
+    tells_output: bool,
+    ttft_ms: float,
+    itl_ms: float,
+    seed: int,
+    as_json: bool,
+    plot_path: Path | None,
+) -> None:
+    """Compare policies on a simulated cluster, in a fraction of the time it would take.
+
+    The scheduler's own code decides; engines are simulated step by step. The same command prints the same numbers on
+    every machine. Options that may be repeated make a cell of each combination.
+    """
+    registry = installed_policies()
+    contenders = [Contender.parse(text, registry) for text in policies or POLICIES]
+    engine = EngineSettings(
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        step=StepTime(step_base_ms, prefill_us_per_token, decode_us_per_request, context_ns_per_token),
+    )
+    cluster = Cluster(
+        prefill_workers=prefill_workers,
+        engine=engine,
+        speeds=speeds,
+        gateways=gateways,
+        replicas=replicas,
+        latencies=Latencies(event_ms=event_ms, sync_ms=sync_ms),
+        tells_output=tells_output,
+        seed=seed,
+    )
+    clusters = [
+        replace(cluster, workers=count, engine=replace(engine, kv_tokens=tokens)).validate()
+        for count, tokens in product(workers, kv_tokens)
+    ]
+    objective = Objective(ttft_ms / 1000, itl_ms / 1000).validate()
+    make = partial(_workload, workload, trace, requests, shared_tokens, seed)
+    bursts = Burst(burst, burst_seconds).validate() if burst > 1 else None
+    found: list[Cell] = []
+    with _progress() as (on_run, on_done):
+
+        def bench(made: Workload, each: Cluster) -> Bench:
+            return Bench(
+                made,
+                each,
+                objective=objective,
+                burst=bursts,
+                on_run=partial(on_run, made.requests),
+                on_done=on_done,
+            )
+
+        for cell in cells(
+            make,
+            clusters=clusters,
+            contenders=contenders,
+            rates=rates,
+            loads=loads or (() if rates else (0.85,)),
+            bench=bench,
+        ):
+            found.append(cell)
+            if as_json:
+                click.echo(json.dumps(cell_json(cell)))
+            else:
+                stdout().print(table(cell))
+                stdout().print()
+    if plot_path is not None:
+        from kvscout_bench.laboratory.plots import plot
+
+        plot(found, plot_path)
+
+
+def _workload(
+    name: str,
+    trace: Path | None,
+    requests: int | None,
+    shared_tokens: int,
+    seed: int,
+) -> Workload:
+    if trace is not None:
+        return from_trace(trace.stem, read_trace(trace), requests or 0)
+    count = requests or REQUESTS
+    if name == "conversations":
+        return conversations(max(1, round(count / 5.5)), seed)
+    if name == "agents":
+        return agents(Agents(sessions=max(1, round(count / 1.5)), seed=seed))
+    return shared_prompt(SharedPrompt(requests=count, seed=seed, prompt_tokens=shared_tokens))
+
+
+@contextmanager
+def _progress() -> Iterator[tuple[Callable[[int, str], None], Callable[[int], None]]]:
+    """A bar a run, on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def on_run(requests: int, text: str) -> None:
+            progress.reset(task, description=text, total=requests)
+
+        def on_done(requests: int) -> None:
+            if not requests % 50:
+                progress.update(task, completed=requests)
+
+        yield on_run, on_done

@@ -1,0 +1,123 @@
+"""Policies side by side: how they are named, what is told of them, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from laboratory_worlds import ENGINE, mixed
+
+from kvscout_bench.laboratory.cells import Bench, Cell, Contender
+from kvscout_bench.laboratory.measures import Objective
+from kvscout_bench.laboratory.report import as_json, markdown
+from kvscout_bench.laboratory.simulation import Cluster
+from kvscout_cli.main import main
+from kvscout_common.errors import ConfigError, InvalidArgument
+from kvscout_scheduler.policies import installed_policies
+
+SMALL = ["replay", "--requests", "80", "--workers", "2", "--policy", "kv", "--policy", "round-robin"]
+
+
+def contender(text: str) -> Contender:
+    return Contender.parse(text, installed_policies())
+
+
+def test_a_policy_is_named_with_settings_of_the_scheduler() -> None:
+    made = contender("kv:overlap_score_weight=2,queue_threshold=0.5,queue_limit=7")
+    assert (made.settings.policy, made.settings.overlap_score_weight) == ("kv", 2.0)
+    assert (made.settings.queue_threshold, made.settings.queue_limit) == (0.5, 7)
+
+
+@pytest.mark.parametrize("text", ["kv:nothing=1", "kv:queue_limit=many", "kv:queue_limit", "kv:policy=1"])
+def test_what_is_no_setting_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        contender(text)
+    assert raised.value.field == "policy"
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidArgument, match="known are"):
+        contender("nothing")
+
+
+@pytest.mark.parametrize("objective", [Objective(ttft_seconds=0), Objective(itl_seconds=0), Objective(warm_up=1)])
+def test_an_objective_out_of_range_is_refused(objective: Objective) -> None:
+    with pytest.raises(ConfigError):
+        objective.validate()
+
+
+def test_measures_of_a_cell_agree_with_each_other() -> None:
+    bench = Bench(mixed(5, 200), Cluster(workers=3, engine=ENGINE), objective=Objective(warm_up=0.0))
+    cell = bench.cell([contender("kv"), contender("least-loaded")], 20.0)
+    for _, measures in cell.results:
+        assert measures.requests == 200
+        assert measures.bound_ttft_mean <= measures.ttft.mean
+        assert measures.ttft.p50 <= measures.ttft.p90 <= measures.ttft.p99
+        assert 0 < measures.hit_rate <= measures.bound_hit_rate < 1
+        assert 1 <= measures.hottest <= 3
+        assert measures.goodput <= measures.request_rate
+        assert 1 / 3 <= measures.hottest_share <= 1
+    told = as_json(cell)
+    assert [each["policy"] for each in told["results"]] == ["kv", "least-loaded"]
+    assert json.loads(json.dumps(told)) == told
+    assert "| least-loaded | " in markdown([cell])
+
+
+def test_where_kv_saturates_is_between_what_it_carries_and_what_it_does_not() -> None:
+    bench = Bench(mixed(5, 150), Cluster(workers=2, engine=ENGINE))
+    rate = bench.saturation()
+    below, above = (bench.run(contender("kv").settings, rate * factor) for factor in (0.5, 3.0))
+    assert below.ttft.mean < 5 * below.bound_ttft_mean
+    assert above.ttft.mean > 5 * above.bound_ttft_mean
+
+
+def test_the_command_prints_the_same_table_each_time() -> None:
+    outputs = [CliRunner().invoke(main, [*SMALL, "--rate", "3", "--burst", "3"]) for _ in range(2)]
+    assert [output.exit_code for output in outputs] == [0, 0]
+    assert outputs[0].stdout == outputs[1].stdout
+    assert "round-robin" in outputs[0].stdout
+    assert "bound" in outputs[0].stdout
+
+
+def test_the_command_makes_a_cell_of_each_combination_and_draws_them(tmp_path: Path) -> None:
+    picture = tmp_path / "cells.svg"
+    arguments = [*SMALL, "--workers", "3", "--rate", "2", "--rate", "4", "--json", "--plot", str(picture)]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    cells = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(cell["workers"], cell["rate"]) for cell in cells] == [(2, 2.0), (2, 4.0), (3, 2.0), (3, 4.0)]
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_the_command_replays_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "mine.jsonl"
+    lines = [
+        {"timestamp": 100 * number, "input_length": 1_100, "output_length": 5, "hash_ids": [number % 3, 9, number + 10]}
+        for number in range(20)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    result = CliRunner().invoke(main, ["replay", "--trace", str(trace), "--policy", "kv", "--rate", "10", "--json"])
+    assert result.exit_code == 0, result.output
+    cell = json.loads(result.stdout)
+    assert (cell["workload"], cell["results"][0]["requests"]) == ("mine", 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "nothing"], "unknown policy"),
+        (["--policy", "kv:queue_limit=0"], "queue_limit"),
+        (["--kv-tokens", "10"], "kv_tokens"),
+        (["--speed", "1"] * 17, "speeds"),
+    ],
+)
+def test_wrong_usage_names_what_is_wrong(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["replay", "--requests", "10", "--rate", "1", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_cell_of_none_has_a_title() -> None:
+    assert as_json(Cell("w", 1, 0, 1, 1.0, None, ()))["results"] == []
