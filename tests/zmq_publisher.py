@@ -13,15 +13,20 @@ DEADLINE_MS = 10_000
 class Publisher:
     """An engine's PUB socket on a context of its own, used without the event loop: the loop stands still meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, endpoint: str = "", *, connect: bool = False) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.endpoint = ""
+        self.endpoint = endpoint
+        self._connects = connect
         self.open()
 
     def open(self) -> None:
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.set(zmq.XPUB_VERBOSE, 1)
         self._socket.set_hwm(SEND_HWM)
+        self._socket.set(zmq.IPV6, int("[" in self.endpoint))
+        if self._connects:
+            self._socket.connect(self.endpoint)
+            return
         while True:
             try:
                 self._socket.bind(self.endpoint or "tcp://127.0.0.1:*")

@@ -238,12 +238,12 @@ def encode_events(
 
 # --- ingest ----------------------------------------------------------------------------------------
 
-class Lane:
+class Bypass:
     """The usual case of one source: applies the next batch in order, if it can be read, is of the right rank and
-    clears nothing. `kvscout_blocks.source.feed.Lane` says what lending means. Thread-safe.
+    clears nothing. `kvscout_blocks.source.feed.Bypass` says what lending means. Thread-safe.
     """
 
-    def __new__(cls, index: BlockIndex, worker: _Name) -> Lane: ...
+    def __new__(cls, index: BlockIndex, worker: _Name) -> Bypass: ...
     def lend(self, last_id: int, digests: Sequence[tuple[int, int]]) -> bool: ...
     def take(self) -> tuple[int, list[tuple[int, int]], int, float | None, bool, str] | None:
         """The fields of `Progress`."""
@@ -251,40 +251,42 @@ class Lane:
     def offer(self, event_id: int, payload: bytes) -> str:
         """ "applied", "stopped" (applied, and now to be looked at), "declined" or "closed"; for tests."""
 
-class Reader:
-    """A thread that reads ZMQ sockets and offers what comes to their lanes, without the GIL.
+class Intake:
+    """A thread that reads engines' sockets by ZMTP 3 without security, and offers what comes to their bypasses, without
+    the GIL.
 
-    What a lane declines, and all of its source after it, waits for `take`: at most 256 messages or 8 MiB a source,
-    then its socket is left unread. Sockets are looked at once when they are added, then when their descriptors say so;
-    after they were read empty the thread pauses for a millisecond, so that what comes meanwhile shares the costs.
+    What a bypass declines, and all of its source after it, waits for `take`: at most 256 messages or 8 MiB a source,
+    then its socket is left unread. After sockets were read empty the thread pauses for a millisecond, so that what
+    comes meanwhile shares the costs.
     """
 
-    def __new__(cls, zmq: Sequence[int]) -> Reader:
-        """Starts it. `zmq`: addresses of zmq_msg_init, _close, _more, _size, _data, _recv and zmq_errno."""
+    def __new__(cls) -> Intake:
+        """Starts it."""
 
     def fileno(self) -> int:
         """A descriptor that is readable when `take` has something."""
 
-    def add(self, lane: Lane, socket: int, fd: int, monitor: int, monitor_fd: int) -> int:
-        """Reads a socket from now on; returns the source's number.
+    def add(self, bypass: Bypass, endpoint: str, *, bind: bool, topic: str, longest_frame: int) -> int | None:
+        """Reads a source from now on; returns its number, or None: the address has a name that has to be looked up.
 
-        Handles and descriptors are libzmq's. Nobody else may use the sockets until `remove` or `close` has returned.
+        Raises:
+            OSError: It cannot be bound, or the system watches no more.
         """
 
     def remove(self, source: int) -> None:
-        """Lets go of a source: nothing of it is applied or told any more."""
+        """Closes a source's sockets: nothing of it is applied or told any more."""
 
     def take(self, most: int) -> list[tuple[int, str, Any]]:
         """The oldest notices, (source, kind, detail):
 
         "message", (event id, payload) · "malformed", lengths of the frames · "connected", None: a connection was made, and
-        what came over the one before was told or applied · "unconnected", number of a ZMQ event: there is none now ·
-        "stopped", None: see `Lane.offer` · "failed", reason: the
-        thread has ended; source means nothing.
+        what came over the one before was told or applied · "unconnected", None: there is none, another one is made when
+        that is possible · "refused", reason: it was ended because of what came; where we connect no other one is made ·
+        "stopped", None: see `Bypass.offer` · "failed", reason: the thread has ended; source means nothing.
         """
 
     def close(self) -> None:
-        """Ends the thread; blocks until it has."""
+        """Ends the thread and closes every socket; blocks until that is done."""
 
 # --- load ------------------------------------------------------------------------------------------
 

@@ -17,7 +17,15 @@ from zmq_publisher import DEADLINE_MS, Publisher
 from kvscout_blocks.bytes.wire import Message
 from kvscout_blocks.source import subscriber
 from kvscout_blocks.source.feed import HistoryBroken
-from kvscout_blocks.source.subscriber import BURST, RECEIVE_LIMIT, Subscription, close_sockets, open_sockets, replay
+from kvscout_blocks.source.subscriber import (
+    BURST,
+    RECEIVE_LIMIT,
+    Callbacks,
+    Subscription,
+    close_sockets,
+    open_sockets,
+    replay,
+)
 from kvscout_common.worker import EventEndpoint
 
 
@@ -46,10 +54,13 @@ class Told:
         return Subscription(
             context,
             endpoint,
-            on_message=self._on_message,
-            on_malformed=self.events.append,
-            on_connected=lambda: self.events.append("connected"),
-            on_unconnected=lambda _: None,
+            Callbacks(
+                on_message=self._on_message,
+                on_malformed=self.events.append,
+                on_connected=lambda: self.events.append("connected"),
+                on_unconnected=lambda: None,
+                on_refused=self.events.append,
+            ),
         )
 
     def _on_message(self, message: Message) -> None:

@@ -503,18 +503,14 @@ class LoadingMessages:
             self._loading.abandon()
 
 
-def make_lane(index: BlockIndex, worker: WorkerRank) -> kvscout_native.Lane | None:
+def make_bypass(index: BlockIndex, worker: WorkerRank) -> kvscout_native.Bypass | None:
     """What applies a rank's usual batches to a native index; None: the index is another."""
-    return kvscout_native.Lane(index.core, worker) if isinstance(index, NativeIndex) else None
+    return kvscout_native.Bypass(index.core, worker) if isinstance(index, NativeIndex) else None
 
 
-def make_reader(libzmq: Sequence[int]) -> kvscout_native.Reader | None:
-    """A thread that reads ZMQ sockets; None where the extension is not built, or switched off.
-
-    Args:
-        libzmq: Addresses of its functions, see the extension's stub.
-    """
-    return kvscout_native.Reader(libzmq) if native_available() else None
+def make_intake_thread() -> kvscout_native.Intake | None:
+    """A thread that reads engines' sockets; None where the extension is not built, or switched off."""
+    return kvscout_native.Intake() if native_available() else None
 
 
 def make_queries() -> NativeQueries | None:

@@ -2,7 +2,7 @@
 
 ::
 
-    engine ══ZMQ══▶ subscriber, lanes ─▶ ┐
+    engine ══ZMQ══▶ intake, subscriber ▶ ┐
     publisher ══ NATS, gRPC ══ published ┴─▶ feed ─▶ source ── asks ──▶ sequence
                                                ▲        └── what was lost? ──▶ recovery, replay
 """

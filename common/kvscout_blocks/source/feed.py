@@ -65,7 +65,7 @@ class Cursor(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a lane did with a cursor that was lent to it."""
+    """What a bypass did with a position that was lent to it."""
 
     last_id: int
     """Last batch applied."""
@@ -80,24 +80,24 @@ class Progress(NamedTuple):
     incompatible: str
 
 
-class Lane(Protocol):
+class Bypass(Protocol):
     """Applies batches off the event loop, as long as each is the next one and there is nothing to decide.
 
-    The sequence stays the one who decides: it lends its cursor, and takes it back before it does anything. A lane stops
-    by itself at the first batch that is not the usual case; that one and all after it come to the source as ever.
+    The sequence stays the one who decides: it lends its position, and takes it back before it does anything. A bypass
+    stops by itself at the first batch that is not the usual case; that one and all after it come to the source as ever.
     """
 
     def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
-        """Lets the lane go on from a cursor; False: not now.
+        """Lets the bypass go on from a position; False: not now.
 
         Args:
             last_id: Last batch applied.
             digests: (id, digest) of the last batches applied, oldest first.
-            stopped: Called on the event loop if the lane stops because of what the index said, not of what came.
+            stopped: Called on the event loop if the bypass stops because of what the index said, not of what came.
         """
 
     def take(self) -> Progress | None:
-        """The cursor back; None: it was not lent. From now on the lane does nothing."""
+        """The position back; None: it was not lent. From now on the bypass does nothing."""
 
 
 class SourceInput(Protocol):
@@ -159,7 +159,7 @@ class Feed(Protocol):
     def outage(self) -> str:
         """Why nothing can come at this moment, in one sentence, though all is configured well; "" = it can."""
 
-    def open(self, source: SourceInput) -> Lane | None:
+    def open(self, source: SourceInput) -> Bypass | None:
         """Begins to deliver; what cannot be opened is shown in `broken` and tried again in `tick`, not raised.
 
         Returns:

@@ -6,7 +6,7 @@
      │▲                      │  │   ▲                      ▲
      │└──── history ◀────────│──┘   │ replies              │
      │          └────────────│──────┘                      │
-     └──▶ Lane ◀── cursor ───┘ ── what is next, and usual ─┘
+     └──▶ Bypass ◀─ position ┘ ── what is next, and usual ─┘
 
 While a state is loaded, blocks are demoted or a cut is taken, of a rank with many blocks, the `Gate` is closed: what
 comes meanwhile waits there, in order, and nothing else does.
@@ -28,7 +28,7 @@ from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.index.block_index import Applied, BlockIndex, Loading
 from kvscout_blocks.index.native import apply_decoded, loading_state
 from kvscout_blocks.index.slices import at_once, in_slices
-from kvscout_blocks.source.feed import Cursor, Feed, HistoryBroken, Lane, NoHistory, SourceCut, SourceState
+from kvscout_blocks.source.feed import Bypass, Cursor, Feed, HistoryBroken, NoHistory, SourceCut, SourceState
 from kvscout_blocks.source.gate import Gate
 from kvscout_blocks.source.sequence import (
     Apply,
@@ -115,9 +115,9 @@ class Source:
         self.feed = feed
         self.index = index
         self._sequence: SourceSequence[DecodedBatch] = SourceSequence(dp_rank=rank.dp_rank, can_replay=feed.can_replay)
-        self._lane: Lane | None = None
+        self._bypass: Bypass | None = None
         self._lent = False
-        """Whether the lane has the cursor of the sequence."""
+        """Whether the bypass has the position of the sequence."""
         self.malformed_frames = 0
         self.faulty_events = 0
         self.resets = 0
@@ -155,7 +155,7 @@ class Source:
             name = f"state {self.rank.worker_id}/{self.rank.dp_rank}"
             self._search = asyncio.get_running_loop().create_task(self._look_elsewhere(self._elsewhere), name=name)
             self._carry_out(self.sequence.expect_state())
-        self._lane = self.feed.open(self)
+        self._bypass = self.feed.open(self)
 
     def close(self) -> asyncio.Task[None] | None:
         """Ends reading and a running replay; returns the task to wait for, which closes its socket as it ends."""
@@ -269,22 +269,22 @@ class Source:
         return taken
 
     def _take_back(self) -> None:
-        """The lane stops; what it did is noted."""
-        assert self._lane is not None
+        """The bypass stops; what it did is noted."""
+        assert self._bypass is not None
         self._lent = False
-        progress = self._lane.take()
+        progress = self._bypass.take()
         if progress is not None and progress.applied:
             self._sequence.advance(last_id=progress.last_id, digests=progress.digests, applied=progress.applied)
             self.received_at = self._clock() - (progress.age_seconds or 0.0)
             self._judge(Applied(0, 0, progress.over_capacity, progress.incompatible))
 
     def _lend(self) -> None:
-        """Leaves what is usual to the lane; who observes needs every batch, and so does what is wrong with a worker."""
-        if self._lane is None or self._observer is not None or self._over_capacity or self._incompatible:
+        """Leaves the usual to the bypass; who observes needs every batch, and so does what is wrong with a worker."""
+        if self._bypass is None or self._observer is not None or self._over_capacity or self._incompatible:
             return
         sequence = self.sequence
         if sequence.quiet and sequence.last_id is not None:
-            self._lent = self._lane.lend(
+            self._lent = self._bypass.lend(
                 sequence.last_id, sequence.digests, lambda: self._gate.do(lambda: self._carry_out([]))
             )
 

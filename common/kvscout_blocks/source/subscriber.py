@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 
 import zmq
 import zmq.asyncio
@@ -30,6 +31,8 @@ RECEIVE_LIMIT = 16
 empty a thousand times a second, which is more than engines need."""
 BURST = 64
 """Batches read from one socket before the others, and the rpcs, get their turn."""
+GIVEN_UP_SECONDS = 0.5
+"""libzmq says at once that it will connect again; after a frame that it refuses it does not, and says nothing."""
 REPLAY_IDLE_SECONDS = 2.0
 """A replay that has not begun after this long will not: engines answer within 100 ms."""
 REPLAY_PAUSE_SECONDS = 0.5
@@ -77,29 +80,32 @@ def close_sockets(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None
     socket.close()
 
 
-class Subscription:
-    """A SUB socket on one endpoint; tells of batches, of malformed messages and of connections.
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """What a subscription tells, in the order in which it came; each is called on the event loop and must not block."""
 
-    Callbacks run on the event loop and must not block. `on_connected` is called after each handshake with the
-    engine: the first one and every reconnect, of which the data itself says nothing. It comes before the first
-    batch of that connection, unless a burst of the former one is still being read: then when the socket is empty.
-    `on_unconnected` gets the monitor's event: there is no connection, or none any more.
+    on_message: Callable[[Message], None]
+    on_malformed: Callable[[str], None]
+    """Something came that is no batch, and why."""
+    on_connected: Callable[[], None]
+    """After each handshake with an engine, the first one and every other, of which the data itself says nothing; before
+    the first message of that connection."""
+    on_unconnected: Callable[[], None]
+    """There is no connection, or none any more; it is made as soon as that is possible."""
+    on_refused: Callable[[str], None]
+    """A connection was ended because of what came, and why. Where we connect, it is not made again."""
+
+
+class Subscription:
+    """A SUB socket of libzmq on one endpoint.
+
+    A connection is told of before its first message, unless a burst of the former one is still being read: then when
+    the socket is empty.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: EventEndpoint,
-        *,
-        on_message: Callable[[Message], None],
-        on_malformed: Callable[[str], None],
-        on_connected: Callable[[], None],
-        on_unconnected: Callable[[int], None],
-    ) -> None:
-        self._on_message = on_message
-        self._on_malformed = on_malformed
-        self._on_connected = on_connected
-        self._on_unconnected = on_unconnected
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: EventEndpoint, callbacks: Callbacks) -> None:
+        self._tell = callbacks
+        self._bound = endpoint.bind
         self._loop = asyncio.get_running_loop()
         self._socket, self._monitor = open_sockets(context, endpoint)
         self._closed = False
@@ -111,6 +117,8 @@ class Subscription:
         """What the monitor told after it."""
         self._unconnected: int | None = None
         """What was told last of a connection that is not there."""
+        self._giving_up: asyncio.TimerHandle | None = None
+        """Since the connection ended, until libzmq says that it tries again."""
         self._loop.add_reader(self._socket.FD, self._drain)
         self._loop.add_reader(self._monitor.FD, self._drain_monitor)
         self._loop.call_soon(self._drain)
@@ -121,6 +129,7 @@ class Subscription:
         if self._closed:
             return
         self._closed = True
+        self._goes_on()
         self._loop.remove_reader(self._socket.FD)
         self._loop.remove_reader(self._monitor.FD)
         close_sockets(self._socket, self._monitor)
@@ -141,9 +150,9 @@ class Subscription:
             try:
                 message = parse_message(parts)
             except MalformedBatch as error:
-                self._on_malformed(str(error))
+                self._tell.on_malformed(str(error))
                 continue
-            self._on_message(message)
+            self._tell.on_message(message)
         self._backlog = True
         self._loop.call_soon(self._drain)
 
@@ -166,7 +175,8 @@ class Subscription:
         if self._connected and not self._closed:
             self._connected, self._unconnected = False, None
             then, self._then = self._then, None
-            self._on_connected()
+            self._goes_on()
+            self._tell.on_connected()
             if then is not None:
                 self._tell_unconnected(then)
 
@@ -174,7 +184,18 @@ class Subscription:
         # Tries that fail one after the other are told of once.
         if event != self._unconnected and not self._closed:
             self._unconnected = event
-            self._on_unconnected(event)
+            self._goes_on()
+            if event == zmq.EVENT_DISCONNECTED and not self._bound:
+                self._giving_up = self._loop.call_later(GIVEN_UP_SECONDS, self._on_given_up)
+            self._tell.on_unconnected()
+
+    def _goes_on(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+
+    def _on_given_up(self) -> None:
+        self._tell.on_refused(f"a frame above {MAX_FRAME_BYTES} bytes, or one that is not ZMQ's")
 
 
 async def replay(

@@ -14,12 +14,11 @@ from kvscout_blocks.bytes.events import DecodedBatch, EventBatch
 from kvscout_blocks.bytes.wire import MalformedBatch, Message
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.index.native import decode_for
-from kvscout_blocks.source import subscriber
-from kvscout_blocks.source.feed import HistoryBroken, Lane, Progress, SourceInput, SourceState
+from kvscout_blocks.source.feed import Bypass, HistoryBroken, Progress, SourceInput, SourceState
 from kvscout_blocks.source.host_names import host_name, resolved
-from kvscout_blocks.source.lanes import Lanes, LaneSubscription
+from kvscout_blocks.source.intake import Intake, IntakeSubscription
 from kvscout_blocks.source.sequence import SequencedBatch, digest
-from kvscout_blocks.source.subscriber import Subscription, replay
+from kvscout_blocks.source.subscriber import Callbacks, Subscription, replay
 from kvscout_common.endings import INTENDED, guarded
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank
@@ -30,8 +29,6 @@ REOPEN_SECONDS = 1.0
 """Between two tries to use an endpoint: an address that is in use, such as our own of a moment ago, gets free."""
 MAX_REOPEN_SECONDS = 30.0
 """Where each connection ends by a frame that is refused, the wait doubles up to this."""
-GIVEN_UP_SECONDS = 0.5
-"""libzmq says at once that it will connect again; after a frame that it refuses it does not, and says nothing."""
 LOOK_UP_SECONDS = 5.0
 """How often the name of a host that does not answer is looked up anew: it may have moved."""
 
@@ -47,7 +44,7 @@ class ZmqFeed:
         clock: Monotonic seconds.
         warnings: Where batches that cannot be read are logged.
         failed: Told of a defect of ours.
-        lanes: Read its socket and apply what is usual; None = all batches come to the source.
+        intake: Reads its socket and applies what is usual; None = libzmq does, and all batches come to the source.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class ZmqFeed:
         clock: Callable[[], float],
         warnings: RateLimitedLog,
         failed: Callable[[BaseException], None],
-        lanes: Lanes | None = None,
+        intake: Intake | None = None,
     ) -> None:
         self.address = endpoint
         self.can_replay = bool(endpoint.replay_endpoint)
@@ -72,23 +69,21 @@ class ZmqFeed:
         self._clock = clock
         self._warnings = warnings
         self._failed = failed
-        self._lanes = lanes
+        self._intake = intake
         self._source: SourceInput | None = None
         self._reopen_at: float | None = None
         self._pause = REOPEN_SECONDS
         self._refused_at: float | None = None
-        self._lost_at: float | None = None
-        """When the connection ended, until libzmq says that it tries again."""
         self._named = not endpoint.bind and bool(host_name(endpoint.endpoint))
         """Whether a host name has to be looked up."""
         self._looking_up: asyncio.Task[None] | None = None
         self._look_up_at = 0.0
         self._connects_to = ""
-        self._subscription: Subscription | LaneSubscription | None = None
+        self._subscription: Subscription | IntakeSubscription | None = None
         self._left: Progress | None = None
-        """What a lane had done whose subscription was closed meanwhile."""
+        """What a bypass had done whose subscription was closed meanwhile."""
 
-    def open(self, source: SourceInput) -> Lane | None:
+    def open(self, source: SourceInput) -> Bypass | None:
         """See `Feed.open`."""
         self._source = source
         self._begin()
@@ -96,29 +91,27 @@ class ZmqFeed:
         return self
 
     def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
-        """See `Lane.lend`."""
+        """See `Bypass.lend`."""
         subscription = self._subscription
-        return isinstance(subscription, LaneSubscription) and subscription.lend(last_id, digests, stopped)
+        return isinstance(subscription, IntakeSubscription) and subscription.lend(last_id, digests, stopped)
 
     def take(self) -> Progress | None:
-        """See `Lane.take`."""
+        """See `Bypass.take`."""
         left, self._left = self._left, None
         if left is not None:
             return left
         subscription = self._subscription
-        return subscription.take() if isinstance(subscription, LaneSubscription) else None
+        return subscription.take() if isinstance(subscription, IntakeSubscription) else None
 
     def close(self) -> None:
         """See `Feed.close`."""
-        self._reopen_at = self._lost_at = None
+        self._reopen_at = None
         if self._looking_up is not None:
             self._looking_up.cancel()
         self._unsubscribe()
 
     def tick(self, now: float) -> None:
         """See `Feed.tick`."""
-        if self._lost_at is not None and self._lost_at + GIVEN_UP_SECONDS <= now:
-            self._on_refused_frame(now)
         moved = self._named and bool(self.outage) and self._look_up_at <= now
         if self._reopen_at <= now if self._reopen_at is not None else moved:
             self._begin()
@@ -173,7 +166,7 @@ class ZmqFeed:
             self._reopen_at = None
 
     def _unsubscribe(self) -> None:
-        if isinstance(self._subscription, LaneSubscription):
+        if isinstance(self._subscription, IntakeSubscription):
             self._left = self._subscription.take() or self._left
         if self._subscription is not None:
             self._subscription.close()
@@ -181,25 +174,26 @@ class ZmqFeed:
 
     def _on_connected(self) -> None:
         assert self._source is not None
-        self.outage, self._lost_at = "", None
+        self.outage = ""
         self._source.on_reconnect()
 
-    def _on_unconnected(self, event: int) -> None:
+    def _on_unconnected(self) -> None:
         endpoint = self.address.endpoint
-        gives_up = event == zmq.EVENT_DISCONNECTED and not self.address.bind
-        self._lost_at = self._clock() if gives_up else None
         self._tell_outage(
             f"nothing is connected to {endpoint}" if self.address.bind else f"nothing answers at {endpoint}"
         )
 
-    def _on_refused_frame(self, now: float) -> None:
-        """The connection ended by what libzmq refuses to read, and it will not connect again."""
+    def _on_refused(self, reason: str) -> None:
+        """A connection was ended because of what came; where we connect, it is for us to have it made again."""
         assert self._source is not None
+        reason = f"{reason}, from {self._connects_to}"
+        self._source.on_malformed(reason)
+        if self.address.bind:
+            return
+        now = self._clock()
         again = self._refused_at is not None and now - self._refused_at < 2 * MAX_REOPEN_SECONDS
         self._pause = min(2 * self._pause, MAX_REOPEN_SECONDS) if again else REOPEN_SECONDS
-        self._refused_at, self._lost_at = now, None
-        reason = f"a frame above {subscriber.MAX_FRAME_BYTES} bytes, or one that is not ZMQ's, from {self._connects_to}"
-        self._source.on_malformed(reason)
+        self._refused_at = now
         self._tell_outage(f"the connection was ended by {reason}; it is made again")
         self._unsubscribe()
         self._reopen_at = now + self._pause
@@ -208,31 +202,18 @@ class ZmqFeed:
         self.outage = reason
         self._warnings.warning((self._rank, "connection"), "worker %s/%d: %s", *self._rank, reason)
 
-    def _subscription_of(self, source: SourceInput, endpoint: EventEndpoint) -> Subscription | LaneSubscription:
-        on_message = guarded(lambda message: source.on_batch(self._sequenced(message)), self._failed)
-        on_malformed = guarded(source.on_malformed, self._failed)
-        on_connected = guarded(self._on_connected, self._failed)
-        on_unconnected = guarded(self._on_unconnected, self._failed)
-        subscription = None
-        if self._lanes is not None:
-            subscription = self._lanes.subscribe(
-                self._context,
-                endpoint,
-                self._rank,
-                self._index,
-                on_message=on_message,
-                on_malformed=on_malformed,
-                on_connected=on_connected,
-                on_unconnected=on_unconnected,
-            )
-        return subscription or Subscription(
-            self._context,
-            endpoint,
-            on_message=on_message,
-            on_malformed=on_malformed,
-            on_connected=on_connected,
-            on_unconnected=on_unconnected,
+    def _subscription_of(self, source: SourceInput, endpoint: EventEndpoint) -> Subscription | IntakeSubscription:
+        callbacks = Callbacks(
+            on_message=guarded(lambda message: source.on_batch(self._sequenced(message)), self._failed),
+            on_malformed=guarded(source.on_malformed, self._failed),
+            on_connected=guarded(self._on_connected, self._failed),
+            on_unconnected=guarded(self._on_unconnected, self._failed),
+            on_refused=guarded(self._on_refused, self._failed),
         )
+        subscription = None
+        if self._intake is not None:
+            subscription = self._intake.subscribe(endpoint, self._rank, self._index, callbacks)
+        return subscription or Subscription(self._context, endpoint, callbacks)
 
     def _sequenced(self, message: Message) -> SequencedBatch[DecodedBatch]:
         payload = message.payload

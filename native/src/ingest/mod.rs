@@ -1,20 +1,28 @@
 //! Engines' sockets, read and applied without Python, as long as nothing is unusual.
 //!
 //! ```text
-//! libzmq ──▶ Reader, one thread ──▶ Lane: the next batch in order? ── yes ──▶ index
-//!                                      │ no: anything else, and all that follows
-//!                                      ▼
-//!                                 queue ──▶ the Python event loop: `kvscout_blocks.source.lanes`
+//! engine ═ZMTP═▶ Intake, one thread ──▶ Bypass: the next batch in order? ── yes ──▶ index
+//!                                          │ no: anything else, and all that follows
+//!                                          ▼
+//!                                       queue ──▶ the Python event loop: `kvscout_blocks.source.intake`
 //! ```
 //!
 //! What to do about gaps, repetitions, restarts and what cannot be read is decided by one state machine only,
-//! `kvscout_blocks.source.sequence`. It lends its cursor to a lane while it has nothing to decide, and takes it back.
+//! `kvscout_blocks.source.sequence`. It lends its position to a bypass while it has nothing to decide, and takes it back.
+//!
+//! Of a source the thread keeps a connection (`connection`) for as long as it lasts, which speaks ZMTP (`zmtp`), and
+//! makes it again (`source`). Messages are applied where they were read, in the one buffer that all share; what a
+//! connection holds is the part of a message whose rest has not come.
 
-mod lane;
+mod bypass;
+mod connection;
+mod intake;
 mod mailbox;
-mod reader;
-mod zmq;
+mod place;
+mod source;
+mod zmtp;
 
-pub use lane::{Cursor, Lane, Offered, Progress};
-pub use reader::{Item, Notice, Reader, Sockets};
-pub use zmq::{Api, Socket};
+pub use bypass::{Bypass, Offered, Position, Progress};
+pub use intake::{Address, Intake, Item, Notice};
+pub use place::Place;
+pub use zmtp::{Message, Refusal, Session, Step};

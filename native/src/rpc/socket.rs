@@ -45,14 +45,25 @@ impl Stream {
         }
     }
 
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+    /// Connecting to a port of this machine that nobody listens at may end in a connection of a socket with itself.
+    pub fn is_its_own_peer(&self) -> bool {
+        match self {
+            Self::Tcp(stream) => match (stream.local_addr(), stream.peer_addr()) {
+                (Ok(ours), Ok(theirs)) => ours == theirs,
+                _ => false,
+            },
+            Self::Unix(_) => false,
+        }
+    }
+
+    pub fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Tcp(stream) => stream.read(buffer),
             Self::Unix(stream) => stream.read(buffer),
         }
     }
 
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+    pub fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self {
             Self::Tcp(stream) => stream.write(bytes),
             Self::Unix(stream) => stream.write(bytes),

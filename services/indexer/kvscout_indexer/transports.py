@@ -10,7 +10,7 @@ import zmq
 
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.feed import Feed
-from kvscout_blocks.source.lanes import make_lanes
+from kvscout_blocks.source.intake import make_intake
 from kvscout_blocks.source.zmq_feed import ZmqFeed
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
@@ -43,7 +43,7 @@ class ZmqDirect:
         self._failed = failed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_535)
-        self._lanes = make_lanes(failed=failed)
+        self._intake = make_intake(failed=failed)
 
     def feed(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> Feed | None:
         """See `EventTransport.feed`."""
@@ -58,7 +58,7 @@ class ZmqDirect:
             clock=time.monotonic,
             warnings=self._warnings,
             failed=self._failed,
-            lanes=self._lanes,
+            intake=self._intake,
         )
 
     def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
@@ -67,6 +67,6 @@ class ZmqDirect:
 
     async def close(self) -> None:
         """Closes every socket."""
-        if self._lanes is not None:
-            self._lanes.close()
+        if self._intake is not None:
+            self._intake.close()
         self._context.destroy(linger=0)

@@ -20,17 +20,17 @@ const PENDING_BYTES: usize = 8 * 1024 * 1024;
 
 /// How far a source has come.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Cursor {
+pub struct Position {
     /// The last batch applied.
     pub last_id: u64,
     /// (id, digest) of the last batches, oldest first.
     pub digests: VecDeque<(u64, u64)>,
 }
 
-/// What a lane has done with a cursor.
+/// What a bypass has done with a position.
 #[derive(Debug, Default)]
 pub struct Progress {
-    pub cursor: Cursor,
+    pub position: Position,
     /// Batches applied since it was lent.
     pub applied: u64,
     pub applied_at: Option<Instant>,
@@ -43,9 +43,9 @@ pub struct Progress {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Offered {
     Applied,
-    /// Applied, and the index said something that is not for the lane to judge: it has stopped.
+    /// Applied, and the index said something that is not for the bypass to judge: it has stopped.
     Stopped,
-    /// Not applied: the cursor is not here, or no longer.
+    /// Not applied: the position is not here, or no longer.
     Declined,
     /// Nobody wants it any more.
     Closed,
@@ -53,7 +53,7 @@ pub enum Offered {
 
 #[derive(Debug, Default)]
 struct State {
-    /// There while the lane may go on.
+    /// There while the bypass may go on.
     lent: Option<Progress>,
     /// There once it has stopped by itself.
     stopped: Option<Progress>,
@@ -77,31 +77,31 @@ impl State {
     }
 }
 
-/// One source's lane. Between `lend` and `take` it alone has the cursor.
+/// One source's bypass. Between `lend` and `take` it alone has the position.
 #[derive(Debug)]
-pub struct Lane {
+pub struct Bypass {
     index: Arc<Index>,
     worker: WorkerRank,
     state: Mutex<State>,
 }
 
-impl Lane {
+impl Bypass {
     pub fn new(index: Arc<Index>, worker: WorkerRank) -> Self {
         Self { index, worker, state: Mutex::default() }
     }
 
-    /// Lets the lane go on from a cursor; false if something waits that comes first.
-    pub fn lend(&self, cursor: Cursor) -> bool {
+    /// Lets the bypass go on from a position; false if something waits that comes first.
+    pub fn lend(&self, position: Position) -> bool {
         let mut state = self.state.lock();
         let free = state.pending == 0 && !state.closed;
         if free {
-            state.lent = Some(Progress { cursor, ..Progress::default() });
+            state.lent = Some(Progress { position, ..Progress::default() });
             state.stopped = None;
         }
         free
     }
 
-    /// The cursor, if it was lent: the lane has stopped.
+    /// The position, if it was lent: the bypass has stopped.
     pub fn take(&self) -> Option<Progress> {
         let mut state = self.state.lock();
         state.lent.take().or_else(|| state.stopped.take())
@@ -119,7 +119,7 @@ impl Lane {
         state.stalled
     }
 
-    /// Notes that something will be decided about elsewhere: until then the lane does nothing.
+    /// Notes that something will be decided about elsewhere: until then the bypass does nothing.
     pub fn defer(&self, bytes: usize) {
         let mut state = self.state.lock();
         state.pending += 1;
@@ -147,7 +147,7 @@ impl Lane {
             return Offered::Declined;
         }
         let Some(progress) = &mut state.lent else { return Offered::Declined };
-        if progress.cursor.last_id.checked_add(1) != Some(event_id) {
+        if progress.position.last_id.checked_add(1) != Some(event_id) {
             state.stop();
             return Offered::Declined;
         }
@@ -165,10 +165,10 @@ impl Lane {
             }
         };
         let applied = self.index.apply(self.worker.name(), &batch, 0, Some(event_id));
-        progress.cursor.last_id = event_id;
-        progress.cursor.digests.push_back((event_id, xxh3_64(payload)));
-        let excess = progress.cursor.digests.len().saturating_sub(DIGESTS_KEPT);
-        progress.cursor.digests.drain(..excess);
+        progress.position.last_id = event_id;
+        progress.position.digests.push_back((event_id, xxh3_64(payload)));
+        let excess = progress.position.digests.len().saturating_sub(DIGESTS_KEPT);
+        progress.position.digests.drain(..excess);
         progress.applied += 1;
         progress.applied_at = Some(Instant::now());
         if !applied.over_capacity && applied.incompatible.is_empty() {

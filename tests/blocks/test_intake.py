@@ -3,79 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import zmq
 from engine_events import BLOCK_SIZE, batch, prompt, stored
+from free_ports import free_ports
+from intake_world import RANK, IntakeWorld
 from zmq_publisher import Publisher
 
 from kvscout_blocks.bytes.wire import Message
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.native import NativeIndex
 from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.source import lanes as lanes_module
-from kvscout_blocks.source.lanes import Lanes, LaneSubscription, libzmq_addresses, make_lanes
+from kvscout_blocks.source.intake import IntakeSubscription
 from kvscout_blocks.source.sequence import digest
 from kvscout_common.hashing import native_available
-from kvscout_common.worker import EventEndpoint, WorkerRank
+from kvscout_common.worker import EventEndpoint
 
-pytestmark = pytest.mark.skipif(not native_available(), reason="lanes are native")
-
-RANK = WorkerRank("w", 0)
-DEADLINE_SECONDS = 30.0
+pytestmark = pytest.mark.skipif(not native_available(), reason="the intake is native")
 
 
-class World:
-    """One source: its sockets, its index, and what was told of it."""
+class World(IntakeWorld):
+    """One whose engine publishes through libzmq."""
 
     def __init__(self) -> None:
-        self.defects: list[BaseException] = []
-        made = make_lanes(failed=self.defects.append)
-        assert made is not None
-        self.lanes: Lanes = made
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.index = NativeIndex(BLOCK_SIZE)
-        self.index.add_worker(RANK, WorkerOptions(total_kv_blocks=0))
+        super().__init__()
         self.publisher = Publisher()
-        self.told: list[str | int] = []
-        self.during: Callable[[Message], None] = lambda _: None
 
-    def subscribe(self) -> LaneSubscription:
-        subscription = self.lanes.subscribe(
-            self.context,
-            EventEndpoint(0, self.publisher.endpoint),
-            RANK,
-            self.index,
-            on_message=self._on_message,
-            on_malformed=self.told.append,
-            on_connected=lambda: self.told.append("connected"),
-            on_unconnected=lambda _: None,
-        )
-        assert subscription is not None
+    def connect(self) -> IntakeSubscription:
+        subscription = self.subscribe(self.publisher.endpoint)
         self.publisher.await_subscription()
         return subscription
 
-    def _on_message(self, message: Message) -> None:
-        self.told.append(message.seq)
-        self.during(message)
-
-    def lend(self, subscription: LaneSubscription, last_id: int, payload: bytes = b"") -> bool:
-        return subscription.lend(last_id, [(last_id, digest(payload))], lambda: self.told.append("stopped"))
-
-    async def until(self, reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while not reached():
-                await asyncio.sleep(0.001)
-
-    async def until_told(self, count: int) -> None:
-        await self.until(lambda: len(self.told) >= count)
-
     def close(self) -> None:
-        self.lanes.close()
-        self.context.destroy(linger=0)
+        super().close()
         self.publisher.close()
-        assert not self.defects
 
 
 @pytest.fixture
@@ -91,7 +53,7 @@ def usual(number: int) -> bytes:
 
 
 async def test_what_is_usual_is_applied_beside_the_event_loop(world: World) -> None:
-    subscription = world.subscribe()
+    subscription = world.connect()
     await world.until_told(1)
     assert world.lend(subscription, 0)
     world.publisher.send_payloads(1, [usual(number) for number in range(100)])
@@ -109,7 +71,7 @@ async def test_what_is_usual_is_applied_beside_the_event_loop(world: World) -> N
 
 
 async def test_what_is_not_usual_comes_to_the_loop_and_all_after_it(world: World) -> None:
-    subscription = world.subscribe()
+    subscription = world.connect()
     await world.until_told(1)
     assert world.lend(subscription, 0)
     payloads = [usual(1), usual(2), b"\xc1", usual(4), usual(5)]
@@ -123,7 +85,7 @@ async def test_what_is_not_usual_comes_to_the_loop_and_all_after_it(world: World
 
 
 async def test_a_cursor_is_not_lent_while_something_waits(world: World) -> None:
-    subscription = world.subscribe()
+    subscription = world.connect()
     await world.until_told(1)
     lent: list[bool] = []
     world.during = lambda message: lent.append(world.lend(subscription, message.seq))
@@ -137,7 +99,7 @@ async def test_a_cursor_is_not_lent_while_something_waits(world: World) -> None:
 
 
 async def test_more_than_waits_for_a_busy_loop_stays_in_the_socket_and_comes_in_order(world: World) -> None:
-    subscription = world.subscribe()
+    subscription = world.connect()
     await world.until_told(1)
     count = 2_000
     world.publisher.send(0, count)
@@ -147,7 +109,7 @@ async def test_more_than_waits_for_a_busy_loop_stays_in_the_socket_and_comes_in_
 
 
 async def test_malformed_frames_are_told_with_their_lengths(world: World) -> None:
-    subscription = world.subscribe()
+    subscription = world.connect()
     await world.until_told(1)
     assert world.lend(subscription, 0)
     for frames in ([b"topic"], [b"topic", b"1234567", b""], [b"a"] * 10):
@@ -159,7 +121,7 @@ async def test_malformed_frames_are_told_with_their_lengths(world: World) -> Non
 
 
 async def test_a_connection_is_told_of_before_its_first_batch_and_ends_the_loan(world: World) -> None:
-    subscription = world.subscribe()
+    subscription = world.connect()
     await world.until_told(1)
     assert world.lend(subscription, 0)
     world.publisher.send_payloads(1, [usual(1)])
@@ -168,15 +130,15 @@ async def test_a_connection_is_told_of_before_its_first_batch_and_ends_the_loan(
     world.publisher.await_subscription()
     # It continues what was lent, and is of another connection.
     world.publisher.send_payloads(2, [usual(2)])
-    await world.until_told(3)
-    assert world.told == ["connected", "connected", 2]
+    await world.until_told(4)
+    assert world.told == ["connected", "unconnected", "connected", 2]
     assert world.index.cursor(RANK) == (0, 1)
     subscription.close()
 
 
-async def test_a_lane_stops_by_itself_over_capacity(world: World) -> None:
+async def test_a_bypass_stops_by_itself_over_capacity(world: World) -> None:
     world.index.add_worker(RANK, WorkerOptions(total_kv_blocks=1))
-    subscription = world.subscribe()
+    subscription = world.connect()
     await world.until_told(1)
     assert world.lend(subscription, 0)
     world.publisher.send_payloads(1, [usual(1), usual(2), usual(3)])
@@ -189,7 +151,7 @@ async def test_a_lane_stops_by_itself_over_capacity(world: World) -> None:
 
 
 async def test_nothing_is_told_or_applied_after_close(world: World) -> None:
-    subscription = world.subscribe()
+    subscription = world.connect()
     await world.until_told(1)
     world.during = lambda message: subscription.close() if message.seq == 2 else None
     world.publisher.send(0, 50)
@@ -199,7 +161,7 @@ async def test_nothing_is_told_or_applied_after_close(world: World) -> None:
     try:
         world.publisher, first = other, world.publisher
         first.close()
-        again = world.subscribe()
+        again = world.connect()
         await world.until_told(5)
         assert world.told == ["connected", 0, 1, 2, "connected"]
         assert not subscription.lend(0, [], lambda: None)
@@ -209,7 +171,7 @@ async def test_nothing_is_told_or_applied_after_close(world: World) -> None:
 
 
 async def test_a_defect_in_a_callback_is_told_and_the_rest_goes_on(world: World) -> None:
-    subscription = world.subscribe()
+    subscription = world.connect()
     await world.until_told(1)
 
     def fail(message: Message) -> None:
@@ -224,38 +186,70 @@ async def test_a_defect_in_a_callback_is_told_and_the_rest_goes_on(world: World)
     subscription.close()
 
 
-async def test_an_endpoint_that_cannot_be_used_leaves_no_socket_behind(world: World) -> None:
-    with pytest.raises(zmq.ZMQError):
-        world.lanes.subscribe(
-            world.context,
-            EventEndpoint(0, "tcp://no port here"),
-            RANK,
-            world.index,
-            on_message=world._on_message,
-            on_malformed=world.told.append,
-            on_connected=lambda: None,
-            on_unconnected=lambda _: None,
-        )
-    world.context.term()  # would wait for an open socket for ever
+async def test_an_address_that_libzmq_alone_understands_is_left_to_it(world: World) -> None:
+    for endpoint in ("tcp://localhost:5557", "tcp://eth0:5557", "tcp://127.0.0.1:no", "ipc://", "inproc://engine"):
+        assert world.intake.subscribe(EventEndpoint(0, endpoint), RANK, world.index, world.callbacks) is None
 
 
-async def test_another_index_than_the_native_one_has_no_lane(world: World) -> None:
-    subscription = world.lanes.subscribe(
-        world.context,
-        EventEndpoint(0, world.publisher.endpoint),
-        RANK,
-        ReferenceIndex(BLOCK_SIZE),
-        on_message=world._on_message,
-        on_malformed=world.told.append,
-        on_connected=lambda: None,
-        on_unconnected=lambda _: None,
-    )
-    assert subscription is None
+async def test_another_index_than_the_native_one_has_no_bypass(world: World) -> None:
+    endpoint = EventEndpoint(0, world.publisher.endpoint)
+    assert world.intake.subscribe(endpoint, RANK, ReferenceIndex(BLOCK_SIZE), world.callbacks) is None
 
 
-async def test_without_the_functions_of_libzmq_there_are_no_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(libzmq_addresses()) == 7
-    monkeypatch.setattr(lanes_module, "_FUNCTIONS", ("no_such_function",))
-    addresses: Sequence[int] = libzmq_addresses()
-    assert addresses == ()
-    assert make_lanes(failed=lambda _: None) is None
+async def test_an_engine_that_is_away_is_told_of_once_and_read_when_it_is_there(world: World) -> None:
+    world.publisher.close()
+    subscription = world.subscribe(world.publisher.endpoint)
+    await world.until_told(1)
+    again = Publisher(world.publisher.endpoint)
+    try:
+        again.await_subscription()
+        again.send(0, 1)
+        await world.until_told(3)
+    finally:
+        again.close()
+    await world.until_told(4)
+    subscription.close()
+    assert world.told == ["unconnected", "connected", 0, "unconnected"]
+
+
+@pytest.mark.parametrize("place", ["tcp://[::1]:*", "ipc://{folder}/engine", "ipc://@kvscout-{folder}"])
+async def test_engines_are_read_over_ipv6_and_over_sockets_of_the_machine(
+    world: World, place: str, tmp_path: Path
+) -> None:
+    publisher = Publisher(place.format(folder=tmp_path))
+    try:
+        subscription = world.subscribe(publisher.endpoint)
+        publisher.await_subscription()
+        publisher.send(0, 2)
+        await world.until_told(3)
+    finally:
+        publisher.close()
+    subscription.close()
+    assert world.told[:3] == ["connected", 0, 1]
+
+
+@pytest.mark.parametrize("place", ["tcp://127.0.0.1:{port}", "tcp://*:{port}", "ipc://{folder}/ours"])
+async def test_engines_connect_to_an_address_that_we_bind(world: World, place: str, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    endpoint = place.format(port=port, folder=tmp_path)
+    subscription = world.subscribe(endpoint, bind=True)
+    if endpoint.startswith("tcp"):
+        with pytest.raises(OSError, match="Address already in use"):
+            world.subscribe(endpoint, bind=True)
+    first, second = (Publisher(endpoint.replace("*", "127.0.0.1"), connect=True) for _ in range(2))
+    try:
+        first.await_subscription()
+        second.await_subscription()
+        first.send(0, 1)
+        await world.until(lambda: 0 in world.told)
+        second.send(1, 1)
+        await world.until(lambda: 1 in world.told)
+    finally:
+        first.close()
+        second.close()
+    await world.until(lambda: world.told[-1] == "unconnected")
+    assert sorted(map(str, world.told)) == ["0", "1", "connected", "connected", "unconnected"]
+    subscription.close()
+    # Free at once.
+    world.subscribe(endpoint, bind=True).close()
+    assert not (tmp_path / "ours").exists()

@@ -1,8 +1,8 @@
-"""A source with a lane and one without it, side by side over random events: in the end both are the same.
+"""A source with a bypass and one without it, side by side over random events: in the end both are the same.
 
 Both get the same batches, gaps, repetitions, restarts, reconnects, malformed batches and frames, wrong ranks, Cleared
-events, and replays that answer late, lose replies, break or stay away; looking at the one with the lane in between
-takes its cursor back, which must not matter. `KVSCOUT_LANES_SEED` reruns one sequence.
+events, and replays that answer late, lose replies, break or stay away; looking at the one with the bypass in between
+takes its position back, which must not matter. `KVSCOUT_BYPASS_SEED` reruns one sequence.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from engine_events import BLOCK_SIZE, CLEARED, batch, prompt, removed, stored
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.bytes.wire import Message
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.native import NativeIndex, make_lane
-from kvscout_blocks.source.feed import HistoryBroken, Lane, Progress, SourceInput, SourceState
+from kvscout_blocks.index.native import NativeIndex, make_bypass
+from kvscout_blocks.source.feed import Bypass, HistoryBroken, Progress, SourceInput, SourceState
 from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_blocks.source.source import Source
 from kvscout_blocks.source.zmq_feed import ZmqFeed
@@ -31,28 +31,28 @@ from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
 
 SEQUENCES = int(os.environ.get("KVSCOUT_SEQUENCES", "40"))
-ONE_SEED = os.environ.get("KVSCOUT_LANES_SEED")
+ONE_SEED = os.environ.get("KVSCOUT_BYPASS_SEED")
 OPERATIONS = 250
 RANK = WorkerRank("w", 0)
 
-pytestmark = pytest.mark.skipif(not native_available(), reason="lanes are native")
+pytestmark = pytest.mark.skipif(not native_available(), reason="bypasses are native")
 
 
-class NativeLane:
-    """What `LaneSubscription` is over sockets, over calls."""
+class NativeBypass:
+    """What `IntakeSubscription` is over sockets, over calls."""
 
     def __init__(self, index: NativeIndex) -> None:
-        self.lane = make_lane(index, RANK)
+        self.bypass = make_bypass(index, RANK)
         self.stopped: Callable[[], None] = lambda: None
 
     def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
-        assert self.lane is not None
+        assert self.bypass is not None
         self.stopped = stopped
-        return self.lane.lend(last_id, digests)
+        return self.bypass.lend(last_id, digests)
 
     def take(self) -> Progress | None:
-        assert self.lane is not None
-        taken = self.lane.take()
+        assert self.bypass is not None
+        taken = self.bypass.take()
         return Progress(*taken) if taken is not None else None
 
 
@@ -94,7 +94,7 @@ class Engine:
         return batch(*events, rank=rng.choice([0, None]))
 
     def odd_payload(self) -> bytes:
-        """One that is not for a lane."""
+        """One that is not for a bypass."""
         event = stored([7], prompt(1))
         if self.strays and self.rng.random() < 0.4:
             return batch(event, rank=3)
@@ -109,22 +109,24 @@ class Engine:
 
 
 class Side:
-    """A source over calls instead of sockets; with a lane or without."""
+    """A source over calls instead of sockets; with a bypass or without."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float], *, lane: bool, capacity: int, replay: bool) -> None:
+    def __init__(
+        self, engine: Engine, clock: Callable[[], float], *, bypass: bool, capacity: int, replay: bool
+    ) -> None:
         self.index = NativeIndex(BLOCK_SIZE)
         self.index.add_worker(RANK, WorkerOptions(total_kv_blocks=capacity))
-        self.lane = NativeLane(self.index) if lane else None
+        self.bypass = NativeBypass(self.index) if bypass else None
         self.answering = asyncio.Event()
         self.broken = False
         self.defects: list[BaseException] = []
         self.told: list[bool] = []
-        self.applied_by_lane = 0
+        self.applied_by_bypass = 0
         side = self
 
         class Feed(ZmqFeed):
-            def open(self, source: SourceInput) -> Lane | None:
-                return side.lane
+            def open(self, source: SourceInput) -> Bypass | None:
+                return side.bypass
 
             async def history(self, first_id: int) -> AsyncGenerator[SequencedBatch[DecodedBatch] | SourceState, None]:
                 await side.answering.wait()
@@ -165,12 +167,12 @@ class Side:
 
     def deliver(self, message: Message) -> None:
         """What the reader and the subscription do with a message."""
-        if self.lane is not None and self.lane.lane is not None:
-            offered = self.lane.lane.offer(message.seq, message.payload)
+        if self.bypass is not None and self.bypass.bypass is not None:
+            offered = self.bypass.bypass.offer(message.seq, message.payload)
             if offered != "declined":
-                self.applied_by_lane += 1
+                self.applied_by_bypass += 1
                 if offered == "stopped":
-                    self.lane.stopped()
+                    self.bypass.stopped()
                 return
         self.source.on_batch(self.feed._sequenced(message))
 
@@ -201,7 +203,7 @@ async def run(seed: int) -> Counter[str]:
     now = 0.0
     engine = Engine(rng)
     capacity, replay = rng.choice([0, 0, 12]), rng.random() < 0.7
-    sides = [Side(engine, lambda: now, lane=lane, capacity=capacity, replay=replay) for lane in (True, False)]
+    sides = [Side(engine, lambda: now, bypass=bypass, capacity=capacity, replay=replay) for bypass in (True, False)]
     sent: list[Message] = []
 
     def deliver(message: Message) -> None:
@@ -229,7 +231,7 @@ async def run(seed: int) -> Counter[str]:
             case "restart":
                 engine.forget()
             case "look":
-                # Taking the cursor back, and nothing else, must make no difference.
+                # Taking the position back, and nothing else, must make no difference.
                 assert sides[0].source.sequence is not None
             case "time":
                 now += rng.choice([0.05, 1.0, 30.0, 61.0, 700.0])
@@ -254,7 +256,7 @@ async def run(seed: int) -> Counter[str]:
             assert sides[0].state() == sides[1].state()
     assert sides[0].state() == sides[1].state()
     happened = +sides[0].source.sequence.counters
-    happened["lane"] = sides[0].applied_by_lane
+    happened["bypass"] = sides[0].applied_by_bypass
     happened["resets"] = sides[0].source.resets
     for side in sides:
         side.index.check_invariants()
@@ -264,16 +266,26 @@ async def run(seed: int) -> Counter[str]:
     return happened
 
 
-async def test_with_and_without_a_lane_every_sequence_ends_the_same() -> None:
+async def test_with_and_without_a_bypass_every_sequence_ends_the_same() -> None:
     seeds = [int(ONE_SEED)] if ONE_SEED else [random.randrange(2**32) for _ in range(SEQUENCES)]
     happened: Counter[str] = Counter()
     for seed in seeds:
         try:
             happened += await run(seed)
         except AssertionError as error:
-            raise AssertionError(f"KVSCOUT_LANES_SEED={seed}") from error
+            raise AssertionError(f"KVSCOUT_BYPASS_SEED={seed}") from error
     if not ONE_SEED:
-        kinds = ("lane", "applied", "gaps", "restarts", "demotions", "duplicate", "wrong_rank", "quarantined", "resets")
+        kinds = (
+            "bypass",
+            "applied",
+            "gaps",
+            "restarts",
+            "demotions",
+            "duplicate",
+            "wrong_rank",
+            "quarantined",
+            "resets",
+        )
         assert all(happened[kind] for kind in kinds), happened
-        # Much of what is applied takes the lane, or nothing is tested here; the rest is replayed, again and again.
-        assert happened["lane"] > happened["applied"] / 10
+        # Much of what is applied takes the bypass, or nothing is tested here; the rest is replayed, again and again.
+        assert happened["bypass"] > happened["applied"] / 10

@@ -1,0 +1,374 @@
+//! The thread that reads every engine's socket.
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::RawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::{JoinHandle, sleep};
+use std::time::{Duration, Instant};
+
+use mio::event::Event;
+use mio::{Events, Poll, Registry, Token, Waker};
+use parking_lot::Mutex;
+
+use super::bypass::Bypass;
+use super::mailbox::Mailbox;
+use super::place::Place;
+use super::source::{Context, Sockets, split};
+
+/// Bytes read from one socket before the others get their turn.
+const SCRATCH: usize = 256 * 1024;
+/// Pause after sockets were read empty: what comes meanwhile shares the costs of waking up.
+const PAUSE: Duration = Duration::from_micros(1000);
+/// Between two looks at what is due: at least, and at most.
+const TICK: Duration = Duration::from_millis(20);
+const MAX_TICK: Duration = Duration::from_secs(5);
+
+const WAKER: Token = Token(usize::MAX);
+
+/// What is left to the event loop, of one source.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Notice {
+    Message {
+        event_id: u64,
+        payload: Vec<u8>,
+    },
+    /// No message of three frames with 8 bytes of seq: the lengths of its first frames.
+    Malformed(Vec<usize>),
+    /// A connection was made, and what came before it is told or applied.
+    Connected,
+    /// There is no connection, or none any more; another one is made when that is possible.
+    Unconnected,
+    /// A connection was ended because of what came, and why. Where we connect, no other one is made.
+    Refused(String),
+    /// The bypass has stopped because of what the index said of the last batch.
+    Stopped,
+    /// The thread has ended by a defect.
+    Failed(String),
+}
+
+/// A notice and whose it is.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Item {
+    pub source: usize,
+    pub notice: Notice,
+}
+
+impl Notice {
+    fn bytes(&self) -> usize {
+        if let Self::Message { payload, .. } = self { payload.len() } else { 0 }
+    }
+}
+
+/// Where a source publishes, and what is read of it.
+#[derive(Debug)]
+pub struct Address<'a> {
+    pub place: Place,
+    /// Engines connect to us.
+    pub bind: bool,
+    pub topic: &'a [u8],
+    pub longest_frame: usize,
+}
+
+struct Source {
+    bypass: Arc<Bypass>,
+    /// None once it was removed.
+    sockets: Mutex<Option<Sockets>>,
+}
+
+#[derive(Default)]
+struct Inbox {
+    added: Vec<(usize, Arc<Source>)>,
+    removed: Vec<usize>,
+    /// Sources whose sockets were left unread and can be read again.
+    resumed: Vec<usize>,
+}
+
+/// What the thread shares with those who call.
+struct Shared {
+    inbox: Mutex<Inbox>,
+    mailbox: Mailbox<Item>,
+    ended: AtomicBool,
+}
+
+/// Reads sockets in a thread of its own.
+pub struct Intake {
+    shared: Arc<Shared>,
+    registry: Registry,
+    waker: Arc<Waker>,
+    sources: Mutex<HashMap<usize, Arc<Source>>>,
+    next: AtomicUsize,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Intake {
+    /// Starts the thread.
+    pub fn start() -> io::Result<Self> {
+        let poll = Poll::new()?;
+        let registry = poll.registry().try_clone()?;
+        let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
+        let shared = Arc::new(Shared {
+            inbox: Mutex::default(),
+            mailbox: Mailbox::new()?,
+            ended: AtomicBool::new(false),
+        });
+        let mut thread = Thread {
+            shared: Arc::clone(&shared),
+            registry: poll.registry().try_clone()?,
+            poll,
+            scratch: vec![0; SCRATCH],
+            unfinished: 0,
+            sources: HashMap::new(),
+            ready: VecDeque::new(),
+            tick_at: None,
+        };
+        let run = move || {
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| thread.run())) {
+                let text = panic.downcast_ref::<String>().cloned();
+                let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
+                let notice = Notice::Failed(text.unwrap_or_else(|| "a panic".into()));
+                thread.shared.mailbox.push(Item { source: usize::MAX, notice });
+                thread.shared.mailbox.ring();
+            }
+        };
+        let thread = std::thread::Builder::new().name("ingest".into()).spawn(run)?;
+        Ok(Self {
+            shared,
+            registry,
+            waker,
+            sources: Mutex::default(),
+            next: AtomicUsize::new(0),
+            thread: Mutex::new(Some(thread)),
+        })
+    }
+
+    /// Readable when `take` has something.
+    pub fn fd(&self) -> RawFd {
+        self.shared.mailbox.fd()
+    }
+
+    /// Reads a source from now on; its number.
+    ///
+    /// # Errors
+    /// An address cannot be bound, or the system watches no more.
+    pub fn add(&self, bypass: Arc<Bypass>, address: Address<'_>) -> io::Result<usize> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let Address { place, bind, topic, longest_frame } = address;
+        let sockets = if bind {
+            Sockets::listening(number, place, topic, longest_frame, &self.registry)?
+        } else {
+            Sockets::connecting(number, place, topic, longest_frame)
+        };
+        let source = Arc::new(Source { bypass, sockets: Mutex::new(Some(sockets)) });
+        self.sources.lock().insert(number, Arc::clone(&source));
+        self.shared.inbox.lock().added.push((number, source));
+        self.waker.wake()?;
+        Ok(number)
+    }
+
+    /// Closes a source's sockets and its bypass: nothing of it is applied or told any more.
+    pub fn remove(&self, number: usize) -> io::Result<()> {
+        let Some(source) = self.sources.lock().remove(&number) else { return Ok(()) };
+        source.bypass.close();
+        // Here and not in the thread, so that an address that was bound is free at once.
+        drop(source.sockets.lock().take());
+        self.shared.inbox.lock().removed.push(number);
+        self.waker.wake()
+    }
+
+    /// The oldest notices, at most so many; those of removed sources are left out.
+    pub fn take(&self, most: usize) -> Vec<Item> {
+        let items = self.shared.mailbox.take(most);
+        let sources = self.sources.lock();
+        let mut resumed = Vec::new();
+        let known = |item: &Item| {
+            let Some(source) = sources.get(&item.source) else {
+                return matches!(item.notice, Notice::Failed(_));
+            };
+            if source.bypass.hand_over(item.notice.bytes()) {
+                resumed.push(item.source);
+            }
+            true
+        };
+        let items = items.into_iter().filter(known).collect();
+        drop(sources);
+        if !resumed.is_empty() {
+            self.shared.inbox.lock().resumed.extend(resumed);
+            // It fails only when the poll is gone, and then the thread is.
+            let _ = self.waker.wake();
+        }
+        items
+    }
+
+    /// Ends the thread; and closes every socket.
+    pub fn close(&self) {
+        self.shared.ended.store(true, Ordering::Release);
+        let _ = self.waker.wake();
+        if let Some(thread) = self.thread.lock().take() {
+            // It catches its panics itself.
+            let _ = thread.join();
+        }
+        self.sources.lock().clear();
+    }
+}
+
+impl Drop for Intake {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// A source, as the thread knows it.
+struct Watched {
+    source: Arc<Source>,
+    /// In `ready`.
+    ready: bool,
+}
+
+struct Thread {
+    shared: Arc<Shared>,
+    poll: Poll,
+    registry: Registry,
+    /// What is read, by turns of everybody.
+    scratch: Vec<u8>,
+    /// Bytes held of messages that are not complete.
+    unfinished: usize,
+    sources: HashMap<usize, Watched>,
+    /// Sources that may have something.
+    ready: VecDeque<usize>,
+    /// None: nothing is due, ever.
+    tick_at: Option<Instant>,
+}
+
+impl Thread {
+    fn run(&mut self) {
+        let mut events = Events::with_capacity(1024);
+        while !self.shared.ended.load(Ordering::Acquire) {
+            self.wait(&mut events);
+            let now = Instant::now();
+            for _ in 0..self.ready.len() {
+                if let Some(number) = self.ready.pop_front() {
+                    self.turn(number, now);
+                }
+            }
+            // Who has something to say has said it: silence is judged afterwards.
+            if self.tick_at.is_some_and(|at| at <= now) {
+                self.tick(now);
+            }
+            if self.ready.is_empty() {
+                sleep(PAUSE);
+            }
+        }
+        self.sources.clear();
+    }
+
+    /// Notes which sockets have news.
+    fn wait(&mut self, events: &mut Events) {
+        let until = self.tick_at.map(|at| at.saturating_duration_since(Instant::now()));
+        let timeout = if self.ready.is_empty() { until } else { Some(Duration::ZERO) };
+        if let Err(error) = self.poll.poll(events, timeout) {
+            assert!(error.kind() == io::ErrorKind::Interrupted, "sockets cannot be watched: {error}");
+        }
+        for event in &*events {
+            if event.token() == WAKER {
+                self.empty_inbox();
+            } else {
+                self.hear(event);
+            }
+        }
+    }
+
+    fn empty_inbox(&mut self) {
+        let inbox = std::mem::take(&mut *self.shared.inbox.lock());
+        for (number, source) in inbox.added {
+            self.sources.insert(number, Watched { source, ready: false });
+            self.tick_at = Some(Instant::now());
+        }
+        if !inbox.removed.is_empty() {
+            for number in inbox.removed {
+                self.sources.remove(&number);
+            }
+            let held = |watched: &Watched| watched.source.sockets.lock().as_ref().map_or(0, Sockets::held);
+            self.unfinished = self.sources.values().map(held).sum();
+        }
+        for number in inbox.resumed {
+            self.make_ready(number);
+        }
+    }
+
+    fn hear(&mut self, event: &Event) {
+        let (number, slot) = split(event.token());
+        if let Some(watched) = self.sources.get(&number) {
+            if let Some(sockets) = &mut *watched.source.sockets.lock() {
+                sockets.kernel_says(slot, event);
+            }
+            self.make_ready(number);
+        }
+    }
+
+    fn make_ready(&mut self, number: usize) {
+        if let Some(watched) = self.sources.get_mut(&number)
+            && !std::mem::replace(&mut watched.ready, true)
+        {
+            self.ready.push_back(number);
+        }
+    }
+
+    /// Reads a source.
+    fn turn(&mut self, number: usize, now: Instant) {
+        let Some(watched) = self.sources.get_mut(&number) else { return };
+        watched.ready = false;
+        let source = Arc::clone(&watched.source);
+        let goes_on = self.with(number, &source, now, |sockets, context, leave| {
+            let goes_on = sockets.turn(context, &source.bypass, leave);
+            (goes_on, sockets.retry_at())
+        });
+        let Some((goes_on, retry_at)) = goes_on else { return };
+        self.tick_at = self.tick_at.into_iter().chain(retry_at).min();
+        if goes_on {
+            self.make_ready(number);
+        }
+    }
+
+    /// Does what is due, of every source.
+    fn tick(&mut self, now: Instant) {
+        self.tick_at = None;
+        let sources: Vec<_> =
+            self.sources.iter().map(|(&number, watched)| (number, Arc::clone(&watched.source))).collect();
+        for (number, source) in sources {
+            let next = self.with(number, &source, now, Sockets::tick).flatten();
+            let next = next.map_or(now + MAX_TICK, |next| next.clamp(now + TICK, now + MAX_TICK));
+            self.tick_at = Some(self.tick_at.map_or(next, |at| at.min(next)));
+        }
+    }
+
+    /// Has a source do something, and leaves what it tells to the event loop; None: it was removed.
+    fn with<R>(
+        &mut self,
+        number: usize,
+        source: &Source,
+        now: Instant,
+        act: impl FnOnce(&mut Sockets, &mut Context<'_>, &mut dyn FnMut(Notice)) -> R,
+    ) -> Option<R> {
+        let mut sockets = source.sockets.lock();
+        let mut left = false;
+        let mut leave = |notice: Notice| {
+            source.bypass.defer(notice.bytes());
+            self.shared.mailbox.push(Item { source: number, notice });
+            left = true;
+        };
+        let mut context = Context {
+            registry: &self.registry,
+            scratch: &mut self.scratch,
+            unfinished: &mut self.unfinished,
+            now,
+        };
+        let result = act(sockets.as_mut()?, &mut context, &mut leave);
+        if left {
+            self.shared.mailbox.ring();
+        }
+        Some(result)
+    }
+}

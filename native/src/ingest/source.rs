@@ -1,0 +1,264 @@
+//! One source: an engine's socket, connected to again whenever it is gone, or one that engines connect to.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use mio::{Interest, Registry, Token};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::bypass::{Bypass, Offered};
+use super::connection::{Connection, News, Turn, UNFINISHED_IN_ALL};
+use super::intake::Notice;
+use super::place::{Listener, Place};
+use super::zmtp::Message;
+use crate::rpc::socket::Stream;
+
+/// Between two tries to connect: at first, doubled up to.
+const RETRY: Duration = Duration::from_millis(100);
+const MAX_RETRY: Duration = Duration::from_secs(2);
+/// Between two tries to accept when the system would not.
+const ACCEPT_AGAIN: Duration = Duration::from_secs(1);
+/// Bits of a token that say which of a source's sockets it is; 0 is the one that listens or connects.
+const SLOT_BITS: u32 = 5;
+const SLOTS: usize = 1 << SLOT_BITS;
+const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE);
+
+/// Source and slot of a token.
+pub fn split(token: Token) -> (usize, usize) {
+    (token.0 >> SLOT_BITS, token.0 % SLOTS)
+}
+
+fn token(number: usize, slot: usize) -> Token {
+    Token(number << SLOT_BITS | slot)
+}
+
+/// What a turn of a source needs of its thread.
+pub struct Context<'a> {
+    pub registry: &'a Registry,
+    pub scratch: &'a mut [u8],
+    /// Bytes that all connections hold of messages that are not complete.
+    pub unfinished: &'a mut usize,
+    pub now: Instant,
+}
+
+/// A source's sockets.
+pub struct Sockets {
+    number: usize,
+    place: Place,
+    topic: Box<[u8]>,
+    longest_frame: usize,
+    listener: Option<Listener>,
+    /// By slot.
+    connections: Vec<(usize, Connection)>,
+    /// Somebody may have connected to us.
+    called: bool,
+    retry_at: Option<Instant>,
+    /// Tries to connect since it last was.
+    tries: u32,
+    /// It was told that there is no connection.
+    unconnected: bool,
+}
+
+impl Sockets {
+    /// Of a source that connects.
+    pub fn connecting(number: usize, place: Place, topic: &[u8], longest_frame: usize) -> Self {
+        Self {
+            number,
+            place,
+            topic: topic.into(),
+            longest_frame,
+            listener: None,
+            connections: Vec::new(),
+            called: false,
+            retry_at: Some(Instant::now()),
+            tries: 0,
+            unconnected: false,
+        }
+    }
+
+    /// Of one that engines connect to.
+    pub fn listening(
+        number: usize,
+        place: Place,
+        topic: &[u8],
+        longest_frame: usize,
+        registry: &Registry,
+    ) -> io::Result<Self> {
+        let mut listener = place.bind()?;
+        registry.register(listener.source(), token(number, 0), Interest::READABLE)?;
+        Ok(Self { listener: Some(listener), ..Self::connecting(number, place, topic, longest_frame) })
+    }
+
+    /// Bytes held by its connections.
+    pub fn held(&self) -> usize {
+        self.connections.iter().map(|(_, connection)| connection.held()).sum()
+    }
+
+    /// When a connection is to be made, if none is there.
+    pub fn retry_at(&self) -> Option<Instant> {
+        self.retry_at
+    }
+
+    pub fn kernel_says(&mut self, slot: usize, event: &mio::event::Event) {
+        if slot == 0 && self.listener.is_some() {
+            self.called = true;
+        }
+        let ended = event.is_read_closed() || event.is_error();
+        for (place, connection) in &mut self.connections {
+            if *place == slot {
+                connection.kernel_says(event.is_readable(), event.is_writable(), ended);
+            }
+        }
+    }
+
+    /// Drives every connection once; whether one may have more.
+    pub fn turn(
+        &mut self,
+        context: &mut Context<'_>,
+        bypass: &Bypass,
+        leave: &mut dyn FnMut(Notice),
+    ) -> bool {
+        if std::mem::take(&mut self.called) {
+            self.accept(context);
+        }
+        let mut goes_on = false;
+        let mut index = 0;
+        while let Some((_, connection)) = self.connections.get_mut(index) {
+            if bypass.stall_if_full() {
+                return false;
+            }
+            let (was_open, held) = (connection.is_open(), connection.held());
+            let others = *context.unfinished - held;
+            let room = UNFINISHED_IN_ALL.saturating_sub(others);
+            let turn = connection.turn(context.scratch, room, context.now, |news| take(bypass, leave, news));
+            *context.unfinished = others + connection.held();
+            if connection.is_open() && !was_open {
+                (self.tries, self.unconnected) = (0, false);
+            }
+            goes_on |= turn == Turn::Goes;
+            if self.outlives(index, turn, context, leave) {
+                index += 1;
+            }
+        }
+        goes_on
+    }
+
+    /// Does what is due; when to come again.
+    pub fn tick(&mut self, context: &mut Context<'_>, leave: &mut dyn FnMut(Notice)) -> Option<Instant> {
+        let mut next: Option<Instant> = None;
+        let mut index = 0;
+        while let Some((_, connection)) = self.connections.get_mut(index) {
+            let (turn, at) = connection.tick(context.now);
+            if self.outlives(index, turn, context, leave) {
+                next = Some(next.map_or(at, |next| next.min(at)));
+                index += 1;
+            }
+        }
+        if self.retry_at.is_some_and(|at| at <= context.now) {
+            self.retry_at = None;
+            if self.listener.is_some() {
+                self.accept(context);
+            } else {
+                self.connect(context, leave);
+            }
+        }
+        [next, self.retry_at].into_iter().flatten().min()
+    }
+
+    /// Whether a connection is still there after what it came to.
+    fn outlives(
+        &mut self,
+        index: usize,
+        turn: Turn,
+        context: &mut Context<'_>,
+        leave: &mut dyn FnMut(Notice),
+    ) -> bool {
+        let refusal = match turn {
+            Turn::Waits | Turn::Goes | Turn::Stalled => return true,
+            Turn::Ended => None,
+            Turn::Refused(refusal) => Some(refusal.0),
+        };
+        let (_, ended) = self.connections.swap_remove(index);
+        *context.unfinished -= ended.held();
+        if self.listener.is_none() {
+            match refusal {
+                // Whether to try again is decided by who is told.
+                Some(reason) => leave(Notice::Refused(reason)),
+                None => self.lost(context.now, leave),
+            }
+        } else if ended.is_open() {
+            // What does not even say that it is an engine is of no concern.
+            if let Some(reason) = refusal {
+                leave(Notice::Refused(reason));
+            }
+            if !self.connections.iter().any(|(_, connection)| connection.is_open()) {
+                leave(Notice::Unconnected);
+            }
+        }
+        false
+    }
+
+    /// There is no connection; another one is tried after a while.
+    fn lost(&mut self, now: Instant, leave: &mut dyn FnMut(Notice)) {
+        if !std::mem::replace(&mut self.unconnected, true) {
+            leave(Notice::Unconnected);
+        }
+        let pause = RETRY.saturating_mul(1 << self.tries.min(10)).min(MAX_RETRY);
+        self.tries += 1;
+        // Up to a quarter less, so that those of one engine's death do not all come back at once.
+        let seed = [self.number, self.tries as usize, std::process::id() as usize];
+        let jitter = xxh3_64(bytemuck::cast_slice(&seed)) % 256;
+        self.retry_at = Some(now + pause - pause.mul_f64(jitter as f64 / 1024.0));
+    }
+
+    fn connect(&mut self, context: &mut Context<'_>, leave: &mut dyn FnMut(Notice)) {
+        let connected = self.place.connect();
+        if connected.and_then(|stream| self.watch(0, stream, context)).is_err() {
+            self.lost(context.now, leave);
+        }
+    }
+
+    /// Accepts what is there.
+    fn accept(&mut self, context: &mut Context<'_>) {
+        while let Some(listener) = &self.listener {
+            let stream = match listener.accept() {
+                Ok(stream) => stream,
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return,
+                    io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
+                    _ => {
+                        self.retry_at = Some(context.now + ACCEPT_AGAIN);
+                        return;
+                    }
+                },
+            };
+            let free = (1..SLOTS).find(|&slot| self.connections.iter().all(|(other, _)| *other != slot));
+            if let Some(slot) = free {
+                // One that cannot be watched is closed; the engine comes again.
+                let _ = self.watch(slot, stream, context);
+            }
+        }
+    }
+
+    fn watch(&mut self, slot: usize, mut stream: Stream, context: &mut Context<'_>) -> io::Result<()> {
+        context.registry.register(stream.source(), token(self.number, slot), INTEREST)?;
+        let connection = Connection::new(stream, &self.topic, self.longest_frame, context.now);
+        self.connections.push((slot, connection));
+        Ok(())
+    }
+}
+
+/// Applies what came, or leaves it to the event loop; whether more is wanted.
+fn take(bypass: &Bypass, leave: &mut dyn FnMut(Notice), news: News<'_>) -> bool {
+    let notice = match news {
+        News::Opened => Notice::Connected,
+        News::Message(Message::Malformed(lengths)) => Notice::Malformed(lengths),
+        News::Message(Message::Batch { seq, payload }) => match bypass.offer(seq, payload) {
+            Offered::Applied | Offered::Closed => return true,
+            Offered::Stopped => Notice::Stopped,
+            Offered::Declined => Notice::Message { event_id: seq, payload: payload.to_vec() },
+        },
+    };
+    leave(notice);
+    !bypass.stall_if_full()
+}
