@@ -34,7 +34,7 @@ from kvscout_common.hashing import native_available
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "3600"))
 SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(2**32)))
 FUZZ_FOLDER = Path(__file__).parents[1] / "native" / "fuzz"
-TARGETS = ("operations", "events", "state", "requests", "hashing", "http", "event_stream", "rpc")
+TARGETS = ("operations", "events", "state", "requests", "hashing", "http", "event_stream", "zmtp", "rpc")
 
 MEAN_STEPS = 120
 """Four times those of the test run: some states need many steps."""

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import msgpack
+import zmtp_peer
 from http2_resets import (
     ACK,
     CANCEL,
@@ -133,6 +134,7 @@ def write_corpus(folder: Path) -> None:
         # Where the bytes are cut; of streams also whether there is a limit, and which.
         "http": [b"\7" + seed for seed in HTTP],
         "event_stream": [b"\7" + limit + seed for seed in STREAMS for limit in (b"\0", b"\1\3")],
+        "zmtp": [b"\7" + stream for stream in zmtp_peer.streams()],
         "rpc": rpc_peers(),
     }
     for target, seeds in corpora.items():

@@ -76,14 +76,8 @@ def _case(name: str, title: str, unit: str, goal: float | None, *, p99: str = ""
 
 _MESSAGES = f"{FULL_RATE.per_second:,.0f} messages/s of 4 blocks, {ENGINES} sockets"
 CASES = {
-    FULL_RATE: (
-        _case("message", f"CPU a message, {_MESSAGES} (peer: published)", "µs", 8.0, peer=(17.0, 25.0)),
-        _case("message_io", "of it libzmq's own thread", "µs", None),
-    ),
-    BATCHES: (
-        _case("block", "CPU a block, batches of 1,024 (peer: published)", "µs", 0.15, peer=(0.54, 0.68)),
-        _case("block_io", "of it libzmq's own thread", "µs", None),
-    ),
+    FULL_RATE: (_case("message", f"CPU a message, {_MESSAGES} (peer: published)", "µs", 8.0, peer=(17.0, 25.0)),),
+    BATCHES: (_case("block", "CPU a block, batches of 1,024 (peer: published)", "µs", 0.15, peer=(0.54, 0.68)),),
     FLOOD: (
         _case("flood", "blocks a second, batches of 1,024 as fast as they come", "1/s", None),
         _case("find", "FindMatches meanwhile, median", "ms", None, p99="find_p99"),
@@ -128,23 +122,20 @@ def _measure(load: Load, say: Callable[[str], None]) -> dict[str, float]:
         _connect(publisher, indexer, ENGINES, load.blocks)
         publisher.ask("prepare", messages=load.messages)
         prober = stack.enter_context(Prober(indexer)) if load.probed else None
-        before, threads = indexer.cpu_seconds(), indexer.cpu_by_thread()
+        before = indexer.cpu_ns()
         started = time.monotonic()
         published = publisher.ask("publish", rate=load.per_second)
         if prober is not None:
             prober.stop()
         indexer.until_applied(load.messages + (prober.probes if prober is not None else 0))
         seconds = time.monotonic() - started
-        used, after = indexer.cpu_seconds() - before, indexer.cpu_by_thread()
+        used = (indexer.cpu_ns() - before) / 1e9
         late_ms = published["late_p99_ms"]
         say(f"{load.messages} messages in {published['seconds']:.2f} s, late by {late_ms:.1f} ms at p99")
-    io = sum(after[name] - threads.get(name, 0.0) for name in after if name.startswith("ZMQ"))
     blocks = load.messages * load.blocks
     sample = {
         "message": used / load.messages * 1e6,
-        "message_io": io / load.messages * 1e6,
         "block": used / blocks * 1e6,
-        "block_io": io / blocks * 1e6,
         "flood": blocks / seconds,
     }
     if prober is not None:

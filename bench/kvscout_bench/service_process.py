@@ -69,17 +69,6 @@ class ServiceProcess:
         """Time on a core of all its threads that live, to the nanosecond: of runs that are too short for ticks."""
         return sum(int((task / "schedstat").read_text().split()[0]) for task in self._tasks())
 
-    def cpu_by_thread(self) -> dict[str, float]:
-        """Seconds of user and system time by thread name; threads of one name are added up."""
-        seconds: dict[str, float] = {}
-        for task in self._tasks():
-            try:
-                name, used = (task / "comm").read_text().strip(), cpu_of(task / "stat")
-            except FileNotFoundError:
-                continue  # it ended meanwhile
-            seconds[name] = seconds.get(name, 0.0) + used
-        return seconds
-
     def _tasks(self) -> Iterable[Path]:
         return Path(f"/proc/{self._process.pid}/task").iterdir()
 

@@ -2,6 +2,8 @@
 //!
 //! The modules know no Python and are tested by `cargo test --no-default-features`; `python` binds them.
 
+#![forbid(unsafe_code)]
+
 pub mod acceptance;
 pub mod codec;
 pub mod events;
