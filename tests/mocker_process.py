@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import zmq
 import zmq.asyncio
-from processes import START_SECONDS
+from processes import START_SECONDS, Process, spawn
 
 DEADLINE_SECONDS = 90.0
 
@@ -20,7 +19,7 @@ DEADLINE_SECONDS = 90.0
 class MockerProcess(NamedTuple):
     """A running mocker and a client of it."""
 
-    process: asyncio.subprocess.Process
+    process: Process
     url: str
     ranks: list[dict[str, Any]]
     """As in the ready line: dp_rank, events, replay."""
@@ -81,10 +80,7 @@ async def running_mocker(*flags: str, environment: dict[str, str] | None = None)
         environment: Replaces the environment if given.
     """
     ports = ("--port", "0", "--events-port", "0", "--replay-port", "0", "--bootstrap-port", "0", "--speedup", "100")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvscout_mocker.main", *ports, *flags,
-        stdout=asyncio.subprocess.PIPE, env=environment,
-    )  # fmt: skip
+    process = await spawn("kvscout_mocker.main", *ports, *flags, environment=environment)
     assert process.stdout is not None
     try:
         async with asyncio.timeout(START_SECONDS):

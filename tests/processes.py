@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import IO, Any
+
+from forked_process import ForkedProcess, Forker
+
+Process = asyncio.subprocess.Process | ForkedProcess
 
 DEADLINE_SECONDS = 60.0
 HTTP_SERVICES = frozenset({"kvscout_gateway.main"})
@@ -22,7 +28,7 @@ START_SECONDS = 90.0
 class Running:
     """A process that said it is ready."""
 
-    process: asyncio.subprocess.Process
+    process: Process
     ready: dict[str, Any]
     """Its ready line."""
 
@@ -47,6 +53,30 @@ class Running:
         return self.process.returncode
 
 
+@cache
+def _forker() -> Forker:
+    return Forker()
+
+
+async def spawn(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None, stderr: IO[bytes] | None = None
+) -> Process:
+    """`python -m module`, with a pipe for what it prints.
+
+    Args:
+        module: Its main module.
+        arguments: Its command line.
+        environment: Replaces the environment if given; then Python is started anew.
+        stderr: Where its log goes; None = where ours does.
+    """
+    if environment is None and _forker().serves(os.environ):
+        return await _forker().fork(module, arguments, 2 if stderr is None else stderr.fileno())
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-X", "faulthandler", "-m", module, *arguments,
+        stdout=asyncio.subprocess.PIPE, stderr=stderr, env=environment,
+    )  # fmt: skip
+
+
 async def start(
     module: str, *flags: str, environment: Mapping[str, str] | None = None, stderr: IO[bytes] | None = None
 ) -> Running:
@@ -59,10 +89,7 @@ async def start(
         stderr: Where its log goes; None = where ours does.
     """
     ports = ["--port", "0", "--metrics-port", "0", *(["--http-port", "0"] if module in HTTP_SERVICES else [])]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-X", "faulthandler", "-m", module, *ports, *flags,
-        stdout=asyncio.subprocess.PIPE, stderr=stderr, env=environment,
-    )  # fmt: skip
+    process = await spawn(module, *ports, *flags, environment=environment, stderr=stderr)
     assert process.stdout is not None
     try:
         async with asyncio.timeout(START_SECONDS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import sys
 
@@ -44,7 +45,9 @@ async def test_every_service_lifts_its_limit(service: str) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
     try:
-        async with running(f"kvscout_{service}.main", *(ENGINE if service == "bridge" else ())) as process:
+        async with running(
+            f"kvscout_{service}.main", *(ENGINE if service == "bridge" else ()), environment=dict(os.environ)
+        ) as process:
             soft, hard = resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
