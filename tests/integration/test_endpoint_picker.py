@@ -544,7 +544,12 @@ async def test_the_access_log_ends_what_was_left(world: World) -> None:
             assert (await envoy.post(completion(stream=True))).status == 200
         await client.until_idle()
         aborted = asyncio.ensure_future(envoy.post(completion(model="slow", stream=True, max_tokens=200)))
-        await client.until_active()
+
+        async def left() -> bool:
+            # Before that, the end of its stream would end it.
+            return (await scrape(gateway))["kvscout_endpoint_picks_left"] == 1
+
+        await eventually(left, what="a request that the picker has left to the log")
         aborted.cancel()
         await client.until_idle("slow")
         samples = await scrape(gateway)
