@@ -156,7 +156,7 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GatewayGetPotentialLoadsRequest, context: Any
     ) -> scheduler_pb2.GetPotentialLoadsResponse:
         self._take("GetPotentialLoads", request)
-        if request.role != types_pb2.ROLE_DECODE:
+        if request.role != types_pb2.ROLE_AGGREGATED:
             return scheduler_pb2.GetPotentialLoadsResponse()
         rank = types_pb2.WorkerRank(worker_id="w0")
         return scheduler_pb2.GetPotentialLoadsResponse(

@@ -199,6 +199,8 @@ def _become(request: tuple[str, list[str], str], stdout: int, stderr: int, inher
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
     sys.argv = [module, *arguments]
+    # By this a process would start itself anew.
+    sys.orig_argv = [sys.executable, "-m", module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
