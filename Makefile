@@ -51,6 +51,10 @@ fuzz: ## Fuzz the index, every decoder and every rpc, for an hour or FUZZ_SECOND
 soak: ## Five million events at the bound of an index: flat counts, flat memory; or SOAK_EVENTS.
 	PYTHONPATH=tests $(PY) tests/soak.py
 
+MINUTES ?= 3
+soak-stack: ## The whole stack under load and churn for MINUTES (3): no process may grow, nothing may stay booked, replicas must agree.
+	MINUTES=$(MINUTES) PYTHONPATH=tests $(PY) -m soak_stack.run
+
 chaos-events: ## Kill, stop and restart engines, bridges, NATS and indexers at random; the index must equal the truth.
 	PYTHONPATH=tests $(PY) -m chaos.events
 
@@ -140,4 +144,4 @@ image-sbom: ## List what an image holds, IMAGE or kvscout:latest, as CycloneDX (
 bench: ## Run the benchmarks of this release.
 	$(PY) -m kvscout_cli.main bench
 
-.PHONY: help setup demo up down test test-grpcio fuzz soak chaos-events chaos-gateway chaos-replicas h2spec screenshots check protos protos-check protos-release clients docs docs-flags native dist check-dist image-wheels audit image-sbom e2e-compose e2e-kubernetes chart-tools bench
+.PHONY: help setup demo up down test test-grpcio fuzz soak soak-stack chaos-events chaos-gateway chaos-replicas h2spec screenshots check protos protos-check protos-release clients docs docs-flags native dist check-dist image-wheels audit image-sbom e2e-compose e2e-kubernetes chart-tools bench

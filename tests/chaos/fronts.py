@@ -27,20 +27,21 @@ class Wanted:
     streams: bool
     cancelled_after: int
     """Pieces of the answer; 0 = it is read to its end."""
+    model: str = MODEL
 
     @classmethod
-    def drawn(cls, rng: Random) -> Wanted:
+    def drawn(cls, rng: Random, model: str = MODEL) -> Wanted:
         """One that shares its beginning with others more often than not."""
         topic = rng.randrange(8)
         prompt = [topic * 10_000 + position for position in range(rng.randint(1, 40) * BLOCK_SIZE)]
         prompt += [rng.randrange(100_000, 900_000) for _ in range(rng.randint(1, 64))]
         cancelled_after = rng.randint(1, 5) if rng.random() < 0.1 else 0
-        return cls(prompt, rng.randint(1, 30), rng.random() < 0.7, cancelled_after)
+        return cls(prompt, rng.randint(1, 30), rng.random() < 0.7, cancelled_after, model)
 
     @property
     def body(self) -> dict[str, Any]:
         """For `/v1/completions`."""
-        return {"model": MODEL, "prompt": self.prompt, "max_tokens": self.max_tokens, "stream": self.streams}
+        return {"model": self.model, "prompt": self.prompt, "max_tokens": self.max_tokens, "stream": self.streams}
 
 
 class Ending(NamedTuple):
@@ -80,7 +81,7 @@ class GrpcFront:
     async def ask(self, wanted: Wanted) -> Ending:
         """See `Front`."""
         request = gateway_pb2.GenerateRequest(
-            model=MODEL,
+            model=wanted.model,
             token_ids=wanted.prompt,
             stop_conditions=gateway_pb2.StopConditions(max_tokens=wanted.max_tokens),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import grpc
 from free_ports import free_ports
@@ -36,10 +36,11 @@ class Indexer:
 
     async def copies(self, worker_id: str) -> dict[int, int] | None:
         """Copies of each block by the engine's hash, orphans included; None = it cannot be asked now."""
-        reader, found = DumpReader(), Counter[int]()
+        # One a rank.
+        readers, found = defaultdict[int, DumpReader](DumpReader), Counter[int]()
         try:
             async for message in self.stub.Dump(indexer_pb2.DumpRequest(worker_id=worker_id), timeout=10):
-                if (dumped := reader.feed(message)) is None:
+                if (dumped := readers[message.dp_rank].feed(message)) is None:
                     continue
                 for block in dumped.dump.blocks:
                     if block.engine_hash is not None:

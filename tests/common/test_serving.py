@@ -199,7 +199,8 @@ async def test_metrics_are_served_where_the_ready_line_says() -> None:
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
     assert "# TYPE kvscout_active_requests gauge" in text
     samples = dict(line.split(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
-    for name in ("kvscout_tasks", "process_open_fds", "process_resident_memory_bytes", "process_cpu_seconds_total"):
+    held = ("kvscout_tasks", "kvscout_python_allocations")
+    for name in (*held, "process_open_fds", "process_resident_memory_bytes", "process_cpu_seconds_total"):
         assert float(samples[name]) > 0
 
 

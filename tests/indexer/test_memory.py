@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from free_ports import free_ports
 from indexer_client import local_indexer
 
 from kvscout_blocks.bytes.events import EventBatch, Stored
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_common.heap import trim
-from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
 from kvscout_indexer.indexer import Indexer
 
 BLOCKS = 400_000
@@ -25,9 +29,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def add(indexer: Indexer, model: str, prompts: int) -> weakref.ref[object]:
+def add(indexer: Indexer, model: str, prompts: int, **fields: Any) -> weakref.ref[object]:
     """Registers a worker that holds many short prompts; a reference to the model's index that does not keep it."""
-    spec = WorkerSpec("w", model, 16)
+    spec = WorkerSpec("w", model, 16, **fields)
     indexer.registry.register(spec)
     index = indexer.pools.of(spec)
     rng = random.Random(model)
@@ -35,6 +39,37 @@ def add(indexer: Indexer, model: str, prompts: int) -> weakref.ref[object]:
         hashes = tuple(rng.getrandbits(64) for _ in range(PROMPT))
         index.apply(RANK, EventBatch((Stored(hashes, local_hashes=hashes),)))
     return weakref.ref(index)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is only kept by a cycle of references is kept."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_nobody_keeps_the_index_of_a_worker_that_published_at_an_endpoint() -> None:
+    async with local_indexer() as (_, indexer):
+        endpoints = (EventEndpoint(0, f"tcp://127.0.0.1:{free_ports(1)[0]}"),)
+        index = add(indexer, "m", 10, event_endpoints=endpoints)
+        await asyncio.sleep(0)
+        indexer.registry.remove("default", "w")
+        async with asyncio.timeout(5):
+            while index() is not None:
+                await asyncio.sleep(0.01)
+
+
+async def test_memory_goes_back_though_workers_are_removed_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed = asyncio.Event()
+    monkeypatch.setattr("kvscout_indexer.indexer.TRIM_SECONDS", 0.05)
+    monkeypatch.setattr("kvscout_indexer.indexer.trim", trimmed.set)
+    async with local_indexer() as (_, indexer), asyncio.timeout(5):
+        while not trimmed.is_set():
+            add(indexer, "m", 1)
+            indexer.registry.remove("default", "w")
+            await asyncio.sleep(0.01)
 
 
 async def test_nobody_keeps_the_index_of_a_model_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:

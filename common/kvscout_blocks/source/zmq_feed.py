@@ -109,6 +109,8 @@ class ZmqFeed:
         if self._looking_up is not None:
             self._looking_up.cancel()
         self._unsubscribe()
+        # Else the index, megabytes outside of Python's sight, lives until the garbage collector looks for cycles.
+        self._source = None
 
     def tick(self, now: float) -> None:
         """See `Feed.tick`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -23,9 +23,10 @@ _ROUTING_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
-
 MAX_MODELS = 1_000
 """Models of tenants that have series of their own; what comes after them, or names no model of a worker, shares one."""
+_OTHERS = ("", "")
+"""Tenant and model of those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class ModelMetrics:
     all_ttft: Tally
     """Of all models together."""
     all_itl: Tally
+    outcomes: dict[str, int] = field(default_factory=dict)
+    """How often each was counted."""
 
     def first_token(self, seconds: float) -> None:
         """A request had its first token after so long."""
@@ -54,6 +57,7 @@ class ModelMetrics:
     def ended(self, outcome: str) -> None:
         """One request has."""
         self.requests.labels(*self.labels, outcome).inc()
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
 
 class GatewayMetrics:
@@ -93,6 +97,8 @@ class GatewayMetrics:
         self.ttft, self.itl = Tally(), Tally()
         """Of all models."""
         self._models: dict[tuple[str, str], ModelMetrics] = {}
+        self._turned_away = 0
+        """Requests of models that came when there were too many."""
         self.disaggregation = Counter(
             "kvscout_disaggregated_requests",
             "Requests of models with prefill and decode workers, by the path they took",
@@ -104,17 +110,38 @@ class GatewayMetrics:
         )
 
     def of(self, tenant: str, model: str) -> ModelMetrics:
-        """What is counted of a model; of those that nobody serves, together under empty labels."""
+        """What is counted of a model; of those that nobody serves, together under empty labels.
+
+        Where another one comes, the series of those end that nobody serves any more: tenants and adapters come and go.
+        """
         key = (tenant, model)
         known = self._models.get(key)
         if known is None:
-            if key != ("", "") and (len(self._models) > MAX_MODELS or not self._is_served(tenant, model)):
-                return self.of("", "")
+            if key != _OTHERS:
+                if not self._is_served(tenant, model):
+                    return self.of(*_OTHERS)
+                if len(self._models) > MAX_MODELS:
+                    self._turned_away += 1
+                # It looks at all of them, and where there are too many each of their requests comes here.
+                if self._turned_away % MAX_MODELS == 0:
+                    self._drop_gone()
+                if len(self._models) > MAX_MODELS:
+                    return self.of(*_OTHERS)
             known = ModelMetrics(
                 self._requests, key, self._ttft.labels(*key), self._itl.labels(*key), self.ttft, self.itl
             )
             self._models[key] = known
         return known
+
+    def _drop_gone(self) -> None:
+        gone = [key for key in self._models if key != _OTHERS and not self._is_served(*key)]
+        for key in gone:
+            for outcome, number in self._models.pop(key).outcomes.items():
+                self._requests.remove(*key, outcome)
+                # So that their sum counts every request still.
+                self._requests.labels(*_OTHERS, outcome).inc(number)
+            self._ttft.remove(*key)
+            self._itl.remove(*key)
 
     def observe_routing(
         self, *, hash_seconds: float, find_matches_seconds: float, select_seconds: float, total_seconds: float
@@ -163,10 +190,10 @@ class ObservationCollector(Collector):
             ([tenant, self._model_of(tenant, rank.worker_id), rank.worker_id, str(rank.dp_rank)], seen)
             for (tenant, rank), seen in self._observations.by_rank.items()
         ]
-        for field, (name, help_text) in _REPORTS.items():
+        for counted, (name, help_text) in _REPORTS.items():
             reported = CounterMetricFamily(name, help_text, labels=labels)
             for values, seen in rows:
-                reported.add_metric(values, getattr(seen.reports, field))
+                reported.add_metric(values, getattr(seen.reports, counted))
             yield reported
         failures = CounterMetricFamily("kvscout_worker_failures", "Requests a worker failed", labels=labels)
         for values, seen in rows:

@@ -265,7 +265,7 @@ class Indexer:
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
         """Forgets a worker."""
-        self._trim_at = time.monotonic() + TRIM_SECONDS
+        self._trim_soon()
         for rank in spec.ranks:
             self._close(spec, rank)
         self.pools.remove(spec)
@@ -339,4 +339,9 @@ class Indexer:
                 slices += 1
                 await asyncio.sleep(0)
             if slices * MAINTAIN_BUDGET > TRIM_BLOCKS:
-                self._trim_at = time.monotonic() + TRIM_SECONDS
+                self._trim_soon()
+
+    def _trim_soon(self) -> None:
+        # Not later for what is dropped meanwhile: where workers come and go all the time it would never be.
+        if self._trim_at is None:
+            self._trim_at = time.monotonic() + TRIM_SECONDS
