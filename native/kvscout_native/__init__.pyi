@@ -386,9 +386,9 @@ class ActiveLoad:
 
 _RequestName = tuple[str, str, int, str, int]
 """Model, tenant ("" = that of the stream), role, request id, attempt id."""
-_Select = tuple[int, int, _RequestName, bytes, int, int, Overlaps | None, int, int, int, bool]
-"""3, operation id, name, packed hashes, isl_tokens, block_size, overlaps, priority, expected_output_tokens,
-lease_seconds, prefill_elsewhere"""
+_Select = tuple[int, int, _RequestName, bytes, int, int, Overlaps | None, int, int, int, bool, str]
+"""2 (select) or 3 (select_and_reserve), operation id, name, packed hashes, isl_tokens, block_size, overlaps, priority,
+expected_output_tokens, lease_seconds, prefill_elsewhere, traceparent"""
 _Decision = tuple[str, int, str, int, float, float, int, int]
 """Worker id, rank, HTTP endpoint, overlap blocks, effective overlap blocks, cost, uncached tokens, block size."""
 
@@ -400,8 +400,9 @@ def lifecycle_operations(message: bytes, caller_tenant: str) -> list[tuple[Any, 
         caller_tenant: What the caller is bound to; "*" = all.
 
     Returns:
-        Tuples that begin with the number of the operation's field: 3 is a `_Select`; 5 (prefill_complete) and 7 (free)
-        have the operation's id and a `_RequestName`; 0 has the bytes of an operation that is left to the plain path.
+        Tuples that begin with the number of the operation's field: 2 and 3 are a `_Select`; 5 (prefill_complete) and 7
+        (free) have the operation's id and a `_RequestName`, 7 also the tokens that the request generated; 0 has the
+        bytes of an operation that is left to the plain path.
     """
 
 def select_request(message: bytes) -> _Select | None:
@@ -411,10 +412,10 @@ def select_response(decision: _Decision) -> bytes:
     """A serialised `SelectResponse`."""
 
 def select_result(id: int, decision: _Decision) -> bytes:
-    """A serialised `LifecycleResponse` of one result; several in a row are one message. So are the next ones."""
+    """A serialised `LifecycleResponse` of one result; several in a row are one message. So is the next one."""
 
-def prefill_result(id: int, changed: bool) -> bytes: ...
-def free_result(id: int, outcome: int) -> bytes: ...
+def number_result(id: int, kind: int, number: int) -> bytes:
+    """Of an operation whose answer is one number; `kind` is the number of its field in a result."""
 
 RPC_EVENTS: dict[str, int]
 """Kinds of what `Rpc.turn` returns, by name; each event is a tuple that begins with its kind.

@@ -17,11 +17,12 @@ from scheduler_builders import BLOCK, MODEL, ManualClock, loads, worker
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.config import ServerConfig
+from kvscout_common.hashing import native_available
 from kvscout_common.identity import ALL_TENANTS
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.operations import MAX_OPERATIONS
+from kvscout_scheduler.operation_messages import MAX_OPERATIONS
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv, LeastLoaded
 from kvscout_scheduler.request import OwnerName
@@ -91,13 +92,11 @@ class Owner:
         self._call.cancel()
 
 
-PACKED = True
-"""Whether the messages of streams stay bytes, as in the service, or are protobuf objects."""
-
-
-@pytest.fixture(params=[pytest.param(True, id="bytes"), pytest.param(False, id="objects")], autouse=True)
-def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.PACKED", request.param)
+@pytest.fixture(params=[pytest.param(True, id="packed"), pytest.param(False, id="messages")], autouse=True)
+def codec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether streams are read by the extension, where it is there, or as protobuf objects."""
+    available = request.param and native_available()
+    monkeypatch.setattr("kvscout_scheduler.packed_operations.native_available", lambda: available)
 
 
 @asynccontextmanager
@@ -111,13 +110,7 @@ async def service(
     registry = Registry(clock)
     servicer = SchedulerServicer(core, registry, Backends(registry, ServerConfig()))
 
-    def add(server: grpc.aio.Server) -> None:
-        if PACKED:
-            servicer.add_to(server)
-        else:
-            scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server)
-
-    async with serving(add) as channel:
+    async with serving(servicer.add_to) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
         yield core, clock, servicer, lambda: Owner(stub.Lifecycle())
 

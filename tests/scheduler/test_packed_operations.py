@@ -17,40 +17,54 @@ from kvscout_common.hashing import native_available
 from kvscout_common.identity import AccessRole, Identity, enter, leave
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
-from kvscout_scheduler.operations import Operations
-from kvscout_scheduler.packed_operations import PackedOperations
+from kvscout_scheduler.facts import End, Facts
+from kvscout_scheduler.lifecycle_rpc import carry_out_all
+from kvscout_scheduler.operation_messages import Codec, MessageCodec
+from kvscout_scheduler.operations import Operation, Operations, Outcome
+from kvscout_scheduler.packed_operations import PackedCodec
+from kvscout_scheduler.policies import PolicyRegistry
+from kvscout_scheduler.policies.builtin import Kv
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.servicer import SchedulerServicer
 from kvscout_scheduler.watching import Watcher
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: all paths are plain")
 WORKERS = ("a", "b", "c")
+BOTH = pytest.mark.parametrize("packed", [False, True], ids=["messages", "packed"])
+
+
+class Counting(Kv):
+    """Keeps what Frees tell."""
+
+    def __init__(self) -> None:
+        self.output_tokens: list[int] = []
+
+    def ended(self, facts: Facts, end: End, now: float) -> None:
+        self.output_tokens.append(end.output_tokens)
 
 
 class Side:
     """A scheduler and one owner's stream to it."""
 
-    def __init__(self, *, seed: int = 7, caller_tenant: str = "*", **settings: Any) -> None:
+    def __init__(self, *, packed: bool, seed: int = 7, caller_tenant: str = "*", **settings: Any) -> None:
         specs = [worker(name, max_num_batched_tokens=1000, dp_size=1 + (name == "c")) for name in WORKERS]
-        self.core: Scheduler = scheduler(*specs, clock=ManualClock(), seed=seed, track_output_blocks=True, **settings)
+        self.policy = Counting()
+        policies = PolicyRegistry({"kv": lambda: self.policy})
+        settings |= {"track_output_blocks": True}
+        self.core: Scheduler = scheduler(*specs, clock=ManualClock(), seed=seed, policies=policies, **settings)
         self.core.workers.worker_added(worker("t", tenant="team", http_endpoint="http://t"))
         self.later = scheduler_pb2.LifecycleResponse()
         self.core.connect_owner(owner("gateway"), [])
-        self._plain = Operations(self.core, owner("gateway"), "", self.later.results.append)
-        self._packed = PackedOperations(self.core, "", caller_tenant, self._plain, None)
+        self._operations = Operations(self.core, owner("gateway"), self._told_later)
+        self.codec: Codec = PackedCodec("", caller_tenant) if packed else MessageCodec("")
 
-    def plain(self, message: scheduler_pb2.LifecycleRequest) -> scheduler_pb2.LifecycleResponse:
-        response = scheduler_pb2.LifecycleResponse()
-        self._plain.carry_out(message.operations, response.results)
-        return response
-
-    def packed(self, message: scheduler_pb2.LifecycleRequest | bytes) -> scheduler_pb2.LifecycleResponse | None:
-        """None: it was left to the plain path."""
-        parts: list[bytes] = []
+    def answer(self, message: scheduler_pb2.LifecycleRequest | bytes) -> scheduler_pb2.LifecycleResponse:
         raw = message if isinstance(message, bytes) else message.SerializeToString()
-        if not self._packed.carry_out(raw, parts):
-            return None
-        return scheduler_pb2.LifecycleResponse.FromString(b"".join(parts))
+        results = carry_out_all(self._operations, self.codec, self.codec.read(raw))
+        return scheduler_pb2.LifecycleResponse.FromString(b"".join(results))
+
+    def _told_later(self, number: int, operation: Operation, outcome: Outcome) -> None:
+        self.later.MergeFromString(self.codec.write(number, operation, outcome))
 
     def state(self) -> list[Any]:
         found = []
@@ -120,7 +134,7 @@ def random_operation(rng: Random) -> dict[str, Any]:
         return {"select": random_select(rng, "", 0)}
     reference = ref(name if rng.random() < 0.97 else "", attempt_id=attempt, tenant=rng.choice(("", "", "team")))
     if kind < 0.75:
-        return {"free": reference}
+        return {"free": reference, "output_tokens": rng.choice((0, 9))}
     if kind < 0.9:
         return {"prefill_complete": reference}
     if kind < 0.95:
@@ -133,39 +147,33 @@ def random_operation(rng: Random) -> dict[str, Any]:
 @pytest.mark.parametrize("settings", [{}, {"queue_threshold": 0.1}], ids=["at once", "in line"])
 def test_random_operations_have_the_same_results_and_leave_the_same_load(settings: dict[str, Any]) -> None:
     rng = Random(test_seed())
-    plain, packed = Side(**settings), Side(**settings)
+    plain, packed = Side(packed=False, **settings), Side(packed=True, **settings)
     for _ in range(1000):
         asked = message(*(random_operation(rng) for _ in range(rng.randrange(1, 6))))
-        assert packed.packed(asked) == plain.plain(asked)
+        assert packed.answer(asked) == plain.answer(asked)
         assert packed.later == plain.later
         assert packed.state() == plain.state()
     packed.core.check_invariants()
     assert packed.core.stats.bookings == plain.core.stats.bookings > 0
+    assert packed.policy.output_tokens == plain.policy.output_tokens != []
 
 
-def test_overlaps_that_nobody_checked_yet_are_refused_in_the_plain_path_s_words() -> None:
-    plain, packed = Side(), Side()
+@BOTH
+def test_overlaps_that_nobody_checked_yet_are_refused_in_the_same_words(packed: bool) -> None:
     overlaps = types_pb2.Overlaps(worker_ids=["a"], device_blocks=[5])
-    asked = message(
-        {
-            "select_and_reserve": scheduler_pb2.SelectRequest(
-                model=MODEL, isl_tokens=40, request_id="r", overlaps=overlaps
-            )
-        }
-    )
-    answer = packed.packed(asked)
-    assert answer == plain.plain(asked)
-    assert answer is not None
-    assert "5 blocks overlap, the prompt has 2" in answer.results[0].message
+    wanted = scheduler_pb2.SelectRequest(model=MODEL, isl_tokens=40, request_id="r", overlaps=overlaps)
+    (result,) = Side(packed=packed).answer(message({"select_and_reserve": wanted})).results
+    assert "5 blocks overlap, the prompt has 2" in result.message
 
 
-def test_a_watcher_that_wants_explanations_gets_them_of_packed_requests() -> None:
-    side = Side()
+@BOTH
+def test_a_watcher_that_wants_explanations_gets_them(packed: bool) -> None:
+    side = Side(packed=packed)
     watcher = Watcher("*", "", True, lambda: None)
     side.core.watchers.add(watcher)
     overlaps = types_pb2.Overlaps(worker_ids=["b"], device_blocks=[1], host_blocks=[2])
     wanted = scheduler_pb2.SelectRequest(model=MODEL, isl_tokens=40, request_id="r", overlaps=overlaps)
-    assert side.packed(message({"select_and_reserve": wanted})) is not None
+    assert side.answer(message({"select_and_reserve": wanted})).results[0].HasField("select")
     (record,) = watcher.take()[1]
     assert record.decision is not None
     explanation = record.decision.explanation
@@ -174,37 +182,44 @@ def test_a_watcher_that_wants_explanations_gets_them_of_packed_requests() -> Non
     assert rows["b"] == (1, 2)
 
 
-def test_what_is_no_plain_list_of_operations_is_left_to_the_plain_path() -> None:
-    side = Side()
-    assert side.packed(b"\x1a\x09") is None
-    assert side.packed(message(hello=scheduler_pb2.LifecycleHello(owner_id="x"))) is None
-    assert side.packed(message(*({"free": ref("r")} for _ in range(1025)))) is None
+@BOTH
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        # A field that ends too soon, of the message, and of an operation of another kind.
+        (b"\x1a\x09", "is no LifecycleRequest"),
+        (b"\x1a\x04\x42\x02\x0a\x09", "is no Lifecycle"),
+        (message(hello=scheduler_pb2.LifecycleHello(owner_id="x")), "hello: comes first, once"),
+        (message(*({"free": ref("r")} for _ in range(1025))), "operations: 1025 in one message"),
+    ],
+    ids=["no message", "no operation", "hello", "many"],
+)
+def test_what_is_no_list_of_operations_is_refused(asked: Any, says: str, packed: bool) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        Side(packed=packed).answer(asked)
 
 
-def test_an_operation_that_is_no_message_is_refused() -> None:
-    # An operation of another kind, whose content ends too soon.
-    with pytest.raises(InvalidArgument):
-        Side().packed(b"\x1a\x04\x42\x02\x0a\x09")
-
-
-def test_operations_name_no_tenant_but_the_callers() -> None:
-    side = Side(caller_tenant="team")
-    wanted = scheduler_pb2.SelectRequest(model=MODEL, isl_tokens=40, request_id="r")
-    mine = message({"select_and_reserve": wanted}, {"free": ref("r", tenant="team")}, tenant="team")
-    assert side.packed(mine) is not None
-    assert side.packed(message({"free": ref("r")})) is None
-    assert side.packed(message({"free": ref("r", tenant="default")}, tenant="team")) is None
+@BOTH
+def test_operations_name_no_tenant_but_the_callers(packed: bool) -> None:
+    side = Side(packed=packed, caller_tenant="team")
+    wanted = scheduler_pb2.SelectRequest(model=MODEL, isl_tokens=40, request_id="r", tenant="team")
     entered = enter(Identity(AccessRole.CLIENT, "team"))
     try:
-        with pytest.raises(PermissionDenied):
-            side.packed(message({"select": scheduler_pb2.SelectRequest(model=MODEL, tenant="other")}, tenant="team"))
+        assert side.answer(message({"select_and_reserve": wanted}, tenant="team")).results[0].HasField("select")
+        for other in (
+            message({"free": ref("r")}),
+            message({"free": ref("r", tenant="default")}, tenant="team"),
+            message({"select": scheduler_pb2.SelectRequest(model=MODEL, tenant="other")}, tenant="team"),
+        ):
+            with pytest.raises(PermissionDenied):
+                side.answer(other)
     finally:
         leave(entered)
 
 
 async def test_unary_calls_as_bytes_are_answered_like_those_as_objects() -> None:
     rng = Random(test_seed())
-    plain, packed = Side().core, Side().core
+    plain, packed = Side(packed=False).core, Side(packed=True).core
     registry = Registry(ManualClock())
     backends = Backends(registry, ServerConfig())
     objects, as_bytes = (SchedulerServicer(core, registry, backends) for core in (plain, packed))

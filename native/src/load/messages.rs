@@ -41,14 +41,17 @@ pub struct Select<'a> {
     pub expected_output_tokens: u32,
     pub lease_seconds: u32,
     pub prefill_elsewhere: bool,
+    pub traceparent: &'a str,
 }
 
 /// One operation; `Plain` is left to the plain path.
 #[derive(Debug)]
 pub enum Operation<'a> {
-    SelectAndReserve(u64, Box<Select<'a>>),
+    /// Which is to be booked, or not.
+    Select(u64, Box<Select<'a>>, bool),
     PrefillComplete(u64, Name<'a>),
-    Free(u64, Name<'a>),
+    /// With the tokens that the request had.
+    Free(u64, Name<'a>, u32),
     Plain(&'a [u8]),
 }
 
@@ -65,8 +68,8 @@ pub fn operations<'a>(message: &'a [u8], caller_tenant: &str) -> Option<Vec<Oper
             (3, Field::Bytes(value)) if found.len() < MAX_OPERATIONS => {
                 let operation = operation(value)?;
                 let named = match &operation {
-                    Operation::SelectAndReserve(_, select) => select.name.tenant,
-                    Operation::PrefillComplete(_, name) | Operation::Free(_, name) => name.tenant,
+                    Operation::Select(_, select, _) => select.name.tenant,
+                    Operation::PrefillComplete(_, name) | Operation::Free(_, name, _) => name.tenant,
                     Operation::Plain(_) => "",
                 };
                 if !named.is_empty() && !may(named) {
@@ -83,20 +86,23 @@ pub fn operations<'a>(message: &'a [u8], caller_tenant: &str) -> Option<Vec<Oper
 
 /// None: the bytes are no message.
 fn operation(bytes: &[u8]) -> Option<Operation<'_>> {
-    let (mut id, mut body) = (0, None);
+    let (mut id, mut body, mut output_tokens) = (0, None, 0);
     let mut reader = Reader::new(bytes);
     while let Some(field) = reader.next()? {
         match field {
             (1, Field::Varint(value)) => id = value,
-            (kind @ (3 | 5 | 7), Field::Bytes(value)) if body.is_none() => body = Some((kind, value)),
-            (1..=8, _) => return Some(Operation::Plain(bytes)),
+            (kind @ (2 | 3 | 5 | 7), Field::Bytes(value)) if body.is_none() => body = Some((kind, value)),
+            (9, Field::Varint(value)) => output_tokens = value as u32,
+            (1..=9, _) => return Some(Operation::Plain(bytes)),
             _ => {} // of a later version
         }
     }
     let usual = match body {
-        Some((3, value)) => select(value).map(|select| Operation::SelectAndReserve(id, Box::new(select))),
+        Some((kind @ (2 | 3), value)) => {
+            select(value).map(|select| Operation::Select(id, Box::new(select), kind == 3))
+        }
         Some((5, value)) => reference(value).map(|name| Operation::PrefillComplete(id, name)),
-        Some((_, value)) => reference(value).map(|name| Operation::Free(id, name)),
+        Some((_, value)) => reference(value).map(|name| Operation::Free(id, name, output_tokens)),
         None => None,
     };
     Some(usual.unwrap_or(Operation::Plain(bytes)))
@@ -122,7 +128,7 @@ pub fn select(bytes: &[u8]) -> Option<Select<'_>> {
             (21, Field::Varint(value)) => select.lease_seconds = value as u32,
             (22, Field::Varint(value)) => select.prefill_elsewhere = value != 0,
             // As a trace context in `query`.
-            (23, Field::Bytes(value)) => drop(std::str::from_utf8(value).ok()?),
+            (23, Field::Bytes(value)) => select.traceparent = std::str::from_utf8(value).ok()?,
             (1..=23, _) => return None,
             _ => {} // of a later version
         }
@@ -202,18 +208,11 @@ pub fn select_result(id: u64, selected: &Selected<'_>) -> Vec<u8> {
     result(id, 4, &selected.response())
 }
 
-/// The result of a prefill_complete.
-pub fn prefill_result(id: u64, changed: bool) -> Vec<u8> {
+/// The result of an operation whose answer, field `kind` of the result, is one number.
+pub fn number_result(id: u64, kind: u32, number: u32) -> Vec<u8> {
     let mut answer = Writer::default();
-    answer.varint(1, u64::from(changed));
-    result(id, 6, &answer)
-}
-
-/// The result of a free; `outcome` is the number of a `FreeOutcome`.
-pub fn free_result(id: u64, outcome: u32) -> Vec<u8> {
-    let mut answer = Writer::default();
-    answer.varint(1, u64::from(outcome));
-    result(id, 8, &answer)
+    answer.varint(1, u64::from(number));
+    result(id, kind, &answer)
 }
 
 #[cfg(test)]
@@ -236,15 +235,16 @@ mod tests {
         let mut free = Writer::default();
         free.varint(1, 7);
         free.bytes(7, &reference_of(""));
+        free.varint(9, 12);
         let select = message(&[(1, b"m"), (4, b"r"), (6, &[1; 16]), (9, b"")]);
         let pinned = message(&[(1, b"m"), (12, b"worker")]);
         let (booked, rare) = (message(&[(3, &select)]), message(&[(3, &pinned)]));
         let renew = message(&[(8, b"")]);
         let all = message(&[(3, free.as_bytes()), (3, &booked), (3, &rare), (3, &renew), (3, b"")]);
         let read = operations(&all, "*").unwrap();
-        let Operation::Free(7, name) = &read[0] else { panic!("{:?}", read[0]) };
+        let Operation::Free(7, name, 12) = &read[0] else { panic!("{:?}", read[0]) };
         assert_eq!((name.model, name.request_id, name.attempt_id), ("m", "r", 0));
-        let Operation::SelectAndReserve(0, select) = &read[1] else { panic!("{:?}", read[1]) };
+        let Operation::Select(0, select, true) = &read[1] else { panic!("{:?}", read[1]) };
         assert_eq!((select.hashes.len(), select.name.request_id), (16, "r"));
         assert!(select.overlaps.is_some());
         for (operation, bytes) in read[2..].iter().zip([&*rare, &*renew, b""]) {

@@ -291,17 +291,23 @@ fn parts<'a>(name: &Name<'a>) -> NameParts<'a> {
 
 /// The numbers of the operations' fields; 0: the operation is left to the plain path.
 const PLAIN: u32 = 0;
+const SELECT: u32 = 2;
 const SELECT_AND_RESERVE: u32 = 3;
 const PREFILL_COMPLETE: u32 = 5;
 const FREE: u32 = 7;
 
-fn select_parts<'py>(py: Python<'py>, id: u64, select: Select<'_>) -> PyResult<Bound<'py, PyTuple>> {
+fn select_parts<'py>(
+    py: Python<'py>,
+    kind: u32,
+    id: u64,
+    select: Select<'_>,
+) -> PyResult<Bound<'py, PyTuple>> {
     let overlaps = match select.overlaps {
         Some(overlaps) if overlaps.rows().len() > 0 => Some(Py::new(py, Overlaps { overlaps })?),
         _ => None,
     };
     let columns = (
-        SELECT_AND_RESERVE,
+        kind,
         id,
         parts(&select.name),
         PyBytes::new(py, select.hashes),
@@ -312,6 +318,7 @@ fn select_parts<'py>(py: Python<'py>, id: u64, select: Select<'_>) -> PyResult<B
         select.expected_output_tokens,
         select.lease_seconds,
         select.prefill_elsewhere,
+        select.traceparent,
     );
     columns.into_pyobject(py)
 }
@@ -328,9 +335,14 @@ fn lifecycle_operations<'py>(
     let list = PyList::empty(py);
     for operation in found {
         match operation {
-            Operation::SelectAndReserve(id, select) => list.append(select_parts(py, id, *select)?)?,
+            Operation::Select(id, select, books) => {
+                let kind = if books { SELECT_AND_RESERVE } else { SELECT };
+                list.append(select_parts(py, kind, id, *select)?)?;
+            }
             Operation::PrefillComplete(id, name) => list.append((PREFILL_COMPLETE, id, parts(&name)))?,
-            Operation::Free(id, name) => list.append((FREE, id, parts(&name)))?,
+            Operation::Free(id, name, output_tokens) => {
+                list.append((FREE, id, parts(&name), output_tokens))?;
+            }
             Operation::Plain(bytes) => list.append((PLAIN, PyBytes::new(py, bytes)))?,
         }
     }
@@ -340,7 +352,7 @@ fn lifecycle_operations<'py>(
 #[pyfunction]
 fn select_request<'py>(message: &Bound<'py, PyBytes>) -> PyResult<Option<Bound<'py, PyTuple>>> {
     let py = message.py();
-    messages::select(message.as_bytes()).map(|select| select_parts(py, 0, select)).transpose()
+    messages::select(message.as_bytes()).map(|select| select_parts(py, SELECT_AND_RESERVE, 0, select)).transpose()
 }
 
 /// The fields of a decision; see `Selected`.
@@ -372,13 +384,8 @@ fn select_result(py: Python<'_>, id: u64, decision: Decision) -> Bound<'_, PyByt
 }
 
 #[pyfunction]
-fn prefill_result(py: Python<'_>, id: u64, changed: bool) -> Bound<'_, PyBytes> {
-    PyBytes::new(py, &messages::prefill_result(id, changed))
-}
-
-#[pyfunction]
-fn free_result(py: Python<'_>, id: u64, outcome: u32) -> Bound<'_, PyBytes> {
-    PyBytes::new(py, &messages::free_result(id, outcome))
+fn number_result(py: Python<'_>, id: u64, kind: u32, number: u32) -> Bound<'_, PyBytes> {
+    PyBytes::new(py, &messages::number_result(id, kind, number))
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -390,6 +397,5 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(select_request, module)?)?;
     module.add_function(wrap_pyfunction!(select_response, module)?)?;
     module.add_function(wrap_pyfunction!(select_result, module)?)?;
-    module.add_function(wrap_pyfunction!(prefill_result, module)?)?;
-    module.add_function(wrap_pyfunction!(free_result, module)?)
+    module.add_function(wrap_pyfunction!(number_result, module)?)
 }

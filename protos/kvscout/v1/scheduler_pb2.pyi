@@ -737,6 +737,7 @@ class FreeRequest(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -747,6 +748,8 @@ class FreeRequest(_message.Message):
     """Request id; required."""
     attempt_id: _builtins.int
     """Attempt; unset = 0."""
+    output_tokens: _builtins.int
+    """Tokens that it generated, for policies that learn how fast workers are; unset = unknown."""
     def __init__(
         self,
         *,
@@ -755,10 +758,11 @@ class FreeRequest(_message.Message):
         role: _types_pb2.Role.ValueType = ...,
         request_id: _builtins.str = ...,
         attempt_id: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "model", b"model", "request_id", b"request_id", "role", b"role", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "model", b"model", "output_tokens", b"output_tokens", "request_id", b"request_id", "role", b"role", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -856,8 +860,11 @@ class LifecycleOperation(_message.Message):
     ADD_OUTPUT_FIELD_NUMBER: _builtins.int
     FREE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Identifies the operation on this stream."""
+    output_tokens: _builtins.int
+    """Of free: tokens that the request generated, as in FreeRequest; unset = unknown."""
     @_builtins.property
     def select(self) -> Global___SelectRequest:
         """As Select."""
@@ -897,10 +904,11 @@ class LifecycleOperation(_message.Message):
         add_output: Global___AddOutputRequest | None = ...,
         free: Global___RequestRef | None = ...,
         renew: Global___RenewRequest | None = ...,
+        output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["add_output", b"add_output", "free", b"free", "operation", b"operation", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "select", b"select", "select_and_reserve", b"select_and_reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_output", b"add_output", "free", b"free", "id", b"id", "operation", b"operation", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "select", b"select", "select_and_reserve", b"select_and_reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_output", b"add_output", "free", b"free", "id", b"id", "operation", b"operation", "output_tokens", b"output_tokens", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "select", b"select", "select_and_reserve", b"select_and_reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["select", "select_and_reserve", "reserve", "prefill_complete", "add_output", "free", "renew"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015

@@ -11,16 +11,20 @@ Booking calls are not forwarded: a caller that books here has moved here.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import nats.errors
 from google.protobuf.message import DecodeError
 
-from kvscout.v1 import replication_pb2, scheduler_pb2
+from kvscout.v1 import replication_pb2
 from kvscout_common.errors import KvscoutError
-from kvscout_scheduler import translate
-from kvscout_scheduler.operations import carry_out_here
+from kvscout_scheduler.operation_messages import (
+    operation_from_proto,
+    operation_to_proto,
+    outcome_from_proto,
+    result_to_proto,
+)
+from kvscout_scheduler.operations import Operation, Outcome, Renew, Reserve, Select, carry_out
 from kvscout_scheduler.replication import Replication
 from kvscout_scheduler.request import RequestKey
 from kvscout_scheduler.scheduler import Scheduler
@@ -32,14 +36,6 @@ HOPS = 2
 """Owners asked: the one we know, and the one that took over from it meanwhile."""
 
 Post = Callable[[str, replication_pb2.ForwardedOperation, float], Awaitable[bytes]]
-
-_KEYS: Mapping[str, Callable[[Any, str], RequestKey]] = {
-    "prefill_complete": translate.key_from_proto,
-    "free": translate.key_from_proto,
-    "add_output": translate.key_from_proto,
-    "renew": lambda message, tenant: translate.key_from_proto(message.requests[0], message.tenant or tenant),
-}
-"""Operations on a booking that is there already."""
 
 
 class Forwarding:
@@ -61,98 +57,62 @@ class Forwarding:
         self._post = post
         self._under_way = 0
 
-    def concerns(self, operation: scheduler_pb2.LifecycleOperation, tenant: str) -> bool:
+    def concerns(self, operation: Operation) -> bool:
         """Whether an operation is on a request of another replica."""
-        if operation.WhichOneof("operation") == "renew":
-            return any(self._elsewhere(each, tenant) for each in _renewals(operation.renew))
-        return self._elsewhere(operation, tenant)
+        return any(map(self._away, _booked(operation)))
 
-    def _elsewhere(self, operation: scheduler_pb2.LifecycleOperation, tenant: str) -> bool:
-        kind = operation.WhichOneof("operation")
-        if kind is None or kind not in _KEYS:
-            return False
-        try:
-            key = _KEYS[kind](getattr(operation, kind), tenant)
-        except KvscoutError:
-            # Whoever carries it out says what is wrong with it.
-            return False
-        return self.away(key)
+    async def carry_out(self, operation: Operation) -> Outcome:
+        """Has an operation that `concerns` us carried out by its owner, else here."""
+        if not isinstance(operation, Renew):
+            return await self._carry_out(operation)
+        unknown = []
+        for place, attempt in enumerate(operation.attempts):
+            outcome = await self._carry_out(operation._replace(attempts=(attempt,)))
+            if isinstance(outcome, KvscoutError):
+                return outcome
+            if outcome:
+                unknown.append(place)
+        return unknown
 
-    def away(self, key: RequestKey) -> bool:
-        """Whether a request is another replica's."""
-        return self._replication.ownership.elsewhere(key) is not None
-
-    async def carry_out(
-        self, operation: scheduler_pb2.LifecycleOperation, tenant: str
-    ) -> scheduler_pb2.LifecycleResult:
-        """Has an operation carried out by its owner, else here.
-
-        Args:
-            operation: One that `concerns` us.
-            tenant: Of operations that name none.
-        """
-        if operation.WhichOneof("operation") == "renew":
-            return await self._renew(operation, tenant)
-        result = await self._ask(operation, tenant)
-        if result is None:
-            result = carry_out_here(self._scheduler, operation, tenant)
-        result.id = operation.id
-        return result
-
-    async def _renew(self, operation: scheduler_pb2.LifecycleOperation, tenant: str) -> scheduler_pb2.LifecycleResult:
-        result = scheduler_pb2.LifecycleResult(id=operation.id)
-        result.renew.SetInParent()
-        for index, each in enumerate(_renewals(operation.renew)):
-            answer = await self._ask(each, tenant) if self._elsewhere(each, tenant) else None
-            if answer is None:
-                answer = carry_out_here(self._scheduler, each, tenant)
-            if answer.code:
-                answer.id = operation.id
-                return answer
-            if answer.renew.unknown:
-                result.renew.unknown.append(index)
-        return result
-
-    async def _ask(
-        self, operation: scheduler_pb2.LifecycleOperation, tenant: str
-    ) -> scheduler_pb2.LifecycleResult | None:
-        """The owner's result; None = it is to be carried out here."""
-        kind = operation.WhichOneof("operation")
-        assert kind is not None
-        key = _KEYS[kind](getattr(operation, kind), tenant)
-        forward = replication_pb2.ForwardedOperation(operation=operation, tenant=tenant)
+    async def _carry_out(self, operation: Operation) -> Outcome:
+        """An operation on one request."""
+        (key,) = _booked(operation)
+        forward = replication_pb2.ForwardedOperation(operation=operation_to_proto(operation), tenant=key.tenant)
         for _ in range(HOPS):
             owner = self._replication.ownership.elsewhere(key)
             if owner is None or not self._replication.live(owner.replica_id) or self._under_way >= MAX_FORWARDS:
-                return None
+                break
             self._under_way += 1
             try:
                 payload = await self._post(owner.replica_id, forward, FORWARD_SECONDS)
                 answer = replication_pb2.ForwardedResult.FromString(payload)
             except (nats.errors.Error, TimeoutError, DecodeError):
                 self.unanswered += 1
-                return None
+                break
             finally:
                 self._under_way -= 1
             if answer.owner:
                 self.forwarded += 1
-                return answer.result
-        return None
+                return outcome_from_proto(operation, answer.result)
+        return carry_out(operation, self._scheduler)
 
     def answer(self, asked: replication_pb2.ForwardedOperation) -> replication_pb2.ForwardedResult:
         """Carries out what another replica forwards, unless it is yet another's."""
-        kind = asked.operation.WhichOneof("operation")
-        if kind not in _KEYS or self.concerns(asked.operation, asked.tenant):
+        try:
+            operation = operation_from_proto(asked.operation, asked.tenant)
+        except KvscoutError as error:
+            return replication_pb2.ForwardedResult(owner=True, result=result_to_proto(error, error))
+        if not _booked(operation) or self.concerns(operation):
             return replication_pb2.ForwardedResult(owner=False)
-        result = carry_out_here(self._scheduler, asked.operation, asked.tenant)
+        result = result_to_proto(operation, carry_out(operation, self._scheduler))
         return replication_pb2.ForwardedResult(owner=True, result=result)
 
+    def _away(self, key: RequestKey) -> bool:
+        return self._replication.ownership.elsewhere(key) is not None
 
-def _renewals(message: scheduler_pb2.RenewRequest) -> list[scheduler_pb2.LifecycleOperation]:
-    """A renewal of several requests as one of each."""
-    return [
-        scheduler_pb2.LifecycleOperation(
-            renew=scheduler_pb2.RenewRequest(tenant=message.tenant, requests=[ref], lease_seconds=message.lease_seconds)
-        )
-        for ref in message.requests
-    ]
+
+def _booked(operation: Operation) -> tuple[RequestKey, ...]:
+    """The bookings that an operation needs to be there already."""
+    if isinstance(operation, Select | Reserve):
+        return ()
+    return tuple(key for key, _ in operation.attempts) if isinstance(operation, Renew) else (operation.key,)

@@ -2,7 +2,7 @@
 
 ::
 
-    read ──▶ operations.py ──▶ results ──▶ one writer ──▶ caller
+    codec ──▶ operations.py ──▶ codec ──▶ one writer ──▶ caller
                   └── waits in line ──later──▲
 
 The stream is what an owner's bookings hang on: they outlive it by the grace time, in which the owner may come back and
@@ -13,22 +13,21 @@ heard of.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from kvscout.v1 import scheduler_pb2
-from kvscout_common import tracing
 from kvscout_common.errors import DeadlineExceeded, Draining, InvalidArgument, KvscoutError
 from kvscout_common.identity import current_identity
 from kvscout_common.plain_text import name_problem
 from kvscout_common.raw_messages import parse_message
 from kvscout_scheduler import translate
-from kvscout_scheduler.operations import MAX_OPERATIONS, Elsewhere, Operations
-from kvscout_scheduler.packed_operations import PackedOperations
+from kvscout_scheduler.operation_messages import MAX_OPERATIONS, Codec, MessageCodec, Read
+from kvscout_scheduler.operations import Elsewhere, Operation, Operations, Outcome
+from kvscout_scheduler.packed_operations import codec_for
 from kvscout_scheduler.pulse import Pulse
 from kvscout_scheduler.request import OwnerName
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.traces import traces_of
 
 MAX_RESULTS = 16 * MAX_OPERATIONS
 """Results that wait for a slow caller; above, nothing more is read from it."""
@@ -58,19 +57,12 @@ class LifecycleRpc:
         self._ending: dict[asyncio.Task[Any], KvscoutError] = {}
         """Readers that are cancelled by us, and why."""
 
-    async def Lifecycle(self, request_iterator: AsyncIterator[scheduler_pb2.LifecycleRequest], context: Any) -> None:
-        await self._lifecycle(request_iterator, context, packed=False)
-
-    async def lifecycle_of_bytes(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        """The same over serialised messages."""
-        await self._lifecycle(messages, context, packed=True)
-
-    async def _lifecycle(self, request_iterator: AsyncIterator[Any], context: Any, *, packed: bool) -> None:
-        read = (lambda message: parse_message(scheduler_pb2.LifecycleRequest, message)) if packed else _itself
-        message = await anext(request_iterator, None)
+    async def Lifecycle(self, messages: AsyncIterator[bytes], context: Any) -> None:
+        """Over serialised messages."""
+        message = await anext(messages, None)
         if message is None:
             return
-        first = read(message)
+        first = parse_message(scheduler_pb2.LifecycleRequest, message)
         if not first.HasField("hello"):
             raise InvalidArgument("the first message of a stream names its owner", field="hello")
         if problem := name_problem(first.hello.owner_id):
@@ -79,13 +71,12 @@ class LifecycleRpc:
         patience = _patience_seconds(first.hello)
         in_flight = [(translate.key_from_proto(ref, first.tenant), ref.attempt_id) for ref in first.hello.in_flight]
         session, unknown = scheduler.connect_owner(owner, in_flight, first.hello.opened_unix_us)
-        outbox = _Outbox(draining=scheduler.draining, packed=packed)
+        codec = codec_for(first.tenant, current_identity().tenant)
+        outbox = _Outbox(codec, draining=scheduler.draining)
         outbox.next.unknown_in_flight.extend(translate.key_to_proto(*name) for name in unknown)
         # Even an empty answer tells the owner that it is known: its bookings are safe from here on.
         outbox.news.set()
-        operations = Operations(scheduler, owner, first.tenant, outbox.put, self._elsewhere)
-        caller_tenant = current_identity().tenant
-        fast = PackedOperations(scheduler, first.tenant, caller_tenant, operations, self._elsewhere)
+        operations = Operations(scheduler, owner, outbox.put, self._elsewhere)
         self._streams.add(outbox)
         writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner}")
         reader = asyncio.current_task()
@@ -93,18 +84,12 @@ class LifecycleRpc:
         self._readers.add(reader)
         pulse = Pulse(patience, lambda silent: self._end(reader, silent))
         try:
-            operations.carry_out(first.operations, outbox.next.results)
-            async for message in request_iterator:
+            outbox.results += carry_out_all(operations, codec, MessageCodec(first.tenant).operations(first))
+            async for message in messages:
                 pulse.beat()
-                if tracing.enabled():
-                    operations.traces = traces_of(read(message))
-                if not (packed and fast.carry_out(message, outbox.packed)):
-                    request = read(message)
-                    if request.HasField("hello"):
-                        raise InvalidArgument("comes first, once", field="hello")
-                    operations.carry_out(request.operations, outbox.next.results)
+                outbox.results += carry_out_all(operations, codec, codec.read(message))
                 outbox.news.set()
-                if len(outbox.next.results) + len(outbox.packed) > MAX_RESULTS:
+                if len(outbox.results) > MAX_RESULTS:
                     await outbox.room()
             await operations.answered()
             await outbox.flushed()
@@ -145,19 +130,19 @@ class LifecycleRpc:
 class _Outbox:
     """What one stream has still to send."""
 
-    def __init__(self, *, draining: bool, packed: bool) -> None:
+    def __init__(self, codec: Codec, *, draining: bool) -> None:
         self.next = scheduler_pb2.LifecycleResponse(draining=draining)
-        """What goes out next."""
-        self.packed: list[bytes] = []
-        """Further parts of it, serialised; only where messages are."""
-        self._write_packed = packed
+        """What goes out next, beside results."""
+        self.results: list[bytes] = []
+        """Serialised."""
+        self._codec = codec
         self.news = asyncio.Event()
         self._sent = asyncio.Event()
         self._writing = False
 
-    def put(self, result: scheduler_pb2.LifecycleResult) -> None:
+    def put(self, number: int, operation: Operation, outcome: Outcome) -> None:
         """Adds a result that came later."""
-        self.next.results.append(result)
+        self.results.append(self._codec.write(number, operation, outcome))
         self.news.set()
 
     async def write_to(self, context: Any) -> None:
@@ -166,10 +151,10 @@ class _Outbox:
             await self.news.wait()
             self.news.clear()
             message, self.next = self.next, scheduler_pb2.LifecycleResponse()
-            parts, self.packed = self.packed, []
+            results, self.results = self.results, []
             self._writing = True
             # Messages in a row are one message: fields that are repeated add up.
-            await context.write(b"".join((message.SerializeToString(), *parts)) if self._write_packed else message)
+            await context.write(b"".join((message.SerializeToString(), *results)))
             self._writing = False
             self._sent.set()
 
@@ -192,5 +177,11 @@ def _patience_seconds(hello: scheduler_pb2.LifecycleHello) -> float:
     return hello.heartbeat_ms / 1000 * MISSED_HEARTBEATS
 
 
-def _itself(message: scheduler_pb2.LifecycleRequest) -> scheduler_pb2.LifecycleRequest:
-    return message
+def carry_out_all(operations: Operations, codec: Codec, asked: Iterable[Read]) -> list[bytes]:
+    """Carries out the operations of a message, in order; returns the results of those that do not wait."""
+    results = []
+    for number, operation in asked:
+        outcome = operation if isinstance(operation, KvscoutError) else operations.carry_out(number, operation)
+        if outcome is not None:
+            results.append(codec.write(number, operation, outcome))
+    return results

@@ -19,9 +19,8 @@ from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps, PackedOverlaps
 if TYPE_CHECKING or native_available():
     import kvscout_native
     from kvscout_native import (
-        free_result,
         lifecycle_operations,
-        prefill_result,
+        number_result,
         select_request,
         select_response,
         select_result,
@@ -29,10 +28,9 @@ if TYPE_CHECKING or native_available():
 
 __all__ = [
     "NativeLoad",
-    "free_result",
     "lifecycle_operations",
     "make_load",
-    "prefill_result",
+    "number_result",
     "select_request",
     "select_response",
     "select_result",

@@ -18,19 +18,26 @@ from kvscout_common.pages import page_token, read_page_token
 from kvscout_common.raw_messages import parse_message
 from kvscout_common.registry import ALL_TENANTS, Registry
 from kvscout_common.registry_tasks import Backends
-from kvscout_common.request_names import reference_of
 from kvscout_common.service_info import service_info
-from kvscout_common.statuses import from_status
 from kvscout_common.worker import DEFAULT_TENANT, Role
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
 from kvscout_common.worker_rpcs import WorkerRpcs
 from kvscout_scheduler import native_load, translate
 from kvscout_scheduler.booking import ListPlace
-from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.lifecycle_rpc import LifecycleRpc
-from kvscout_scheduler.packed_operations import columns_of, selection_of
-from kvscout_scheduler.request import RequestKey, SelectionRequest
+from kvscout_scheduler.operation_messages import (
+    answer_to_proto,
+    complete_from_proto,
+    free_from_proto,
+    output_from_proto,
+    renew_from_proto,
+    reserve_from_proto,
+    select_from_proto,
+)
+from kvscout_scheduler.operations import Operation, Operations, Outcome, Reserve, Select
+from kvscout_scheduler.packed_operations import columns_of, select_of
+from kvscout_scheduler.request import RequestKey
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.thresholds import BusyThresholds
 from kvscout_scheduler.traces import tell
@@ -42,8 +49,6 @@ if TYPE_CHECKING:
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
 DEFAULT_PAGE_SIZE = 1_000
 MAX_PAGE_SIZE = 10_000
-
-_STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 # Lifecycle writes to its context itself, which grpc allows and its stubs do not know.
@@ -70,7 +75,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         """Adds itself to a server, with raw bytes where messages are large or many."""
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Lifecycle": grpc.stream_stream_rpc_method_handler(self.lifecycle_of_bytes),
+            "Lifecycle": grpc.stream_stream_rpc_method_handler(self.Lifecycle),
             "SelectAndReserve": grpc.unary_unary_rpc_method_handler(self.select_and_reserve_of_bytes),
         }
         # A method that is registered again is taken from its last registration.
@@ -80,111 +85,79 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         """Requests active on a worker."""
         return self._scheduler.list_active_requests(tenant, worker_id=worker_id, limit=0)[1]
 
-    async def Select(self, request: scheduler_pb2.SelectRequest, context: Any) -> scheduler_pb2.SelectResponse:
-        wanted = translate.selection_from_proto(request)
-        decision = self._scheduler.select(wanted)
-        tell(tracing.current(), wanted, decision)
-        return translate.decision_to_proto(decision)
+    async def Select(self, request: scheduler_pb2.SelectRequest, context: Any) -> Any:
+        return await self._one(select_from_proto(request, books=False), context)
 
-    async def SelectAndReserve(
-        self, request: scheduler_pb2.SelectRequest, context: Any
-    ) -> scheduler_pb2.SelectResponse:
-        wanted = translate.selection_from_proto(request)
-        decision = await self._reserved(wanted, request.lease_seconds)
-        self._undo_if_undelivered(context, wanted.key, wanted.attempt_id)
-        return translate.decision_to_proto(decision)
+    async def SelectAndReserve(self, request: scheduler_pb2.SelectRequest, context: Any) -> Any:
+        return await self._one(select_from_proto(request, books=True), context)
 
     async def select_and_reserve_of_bytes(self, request: bytes, context: Any) -> bytes:
         """`SelectAndReserve` over serialised messages."""
         read = native_load.select_request(request) if native_available() else None
         if read is None:
             message = parse_message(scheduler_pb2.SelectRequest, request)
-            return (await self.SelectAndReserve(message, context)).SerializeToString()
-        wanted, lease_seconds = selection_of(read), read[9]
-        current_identity().require_tenant(wanted.tenant)
-        decision = await self._reserved(wanted, lease_seconds)
-        self._undo_if_undelivered(context, wanted.key, wanted.attempt_id)
-        return native_load.select_response(columns_of(decision))
+            response: scheduler_pb2.SelectResponse = await self.SelectAndReserve(message, context)
+            return response.SerializeToString()
+        operation = select_of(read)
+        current_identity().require_tenant(operation.wanted.tenant)
+        return native_load.select_response(columns_of(await self._outcome(operation, context)))
 
-    async def _reserved(self, wanted: SelectionRequest, lease_seconds: float) -> Decision:
-        """The decision, once there is room; a caller that goes away meanwhile leaves nothing."""
-        decided: asyncio.Future[Decision | KvscoutError] = asyncio.get_running_loop().create_future()
-        answer = decided.set_result
-        self._scheduler.reserve_or_wait(wanted, answer, lease_seconds=lease_seconds)
-        try:
-            outcome = decided.result() if decided.done() else await asyncio.shield(decided)
-        except asyncio.CancelledError:
-            if decided.done():
-                self._scheduler.undelivered(wanted.key, wanted.attempt_id)
-            self._scheduler.abandon(wanted.key, wanted.attempt_id, answer)
-            raise
-        tell(tracing.current(), wanted, outcome)
-        if isinstance(outcome, KvscoutError):
-            raise outcome
-        return outcome
+    async def Reserve(self, request: scheduler_pb2.ReserveRequest, context: Any) -> Any:
+        return await self._one(reserve_from_proto(request), context)
 
-    async def Reserve(self, request: scheduler_pb2.ReserveRequest, context: Any) -> scheduler_pb2.ReserveResponse:
-        wanted = translate.reserve_from_proto(request)
-        uncached = self._scheduler.reserve(wanted, lease_seconds=request.lease_seconds)
-        self._undo_if_undelivered(context, wanted.key, wanted.attempt_id)
-        return scheduler_pb2.ReserveResponse(uncached_tokens=uncached)
+    async def MarkPrefillComplete(self, request: scheduler_pb2.MarkPrefillCompleteRequest, context: Any) -> Any:
+        return await self._one(complete_from_proto(request), context)
 
-    def _undo_if_undelivered(self, context: Any, key: RequestKey, attempt_id: int) -> None:
-        """Takes a booking back if its call ends (deadline, caller gone) before the answer is out."""
+    async def AddOutput(self, request: scheduler_pb2.AddOutputRequest, context: Any) -> Any:
+        return await self._one(output_from_proto(request), context)
 
-        def done(ended: Any) -> None:
-            # grpc says `cancelled` only of what the server itself cancelled; `done` is that a status was sent.
-            if not ended.done():
-                self._scheduler.undelivered(key, attempt_id)
+    async def Free(self, request: scheduler_pb2.FreeRequest, context: Any) -> Any:
+        return await self._one(free_from_proto(request, output_tokens=request.output_tokens), context)
 
-        context.add_done_callback(done)
+    async def Renew(self, request: scheduler_pb2.RenewRequest, context: Any) -> Any:
+        return await self._one(renew_from_proto(request), context)
 
-    async def MarkPrefillComplete(
-        self, request: scheduler_pb2.MarkPrefillCompleteRequest, context: Any
-    ) -> scheduler_pb2.MarkPrefillCompleteResponse:
-        result = await self._from_owner(prefill_complete=reference_of(request))
-        if result is not None:
-            return result.prefill_complete
-        changed = self._scheduler.mark_prefill_complete(translate.key_from_proto(request), request.attempt_id)
-        return scheduler_pb2.MarkPrefillCompleteResponse(changed=changed)
+    async def _one(self, operation: Operation, context: Any) -> Any:
+        return answer_to_proto(operation, await self._outcome(operation, context))
 
-    async def AddOutput(self, request: scheduler_pb2.AddOutputRequest, context: Any) -> scheduler_pb2.AddOutputResponse:
-        result = await self._from_owner(add_output=request)
-        if result is not None:
-            return result.add_output
-        key = translate.key_from_proto(request)
-        output = self._scheduler.add_output(key, request.blocks, request.attempt_id)
-        return scheduler_pb2.AddOutputResponse(output_blocks=output)
-
-    async def Free(self, request: scheduler_pb2.FreeRequest, context: Any) -> scheduler_pb2.FreeResponse:
-        result = await self._from_owner(free=reference_of(request))
-        if result is not None:
-            return result.free
-        return translate.outcome_to_proto(self._scheduler.free(translate.key_from_proto(request), request.attempt_id))
-
-    async def Renew(self, request: scheduler_pb2.RenewRequest, context: Any) -> scheduler_pb2.RenewResponse:
-        result = await self._from_owner(renew=request)
-        if result is not None:
-            return result.renew
-        return translate.renew(self._scheduler, request)
-
-    def _replica_warnings(self) -> list[str]:
-        return self._replicas.link.warnings() if self._replicas is not None else []
-
-    async def _from_owner(self, **operation: Any) -> scheduler_pb2.LifecycleResult | None:
-        """The result of an operation on a request of another replica; None = it is not, carry it out here.
+    async def _outcome(self, operation: Operation, context: Any) -> Any:
+        """What comes of a call, a stream of one operation, be it later; a caller that goes away meanwhile, or does not
+        get the answer (deadline, connection), leaves nothing booked.
 
         Raises:
             KvscoutError: What came of it.
         """
-        asked = scheduler_pb2.LifecycleOperation(**operation)
-        if self._forwarding is None or not self._forwarding.concerns(asked, DEFAULT_TENANT):
-            return None
-        result = await self._forwarding.carry_out(asked, DEFAULT_TENANT)
-        if result.code:
-            soon = result.retry_after_seconds if result.HasField("retry_after_seconds") else None
-            raise from_status(_STATUS[result.code], result.message, retry_after_seconds=soon)
-        return result
+        decided: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        operations = Operations(self._scheduler, None, lambda *later: decided.set_result(later[-1]), self._forwarding)
+        booked = _booked_by(operation)
+        if isinstance(operation, Select):
+            # The span of the call is there.
+            operation = operation._replace(traceparent="")
+        try:
+            outcome: Any = operations.carry_out(0, operation)
+            if outcome is None:
+                outcome = await asyncio.shield(decided)
+        except asyncio.CancelledError:
+            if booked is not None and decided.done():
+                self._scheduler.undelivered(*booked)
+            operations.close()
+            raise
+        if isinstance(operation, Select):
+            tell(tracing.current(), operation.wanted, outcome)
+        if isinstance(outcome, KvscoutError):
+            raise outcome
+        if booked is not None:
+
+            def done(ended: Any) -> None:
+                # grpc says `cancelled` only of what the server itself cancelled; `done` is that a status was sent.
+                if not ended.done():
+                    self._scheduler.undelivered(*booked)
+
+            context.add_done_callback(done)
+        return outcome
+
+    def _replica_warnings(self) -> list[str]:
+        return self._replicas.link.warnings() if self._replicas is not None else []
 
     async def GetReplicas(
         self, request: scheduler_pb2.GetReplicasRequest, context: Any
@@ -341,6 +314,16 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             expired=dict(stats.ended),
             policies=self._scheduler.policies.names,
         )
+
+
+def _booked_by(operation: Operation) -> tuple[RequestKey, int] | None:
+    """Request and attempt that an operation books."""
+    match operation:
+        case Select(wanted, True):
+            return wanted.key, wanted.attempt_id
+        case Reserve(wanted):
+            return wanted.key, wanted.attempt_id
+    return None
 
 
 def _thresholds(tenant: str, model: str, thresholds: BusyThresholds) -> types_pb2.BusyThresholds:

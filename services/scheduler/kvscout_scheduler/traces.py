@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from kvscout.v1 import scheduler_pb2
 from kvscout_common import tracing
 from kvscout_common.errors import KvscoutError
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.request import SelectionRequest
 
 
-def traces_of(message: scheduler_pb2.LifecycleRequest) -> Mapping[int, str]:
-    """Traces that the operations of a message are part of, by their ids."""
-    found = {}
-    for operation in message.operations:
-        kind = operation.WhichOneof("operation")
-        if kind in ("select", "select_and_reserve") and (told := getattr(operation, kind).traceparent):
-            found[operation.id] = told
-    return found
-
-
-def traced(rpc: str, traceparent: str | None) -> tracing.Span:
+def traced(rpc: str, traceparent: str) -> tracing.Span:
     """The span of an operation that is part of a trace; nothing of one that is not."""
     if not traceparent:
         return tracing.NOTHING

@@ -21,7 +21,7 @@ from kvscout_scheduler.request import (
     SelectionRequest,
     pack_hashes,
 )
-from kvscout_scheduler.scheduler import Scheduler, WorkerLoad
+from kvscout_scheduler.scheduler import WorkerLoad
 
 _OUTCOMES = {
     FreeOutcome.FREED: scheduler_pb2.FREE_OUTCOME_FREED,
@@ -186,26 +186,6 @@ def key_from_proto(message: NamesRequest, outer_tenant: str = "") -> RequestKey:
     return RequestKey(tenant, message.model, role_from_proto(message.role), message.request_id)
 
 
-def renew(
-    scheduler: Scheduler, message: scheduler_pb2.RenewRequest, outer_tenant: str = ""
-) -> scheduler_pb2.RenewResponse:
-    """Renews the leases that a message names.
-
-    Raises:
-        InvalidArgument: If it names none, or one that cannot be read.
-    """
-    if not message.requests:
-        raise InvalidArgument("names no request", field="requests")
-    keys = [(key_from_proto(ref, message.tenant or outer_tenant), ref.attempt_id) for ref in message.requests]
-    return scheduler_pb2.RenewResponse(
-        unknown=[
-            index
-            for index, (key, attempt_id) in enumerate(keys)
-            if not scheduler.renew(key, attempt_id, lease_seconds=message.lease_seconds)
-        ]
-    )
-
-
 def key_to_proto(key: RequestKey, attempt_id: int) -> scheduler_pb2.RequestRef:
     """The name of a booking."""
     return scheduler_pb2.RequestRef(
@@ -220,6 +200,11 @@ def key_to_proto(key: RequestKey, attempt_id: int) -> scheduler_pb2.RequestRef:
 def outcome_to_proto(outcome: FreeOutcome) -> scheduler_pb2.FreeResponse:
     """What a Free did."""
     return scheduler_pb2.FreeResponse(outcome=_OUTCOMES[outcome])
+
+
+def outcome_from_proto(message: scheduler_pb2.FreeResponse) -> FreeOutcome:
+    """What a Free did at another replica; one that is not known here did nothing."""
+    return next((each for each, number in _OUTCOMES.items() if number == message.outcome), FreeOutcome.UNKNOWN)
 
 
 def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
