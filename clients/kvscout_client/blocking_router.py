@@ -190,10 +190,18 @@ class BlockingRouter(BlockingRouterBase):
         )
 
     def free(
-        self, request_id: str, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
+        self,
+        request_id: str,
+        *,
+        model: str = "",
+        attempt_id: int = 0,
+        role: Role = Role.AGGREGATED,
+        output_tokens: int = 0,
     ) -> FreeOutcome:
         """See `Router.free`."""
-        return self._answer(self._router.free(request_id, model=model, attempt_id=attempt_id, role=role))
+        return self._answer(
+            self._router.free(request_id, model=model, attempt_id=attempt_id, role=role, output_tokens=output_tokens)
+        )
 
     def renew(
         self,

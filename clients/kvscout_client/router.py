@@ -339,15 +339,30 @@ class Router:
         return answer.changed
 
     async def free(
-        self, request_id: str, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
+        self,
+        request_id: str,
+        *,
+        model: str = "",
+        attempt_id: int = 0,
+        role: Role = Role.AGGREGATED,
+        output_tokens: int = 0,
     ) -> FreeOutcome:
-        """Ends a booked request, named as it was booked; one that is unknown or freed is no error."""
+        """Ends a booked request, named as it was booked; one that is unknown or freed is no error.
+
+        Args:
+            request_id: The request.
+            model: "" = that of the router.
+            attempt_id: As it was booked.
+            role: As it was booked.
+            output_tokens: That it generated, for policies that learn how fast workers are; 0 = unknown.
+        """
         request = scheduler_pb2.FreeRequest(
             model=model or self._model,
             tenant=self._tenant,
             role=role_to_proto(role),
             request_id=request_id,
             attempt_id=attempt_id,
+            output_tokens=output_tokens,
         )
         return decode.free_outcome(await self._calls.unary(self._stub.Free, request, repeatable=True))
 

@@ -14,6 +14,23 @@ NamesRequest: TypeAlias = (
 )
 
 
+def free_request(ref: scheduler_pb2.RequestRef, output_tokens: int = 0) -> scheduler_pb2.FreeRequest:
+    """What frees a request.
+
+    Args:
+        ref: Its name.
+        output_tokens: That it generated; 0 = unknown.
+    """
+    return scheduler_pb2.FreeRequest(
+        model=ref.model,
+        tenant=ref.tenant,
+        role=ref.role,
+        request_id=ref.request_id,
+        attempt_id=ref.attempt_id,
+        output_tokens=output_tokens,
+    )
+
+
 def reference_of(message: NamesRequest) -> scheduler_pb2.RequestRef:
     """The reference to the request that a message names."""
     return scheduler_pb2.RequestRef(

@@ -336,7 +336,7 @@ async def test_workers_are_registered_listed_drained_kept_and_removed(router: Ro
 
 
 async def test_loads_and_status_are_typed(router: Router, gateway: FakeGateway) -> None:
-    (load,) = await router.potential_loads([1, 2])
+    (load,) = await router.potential_loads([1, 2], role=Role.DECODE)
     assert (load.worker, load.potential_prefill_tokens, load.busy) == (WorkerRank("w0", 0), 64, True)
     assert list(gateway.last.token_ids) == [1, 2]
     status = await router.status()

@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from scheduler_builders import ManualClock, key, loads, request, reserve, scheduler, worker
+from grpc_server import serving
+from scheduler_builders import MODEL, ManualClock, key, loads, request, reserve, scheduler, worker
 
+from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
+from kvscout_common.config import ServerConfig
+from kvscout_common.registry import Registry
+from kvscout_common.registry_tasks import Backends
 from kvscout_scheduler.active_load import ReferenceLoad
 from kvscout_scheduler.booking import FreeOutcome
 from kvscout_scheduler.candidates import Candidates
@@ -16,6 +21,7 @@ from kvscout_scheduler.facts import End, Facts
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.servicer import SchedulerServicer
 
 
 class Listening(Kv):
@@ -101,3 +107,14 @@ def test_a_policy_that_fails_when_it_is_told_disturbs_nobody(caplog: pytest.LogC
     made.check_invariants()
     (record,) = caplog.records
     assert "failed when it was told: booked" in record.getMessage()
+
+
+async def test_a_free_by_itself_tells_the_tokens_of_its_request() -> None:
+    made, policy, clock = listening()
+    registry = Registry(clock)
+    servicer = SchedulerServicer(made, registry, Backends(registry, ServerConfig()))
+    async with serving(servicer.add_to) as channel:
+        reserve(made, "r", "w", isl=10)
+        stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+        await stub.Free(scheduler_pb2.FreeRequest(model=MODEL, request_id="r", output_tokens=9), timeout=10)
+    assert policy.told[-1] == ("ended", "r", End(True, 9), 100.0)

@@ -42,14 +42,14 @@ class Fanout:
         """
         return await self._wherever_booked(lambda stub: stub.prefill_complete, ref, lambda _: True)
 
-    async def free(self, ref: scheduler_pb2.RequestRef) -> scheduler_pb2.FreeResponse:
+    async def free(self, request: scheduler_pb2.FreeRequest) -> scheduler_pb2.FreeResponse:
         """Ends a request that Route booked, at whichever scheduler has it.
 
         Raises:
             HelperDown: None that answers has it, and not all answer.
         """
         return await self._wherever_booked(
-            lambda stub: stub.free, ref, lambda answer: answer.outcome != scheduler_pb2.FREE_OUTCOME_UNKNOWN
+            lambda stub: stub.free, request, lambda answer: answer.outcome != scheduler_pb2.FREE_OUTCOME_UNKNOWN
         )
 
     async def add_output(self, request: scheduler_pb2.AddOutputRequest) -> scheduler_pb2.AddOutputResponse:

@@ -22,6 +22,10 @@ OPENAI, SGLANG = Dialect.OPENAI, Dialect.SGLANG
         (OPENAI, {}, None),
         (SGLANG, {"prompt_tokens": 9, "cached_tokens": 0}, Usage(9, 0)),
         (SGLANG, {"prompt_tokens": 9}, Usage(9, None)),
+        (SGLANG, {"prompt_tokens": 9, "completion_tokens": 7}, Usage(9, None, 7)),
+        (OPENAI, {"prompt_tokens": 9, "completion_tokens": 7}, Usage(9, None, 7)),
+        (OPENAI, {"prompt_tokens": 9, "completion_tokens": -1}, Usage(9, None)),
+        (OPENAI, {"prompt_tokens": 9, "completion_tokens": 10**30}, Usage(9, None)),
     ],
 )
 def test_what_is_not_said_is_unknown_not_zero(dialect: Dialect, account: dict[str, Any], usage: Usage | None) -> None:

@@ -44,6 +44,8 @@ class Helpers:
     def __init__(self) -> None:
         self.urls: list[str] = []
         self.log: list[str] = []
+        self.output_tokens: list[int] = []
+        """Of what was freed."""
         self.open: set[int] = set()
 
     def spec(self, index: int) -> WorkerSpec:
@@ -86,7 +88,8 @@ class Helpers:
     def mark_prefill_complete(self, booking: Booking) -> None:
         self.log.append("prefilled")
 
-    def free(self, booking: Booking) -> None:
+    def free(self, booking: Booking, output_tokens: int) -> None:
+        self.output_tokens.append(output_tokens)
         self.open.remove(booking.ref.attempt_id)
 
     async def freed(self, booking: Booking) -> None:
@@ -192,6 +195,7 @@ async def test_a_leg_is_booked_sent_told_of_its_first_token_and_freed(world: Wor
     client = await world.run()
     assert client.token_ids == [1, 2]
     assert world.helpers.log == ["book aggregated w0", "send w0", "prefilled"]
+    assert world.helpers.output_tokens == [2]
 
 
 async def test_what_fails_before_the_client_has_a_byte_is_tried_elsewhere(world: World, serve: Any) -> None:

@@ -1,4 +1,4 @@
-"""What engines say of the tokens of a prompt, in each dialect. Pure."""
+"""What engines say of the tokens of a request, in each dialect. Pure."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ from typing import Any, NamedTuple
 
 from kvscout_common.transport.http import Dialect
 
+MAX_OUTPUT_TOKENS = 2**31
+"""More is no number of tokens."""
+
 
 class Usage(NamedTuple):
-    """What an engine says of a prompt."""
+    """What an engine says of a request."""
 
     prompt_tokens: int
     cached_tokens: int | None
     """None = it does not say."""
+    output_tokens: int = 0
+    """0 = it does not say."""
 
 
 def usage_of_stream(dialect: Dialect, account: Mapping[str, Any]) -> Usage | None:
     """Reads what `StreamReport.usage` holds; None = it says nothing of the prompt."""
-    prompt, cached = account.get("prompt_tokens"), account.get("cached_tokens")
+    prompt, cached, output = (account.get(f"{what}_tokens") for what in ("prompt", "cached", "completion"))
     if dialect is Dialect.OPENAI:
         details = account.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
     if not isinstance(prompt, int):
         return None
-    return Usage(prompt, cached if isinstance(cached, int) else None)
+    told = output if isinstance(output, int) and 0 < output <= MAX_OUTPUT_TOKENS else 0
+    return Usage(prompt, cached if isinstance(cached, int) else None, told)
 
 
 def usage_of_answer(dialect: Dialect, document: Mapping[str, Any]) -> Usage | None:

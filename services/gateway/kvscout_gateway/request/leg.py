@@ -205,15 +205,20 @@ class Leg:
         assert self._call is not None
         return self._told(await self._call.read(answer, MAX_ANSWER_BYTES))
 
-    def first_output(self) -> None:
-        """Output begins. A second call does nothing."""
+    def first_output(self, *, at_once: bool = False) -> None:
+        """Output begins. A second call does nothing.
+
+        Args:
+            at_once: All of it is here. When the prefill was over nobody knows; the Free that follows implies it.
+        """
         if self.has_output:
             return
         self.has_output = True
         self._means.health.ran(self.key)
         self._on_output()
         self._metrics.first_token(self._means.clock() - self._started)
-        self.prefill_over()
+        if not at_once:
+            self.prefill_over()
 
     def prefill_over(self) -> None:
         """Its prompt is computed, as far as anybody knows."""
@@ -260,7 +265,13 @@ class Leg:
         if self._relayed is not None and (report := self._relayed.report).outputs > 1:
             self._observe_itl(report)
         if self.placement.booking is not None:
-            self._means.bookings.free(self.placement.booking)
+            self._means.bookings.free(self.placement.booking, self._output_tokens)
+
+    @property
+    def _output_tokens(self) -> int:
+        """Tokens that were generated, as its engine says, else as they were counted; 0 = unknown."""
+        counted = self._relayed.report.tokens if self._relayed is not None else 0
+        return (self.usage.output_tokens if self.usage is not None else 0) or counted
 
     def _end_call(self) -> None:
         if self._answer is not None:
@@ -279,7 +290,7 @@ class Leg:
         assert self._call is not None
         body = await self._call.read(answer, MAX_ANSWER_BYTES)
         document = self._told(body)
-        self.first_output()
+        self.first_output(at_once=True)
         await sink.write(body)
         self.ended(usage_of_answer(dialect, document))
 

@@ -40,6 +40,8 @@ class Booking:
     """Its first token is out."""
     prefill_told: bool = False
     """And the scheduler knows."""
+    output_tokens: int = 0
+    """That were generated until it was freed; 0 = unknown."""
     elsewhere: list[SchedulerMember] = field(default_factory=list)
     """Schedulers that had it before, with leases that have not ended."""
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import KvscoutError
+from kvscout_common.request_names import free_request
 from kvscout_gateway.failover import is_member_fault
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.scheduler_client.booking import Booking, SchedulerMember, Schedulers
@@ -121,7 +122,7 @@ class Bookings:
             self._tell_prefill(booking)
         else:
             # It ended meanwhile. If the stream ends before this comes, the next hello does not list it.
-            member.stub.tell("free", booking.ref)
+            member.stub.tell("free", booking.ref, booking.output_tokens)
 
     def mark_prefill_complete(self, booking: Booking) -> None:
         """Reports the first token; returns at once."""
@@ -130,10 +131,16 @@ class Bookings:
             if not self._tell_prefill(booking) and booking.scheduler is not None:
                 self._report(booking, self._prefill_complete(booking, booking.scheduler))
 
-    def free(self, booking: Booking) -> None:
-        """Frees a booking; returns at once. A second call does nothing."""
+    def free(self, booking: Booking, output_tokens: int = 0) -> None:
+        """Frees a booking; returns at once. A second call does nothing.
+
+        Args:
+            booking: Which.
+            output_tokens: That were generated; 0 = unknown.
+        """
         if booking not in self._open:
             return
+        booking.output_tokens = output_tokens
         self._open.remove(booking)
         for member in booking.elsewhere:
             self.free_lost(Booking(booking.ref, member))
@@ -141,7 +148,8 @@ class Bookings:
             return
         before = self._reports.get(booking)
         # One that is under way by a unary call could be overtaken by the stream; operations of one stream keep order.
-        operation = None if isinstance(before, asyncio.Task) else booking.scheduler.stub.tell("free", booking.ref)
+        stub = booking.scheduler.stub
+        operation = None if isinstance(before, asyncio.Task) else stub.tell("free", booking.ref, output_tokens)
         if operation is None:
             self._report(booking, self._free(booking))
             return
@@ -278,7 +286,8 @@ class Bookings:
 
     async def _free_at(self, scheduler: SchedulerMember, booking: Booking) -> KvscoutError | None:
         try:
-            await scheduler.call(lambda stub: stub.free, booking.ref, self._timeout)
+            request = free_request(booking.ref, booking.output_tokens)
+            await scheduler.call(lambda stub: stub.free, request, self._timeout)
         except KvscoutError as error:
             return error
         return None

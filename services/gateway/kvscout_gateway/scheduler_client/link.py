@@ -28,6 +28,7 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from kvscout_common.request_names import free_request
 from kvscout_common.statuses import from_status
 from kvscout_common.wire_fields import number_field
 from kvscout_gateway.failover import is_member_fault
@@ -113,7 +114,7 @@ class SchedulerLink(_Stub):
         read = scheduler_pb2.SelectResponse.FromString
         self._select: Any = channel.unary_unary(f"/{SERVICE}/Select", response_deserializer=read)
         self._select_and_reserve: Any = channel.unary_unary(f"/{SERVICE}/SelectAndReserve", response_deserializer=read)
-        # Their fields are those of the reference that names the request.
+        # Its fields are those of the reference that names the request.
         self._prefill_complete: Any = channel.unary_unary(
             f"/{SERVICE}/MarkPrefillComplete",
             request_serializer=scheduler_pb2.RequestRef.SerializeToString,
@@ -121,7 +122,7 @@ class SchedulerLink(_Stub):
         )
         self._free: Any = channel.unary_unary(
             f"/{SERVICE}/Free",
-            request_serializer=scheduler_pb2.RequestRef.SerializeToString,
+            request_serializer=scheduler_pb2.FreeRequest.SerializeToString,
             response_deserializer=scheduler_pb2.FreeResponse.FromString,
         )
         self._stream: LifecycleStream | None = None
@@ -162,10 +163,10 @@ class SchedulerLink(_Stub):
             self._messages += stream.messages
         return stream
 
-    def tell(self, kind: str, message: Any) -> Operation | None:
+    def tell(self, kind: str, message: Any, output_tokens: int = 0) -> Operation | None:
         """Sends an operation over the stream for whose answer nobody waits; None = there is no stream."""
         stream = self.stream
-        return stream.tell(kind, message, awaited=False) if stream is not None else None
+        return stream.tell(kind, message, awaited=False, output_tokens=output_tokens) if stream is not None else None
 
     async def place(self, asking: Asking, *, timeout: float) -> Reserved:
         """Select, or SelectAndReserve.
@@ -184,7 +185,7 @@ class SchedulerLink(_Stub):
             if not asking.books:
                 return Reserved(await self._ask("select", asking.message(), timeout, self._select), leased=False)
             if asking.given_up:
-                await asyncio.gather(*(self.free(ref, timeout=timeout) for ref in asking.given_up))
+                await asyncio.gather(*(self.free(free_request(ref), timeout=timeout) for ref in asking.given_up))
             if asking.owned:
                 return await self._reserve(asking, _left(deadline))
             return Reserved(await self._lease(asking, _left(deadline)), leased=True)
@@ -206,17 +207,27 @@ class SchedulerLink(_Stub):
         )
         return answer
 
-    async def free(self, ref: scheduler_pb2.RequestRef, *, timeout: float) -> scheduler_pb2.FreeResponse:
+    async def free(self, request: scheduler_pb2.FreeRequest, *, timeout: float) -> scheduler_pb2.FreeResponse:
         """Free."""
-        answer: scheduler_pb2.FreeResponse = await self._ask("free", ref, timeout, self._free)
+        answer: scheduler_pb2.FreeResponse = await self._ask(
+            "free", request, timeout, self._free, output_tokens=request.output_tokens
+        )
         return answer
 
-    async def _ask(self, kind: str, message: Message | bytes, timeout: float, unary: Callable[..., Any]) -> Any:
+    async def _ask(
+        self,
+        kind: str,
+        message: Message | bytes,
+        timeout: float,
+        unary: Callable[..., Any],
+        *,
+        output_tokens: int = 0,
+    ) -> Any:
         """The answer to an operation over the stream; to the unary rpc if there is none, or it ends."""
         deadline = time.monotonic() + timeout
         stream = self.stream
         if stream is not None:
-            result = await stream.ask(body_of(kind, message), timeout)
+            result = await stream.ask(body_of(kind, message, output_tokens), timeout)
             if result is not None:
                 return getattr(_checked(result, stream), kind)
         return await unary(message, timeout=_left(deadline), **tracing.call_options())

@@ -12,7 +12,7 @@ from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, indexer_pb2, s
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.identity import AccessRole, current_identity
 from kvscout_common.registry import ALL_TENANTS
-from kvscout_common.request_names import NamesRequest, reference_of
+from kvscout_common.request_names import NamesRequest, free_request, reference_of
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import spec_from_proto
 from kvscout_common.worker_rpcs import WorkerRpcs, required_id
@@ -104,7 +104,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         return await self._gateway.fanout.mark_prefill_complete(self._ref(request))
 
     async def Free(self, request: scheduler_pb2.FreeRequest, context: Any) -> scheduler_pb2.FreeResponse:
-        return await self._gateway.fanout.free(self._ref(request))
+        return await self._gateway.fanout.free(free_request(self._ref(request), request.output_tokens))
 
     async def Renew(self, request: scheduler_pb2.RenewRequest, context: Any) -> scheduler_pb2.RenewResponse:
         if not request.requests:
