@@ -352,7 +352,9 @@ fn lifecycle_operations<'py>(
 #[pyfunction]
 fn select_request<'py>(message: &Bound<'py, PyBytes>) -> PyResult<Option<Bound<'py, PyTuple>>> {
     let py = message.py();
-    messages::select(message.as_bytes()).map(|select| select_parts(py, SELECT_AND_RESERVE, 0, select)).transpose()
+    messages::select(message.as_bytes())
+        .map(|select| select_parts(py, SELECT_AND_RESERVE, 0, select))
+        .transpose()
 }
 
 /// The fields of a decision; see `Selected`.
