@@ -18,8 +18,8 @@ const MESSAGE: Duration = Duration::from_secs(30);
 /// Bytes of messages that are not complete: what each connection may hold, and what all may beyond that.
 const UNFINISHED: usize = 1024 * 1024;
 pub const UNFINISHED_IN_ALL: usize = 256 * 1024 * 1024;
-/// Capacity that is kept while nothing is held.
-const KEPT: usize = 64 * 1024;
+/// Capacity that is kept over a PING's time while nothing is held.
+const KEPT: usize = 16 * 1024;
 
 /// What a connection brings.
 pub enum News<'a> {
@@ -194,7 +194,8 @@ impl Connection {
         self.done += done;
         if self.done == self.left.len() {
             self.left.clear();
-            self.left.shrink_to(KEPT);
+            // Not at once to nothing: fetching memory again, page by page, costs more than all the rest.
+            self.left.shrink_to(UNFINISHED);
             self.done = 0;
         } else if done > 0 {
             self.begins(now);
@@ -275,6 +276,9 @@ impl Connection {
                 self.session.ping(TTL_SECONDS);
             }
             self.ping_at = now + PING_EVERY;
+            if self.left.is_empty() {
+                self.left.shrink_to(KEPT);
+            }
             self.pinged = self.pinged.or(Some(now));
             if !self.send() {
                 return (Turn::Ended, now);
