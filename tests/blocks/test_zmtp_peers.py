@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,8 +14,10 @@ import zmtp_peer as zmtp
 from free_ports import free_ports
 from intake_world import IntakeWorld
 
+from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.source import subscriber
 from kvscout_common.hashing import native_available
+from kvscout_common.worker import EventEndpoint, WorkerRank
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the intake is native")
 
@@ -211,6 +214,40 @@ async def test_what_waits_for_a_busy_loop_is_not_read_and_keeps_its_order(world:
         await world.until_told(41)
         subscription.close()
     assert world.told == ["connected", *range(40)]
+
+
+@pytest.mark.parametrize("flood", [zmtp.message(b"") * 10_000, zmtp.command(b"JOIN") * 10_000, zmtp.batch(9) * 1_000])
+async def test_one_that_never_stops_talking_leaves_turns_to_others(world: IntakeWorld, flood: bytes) -> None:
+    heard: list[int] = []
+    talked = 0
+
+    async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal talked
+        writer.write(OPENED)
+        while True:
+            writer.write(flood)
+            await writer.drain()
+            talked += 1
+
+    async def publish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OPENED)
+        for seq in range(20):
+            await world.until(lambda: talked > len(heard))
+            writer.write(zmtp.batch(seq))
+            await world.until(lambda seq=seq: seq in heard)  # type: ignore[misc]  # its type is the list's
+        await reader.read()
+
+    async with peer(talk) as talking, peer(publish) as publishing:
+        flooding = world.subscribe(talking)
+        callbacks = replace(world.callbacks, on_message=lambda message: heard.append(message.seq))
+        other = WorkerRank("other", 0)
+        world.index.add_worker(other, WorkerOptions(total_kv_blocks=0))
+        subscription = world.intake.subscribe(EventEndpoint(0, publishing), other, world.index, callbacks)
+        assert subscription is not None
+        await world.until(lambda: len(heard) == 20)
+        subscription.close()
+        flooding.close()
+    assert heard == list(range(20))
 
 
 async def test_no_socket_is_left_behind(world: IntakeWorld) -> None:

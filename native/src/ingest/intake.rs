@@ -285,6 +285,7 @@ impl Thread {
         for (number, source) in inbox.added {
             self.sources.insert(number, Watched { source, ready: false });
             self.tick_at = Some(Instant::now());
+            self.make_ready(number);
         }
         if !inbox.removed.is_empty() {
             for number in inbox.removed {

@@ -86,7 +86,12 @@ impl Sockets {
     ) -> io::Result<Self> {
         let mut listener = place.bind()?;
         registry.register(listener.source(), token(number, 0), Interest::READABLE)?;
-        Ok(Self { listener: Some(listener), ..Self::connecting(number, place, topic, longest_frame) })
+        // Somebody may have come before anybody listened to what the kernel says.
+        Ok(Self {
+            listener: Some(listener),
+            called: true,
+            ..Self::connecting(number, place, topic, longest_frame)
+        })
     }
 
     /// Bytes held by its connections.
@@ -121,7 +126,7 @@ impl Sockets {
         if std::mem::take(&mut self.called) {
             self.accept(context);
         }
-        let mut goes_on = false;
+        let mut goes_on = self.called;
         let mut index = 0;
         while let Some((_, connection)) = self.connections.get_mut(index) {
             if bypass.stall_if_full() {
@@ -218,9 +223,10 @@ impl Sockets {
         }
     }
 
-    /// Accepts what is there.
+    /// Accepts what is there, up to a bound.
     fn accept(&mut self, context: &mut Context<'_>) {
-        while let Some(listener) = &self.listener {
+        for _ in 0..SLOTS {
+            let Some(listener) = &self.listener else { return };
             let stream = match listener.accept() {
                 Ok(stream) => stream,
                 Err(error) => match error.kind() {
@@ -238,6 +244,7 @@ impl Sockets {
                 let _ = self.watch(slot, stream, context);
             }
         }
+        self.called = true;
     }
 
     fn watch(&mut self, slot: usize, mut stream: Stream, context: &mut Context<'_>) -> io::Result<()> {
