@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from free_ports import free_ports
 from indexer_client import local_indexer
 
@@ -59,6 +60,23 @@ async def test_nobody_keeps_the_index_of_a_worker_that_published_at_an_endpoint(
         async with asyncio.timeout(5):
             while index() is not None:
                 await asyncio.sleep(0.01)
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_nobody_keeps_the_index_of_a_worker_that_was_removed_while_its_history_was_read() -> None:
+    async with local_indexer() as (_, indexer):
+        with zmq.Context() as context, context.socket(zmq.XPUB) as engine:
+            engine.bind("tcp://127.0.0.1:*")
+            nobody = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+            endpoints = (EventEndpoint(0, engine.get_string(zmq.LAST_ENDPOINT), nobody),)
+            index = add(indexer, "m", 10, event_endpoints=endpoints)
+            async with asyncio.timeout(5):
+                while not any(source.replaying for source in indexer._sources.values()):
+                    await asyncio.sleep(0.01)
+            indexer.registry.remove("default", "w")
+            async with asyncio.timeout(5):
+                while index() is not None:
+                    await asyncio.sleep(0.01)
 
 
 async def test_memory_goes_back_though_workers_are_removed_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,9 +89,10 @@ class Gate:
         self._waiting.clear()
         if self._passing is not None:
             self._passing.cancel()
-        if self._work is not None:
-            self._work.cancel()
-        return self._work
+        work, self._work = self._work, None
+        if work is not None:
+            work.cancel()
+        return work
 
     async def _run(self, work: Work, then: Then, given_up: Step) -> None:
         ended: KvscoutError | None = None

@@ -163,6 +163,8 @@ class Source:
         self.searched.set()
         self.feed.close()
         begun = (self._search, self._replay, self._gate.end())
+        # A cancelled task keeps where it was, which is here: the index would live until the garbage collector comes.
+        self._search = self._replay = None
         tasks = [task for task in begun if task is not None and not task.done()]
         for task in tasks:
             task.cancel()
