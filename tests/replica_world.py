@@ -12,12 +12,11 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from scheduler_builders import BLOCK, MODEL, ManualClock, key, worker
+from scheduler_builders import BLOCK, MODEL, ManualClock, key, reservation, worker
 
-from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import Booking, FreeOutcome, Phase
 from kvscout_scheduler.replication import TICK_SECONDS, Replication
-from kvscout_scheduler.request import OwnerName, ReserveRequest, pack_hashes
+from kvscout_scheduler.request import OwnerName, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
 
@@ -60,12 +59,8 @@ class Node:
     def state(self) -> dict[str, tuple[Any, ...]]:
         """Everything that replicas must agree on, request by request."""
         return {
-            b.key.request_id: (
-                b.attempt_id, b.rank.worker_id, b.phase, b.output_blocks, b.prompt_blocks, b.uncached_tokens,
-                b.owner, b.lease_seconds,
-            )
-            for b in self.core.bookings
-        }  # fmt: skip
+            b.key.request_id: (b.facts, b.phase, b.output_blocks, b.owner, b.lease_seconds) for b in self.core.bookings
+        }
 
     def loads(self) -> dict[str, tuple[int, int, int]]:
         return {
@@ -216,7 +211,7 @@ class World:
         """Books a request; the first `shared` blocks are those of all others."""
         hashes = [*range(shared), *(hash((request_id, number)) % 2**64 for number in range(blocks - shared))]
         self[at].core.reserve(
-            ReserveRequest(key(request_id), WorkerRank(worker_id, 0), blocks * BLOCK + 3, pack_hashes(hashes), attempt),
+            reservation(request_id, worker_id, blocks * BLOCK + 3, pack_hashes(hashes), attempt),
             owner=owner,
             lease_seconds=lease_seconds,
         )

@@ -10,9 +10,10 @@ from typing import Any
 from kvscout_common.identity import ALL_TENANTS
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_scheduler.active_load import MakeLoad
+from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
 from kvscout_scheduler.policies import PolicyRegistry
-from kvscout_scheduler.request import OwnerName, Prompt, RequestKey, ReserveRequest, SelectionRequest, pack_hashes
+from kvscout_scheduler.request import OwnerName, Prompt, RequestKey, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
 
@@ -99,6 +100,21 @@ def owner(owner_id: str, tenant: str = ALL_TENANTS) -> OwnerName:
     return OwnerName(tenant, owner_id)
 
 
+def reservation(
+    request_id: str,
+    worker_id: str,
+    isl: int,
+    block_hashes: bytes = b"",
+    attempt_id: int = 0,
+    *,
+    dp_rank: int = 0,
+    cached_tokens: int = 0,
+) -> Facts:
+    """What books a request on a worker."""
+    rank = WorkerRank(worker_id, dp_rank)
+    return Facts(key(request_id), attempt_id, rank, isl, isl - cached_tokens, block_hashes=block_hashes)
+
+
 def reserve(
     made: Scheduler,
     request_id: str,
@@ -111,15 +127,9 @@ def reserve(
 ) -> int:
     """Books a request on a worker."""
     hashes = hashes or []
+    length = len(hashes) * BLOCK if isl is None else isl
     return made.reserve(
-        ReserveRequest(
-            key(request_id),
-            WorkerRank(worker_id, 0),
-            len(hashes) * BLOCK if isl is None else isl,
-            pack_hashes(hashes),
-            attempt_id,
-            cached_tokens,
-        )
+        reservation(request_id, worker_id, length, pack_hashes(hashes), attempt_id, cached_tokens=cached_tokens)
     )
 
 

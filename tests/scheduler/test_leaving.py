@@ -7,13 +7,24 @@ from random import Random
 from typing import Any
 
 import pytest
-from scheduler_builders import ManualClock, key, loads, owner, request, reserve, scheduler, test_seed, worker
+from scheduler_builders import (
+    ManualClock,
+    key,
+    loads,
+    owner,
+    request,
+    reservation,
+    reserve,
+    scheduler,
+    test_seed,
+    worker,
+)
 
 from kvscout_common.errors import Unavailable
-from kvscout_common.worker import Role, WorkerRank, WorkerSpec
+from kvscout_common.worker import Role, WorkerSpec
 from kvscout_scheduler.booking import EndReason, FreeOutcome
 from kvscout_scheduler.bookings import END_AT_ONCE
-from kvscout_scheduler.request import ReserveRequest
+from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.scheduler import Scheduler
 
 IDLE = (0, 0, 0)
@@ -103,8 +114,8 @@ def test_one_that_comes_back_with_other_blocks_is_another_worker() -> None:
     made.check_invariants()
 
 
-def rank_one(request_id: str) -> ReserveRequest:
-    return ReserveRequest(key(request_id), WorkerRank("a", 1), 32)
+def rank_one(request_id: str) -> Facts:
+    return reservation(request_id, "a", 32, dp_rank=1)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +183,7 @@ def with_many(clock: ManualClock) -> tuple[Scheduler, int]:
     made = scheduler("a", clock=clock)
     session, _ = made.connect_owner(owner("gateway-1"), [])
     for number in range(MANY):
-        made.reserve(ReserveRequest(key(f"r{number}"), WorkerRank("a", 0), 16), owner=owner("gateway-1"))
+        made.reserve(reservation(f"r{number}", "a", 16), owner=owner("gateway-1"))
     return made, session
 
 

@@ -11,15 +11,15 @@ from random import Random
 
 import pytest
 from load_twins import SideBySide
-from scheduler_builders import BLOCK, MODEL, ManualClock, key, owner, scheduler, test_seed, worker
+from scheduler_builders import BLOCK, MODEL, ManualClock, key, owner, reservation, scheduler, test_seed, worker
 
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound, Unavailable
-from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_common.worker import WorkerSpec
 from kvscout_scheduler.facts import End, Facts
 from kvscout_scheduler.overlaps import Overlaps
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
-from kvscout_scheduler.request import OwnerName, Prompt, ReserveRequest, SelectionRequest, pack_hashes
+from kvscout_scheduler.request import OwnerName, Prompt, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 
 PARTS = 4
@@ -95,8 +95,8 @@ class Traffic:
                 )
                 self.scheduler.select_and_reserve(asked, owner=owner)
             else:
-                rank = WorkerRank(rng.choice([*self.specs, *self.absent]), 0)
-                self.scheduler.reserve(ReserveRequest(key(name), rank, isl, hashes, attempt), owner=owner)
+                worker_id = rng.choice([*self.specs, *self.absent])
+                self.scheduler.reserve(reservation(name, worker_id, isl, hashes, attempt), owner=owner)
         except (Cancelled, NotFound, Unavailable):
             return
         self.open.append((name, attempt))

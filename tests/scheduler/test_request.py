@@ -12,8 +12,9 @@ from kvscout_common.errors import ConfigError, FailedPrecondition, InvalidArgume
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.cost import TierWeights
 from kvscout_scheduler.engine_metrics import EngineMetrics
+from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.overlaps import Overlaps
-from kvscout_scheduler.request import ConfigOverride, Prompt, ReserveRequest, pack_hashes
+from kvscout_scheduler.request import ConfigOverride, Prompt, pack_hashes
 from kvscout_scheduler.settings import SchedulerSettings
 
 
@@ -90,15 +91,15 @@ def test_workers_of_several_block_sizes_want_the_block_size_named() -> None:
         ({"rank": WorkerRank("", 0)}, "worker"),
         ({"key": key("")}, "request_id"),
         ({"isl_tokens": 0}, "isl_tokens"),
-        ({"cached_tokens": 33}, "cached_tokens"),
-        ({"cached_tokens": -1}, "cached_tokens"),
+        ({"uncached_tokens": -1}, "cached_tokens"),
+        ({"uncached_tokens": 33}, "cached_tokens"),
         ({"block_hashes": pack_hashes([1, 2, 3])}, "block_hashes"),
     ],
 )
 def test_a_bad_field_of_a_reservation_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as error:
         scheduler("w0").reserve(
-            ReserveRequest(**{"key": key("r"), "rank": WorkerRank("w0", 0), "isl_tokens": 32, **fields})
+            Facts(**{"key": key("r"), "attempt_id": 0, "rank": WorkerRank("w0", 0), "isl_tokens": 32, **fields})
         )
     assert error.value.field == field
 

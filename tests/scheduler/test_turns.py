@@ -283,8 +283,8 @@ def test_random_events_give_the_same_turns_as_asking_everybody_each_time() -> No
         assert {waiter.request.key for waiter in ours.made.waiting} == {
             waiter.request.key for waiter in brute.made.waiting
         }
-        assert {booking.key: booking.rank for booking in ours.made.bookings} == {
-            booking.key: booking.rank for booking in brute.made.bookings
+        assert {booking.key: booking.facts.rank for booking in ours.made.bookings} == {
+            booking.key: booking.facts.rank for booking in brute.made.bookings
         }
     ours.made.check_invariants()
     assert ours.made.stats.queued > 100

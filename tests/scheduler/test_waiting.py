@@ -203,7 +203,7 @@ def test_waiters_are_listed_as_queued() -> None:
     clock.advance(2.5)
     listed, total, _ = made.list_active_requests("default")
     assert total == 2
-    assert [(active.key.request_id, active.phase) for active in listed] == [
+    assert [(active.facts.key.request_id, active.phase) for active in listed] == [
         ("long", Phase.PREFILL),
         ("r", Phase.QUEUED),
     ]

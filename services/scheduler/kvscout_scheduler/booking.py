@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.active_load import Allocation
 from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.facts import Choice, Facts
+from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import OwnerName, RequestKey
 
@@ -57,17 +56,9 @@ class EndReason(StrEnum):
 class Booking:
     """Mutable; owned by `Bookings`. Two bookings are equal only if they are one."""
 
-    key: RequestKey
-    attempt_id: int
+    facts: Facts
     pool: Pool
-    rank: WorkerRank
     allocation: Allocation
-    answer: Decision | None
-    """What the caller was told, given again to a repeated call; None for a plain reservation."""
-    prompt_blocks: int
-    """The partial one included."""
-    uncached_tokens: int
-    expected_output_tokens: int
     booked_at: float
     owner: OwnerName | None = None
     """None = a unary caller."""
@@ -81,28 +72,21 @@ class Booking:
     output_blocks: int = 0
     answers: int = 1
     """Calls that were told of it and whose answer is not known to be lost."""
-    isl_tokens: int = 0
-    block_hashes: bytes = b""
-    """Packed hashes of the blocks that it shares; kept for other replicas only."""
     mirror: bool = False
     """Another replica owns it: it has neither lease nor owner here."""
 
     @property
-    def facts(self) -> Facts:
-        """What does not change of it."""
-        answer = self.answer
-        return Facts(
-            self.key,
-            self.attempt_id,
-            self.rank,
-            self.isl_tokens,
-            self.uncached_tokens,
-            self.expected_output_tokens,
-            self.block_hashes,
-            None
-            if answer is None
-            else Choice(answer.policy, answer.overlap_blocks, answer.effective_overlap_blocks, answer.cost),
-        )
+    def key(self) -> RequestKey:
+        """What names it."""
+        return self.facts.key
+
+    @property
+    def answer(self) -> Decision | None:
+        """What its caller was told, for a repeated call; None for a plain reservation."""
+        facts, choice = self.facts, self.facts.choice
+        if choice is None:
+            return None
+        return Decision(facts.rank, self.pool.specs[self.allocation.slot], *choice, facts.uncached_tokens)
 
 
 class ListPlace(NamedTuple):
@@ -118,14 +102,11 @@ class ListPlace(NamedTuple):
 class ActiveRequest:
     """What is shown of a booking."""
 
-    key: RequestKey
-    attempt_id: int
-    rank: WorkerRank
+    facts: Facts
     phase: Phase
     prompt_blocks: int
+    """The partial one included."""
     output_blocks: int
-    uncached_tokens: int
-    expected_output_tokens: int
     owner: OwnerName | None
     age_seconds: float
     lease_remaining_seconds: float | None

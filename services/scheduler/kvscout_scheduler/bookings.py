@@ -84,8 +84,8 @@ class Bookings:
         """
         active = self._active.get(key)
         if active is not None:
-            if active.attempt_id != attempt_id:
-                raise AlreadyExists(f"request {key.request_id!r} is active under attempt {active.attempt_id}")
+            if active.facts.attempt_id != attempt_id:
+                raise AlreadyExists(f"request {key.request_id!r} is active under attempt {active.facts.attempt_id}")
             self._own(active, now)
             self._forgotten.pop(active, None)
             active.answers += 1
@@ -115,7 +115,7 @@ class Bookings:
             lease_seconds: 0 = the default.
         """
         self._put_in(booking)
-        self._attempts.forget(booking.key, booking.attempt_id)
+        self._attempts.forget(booking.key, booking.facts.attempt_id)
         booking.lease_seconds = float(lease_seconds or self._settings.lease_seconds)
         if owner is not None:
             self._owners.add(booking, owner, booking.booked_at)
@@ -175,7 +175,7 @@ class Bookings:
     def free(self, key: RequestKey, attempt_id: int, now: float, output_tokens: int = 0) -> FreeOutcome:
         """Releases all that an attempt holds, whatever its phase; a no-op if it holds nothing."""
         booking = self._active.get(key)
-        if booking is not None and booking.attempt_id == attempt_id:
+        if booking is not None and booking.facts.attempt_id == attempt_id:
             self._own(booking, now)
             self._end(booking, Ended.BY_CALLER, now, output_tokens)
             self._stats.freed += 1
@@ -214,7 +214,7 @@ class Bookings:
             False if this attempt is not active.
         """
         booking = self._active.get(key)
-        if booking is None or booking.attempt_id != attempt_id:
+        if booking is None or booking.facts.attempt_id != attempt_id:
             return False
         self._own(booking, now)
         if lease_seconds:
@@ -231,7 +231,7 @@ class Bookings:
             Whether the booking ended.
         """
         booking = self._active.get(key)
-        if booking is None or booking.attempt_id != attempt_id or booking.mirror:
+        if booking is None or booking.facts.attempt_id != attempt_id or booking.mirror:
             return False
         booking.answers -= 1
         if booking.answers > 0:
@@ -263,7 +263,7 @@ class Bookings:
         listed = list(in_flight)
         names = set(listed)
         for booking in self._owners.bookings(owner):
-            if (booking.key, booking.attempt_id) not in names:
+            if (booking.key, booking.facts.attempt_id) not in names:
                 self._forgotten[booking] = None
             else:
                 self._forgotten.pop(booking, None)
@@ -272,7 +272,7 @@ class Bookings:
         unknown = []
         for key, attempt_id in listed:
             active = self._active.get(key)
-            if active is None or active.attempt_id != attempt_id or active.owner not in (None, owner):
+            if active is None or active.facts.attempt_id != attempt_id or active.owner not in (None, owner):
                 unknown.append((key, attempt_id))
             elif not self._owners.owns(active):
                 self._own(active, now)
@@ -379,14 +379,10 @@ class Bookings:
     def listing(self, booking: Booking, now: float) -> ActiveRequest:
         """What is shown of a booking."""
         return ActiveRequest(
-            key=booking.key,
-            attempt_id=booking.attempt_id,
-            rank=booking.rank,
+            facts=booking.facts,
             phase=booking.phase,
-            prompt_blocks=booking.prompt_blocks,
+            prompt_blocks=booking.pool.blocks(booking.allocation.slot, booking.facts.isl_tokens),
             output_blocks=booking.output_blocks,
-            uncached_tokens=booking.uncached_tokens,
-            expected_output_tokens=booking.expected_output_tokens,
             owner=booking.owner,
             age_seconds=now - booking.booked_at,
             lease_remaining_seconds=None if booking.expires_at is None else max(0.0, booking.expires_at - now),
@@ -408,8 +404,8 @@ class Bookings:
         booking = self._active.get(key)
         if booking is None:
             raise NotFound(f"request {key.request_id!r} of model {key.model!r} is not active")
-        if booking.attempt_id != attempt_id:
-            raise NotFound(f"request {key.request_id!r} is active, but under attempt {booking.attempt_id}")
+        if booking.facts.attempt_id != attempt_id:
+            raise NotFound(f"request {key.request_id!r} is active, but under attempt {booking.facts.attempt_id}")
         return booking
 
     def _own(self, booking: Booking, now: float) -> None:
@@ -447,7 +443,7 @@ class Bookings:
         self._leases.clear(booking)
         self._owners.drop(booking)
         self._take_out(booking, now, freed=how is Ended.BY_CALLER, output_tokens=output_tokens)
-        self._attempts.add(booking.key, booking.attempt_id, how, now)
+        self._attempts.add(booking.key, booking.facts.attempt_id, how, now)
         if self.journal is not None:
             self.journal.ended(booking, by_caller=how is Ended.BY_CALLER)
 

@@ -184,10 +184,6 @@ class Candidates:
 
         return self._by_lane(of_lane)
 
-    def total_blocks(self, lane: Lane) -> int:
-        """Blocks that the prompt fills or begins on workers of a lane."""
-        return -(-self.request.isl_tokens // lane.block_size)
-
     def prompt(self, lane: Lane) -> Prompt:
         """The prompt as hashed for a lane."""
         return self._prompts[lane]

@@ -51,9 +51,9 @@ class EndLog:
                     "booking of request %s (model %s, attempt %d) on %s/%d ended after %.1f s: %s",
                     booking.key.request_id,
                     booking.key.model,
-                    booking.attempt_id,
-                    booking.rank.worker_id,
-                    booking.rank.dp_rank,
+                    booking.facts.attempt_id,
+                    booking.facts.rank.worker_id,
+                    booking.facts.rank.dp_rank,
                     cause.age_seconds,
                     reason,
                 )
@@ -68,5 +68,5 @@ def _whose(booking: Booking, reason: EndReason) -> str:
     if reason in (EndReason.OWNER_GONE, EndReason.OWNER_FORGOT):
         return f", owner {booking.owner}"
     if reason in (EndReason.WORKER_GONE, EndReason.WORKER_REMOVED):
-        return f", worker {booking.rank.worker_id}"
+        return f", worker {booking.facts.rank.worker_id}"
     return ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
+from kvscout_common.errors import InvalidArgument
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.request import RequestKey
 
@@ -20,22 +21,44 @@ class Choice(NamedTuple):
     """In blocks for `kv`, else in the policy's own unit."""
 
 
+NOWHERE: Final = WorkerRank("", 0)
+"""The worker of what has none: it waits, or is over."""
+
+
 class Facts(NamedTuple):
     """What does not change of a booking."""
 
     key: RequestKey
     attempt_id: int
-    rank: WorkerRank
-    isl_tokens: int
+    rank: WorkerRank = NOWHERE
+    isl_tokens: int = 0
     """Prompt length in tokens."""
-    uncached_tokens: int
+    uncached_tokens: int = 0
     """Prompt tokens charged as prefill."""
     expected_output_tokens: int = 0
     """0 = unknown."""
     block_hashes: bytes = b""
-    """Packed hashes of the blocks that it shares; kept for other replicas only."""
+    """Packed hashes of the blocks that it shares; of a booking that is there kept for other replicas only."""
     choice: Choice | None = None
     """None for a plain reservation."""
+
+    def validate(self) -> None:
+        """Checks what needs no knowledge of the workers, of one that is to be booked where it says.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        for name, given in (
+            ("model", self.key.model),
+            ("request_id", self.key.request_id),
+            ("worker", self.rank.worker_id),
+        ):
+            if not given:
+                raise InvalidArgument("must not be empty", field=name)
+        if self.isl_tokens < 1:
+            raise InvalidArgument("must be at least 1", field="isl_tokens")
+        if not 0 <= self.uncached_tokens <= self.isl_tokens:
+            raise InvalidArgument(f"must be between 0 and isl_tokens ({self.isl_tokens})", field="cached_tokens")
 
 
 class End(NamedTuple):

@@ -18,7 +18,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 from kvscout_common.errors import KvscoutError
 from kvscout_scheduler.booking import FreeOutcome
 from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.request import OwnerName, RequestKey, ReserveRequest, SelectionRequest
+from kvscout_scheduler.facts import Facts
+from kvscout_scheduler.request import OwnerName, RequestKey, SelectionRequest
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.traces import tell, traced
 from kvscout_scheduler.waiting import Answer
@@ -42,7 +43,7 @@ class Select(NamedTuple):
 class Reserve(NamedTuple):
     """Books a given worker."""
 
-    wanted: ReserveRequest
+    wanted: Facts
     lease_seconds: int = 0
 
     def carry_out(self, scheduler: Scheduler, owner: OwnerName | None) -> int:

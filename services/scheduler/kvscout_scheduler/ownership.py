@@ -25,6 +25,7 @@ from typing import NamedTuple
 from kvscout.v1 import replication_pb2
 from kvscout_common.worker import WorkerSpec
 from kvscout_scheduler.booking import Booking, EndReason
+from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.mirrors import Mirrors, claim_of
 from kvscout_scheduler.registers import Registers
 from kvscout_scheduler.replica_claim import Claim, ClaimState, Incarnation
@@ -173,8 +174,8 @@ class Ownership:
             else:
                 assert held is not None, f"{key} is here, and nobody's"
                 assert booking.mirror == (held.by != self.me)
-                claim = held.claim._replace(term=1, choice=None, owner_since=0)
-                assert claim_of(booking, 1)._replace(choice=None) == claim, f"{booking} is claimed as {claim}"
+                claim = held.claim._replace(term=1, owner_since=0)
+                assert claim_of(booking, 1) == claim, f"{booking} is claimed as {claim}"
 
     # Journal: what happened to our bookings.
 
@@ -216,7 +217,7 @@ class Ownership:
                 self._claim(_over(held.claim, ClaimState.FREED, held.claim.term))
         elif attempt_id:
             term = max((each.claim.term for each in self._claims(key)), default=1)
-            self._claim(Claim(key, attempt_id, term, ClaimState.FREED))
+            self._claim(Claim(Facts(key, attempt_id), term, ClaimState.FREED))
 
     def taken_over(self, mirror: Booking) -> None:
         """A mirror has become ours."""
@@ -225,7 +226,7 @@ class Ownership:
 
     def displaced(self, mirror: Booking) -> None:
         """The worker of a mirror is gone here; its replica may see it otherwise."""
-        self._unplace(mirror.key, (mirror.key.tenant, mirror.rank.worker_id))
+        self._unplace(mirror.key, (mirror.key.tenant, mirror.facts.rank.worker_id))
 
     # Follower: what others say.
 
@@ -238,7 +239,7 @@ class Ownership:
         now = self._clock()
         self._bookings.freed_elsewhere(key, attempt_id, now)
         booking = self._bookings.find(key)
-        if attempt_id and booking is not None and not booking.mirror and booking.attempt_id == attempt_id:
+        if attempt_id and booking is not None and not booking.mirror and booking.facts.attempt_id == attempt_id:
             self._bookings.end(booking, by_caller=True, now=now)
         self._dirty[key] = None
 
@@ -298,13 +299,13 @@ class Ownership:
     def _insist(self, booking: Booking, held: Held | None) -> bool:
         """Claims a request of ours again that another beats or cancels, if its owner came to us last."""
         key, since = booking.key, self._owner_since(booking.owner)
-        if not since or self._bookings.freed_by_caller(key, booking.attempt_id, self._clock()):
+        if not since or self._bookings.freed_by_caller(key, booking.facts.attempt_id, self._clock()):
             return False
         if held is not None:
-            insists = held.claim.attempt_id == booking.attempt_id and held.claim.owner_since < since
+            insists = held.claim.attempt_id == booking.facts.attempt_id and held.claim.owner_since < since
         else:
             freed = (each.claim for each in self._claims(key) if each.claim.state is ClaimState.FREED)
-            insists = all(claim.attempt_id != booking.attempt_id for claim in freed)
+            insists = all(claim.attempt_id != booking.facts.attempt_id for claim in freed)
         if insists:
             self._claim_booking(booking)
         return insists
@@ -358,12 +359,15 @@ class Ownership:
         if self._mirrors.place(claim):
             self._placed(key)
         else:
-            self._unplace(key, (key.tenant, claim.rank.worker_id))
+            self._unplace(key, (key.tenant, claim.facts.rank.worker_id))
 
     def _give_up(self, booking: Booking, held: Held | None) -> None:
         """A claim of ours is beaten."""
         key = booking.key
-        if held is not None and (held.claim.attempt_id, held.claim.rank) == (booking.attempt_id, booking.rank):
+        if held is not None and (held.claim.attempt_id, held.claim.facts.rank) == (
+            booking.facts.attempt_id,
+            booking.facts.rank,
+        ):
             self._bookings.give_up(booking)
             self.log.drop(key)
             return
@@ -389,4 +393,4 @@ class Ownership:
 
 
 def _over(claim: Claim, state: ClaimState, term: int) -> Claim:
-    return Claim(claim.key, claim.attempt_id, term, state)
+    return Claim(Facts(claim.key, claim.attempt_id), term, state)

@@ -12,8 +12,8 @@ from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.active_load import NO_LIMIT, Allocation, Limits, MakeLoad
 from kvscout_scheduler.cost import Lane
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics
-from kvscout_scheduler.facts import Observer
-from kvscout_scheduler.request import EMPTY_PROMPT, PoolId, Prompt
+from kvscout_scheduler.facts import Facts, Observer
+from kvscout_scheduler.request import EMPTY_PROMPT, HASH_BYTES, PoolId, Prompt
 from kvscout_scheduler.thresholds import NO_THRESHOLDS, BusyThresholds
 
 
@@ -167,6 +167,30 @@ class Pool:
         for slot in [slot for slot, until in self.cooldown_until.items() if until <= now]:
             del self.cooldown_until[slot]
             self.changed = True
+
+    def blocks(self, slot: int, isl_tokens: int) -> int:
+        """Blocks that a prompt fills or begins on a slot."""
+        return -(-isl_tokens // self.lane_of[slot].block_size)
+
+    def place(
+        self, slot: int, facts: Facts, block_hashes: bytes, *, output_blocks: int = 0, prefill: bool = True
+    ) -> Allocation:
+        """Adds the load of a request.
+
+        Args:
+            slot: Where it is.
+            facts: What is booked.
+            block_hashes: Packed hashes of the blocks that it shares.
+            output_blocks: That it has generated already.
+            prefill: Whether its prompt is still to be computed.
+        """
+        return self.load.add(
+            slot,
+            self.lane_of[slot],
+            block_hashes,
+            private_blocks=self.blocks(slot, facts.isl_tokens) - len(block_hashes) // HASH_BYTES + output_blocks,
+            prefill_tokens=facts.uncached_tokens if prefill else 0,
+        )
 
     def complete_prefill(self, allocation: Allocation) -> None:
         """Ends the prefill phase of a request; a second time changes nothing."""

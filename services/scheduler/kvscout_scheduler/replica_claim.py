@@ -14,11 +14,10 @@ from typing import NamedTuple, Protocol
 from kvscout.v1 import replication_pb2, scheduler_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity import ALL_TENANTS
-from kvscout_common.worker import WorkerRank
-from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
-from kvscout_scheduler.facts import Choice
+from kvscout_common.worker_proto import rank_from_proto, rank_to_proto
+from kvscout_scheduler.facts import NOWHERE, Choice, Facts
 from kvscout_scheduler.request import HASH_BYTES, OwnerName, RequestKey
-from kvscout_scheduler.translate import key_from_proto
+from kvscout_scheduler.translate import key_from_proto, key_to_proto
 
 
 class Incarnation(NamedTuple):
@@ -49,28 +48,28 @@ _STATES = frozenset(state.value for state in ClaimState)
 NOBODY = OwnerName("", "")
 """The owner, in a digest, of what has none."""
 
-NOWHERE = WorkerRank("", 0)
-"""The worker of a claim that is over."""
-
 
 class Claim(NamedTuple):
     """One replica's claim to a request; never changed, only replaced."""
 
-    key: RequestKey
-    attempt_id: int
+    facts: Facts
     term: int
     state: ClaimState
-    rank: WorkerRank = NOWHERE
-    block_hashes: bytes = b""
-    isl_tokens: int = 0
-    uncached_tokens: int = 0
-    expected_output_tokens: int = 0
     output_blocks: int = 0
     owner: OwnerName | None = None
     lease_seconds: float = 0.0
-    choice: Choice | None = None
     owner_since: int = 0
     """When the owner opened the stream on which the replica has the request, microseconds since the Unix epoch."""
+
+    @property
+    def key(self) -> RequestKey:
+        """What names the request."""
+        return self.facts.key
+
+    @property
+    def attempt_id(self) -> int:
+        """Which attempt of it."""
+        return self.facts.attempt_id
 
     @property
     def active(self) -> bool:
@@ -83,10 +82,10 @@ class Claim(NamedTuple):
 
     def mark(self) -> int:
         """Its part in its replica's digest: 64 bits over all that can change, and its name."""
-        key, owner = self.key, self.owner or NOBODY
+        (key, attempt_id, rank, *_), owner = self.facts, self.owner or NOBODY
         text = (
-            f"{key.tenant}\0{key.model}\0{key.role}\0{key.request_id}\0{self.attempt_id}\0{self.term}\0{self.state:d}\0"
-            f"{self.rank.worker_id}\0{self.rank.dp_rank}\0{self.output_blocks}\0{owner.owner_id}\0{float(self.lease_seconds)!r}"
+            f"{key.tenant}\0{key.model}\0{key.role}\0{key.request_id}\0{attempt_id}\0{self.term}\0{self.state:d}\0"
+            f"{rank.worker_id}\0{rank.dp_rank}\0{self.output_blocks}\0{owner.owner_id}\0{float(self.lease_seconds)!r}"
         )
         if owner.tenant not in ("", ALL_TENANTS):
             text += f"\0{owner.tenant}"
@@ -95,7 +94,7 @@ class Claim(NamedTuple):
     def size(self) -> int:
         """About its bytes in a message."""
         return (
-            len(self.block_hashes)
+            len(self.facts.block_hashes)
             + len(self.key.request_id)
             + len(self.key.model)
             + sum(map(len, self.owner or ()))
@@ -156,28 +155,21 @@ def owner_from_proto(message: _Owned) -> OwnerName | None:
 
 def name_to_proto(claim: Claim) -> scheduler_pb2.RequestRef:
     """The request and attempt of a claim."""
-    key = claim.key
-    return scheduler_pb2.RequestRef(
-        model=key.model,
-        tenant=key.tenant,
-        role=role_to_proto(key.role),
-        request_id=key.request_id,
-        attempt_id=claim.attempt_id,
-    )
+    return key_to_proto(claim.key, claim.attempt_id)
 
 
 def claim_to_proto(claim: Claim) -> replication_pb2.Claim:
     """A claim, for others."""
-    choice = claim.choice
+    _, _, rank, isl_tokens, uncached_tokens, expected_output_tokens, block_hashes, choice = claim.facts
     return replication_pb2.Claim(
         request=name_to_proto(claim),
         term=claim.term,
         state=claim.state.value,
-        worker=rank_to_proto(claim.rank) if claim.active else None,
-        block_hashes=claim.block_hashes,
-        isl_tokens=claim.isl_tokens,
-        uncached_tokens=claim.uncached_tokens,
-        expected_output_tokens=claim.expected_output_tokens,
+        worker=rank_to_proto(rank) if claim.active else None,
+        block_hashes=block_hashes,
+        isl_tokens=isl_tokens,
+        uncached_tokens=uncached_tokens,
+        expected_output_tokens=expected_output_tokens,
         output_blocks=claim.output_blocks,
         **owner_to_proto(claim.owner),
         lease_seconds=claim.lease_seconds,
@@ -203,21 +195,24 @@ def claim_from_proto(message: replication_pb2.Claim) -> Claim:
         # No bound: that of callers is not that of a replica's own settings, which may be another release's.
         raise InvalidArgument("must be a finite number of at least 0", field="claim.lease_seconds")
     choice = message.choice
-    return Claim(
+    facts = Facts(
         key=key_from_proto(message.request),
         attempt_id=message.request.attempt_id,
-        term=message.term,
-        state=ClaimState(message.state),
         rank=rank_from_proto(message.worker) if message.HasField("worker") else NOWHERE,
-        block_hashes=message.block_hashes,
         isl_tokens=message.isl_tokens,
         uncached_tokens=message.uncached_tokens,
         expected_output_tokens=message.expected_output_tokens,
-        output_blocks=message.output_blocks,
-        owner=owner_from_proto(message),
-        lease_seconds=lease,
+        block_hashes=message.block_hashes,
         choice=Choice(choice.policy, choice.overlap_blocks, choice.effective_overlap_blocks, choice.cost)
         if message.HasField("choice")
         else None,
+    )
+    return Claim(
+        facts,
+        term=message.term,
+        state=ClaimState(message.state),
+        output_blocks=message.output_blocks,
+        owner=owner_from_proto(message),
+        lease_seconds=lease,
         owner_since=message.owner_since,
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry import ALL_TENANTS
-from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerRank
+from kvscout_common.worker import DEFAULT_TENANT, Role
 from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps
 
 HASH_BYTES = 8
@@ -233,35 +233,3 @@ class SelectionRequest:
                 raise InvalidArgument(f"{self.pinned_worker_id!r} is excluded as well", field="pinned_worker_id")
         if self.override is not NO_OVERRIDE:
             self.override.validate()
-
-
-@dataclass(frozen=True, slots=True)
-class ReserveRequest:
-    """A request to be booked on a given worker, without choosing."""
-
-    key: RequestKey
-    rank: WorkerRank
-    isl_tokens: int
-    block_hashes: bytes = b""
-    attempt_id: int = 0
-    cached_tokens: int = 0
-    """Leading prompt tokens cached on the worker; not charged."""
-    expected_output_tokens: int = 0
-
-    def validate(self) -> None:
-        """Checks what needs no knowledge of the workers.
-
-        Raises:
-            InvalidArgument: Naming the field.
-        """
-        for name, given in (
-            ("model", self.key.model),
-            ("request_id", self.key.request_id),
-            ("worker", self.rank.worker_id),
-        ):
-            if not given:
-                raise InvalidArgument("must not be empty", field=name)
-        if self.isl_tokens < 1:
-            raise InvalidArgument("must be at least 1", field="isl_tokens")
-        if not 0 <= self.cached_tokens <= self.isl_tokens:
-            raise InvalidArgument(f"must be between 0 and isl_tokens ({self.isl_tokens})", field="cached_tokens")

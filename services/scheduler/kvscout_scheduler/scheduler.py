@@ -32,6 +32,7 @@ from kvscout_scheduler.bookings import END_AT_ONCE, Bookings
 from kvscout_scheduler.candidates import Candidates, SelectionSettings
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.engine_metrics import EngineMetrics
+from kvscout_scheduler.facts import Choice, Facts
 from kvscout_scheduler.journal import MAX_HASHED_BLOCKS
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.pool import Pool
@@ -43,7 +44,6 @@ from kvscout_scheduler.request import (
     PoolId,
     Prompt,
     RequestKey,
-    ReserveRequest,
     SelectionRequest,
 )
 from kvscout_scheduler.selection import Selected, Selector
@@ -165,29 +165,26 @@ class Scheduler:
         key = request.key
         active = self.bookings.admit(key, request.attempt_id, now)
         if active is not None:
-            if active.answer is None:
+            answer = active.answer
+            if answer is None:
                 active.answers -= 1
                 raise AlreadyExists(f"request {key.request_id!r} was reserved without choosing")
-            return active.answer
-        selected = self._select(request, now, books=True)
-        decision = selected.decision
-        pool = self.workers.pool(request.pool)
-        booking = self._book(
+            return answer
+        decision, slot, block_hashes = self._select(request, now, books=True)
+        facts = Facts(
             key,
             request.attempt_id,
-            pool,
-            selected.slot,
-            block_hashes=selected.block_hashes,
-            total_blocks=selected.total_blocks,
-            isl_tokens=request.isl_tokens,
-            uncached_tokens=decision.uncached_tokens,
-            expected_output_tokens=request.expected_output_tokens,
-            answer=decision if decision.explanation is None else replace(decision, explanation=None),
-            now=now,
+            decision.rank,
+            request.isl_tokens,
+            decision.uncached_tokens,
+            request.expected_output_tokens,
+            block_hashes,
+            Choice(decision.policy, decision.overlap_blocks, decision.effective_overlap_blocks, decision.cost),
         )
-        self.bookings.add(booking, owner=owner, lease_seconds=lease_seconds)
+        pool = self.workers.pool(request.pool)
+        self._book(facts, pool, slot, now, owner=owner, lease_seconds=lease_seconds)
         if request.charge_prefill:
-            self._count_hits(pool, selected.slot, request.isl_tokens, decision.uncached_tokens)
+            self._count_hits(pool, slot, facts)
         return decision
 
     def reserve_or_wait(
@@ -230,11 +227,11 @@ class Scheduler:
         if waiter is not None and waiter.answer is answer:
             self.waiting.leave(waiter)
 
-    def reserve(self, request: ReserveRequest, *, owner: OwnerName | None = None, lease_seconds: float = 0.0) -> int:
+    def reserve(self, facts: Facts, *, owner: OwnerName | None = None, lease_seconds: float = 0.0) -> int:
         """Books a request on a given worker, whatever its load.
 
         Args:
-            request: What to book.
+            facts: What to book, and where.
             owner: Whose it is; None = a unary caller, who has a lease.
             lease_seconds: Length of the lease; 0 = the default.
 
@@ -248,39 +245,25 @@ class Scheduler:
             AlreadyExists: The id is active under another attempt, or on another worker.
             Cancelled: This attempt was freed already.
         """
-        request.validate()
-        key = request.key
-        _check_booking(key.request_id, request.attempt_id, lease_seconds)
+        facts.validate()
+        key, rank = facts.key, facts.rank
+        _check_booking(key.request_id, facts.attempt_id, lease_seconds)
         now = self._clock()
-        active = self.bookings.admit(key, request.attempt_id, now)
+        active = self.bookings.admit(key, facts.attempt_id, now)
         if active is not None:
-            if active.rank != request.rank:
+            if active.facts.rank != rank:
                 active.answers -= 1
-                raise AlreadyExists(f"request {key.request_id!r} is active on {active.rank.worker_id!r}")
-            return active.uncached_tokens
+                raise AlreadyExists(f"request {key.request_id!r} is active on {active.facts.rank.worker_id!r}")
+            return active.facts.uncached_tokens
         self._require_open()
         pool = self.workers.pool(key.pool)
-        home, slot = self.workers.slot(key.tenant, request.rank)
+        home, slot = self.workers.slot(key.tenant, rank)
         if home is not pool:
-            raise InvalidArgument(f"{request.rank.worker_id!r} is not a worker of this model and role", field="worker")
-        block_size = pool.lane_of[slot].block_size
-        Prompt(request.block_hashes).validate(request.isl_tokens, block_size)
-        booking = self._book(
-            key,
-            request.attempt_id,
-            pool,
-            slot,
-            block_hashes=request.block_hashes,
-            total_blocks=-(-request.isl_tokens // block_size),
-            isl_tokens=request.isl_tokens,
-            uncached_tokens=request.isl_tokens - request.cached_tokens,
-            expected_output_tokens=request.expected_output_tokens,
-            answer=None,
-            now=now,
-        )
-        self.bookings.add(booking, owner=owner, lease_seconds=lease_seconds)
-        self._count_hits(pool, slot, request.isl_tokens, booking.uncached_tokens)
-        return booking.uncached_tokens
+            raise InvalidArgument(f"{rank.worker_id!r} is not a worker of this model and role", field="worker")
+        Prompt(facts.block_hashes).validate(facts.isl_tokens, pool.lane_of[slot].block_size)
+        self._book(facts, pool, slot, now, owner=owner, lease_seconds=lease_seconds)
+        self._count_hits(pool, slot, facts)
+        return facts.uncached_tokens
 
     def mark_prefill_complete(self, key: RequestKey, attempt_id: int = 0) -> bool:
         """The first token is out; False = it was marked before.
@@ -571,7 +554,7 @@ class Scheduler:
             for booking in self.bookings
             if booking.key.tenant == tenant
             and model in ("", booking.key.model)
-            and worker_id in ("", booking.rank.worker_id)
+            and worker_id in ("", booking.facts.rank.worker_id)
         ]
         queued = (
             []
@@ -669,49 +652,20 @@ class Scheduler:
             raise Draining("the scheduler is draining")
 
     def _book(
-        self,
-        key: RequestKey,
-        attempt_id: int,
-        pool: Pool,
-        slot: int,
-        *,
-        block_hashes: bytes,
-        total_blocks: int,
-        isl_tokens: int,
-        uncached_tokens: int,
-        expected_output_tokens: int,
-        answer: Decision | None,
-        now: float,
-    ) -> Booking:
-        replicated = self.bookings.journal is not None
-        if replicated:
+        self, facts: Facts, pool: Pool, slot: int, now: float, *, owner: OwnerName | None, lease_seconds: float
+    ) -> None:
+        block_hashes, kept = facts.block_hashes, b""
+        if self.bookings.journal is not None:
             block_hashes = block_hashes[: MAX_HASHED_BLOCKS * HASH_BYTES]
-        allocation = pool.load.add(
-            slot,
-            pool.lane_of[slot],
-            block_hashes,
-            private_blocks=total_blocks - len(block_hashes) // HASH_BYTES,
-            prefill_tokens=uncached_tokens,
-        )
-        return Booking(
-            key=key,
-            attempt_id=attempt_id,
-            pool=pool,
-            rank=pool.ranks[slot],
-            allocation=allocation,
-            answer=answer,
-            prompt_blocks=total_blocks,
-            uncached_tokens=uncached_tokens,
-            expected_output_tokens=expected_output_tokens,
-            booked_at=now,
-            isl_tokens=isl_tokens,
-            block_hashes=block_hashes if replicated and pool.load.track_blocks else b"",
-        )
+            kept = block_hashes if pool.load.track_blocks else b""
+        allocation = pool.place(slot, facts, block_hashes)
+        booking = Booking(facts._replace(block_hashes=kept), pool, allocation, now)
+        self.bookings.add(booking, owner=owner, lease_seconds=lease_seconds)
 
-    def _count_hits(self, pool: Pool, slot: int, isl_tokens: int, uncached_tokens: int) -> None:
-        cached = isl_tokens - uncached_tokens
+    def _count_hits(self, pool: Pool, slot: int, facts: Facts) -> None:
+        cached = facts.isl_tokens - facts.uncached_tokens
         for counts in (self.stats, pool.hits[slot]):
-            counts.isl_tokens += isl_tokens
+            counts.isl_tokens += facts.isl_tokens
             counts.cached_tokens += cached
 
 

@@ -25,7 +25,6 @@ class Selected(NamedTuple):
     decision: Decision
     slot: int
     block_hashes: bytes
-    total_blocks: int
 
 
 class Selector:
@@ -120,7 +119,7 @@ class Selector:
             uncached_tokens=candidates.uncached_tokens(index, effective_overlap_blocks),
             explanation=explanation,
         )
-        return Selected(decision, slot, candidates.prompt(lane).block_hashes, candidates.total_blocks(lane))
+        return Selected(decision, slot, candidates.prompt(lane).block_hashes)
 
     def _in_effect(self, request: SelectionRequest, books: bool) -> SelectionSettings:
         defaults, override = self._defaults[books], request.override

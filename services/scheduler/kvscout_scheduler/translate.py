@@ -10,6 +10,7 @@ from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_from_proto, role_to_proto
 from kvscout_scheduler.booking import ActiveRequest, FreeOutcome, Phase
 from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
 from kvscout_scheduler.request import (
     NO_OVERRIDE,
@@ -17,7 +18,6 @@ from kvscout_scheduler.request import (
     PoolId,
     Prompt,
     RequestKey,
-    ReserveRequest,
     SelectionRequest,
     pack_hashes,
 )
@@ -150,13 +150,13 @@ def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
     )
 
 
-def reserve_from_proto(message: scheduler_pb2.ReserveRequest, outer_tenant: str = "") -> ReserveRequest:
+def reserve_from_proto(message: scheduler_pb2.ReserveRequest, outer_tenant: str = "") -> Facts:
     """A request to be booked on a given worker; an unset tenant is that of the message around it.
 
     Raises:
         InvalidArgument: If it names no worker, or a hash is out of range.
     """
-    return ReserveRequest(
+    return Facts(
         key=RequestKey(
             message.tenant or outer_tenant or DEFAULT_TENANT,
             message.model,
@@ -167,7 +167,7 @@ def reserve_from_proto(message: scheduler_pb2.ReserveRequest, outer_tenant: str 
         isl_tokens=message.isl_tokens,
         block_hashes=pack_hashes(message.block_hashes),
         attempt_id=message.attempt_id,
-        cached_tokens=message.cached_tokens,
+        uncached_tokens=message.isl_tokens - message.cached_tokens,
         expected_output_tokens=message.expected_output_tokens,
     )
 
@@ -226,13 +226,14 @@ def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
 
 def active_to_proto(active: ActiveRequest, *, shows_owner: bool) -> scheduler_pb2.ActiveRequest:
     """An active request."""
+    facts = active.facts
     return scheduler_pb2.ActiveRequest(
-        request=key_to_proto(active.key, active.attempt_id),
-        worker=rank_to_proto(active.rank),
+        request=key_to_proto(facts.key, facts.attempt_id),
+        worker=rank_to_proto(facts.rank),
         phase=_PHASES[active.phase],
         blocks=active.prompt_blocks,
         output_blocks=active.output_blocks,
-        uncached_tokens=active.uncached_tokens,
+        uncached_tokens=facts.uncached_tokens,
         owner_id=active.owner.owner_id if shows_owner and active.owner is not None else "",
         age_seconds=active.age_seconds,
         lease_remaining_seconds=active.lease_remaining_seconds,

@@ -34,6 +34,7 @@ from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.booking import ActiveRequest, Phase
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.eligibility import Fits, demands
+from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.request import OwnerName, PoolId, RequestKey, SelectionRequest, Wanted
 
 RETRY_SECONDS = 1.0
@@ -60,14 +61,10 @@ def queued_listing(waiter: Waiter, now: float) -> ActiveRequest:
     """What is shown of a waiter: no worker, no blocks."""
     request = waiter.request
     return ActiveRequest(
-        key=request.key,
-        attempt_id=request.attempt_id,
-        rank=WorkerRank("", 0),
+        facts=Facts(request.key, request.attempt_id),
         phase=Phase.QUEUED,
         prompt_blocks=0,
         output_blocks=0,
-        uncached_tokens=0,
-        expected_output_tokens=request.expected_output_tokens,
         owner=waiter.owner,
         age_seconds=now - waiter.since,
         lease_remaining_seconds=None,
