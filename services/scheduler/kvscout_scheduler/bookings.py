@@ -448,17 +448,19 @@ class Bookings:
             self.journal.ended(booking, by_caller=how is Ended.BY_CALLER)
 
     def _put_in(self, booking: Booking) -> None:
-        self._active[booking.key] = booking
-        self._by_tenant[booking.key.tenant] += 1
+        key = booking.key
+        self._active[key] = booking
+        self._by_tenant[key.tenant] += 1
         self._members.setdefault((booking.pool, booking.allocation.slot), {})[booking] = None
         for observer in booking.pool.observers:
             observer.booked(booking.facts, booking.booked_at)
 
     def _take_out(self, booking: Booking, now: float, *, freed: bool, output_tokens: int = 0) -> None:
-        del self._active[booking.key]
-        self._by_tenant[booking.key.tenant] -= 1
-        if not self._by_tenant[booking.key.tenant]:
-            del self._by_tenant[booking.key.tenant]
+        key = booking.key
+        del self._active[key]
+        self._by_tenant[key.tenant] -= 1
+        if not self._by_tenant[key.tenant]:
+            del self._by_tenant[key.tenant]
         place = (booking.pool, booking.allocation.slot)
         members = self._members[place]
         del members[booking]

@@ -159,7 +159,10 @@ class Operations:
             self._asking.add(asking)
             asking.add_done_callback(self._asking.discard)
             return None
-        return carry_out(operation, self._scheduler, self._owner)
+        try:
+            return operation.carry_out(self._scheduler, self._owner)
+        except KvscoutError as error:
+            return error
 
     async def answered(self) -> None:
         """Waits until every operation that others carry out is answered."""
@@ -204,9 +207,9 @@ class Operations:
         return None
 
 
-def carry_out(operation: Operation, scheduler: Scheduler, owner: OwnerName | None = None) -> Outcome:
+def carry_out(operation: Operation, scheduler: Scheduler) -> Outcome:
     """Carries out an operation that does not wait; its error is what comes of it."""
     try:
-        return operation.carry_out(scheduler, owner)
+        return operation.carry_out(scheduler, None)
     except KvscoutError as error:
         return error

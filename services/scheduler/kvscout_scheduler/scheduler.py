@@ -170,7 +170,7 @@ class Scheduler:
                 active.answers -= 1
                 raise AlreadyExists(f"request {key.request_id!r} was reserved without choosing")
             return answer
-        decision, slot, block_hashes = self._select(request, now, books=True)
+        decision, pool, slot, block_hashes = self._select(request, now, books=True)
         facts = Facts(
             key,
             request.attempt_id,
@@ -178,11 +178,10 @@ class Scheduler:
             request.isl_tokens,
             decision.uncached_tokens,
             request.expected_output_tokens,
-            block_hashes,
+            b"",
             Choice(decision.policy, decision.overlap_blocks, decision.effective_overlap_blocks, decision.cost),
         )
-        pool = self.workers.pool(request.pool)
-        self._book(facts, pool, slot, now, owner=owner, lease_seconds=lease_seconds)
+        self._book(facts, block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
         if request.charge_prefill:
             self._count_hits(pool, slot, facts)
         return decision
@@ -261,7 +260,8 @@ class Scheduler:
         if home is not pool:
             raise InvalidArgument(f"{rank.worker_id!r} is not a worker of this model and role", field="worker")
         Prompt(facts.block_hashes).validate(facts.isl_tokens, pool.lane_of[slot].block_size)
-        self._book(facts, pool, slot, now, owner=owner, lease_seconds=lease_seconds)
+        kept = facts._replace(block_hashes=b"")
+        self._book(kept, facts.block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
         self._count_hits(pool, slot, facts)
         return facts.uncached_tokens
 
@@ -275,7 +275,7 @@ class Scheduler:
         _check_booking(key.request_id, attempt_id, 0.0)
         now = self._clock()
         changed = self.bookings.complete_prefill(key, attempt_id, now)
-        self._turns.give(key.pool, now)
+        self._relieved(key, now)
         return changed
 
     def add_output(self, key: RequestKey, blocks: int, attempt_id: int = 0) -> int:
@@ -311,7 +311,7 @@ class Scheduler:
             waiter.answer(Cancelled(f"request {key.request_id!r} was freed while it waited"))
             return FreeOutcome.DEQUEUED
         outcome = self.bookings.free(key, attempt_id, now, output_tokens)
-        self._turns.give(key.pool, now)
+        self._relieved(key, now)
         return outcome
 
     def renew(self, key: RequestKey, attempt_id: int = 0, *, lease_seconds: float = 0.0) -> bool:
@@ -327,7 +327,7 @@ class Scheduler:
         """Takes back a booking whose answer the caller did not get, unless a repeated call got it."""
         now = self._clock()
         ended = self.bookings.undelivered(key, attempt_id, now)
-        self._turns.give(key.pool, now)
+        self._relieved(key, now)
         return ended
 
     def connect_owner(
@@ -643,6 +643,11 @@ class Scheduler:
             self.stats.queue_waits.observe(now - waiter.since)
             waiter.answer(decision)
 
+    def _relieved(self, key: RequestKey, now: float) -> None:
+        """Lets those go who waited for what a request has given back."""
+        if len(self.waiting):
+            self._turns.give(key.pool, now)
+
     def _refused(self, request: SelectionRequest, error: KvscoutError) -> None:
         self.stats.refusals[type(error).__name__] += 1
         self.watchers.tell(request, error)
@@ -652,14 +657,21 @@ class Scheduler:
             raise Draining("the scheduler is draining")
 
     def _book(
-        self, facts: Facts, pool: Pool, slot: int, now: float, *, owner: OwnerName | None, lease_seconds: float
+        self,
+        facts: Facts,
+        block_hashes: bytes,
+        pool: Pool,
+        slot: int,
+        *,
+        owner: OwnerName | None,
+        lease_seconds: float,
+        now: float,
     ) -> None:
-        block_hashes, kept = facts.block_hashes, b""
         if self.bookings.journal is not None:
             block_hashes = block_hashes[: MAX_HASHED_BLOCKS * HASH_BYTES]
-            kept = block_hashes if pool.load.track_blocks else b""
-        allocation = pool.place(slot, facts, block_hashes)
-        booking = Booking(facts._replace(block_hashes=kept), pool, allocation, now)
+            if pool.load.track_blocks:
+                facts = facts._replace(block_hashes=block_hashes)
+        booking = Booking(facts, pool, pool.place(slot, facts, block_hashes), now)
         self.bookings.add(booking, owner=owner, lease_seconds=lease_seconds)
 
     def _count_hits(self, pool: Pool, slot: int, facts: Facts) -> None:

@@ -23,6 +23,7 @@ class Selected(NamedTuple):
     """What was picked, and what booking it takes."""
 
     decision: Decision
+    pool: Pool
     slot: int
     block_hashes: bytes
 
@@ -119,7 +120,7 @@ class Selector:
             uncached_tokens=candidates.uncached_tokens(index, effective_overlap_blocks),
             explanation=explanation,
         )
-        return Selected(decision, slot, candidates.prompt(lane).block_hashes)
+        return Selected(decision, pool, slot, candidates.prompt(lane).block_hashes)
 
     def _in_effect(self, request: SelectionRequest, books: bool) -> SelectionSettings:
         defaults, override = self._defaults[books], request.override

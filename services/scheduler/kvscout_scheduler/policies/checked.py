@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from math import isnan
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvscout_common.errors import InternalError, KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
@@ -38,7 +38,12 @@ class CheckedPolicy:
 
     def __init__(self, name: str, make: Callable[[], Policy]) -> None:
         self._name = name
-        self._policy = self._asked(make)
+        try:
+            self._policy = make()
+        except KvscoutError:
+            raise
+        except Exception as error:
+            raise self._blamed(error) from error
         methods = {name: getattr(self._policy, name, None) for name in _OBSERVING}
         self._told = {name: method for name, method in methods.items() if callable(method)}
 
@@ -49,19 +54,19 @@ class CheckedPolicy:
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         """See `Policy`."""
-        return self._asked(lambda: _column("costs", self._policy.costs(candidates), candidates))
+        return self._asked(_column, self._policy.costs, candidates)
 
     def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
         """See `Policy`."""
-        return self._asked(lambda: _index(self._policy.pick(candidates, costs, rng), candidates))
+        return self._asked(_index, self._policy.pick, candidates, costs, rng)
 
     def probabilities(self, candidates: Candidates, costs: Sequence[float]) -> Sequence[float]:
         """See `Policy`."""
-        return self._asked(lambda: _column("probabilities", self._policy.probabilities(candidates, costs), candidates))
+        return self._asked(_column, self._policy.probabilities, candidates, costs)
 
     def reason(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
         """See `Policy`."""
-        return self._asked(lambda: _text(self._policy.reason(candidates, costs, index)))
+        return self._asked(_text, self._policy.reason, candidates, costs, index)
 
     def booked(self, facts: Facts, now: float) -> None:
         """See `Observer`."""
@@ -75,14 +80,19 @@ class CheckedPolicy:
         """See `Observer`."""
         self._tell("ended", facts, end, now)
 
-    def _asked(self, ask: Callable[[], T]) -> T:
+    def _asked(
+        self, check: Callable[[Any, Candidates], T], ask: Callable[..., Any], candidates: Candidates, *more: Any
+    ) -> T:
         try:
-            return ask()
+            return check(ask(candidates, *more), candidates)
         except KvscoutError:
             raise
         except Exception as error:
-            _warnings.warning(self._name, "policy %s failed a request", self._name, error=error)
-            raise InternalError(f"policy {self._name!r} failed: {type(error).__name__}") from error
+            raise self._blamed(error) from error
+
+    def _blamed(self, error: Exception) -> InternalError:
+        _warnings.warning(self._name, "policy %s failed a request", self._name, error=error)
+        return InternalError(f"policy {self._name!r} failed: {type(error).__name__}")
 
     def _tell(self, what: str, *facts: object) -> None:
         listen = self._told.get(what)
@@ -95,16 +105,16 @@ class CheckedPolicy:
             _warnings.warning(name, "policy %s failed when it was told: %s", self._name, what, error=error)
 
 
-def _column(name: str, given: Sequence[float], candidates: Candidates) -> Sequence[float]:
+def _column(given: Sequence[float], candidates: Candidates) -> Sequence[float]:
     """A column of plain floats, one a candidate, none NaN; what stays native is known to be so."""
     if isinstance(given, Ranked):
         return given
     column = list(map(float, given))
     if len(column) != len(candidates):
-        raise ValueError(f"{len(column)} {name} for {len(candidates)} candidates")
+        raise ValueError(f"{len(column)} numbers for {len(candidates)} candidates")
     # Two infinite costs of either sign add up to NaN, too.
     if isnan(sum(column)) and any(map(isnan, column)):
-        raise ValueError(f"NaN among the {name}")
+        raise ValueError("NaN among the numbers")
     return column
 
 
@@ -115,7 +125,7 @@ def _index(given: int, candidates: Candidates) -> int:
     return index
 
 
-def _text(given: str) -> str:
+def _text(given: str, _: Candidates) -> str:
     if not isinstance(given, str):
         raise TypeError(f"a reason is text, not {type(given).__name__}")
     return given
