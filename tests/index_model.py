@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
@@ -31,8 +31,12 @@ class ModelWorker:
     bound: dict[int, Prefix] = field(default_factory=dict)
     orphans: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Engine hash → parent's engine hash, local hash."""
-    gone: dict[int, Prefix] = field(default_factory=dict)
-    """Removed lately: no copies, but the prefix is known."""
+    gone: dict[int, tuple[int | None, int]] = field(default_factory=dict)
+    """Removed lately: engine hash of the block above, None for the root, and the local hash."""
+    names: dict[Prefix, list[int]] = field(default_factory=dict)
+    """What bound and demoted blocks are called, in the order of their binding."""
+    names_gone: dict[Prefix, int] = field(default_factory=dict)
+    """What blocks were called that the event in hand removed."""
     demoted: dict[int, Prefix] = field(default_factory=dict)
     demoted_until: float = 0.0
     predicted: dict[Prefix, float] = field(default_factory=dict)
@@ -44,10 +48,7 @@ class ModelWorker:
         return self.bound.keys() | self.orphans.keys()
 
     def known(self, engine_hash: int) -> Prefix | None:
-        for place in (self.bound, self.gone, self.demoted):
-            if engine_hash in place:
-                return place[engine_hash]
-        return None
+        return self.bound.get(engine_hash, self.demoted.get(engine_hash))
 
     def changed(self) -> None:
         """Must follow whatever changes `bound`, `copies` or `groups`."""
@@ -88,9 +89,36 @@ class ModelWorker:
         if self.mode is CopyMode.COUNT or not counts[group, tier]:
             counts[group, tier] += 1
 
-    def bind(self, engine_hash: int, prefix: Prefix) -> None:
+    def unname(self, engine_hash: int, prefix: Prefix) -> None:
+        self.names[prefix].remove(engine_hash)
+        if not self.names[prefix]:
+            del self.names[prefix]
+
+    def forget(self, engine_hash: int) -> None:
+        """No ghost, and not demoted any more."""
         self.gone.pop(engine_hash, None)
-        self.demoted.pop(engine_hash, None)
+        if engine_hash in self.demoted:
+            self.unname(engine_hash, self.demoted.pop(engine_hash))
+
+    def bury(self, engine_hash: int, prefix: Prefix) -> None:
+        """A ghost, if what is above it has a name, or had one before this event."""
+        above, local = prefix[:-1], prefix[-1]
+        self.unname(engine_hash, prefix)
+        if prefix not in self.names:
+            self.names_gone[prefix] = engine_hash
+        if not above:
+            self.gone[engine_hash] = None, local
+        elif above in self.names or above in self.names_gone:
+            self.gone[engine_hash] = self.names.get(above, [self.names_gone.get(above, 0)])[0], local
+
+    def bind(self, engine_hash: int, prefix: Prefix) -> None:
+        if self.demoted.get(engine_hash) == prefix:
+            del self.demoted[engine_hash]
+        else:
+            self.forget(engine_hash)
+        names = self.names.setdefault(prefix, [])
+        if engine_hash not in names:
+            names.append(engine_hash)
         self.bound[engine_hash] = prefix
         for child, (parent, local) in list(self.orphans.items()):
             if parent == engine_hash and child in self.orphans:
@@ -116,7 +144,9 @@ class IndexModel:
     def reload(self) -> None:
         """What is no part of a dump is lost."""
         for w in self.workers.values():
-            w.gone, w.demoted, w.predicted = {}, {}, {}
+            w.gone, w.demoted, w.predicted, w.names = {}, {}, {}, {}
+            for h in sorted(w.bound):
+                w.names.setdefault(w.bound[h], []).append(h)
 
     def evict(self, worker: WorkerRank, engine_hash: int) -> None:
         """All copies are gone at once, as the bound drops them."""
@@ -124,7 +154,7 @@ class IndexModel:
         w.changed()
         del w.copies[engine_hash]
         if w.orphans.pop(engine_hash, None) is None:
-            w.gone[engine_hash] = w.bound.pop(engine_hash)
+            w.bury(engine_hash, w.bound.pop(engine_hash))
 
     def apply(self, worker: WorkerRank, event: Event) -> None:
         if worker not in self.workers:
@@ -136,6 +166,7 @@ class IndexModel:
         elif isinstance(event, Removed):
             for h in event.engine_hashes:
                 self._remove(w, h, event)
+            w.names_gone.clear()
         elif w.groups.setdefault(event.group, event.full_attention):
             if event.local_hashes:
                 self._store(w, event)
@@ -151,17 +182,21 @@ class IndexModel:
         counts = w.copies.get(h, Counter())
         if not counts[event.group, event.tier]:
             if h in w.demoted:
-                w.gone[h] = w.demoted.pop(h)
+                w.bury(h, w.demoted.pop(h))
             return
         counts[event.group, event.tier] -= 1
         if not +counts:
             del w.copies[h]
             w.orphans.pop(h, None)
             if h in w.bound:
-                w.gone[h] = w.bound.pop(h)
+                w.bury(h, w.bound.pop(h))
 
     def _move(self, w: ModelWorker, event: Stored) -> None:
         for h in event.engine_hashes:
+            if h in w.gone:
+                parent, local = w.gone.pop(h)
+                self._store(w, replace(event, engine_hashes=(h,), parent=parent, local_hashes=(local,)))
+                continue
             prefix = w.known(h)
             if prefix is None and h not in w.orphans:
                 continue
@@ -178,8 +213,7 @@ class IndexModel:
                 assert parent is not None
                 if h in w.bound or w.orphans.get(h, (parent, local)) != (parent, local):
                     return
-                w.gone.pop(h, None)
-                w.demoted.pop(h, None)
+                w.forget(h)
                 w.orphans[h] = (parent, local)
                 w.add(h, event.group, event.tier)
                 parent = h
@@ -211,7 +245,8 @@ class IndexModel:
         for w in self.workers.values():
             w.predicted = {prefix: until for prefix, until in w.predicted.items() if until > now}
             if now >= w.demoted_until:
-                w.demoted = {}
+                for h in list(w.demoted):
+                    w.forget(h)
 
     def find(self, hashes: Sequence[int]) -> dict[WorkerRank, Overlap]:
         found = {}

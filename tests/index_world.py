@@ -146,8 +146,9 @@ class World:
             kept = {block.engine_hash for block in dump.blocks} | {orphan.engine_hash for orphan in dump.orphans}
             gone = w.engine_hashes - kept
             dropped[worker] = {w.bound[h] for h in gone if h in w.bound} & rooted[worker]
-            for engine_hash in gone:
+            for engine_hash in sorted(gone, key=lambda h: -len(w.bound.get(h, ()))):
                 self.model.evict(worker, engine_hash)
+            w.names_gone.clear()
             evicted -= len(gone)
             surplus -= len(gone)
         assert evicted == 0, "what is missing was counted as evicted"

@@ -141,13 +141,17 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
     #[inline]
     pub fn insert(&mut self, hash: u64, payload: u64) {
         self.reserve(1);
-        self.insert_new(hash, payload, |_| false);
+        self.find_or_insert(hash, payload, |_| false);
     }
 
-    /// Adds an entry unless one with this hash `is` there already; whether it was added. The caller reserved
-    /// the room.
+    /// The entry with this hash that `is` there already; None: it was added. The caller reserved the room.
     #[inline]
-    pub fn insert_new(&mut self, hash: u64, payload: u64, mut is: impl FnMut(u64) -> bool) -> bool {
+    pub fn find_or_insert(
+        &mut self,
+        hash: u64,
+        payload: u64,
+        mut is: impl FnMut(u64) -> bool,
+    ) -> Option<(Slot, u64)> {
         debug_assert!(payload != 0 && payload <= Self::mask());
         debug_assert!(self.len < self.buckets.len() * WIDTH);
         let fragment = hash >> PAYLOAD;
@@ -156,16 +160,17 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
             let bucket = &mut self.buckets[at];
             let mut candidates = bucket.equal(PAYLOAD, fragment);
             while candidates != 0 {
-                let there = bucket.0[candidates.trailing_zeros() as usize] & Self::mask();
+                let entry = candidates.trailing_zeros() as usize;
+                let there = bucket.0[entry] & Self::mask();
                 if there != 0 && is(there) {
-                    return false;
+                    return Some((Slot { bucket: at, entry }, there));
                 }
                 candidates &= candidates - 1;
             }
             if let Some(free) = bucket.free() {
                 bucket.0[free] = fragment << PAYLOAD | payload;
                 self.len += 1;
-                return true;
+                return None;
             }
             at = self.next(at);
         }
@@ -273,8 +278,8 @@ mod tests {
                 None => {
                     assert!(!model.contains_key(&key));
                     table.reserve(1);
-                    assert!(table.insert_new(hash, key + 1, is));
-                    assert!(!table.insert_new(hash, key + 1, is));
+                    assert!(table.find_or_insert(hash, key + 1, is).is_none());
+                    assert_eq!(table.find_or_insert(hash, key + 1, is), table.find(hash, is));
                     model.insert(key, key + 1);
                 }
             }

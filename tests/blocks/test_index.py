@@ -16,7 +16,6 @@ from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Fault, Fault
 from kvscout_blocks.bytes.wire import MalformedBatch
 from kvscout_blocks.index.block_index import (
     BATCH_LIMIT,
-    FORGOTTEN_AT_ONCE,
     GHOST_LIMIT,
     GROUP_LIMIT,
     ORPHAN_LIMIT,
@@ -163,11 +162,23 @@ def test_ghosts_are_bounded_and_the_oldest_are_forgotten(index_factory: IndexFac
         apply(index, *(run(h) for h in hashes), Removed(hashes))
     stats = index.worker_stats(W0)
     assert stats is not None
-    assert stats.ghosts == GHOST_LIMIT + 2 - FORGOTTEN_AT_ONCE
-    first = FORGOTTEN_AT_ONCE
-    apply(index, Stored((0, first - 1, first, GHOST_LIMIT + 1), tier=Tier.HOST))
+    assert stats.ghosts == GHOST_LIMIT
+    apply(index, Stored((0, 1, 2, GHOST_LIMIT + 1), tier=Tier.HOST))
     assert ignored(index, Ignored.UNKNOWN_MOVED) == 2
-    assert index.find_matches([first], now=0.0).host == (1,)
+    assert index.find_matches([2], now=0.0).host == (1,)
+    index.check_invariants()
+
+
+def test_a_block_that_came_back_leaves_its_place_among_the_ghosts_empty(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    for _ in range(2):
+        for first in range(0, GHOST_LIMIT, 1024):
+            hashes = tuple(range(first, first + 1024))
+            apply(index, *(run(h) for h in hashes), Removed(hashes))
+    apply(index, *(run(h) for h in range(1024)))
+    assert index.stats().ghosts == GHOST_LIMIT - 1024
+    apply(index, *(run(h) for h in range(10**6, 10**6 + 1000)), Removed(tuple(range(10**6, 10**6 + 1000))))
+    assert index.stats().ghosts == GHOST_LIMIT - 24
     index.check_invariants()
 
 
@@ -552,14 +563,14 @@ def test_of_too_many_engine_hashes_the_first_without_copies_goes(index_factory: 
     names = range(100, 100 + TWIN_LIMIT)
     for name in names:
         apply(index, Stored((name,), local_hashes=(1,)))
-    apply(index, Removed((103,)), Removed((101,)))
+    index.demote(W0, ttl_seconds=1000, now=0.0)
+    apply(index, Stored(tuple(name for name in names if name not in (101, 103))))
     apply(index, Stored((500,), local_hashes=(1,)))
-    # 101 was bound before 103, whenever they were removed.
     apply(index, run(7, parent=103), run(8, parent=101))
     assert device(index, 1, 7) == {W0: 2}
     stats = index.worker_stats(W0)
     assert stats is not None
-    assert (stats.orphans, stats.ghosts) == (1, 1)
+    assert stats.orphans == 1
     apply(index, Stored((501,), local_hashes=(1,)), Stored((502,), local_hashes=(1,)))
     assert ignored(index, Ignored.TWIN_LIMIT) == 1
     index.check_invariants()

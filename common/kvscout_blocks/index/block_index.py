@@ -16,8 +16,9 @@
 
 Terms: a block is *held* on a tier by a worker when, for every full-attention group that the worker is
 known to have, a copy is on that tier or a faster one. It is *rooted* when all its ancestors are held too,
-otherwise *hidden*. An *orphan* was stored under a parent that this worker never had. A *ghost* was removed
-recently and can come back by its engine hash alone, with a tier change or as a parent.
+otherwise *hidden*. An *orphan* was stored under a parent that this worker does not have. A *ghost* went
+recently and can come back by its engine hash alone, with a tier change: below its parent, or as an orphan until
+that comes. It is remembered if what was above it had a name when it went, be it that the same event took that, too.
 
 Invariants, checked by `check_invariants`:
 
@@ -29,7 +30,7 @@ Invariants, checked by `check_invariants`:
    `predicted`, where a block counts when it is held on the device or predicted for this worker.
 4. No orphan's parent is bound: orphans are bound as soon as their parent is.
 5. Ghosts and orphans of a worker number at most `GHOST_LIMIT` and `ORPHAN_LIMIT`.
-6. A node exists only while a worker's bound hash, ghost, demoted hash or prediction needs it or a descendant.
+6. A node exists only while a worker's bound hash, demoted hash or prediction needs it or a descendant.
 7. With `max_blocks` > 0, bound hashes and orphans of all workers together are at most `max_blocks` when a
    call returns. What was above it goes, and a 64th of it. First what no query can match, of whatever worker:
    orphans, and blocks that are not rooted. So what an engine stores below blocks that went takes no place
@@ -58,10 +59,7 @@ from kvscout_blocks.index.slices import Work
 from kvscout_common.worker import CopyMode, WorkerRank, WorkerSpec
 
 GHOST_LIMIT = 65_536
-"""Removed blocks remembered for each worker rank."""
-
-FORGOTTEN_AT_ONCE = 64
-"""Above `GHOST_LIMIT`, so many of the oldest are forgotten: one by one, each would wait for memory."""
+"""Blocks that went last and are remembered, for each worker rank; one that comes back leaves its place empty."""
 
 ORPHAN_LIMIT = 65_536
 """Orphans kept for each worker rank; further ones are dropped and counted."""

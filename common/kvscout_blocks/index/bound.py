@@ -73,4 +73,5 @@ def _drop_idle(holdings: Holdings, nodes: Iterable[Node], surplus: int) -> int:
         for block in list(twins(holdings.nodes[node])):
             holdings.unbind(block)
             left -= 1
+    holdings.names_gone.clear()
     return surplus - left

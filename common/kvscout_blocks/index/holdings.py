@@ -4,10 +4,10 @@
 
     engine hash ─┬─ blocks    bound: Block(node, counts for each place)
                  ├─ orphans   parent unknown: Orphan(parent hash, local hash, counts), found by `waiting`
-                 ├─ ghosts    removed lately: node, oldest first
+                 ├─ ghosts    removed lately: Ghost(parent hash, local hash), nothing in the tree
                  └─ demoted   no longer verified: node, valid as a parent only
 
-`names` lists the hashes of each node, but for orphans.
+`names` lists the hashes of each node, bound and demoted ones.
 
 `Holdings` keeps `PrefixTree` in step: each change of counts sets the worker's bit at the node. It knows
 nothing of event formats; `reference` judges events and calls it.
@@ -15,13 +15,13 @@ nothing of event formats; `reference` judges events and calls it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kvscout_blocks.bytes.dump import Copies
 from kvscout_blocks.bytes.events import Tier
-from kvscout_blocks.index.block_index import FORGOTTEN_AT_ONCE, GHOST_LIMIT, MAX_COPIES, ORPHAN_LIMIT, TWIN_LIMIT, Cut
+from kvscout_blocks.index.block_index import GHOST_LIMIT, MAX_COPIES, ORPHAN_LIMIT, TWIN_LIMIT, Cut
 from kvscout_blocks.index.prefix_tree import NOT_HELD, Node, PrefixTree
 from kvscout_common.worker import CopyMode
 
@@ -64,6 +64,18 @@ class Orphan(NamedTuple):
     counts: Counts
 
 
+class Ghost:
+    """A block that went: what it takes to put it back."""
+
+    __slots__ = ("engine_hash", "local", "parent")
+
+    def __init__(self, engine_hash: int, parent: int | None, local: int) -> None:
+        self.engine_hash = engine_hash
+        self.parent = parent
+        """Engine hash of the block above; None: it began a prompt."""
+        self.local = local
+
+
 def level_of(counts: Mapping[Place, int], full_groups: tuple[int, ...]) -> int:
     """The fastest tier at which every full-attention group has a copy there or faster, or `NOT_HELD`."""
     slowest = 0 if full_groups else NOT_HELD
@@ -99,13 +111,17 @@ class Holdings:
         self.nodes: dict[Node, Block] = {}
         """Bound nodes, each with the first of its blocks."""
         self.names: dict[Node, tuple[int, ...]] = {}
-        """Engine hashes of each node in the order in which they were bound: bound ones, ghosts and demoted ones."""
+        """Engine hashes of each node in the order in which they were bound: bound ones and demoted ones."""
+        self.names_gone: dict[Node, int] = {}
+        """Node → the engine hash that was bound there until the event in hand removed it."""
         self.refused_twins = 0
         """Blocks that were not bound because theirs had too many engine hashes."""
         self.orphans: dict[int, Orphan] = {}
         self.waiting: dict[int, dict[int, None]] = {}
         """Parent hash → orphans that wait for it, in order."""
-        self.ghosts: dict[int, Node] = {}
+        self.ghosts: dict[int, Ghost] = {}
+        self._gone: deque[Ghost] = deque()
+        """What went, oldest first, with those that came back since."""
         self.demoted: dict[int, Node] = {}
         self.demoted_until = 0.0
         self.demoting_until: float | None = None
@@ -136,11 +152,9 @@ class Holdings:
             self._relevel(block)
 
     def prefix_of(self, engine_hash: int) -> Node | None:
-        """The node that an engine hash names, held or not; None for orphans and unknown ones."""
+        """The node that an engine hash names, held or demoted; None for orphans, ghosts and unknown ones."""
         block = self.blocks.get(engine_hash)
-        if block is not None:
-            return block.node
-        return self.ghosts.get(engine_hash) or self.demoted.get(engine_hash)
+        return block.node if block is not None else self.demoted.get(engine_hash)
 
     def store(self, engine_hash: int, node: Node, at: Place, mode: CopyMode) -> bool:
         """Adds one copy of a block whose prefix is known.
@@ -153,7 +167,7 @@ class Holdings:
             if engine_hash in self.orphans or not self._has_room(engine_hash, node):
                 return False
             block = self._bind(engine_hash, node, {})
-            self._forget(engine_hash, bound_to=node)
+            self.forget(engine_hash, bound_to=node)
         elif block.node is not node:
             return False
         self._add_copy(block.counts, at, mode)
@@ -167,7 +181,7 @@ class Holdings:
         if engine_hash in self.blocks or (orphan is not None and orphan[:2] != (parent, local)):
             return False
         if orphan is None:
-            self._forget(engine_hash)
+            self.forget(engine_hash)
             orphan = self.orphans[engine_hash] = Orphan(parent, local, {})
             self.waiting.setdefault(parent, {})[engine_hash] = None
         self._add_copy(orphan.counts, at, mode)
@@ -178,7 +192,7 @@ class Holdings:
         return engine_hash in self.orphans or len(self.orphans) < ORPHAN_LIMIT
 
     def move(self, engine_hash: int, at: Place, mode: CopyMode) -> bool:
-        """Adds one copy of a block by its engine hash alone; False if the hash is unknown."""
+        """Adds one copy of a block by its engine hash alone; False if that is neither bound, demoted nor an orphan."""
         orphan = self.orphans.get(engine_hash)
         if orphan is not None:
             self._add_copy(orphan.counts, at, mode)
@@ -207,12 +221,13 @@ class Holdings:
             self._drop_orphan(engine_hash)
         return True
 
-    def retire_demoted(self, engine_hash: int) -> Node | None:
-        """Turns a demoted hash into a ghost because the engine removed it; its node, None if it is none."""
+    def retire_demoted(self, engine_hash: int) -> bool:
+        """Turns a demoted hash into a ghost because the engine removed it; False if it is none."""
         node = self.demoted.pop(engine_hash, None)
-        if node is not None:
-            self._remember(engine_hash, node)
-        return node
+        if node is None:
+            return False
+        self._bury(engine_hash, node)
+        return True
 
     def unbind(self, block: Block) -> None:
         """Makes a bound hash a ghost, whatever copies it has."""
@@ -220,7 +235,7 @@ class Holdings:
         block.counts.clear()
         self._relevel(block)
         self._unlink(block)
-        self._remember(block.engine_hash, block.node)
+        self._bury(block.engine_hash, block.node)
 
     def evict_orphan(self, engine_hash: int) -> None:
         """Drops an orphan, whatever copies it has."""
@@ -313,18 +328,19 @@ class Holdings:
 
         left = budget - _drain(self.blocks, budget, drop_block)
         left -= _drain(self.predictions, left, drop_prediction)
-        left -= _drain(self.ghosts, left, lambda _, node: tree.release(node))
         left -= _drain(self.demoted, left, lambda _, node: tree.release(node))
         if not self.blocks:
             self.nodes.clear()
             self.orphans.clear()
             self.waiting.clear()
+            self.ghosts.clear()
+            self._gone.clear()
         return budget - left
 
     @property
     def drained(self) -> bool:
         """Whether nothing of it is left in the tree."""
-        return not (self.blocks or self.predictions or self.ghosts or self.demoted)
+        return not (self.blocks or self.predictions or self.demoted)
 
     def _add_copy(self, counts: Counts, at: Place, mode: CopyMode) -> None:
         number = counts.get(at, 0)
@@ -359,7 +375,7 @@ class Holdings:
         if oldest is None:
             self.refused_twins += 1
             return False
-        self._forget(oldest)
+        self.forget(oldest)
         return True
 
     def _unlink(self, block: Block) -> None:
@@ -414,21 +430,35 @@ class Holdings:
                 self.tree.touch(node)
                 arrived.append(child)
 
-    def _forget(self, engine_hash: int, bound_to: Node | None = None) -> None:
+    def forget(self, engine_hash: int, bound_to: Node | None = None) -> None:
         """Ends a ghost or demoted hash, because the hash is stored again or has to go."""
-        for memory in (self.ghosts, self.demoted):
-            node = memory.pop(engine_hash, None)
-            if node is not None:
-                if node is not bound_to:
-                    self._unname(engine_hash, node)
-                self.tree.release(node)
+        self.ghosts.pop(engine_hash, None)
+        node = self.demoted.pop(engine_hash, None)
+        if node is not None:
+            if node is not bound_to:
+                self._unname(engine_hash, node)
+            self.tree.release(node)
 
-    def _remember(self, engine_hash: int, node: Node) -> None:
-        """Makes a hash the youngest ghost; its hold on the node is the caller's former one."""
-        self.ghosts[engine_hash] = node
-        if len(self.ghosts) > GHOST_LIMIT:
-            for oldest in list(islice(self.ghosts, FORGOTTEN_AT_ONCE)):
-                self._forget(oldest)
+    def _bury(self, engine_hash: int, node: Node) -> None:
+        """Makes a hash that leaves its node the youngest ghost, if it is known what the block above is called."""
+        above = node.parent
+        assert above is not None
+        parent = None
+        if above.parent is not None:
+            names = self.names.get(above)
+            parent = names[0] if names else self.names_gone.get(above)
+        self._unname(engine_hash, node)
+        if node not in self.names:
+            self.names_gone[node] = engine_hash
+        self.tree.release(node)
+        if parent is None and above.parent is not None:
+            return
+        if len(self._gone) >= GHOST_LIMIT:
+            oldest = self._gone.popleft()
+            if self.ghosts.get(oldest.engine_hash) is oldest:
+                del self.ghosts[oldest.engine_hash]
+        ghost = self.ghosts[engine_hash] = Ghost(engine_hash, parent, node.local)
+        self._gone.append(ghost)
 
     def _drop_orphan(self, engine_hash: int) -> None:
         parent = self.orphans.pop(engine_hash).parent

@@ -38,7 +38,7 @@ class Node:
         self.children: dict[int, Node] | None = None
         self.masks: Masks = _NOBODY
         self.refs = 0
-        """Bound engine hashes, ghosts, demoted hashes and predictions, of all workers."""
+        """Bound engine hashes, demoted hashes and predictions, of all workers."""
         self.used = 0
         """The tree's round in which it was used last; never later than its parent's."""
 

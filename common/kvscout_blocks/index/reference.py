@@ -406,7 +406,12 @@ class ReferenceIndex:
     def _moved(self, known: _Worker, event: Stored) -> None:
         holdings = known.holdings
         for engine_hash in event.engine_hashes:
-            if not holdings.move(engine_hash, (event.group, event.tier), known.options.copies):
+            ghost = holdings.ghosts.get(engine_hash)
+            if ghost is not None:
+                holdings.forget(engine_hash)
+                back = replace(event, engine_hashes=(engine_hash,), parent=ghost.parent)
+                self._store_chain(known, back, (ghost.local,))
+            elif not holdings.move(engine_hash, (event.group, event.tier), known.options.copies):
                 known.ignored[Ignored.UNKNOWN_MOVED] += 1
             elif holdings.predictions:
                 self._cancel_prediction(holdings, engine_hash)
@@ -421,6 +426,7 @@ class ReferenceIndex:
                 self._cancel_prediction(holdings, engine_hash)
             if not holdings.remove(engine_hash, (event.group, event.tier)) and not holdings.retire_demoted(engine_hash):
                 known.ignored[Ignored.UNKNOWN_REMOVED] += 1
+        holdings.names_gone.clear()
 
     def _cancel_prediction(self, holdings: Holdings, engine_hash: int) -> None:
         node = holdings.prefix_of(engine_hash)

@@ -150,7 +150,6 @@ def check_holdings(tree: PrefixTree, visible: Sequence[Holdings], dropped: Seque
     for holdings in [*visible, *dropped]:
         for node in (
             *(block.node for block in holdings.blocks.values()),
-            *holdings.ghosts.values(),
             *holdings.demoted.values(),
             *holdings.predictions,
         ):
@@ -168,7 +167,7 @@ def check_holdings(tree: PrefixTree, visible: Sequence[Holdings], dropped: Seque
         _check_worker(holdings, attached)
         names = {(name, node) for node, all_names in holdings.names.items() for name in all_names}
         bound = {(engine_hash, block.node) for engine_hash, block in holdings.blocks.items()}
-        assert names == bound | holdings.ghosts.items() | holdings.demoted.items(), "nodes know their hashes"
+        assert names == bound | holdings.demoted.items(), "nodes know their hashes"
         assert all(len(all_names) <= TWIN_LIMIT for all_names in holdings.names.values()), "twins are bounded"
 
 

@@ -1,6 +1,6 @@
 //! Judges events, in the order of `Ignored`, and stores what is left of them.
 
-use super::store::Target;
+use super::store::{Refused, Target};
 use super::{Handle, Index, State, WorkerName};
 use crate::acceptance::Rules;
 use crate::events::{Batch, Event, Removed, Stored};
@@ -116,8 +116,9 @@ impl Index {
         if event.tokens.is_empty() && event.local_hashes.is_empty() {
             self.open_level(state, worker, usize::from(to.tier));
             for &engine_hash in &event.engine_hashes {
-                if !state.ledger.store_known(slot, engine_hash, to) {
-                    count(state, worker, Ignored::UnknownMoved, 1);
+                match state.ledger.store_known(slot, engine_hash, to) {
+                    Some(refused) => count_refused(state, worker, refused),
+                    None => count(state, worker, Ignored::UnknownMoved, 1),
                 }
             }
             return;
@@ -141,10 +142,7 @@ impl Index {
         let local = rules.local_hashes(event);
         self.open_level(state, worker, usize::from(to.tier));
         let refused = state.ledger.store(slot, event.parent, &event.engine_hashes, &local, to);
-        count(state, worker, Ignored::HashConflict, refused.conflicts);
-        count(state, worker, Ignored::OrphanLimit, refused.orphan_limit);
-        count(state, worker, Ignored::TwinLimit, refused.twin_limit);
-        count(state, worker, Ignored::IndexFull, refused.index_full);
+        count_refused(state, worker, refused);
     }
 }
 
@@ -156,6 +154,13 @@ fn removed_event(state: &mut State, worker: Handle, event: &Removed) {
     }
     let unknown = state.ledger.remove(slot, &event.engine_hashes, event.group, event.tier);
     count(state, worker, Ignored::UnknownRemoved, unknown);
+}
+
+fn count_refused(state: &mut State, worker: Handle, refused: Refused) {
+    count(state, worker, Ignored::HashConflict, refused.conflicts);
+    count(state, worker, Ignored::OrphanLimit, refused.orphan_limit);
+    count(state, worker, Ignored::TwinLimit, refused.twin_limit);
+    count(state, worker, Ignored::IndexFull, refused.index_full);
 }
 
 fn count(state: &mut State, worker: Handle, reason: Ignored, number: u64) {

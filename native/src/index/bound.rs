@@ -137,13 +137,14 @@ impl Ledger {
                     dropped += 1;
                 }
             }
-            // The presence may be gone with the block, if a ghost had to go for this one.
+            // The presence may be gone with its last block.
             if self.worker(slot).presences.get(presence).is_some()
                 && let Some(last) = self.worker(slot).last_victim(presence, above)
             {
                 idle.push((round, self.part(slot, presence).start + last, Reverse(presence)));
             }
         }
+        self.forget_names();
         self.finish();
         dropped
     }

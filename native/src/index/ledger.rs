@@ -7,6 +7,7 @@
 
 use std::sync::Arc;
 
+use hashbrown::HashMap;
 use parking_lot::RwLockUpgradableReadGuard;
 
 use super::nodes::{NodeEntry, Nodes, Refs, index_of, node_id, shard_of};
@@ -59,6 +60,8 @@ pub struct Ledger {
     pub cursor: Cursor,
     /// The chain's cursor while another block is placed.
     pub side_cursor: Option<Cursor>,
+    /// (node, offset) → the engine hash that was bound there until the event in hand removed it.
+    pub names_gone: HashMap<(NodeId, u32), u64>,
     /// Presences whose reach may be wrong.
     pub dirty: Vec<(u32, PresenceId)>,
     /// Nodes that may have a tail that nobody needs.
@@ -76,6 +79,7 @@ impl Ledger {
             live_predictions: 0,
             cursor: ROOT,
             side_cursor: None,
+            names_gone: HashMap::new(),
             dirty: Vec::new(),
             doubtful: Vec::new(),
         }

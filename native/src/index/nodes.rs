@@ -12,7 +12,7 @@ const MAX_NODES: u32 = u32::MAX / SHARDS as u32;
 /// How many workers need a block, and how many of them hold it on any tier.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Refs {
-    /// Bound (ghosts and demoted ones included) or predicted.
+    /// Bound (demoted ones included) or predicted.
     pub pins: u16,
     pub held: u16,
 }

@@ -2,14 +2,16 @@
 
 use std::hint::black_box;
 
+use hashbrown::HashMap;
 use smallvec::SmallVec;
 
+use super::ghosts::{Above, Ghost};
 use super::ledger::{Cursor, Ledger, ROOT};
-use super::nodes::shard_of;
+use super::nodes::{index_of, shard_of};
 use super::trie::Trie;
 use super::worker::{
-    BATCH, Binding, Counts, FORGOTTEN_AT_ONCE, GHOST_LIMIT, NO_LANE, NodeId, ORPHAN_LIMIT, Odd, PREDICTED,
-    PresenceId, TIERS, TWIN_LIMIT, add_copy, device_copies, drop_copy, level_of,
+    BATCH, Binding, Counts, NO_LANE, NodeId, ORPHAN_LIMIT, Odd, PREDICTED, PresenceId, TIERS, TWIN_LIMIT,
+    add_copy, device_copies, drop_copy, level_of,
 };
 
 /// Where copies go: a group, a tier, and whether every count stays at 1.
@@ -173,8 +175,8 @@ impl Ledger {
                 if !self.make_room_for_twin(slot, node, offset) {
                     return Stored::TwinLimit;
                 }
-                // A ghost of another prefix. Its block must not go before the new one is safe.
-                self.end_memory(slot, engine_hash);
+                // Demoted, at another prefix. Its block must not go before the new one is safe.
+                self.worker_mut(slot).demoted.remove(engine_hash);
                 self.pin(node, offset, true);
                 self.unbind(slot, engine_hash);
                 self.bind(slot, node, offset, engine_hash, Counts::new());
@@ -207,7 +209,7 @@ impl Ledger {
         else {
             return false;
         };
-        self.end_memory(slot, oldest);
+        self.worker_mut(slot).demoted.remove(oldest);
         self.unbind(slot, oldest);
         true
     }
@@ -222,10 +224,10 @@ impl Ledger {
         }
     }
 
-    /// A further copy of a bound hash, or the first one of a ghost or demoted one.
+    /// A further copy of a bound hash, or the first one of a demoted one.
     fn add_bound_copy(&mut self, slot: u32, presence: PresenceId, at: u32, engine_hash: u64, to: Target) {
         if self.worker(slot).counts(engine_hash, presence, at).is_empty() {
-            self.end_memory(slot, engine_hash);
+            self.worker_mut(slot).demoted.remove(engine_hash);
         }
         let rose = self.change_counts(slot, presence, at, engine_hash, |counts| {
             add_copy(counts, to.group, to.tier, to.set)
@@ -233,15 +235,7 @@ impl Ledger {
         self.worker_mut(slot).device_copies += u64::from(rose && to.tier == 0);
     }
 
-    /// A hash without copies is no ghost or demoted one any more.
-    fn end_memory(&mut self, slot: u32, engine_hash: u64) {
-        let worker = self.worker_mut(slot);
-        if !worker.demoted.remove(engine_hash) {
-            worker.ghosts.revive(engine_hash);
-        }
-    }
-
-    /// Binds an unknown engine hash to a block.
+    /// Binds an unknown engine hash, or a ghost, to a block.
     pub fn bind(&mut self, slot: u32, node: NodeId, offset: u32, engine_hash: u64, counts: Counts) {
         let presence = self.presence(slot, node);
         let part = self.part(slot, presence);
@@ -361,23 +355,34 @@ impl Ledger {
         changed
     }
 
-    /// Adds a copy by the engine hash alone; false if it is unknown.
-    pub fn store_known(&mut self, slot: u32, engine_hash: u64, to: Target) -> bool {
+    /// Adds a copy by the engine hash alone; None if it is unknown.
+    pub fn store_known(&mut self, slot: u32, engine_hash: u64, to: Target) -> Option<Refused> {
         let worker = self.worker_mut(slot);
         if let Some(counts) = worker.orphans.counts_mut(engine_hash) {
             let rose = add_copy(counts, to.group, to.tier, to.set);
             worker.device_copies += u64::from(rose && to.tier == 0);
-            return true;
+            return Some(Refused::default());
         }
-        let Some((presence, offset)) = worker.locate(engine_hash) else { return false };
+        let Some((presence, offset)) = worker.locate(engine_hash) else {
+            return worker.take_ghost(engine_hash).map(|ghost| self.put_back(slot, ghost, to));
+        };
         self.add_bound_copy(slot, presence, offset, engine_hash, to);
-        self.adopt(slot, engine_hash);
+        let twin_limit = self.adopt(slot, engine_hash);
         if self.worker(slot).predictions > 0
             && let Some((presence, offset)) = self.worker(slot).locate(engine_hash)
         {
             self.cancel_prediction(slot, presence, offset);
         }
-        true
+        Some(Refused { twin_limit, ..Refused::default() })
+    }
+
+    /// A ghost has a copy again: below its parent, or as an orphan until that comes.
+    fn put_back(&mut self, slot: u32, ghost: Ghost, to: Target) -> Refused {
+        let parent = match ghost.above {
+            Above::Root => None,
+            Above::Block(parent) => Some(parent),
+        };
+        self.store(slot, parent, &[ghost.engine_hash], &[ghost.local], to)
     }
 
     /// Drops one copy of each engine hash; returns how many had none like it.
@@ -396,7 +401,7 @@ impl Ledger {
             }
             done += removed.max(1);
         }
-        self.forget_oldest(slot);
+        self.forget_names();
         unknown
     }
 
@@ -416,77 +421,84 @@ impl Ledger {
             return 0;
         }
         let first = last + 1 - blocks as u32;
-        for offset in (first..=last).rev() {
-            part.device.remove(offset);
-        }
         let node = part.node;
+        let above = self.name_above(slot, presence, first);
+        self.note_name(slot, presence, last);
+        let local: SmallVec<[u64; BATCH]> = {
+            let shard = self.trie.shard(shard_of(node)).read();
+            SmallVec::from_slice(&shard.nodes[index_of(node)].local[first as usize..=last as usize])
+        };
+        let worker = self.worker_mut(slot);
+        worker.bury_run(presence, first, &local, above);
         worker.held -= blocks as u64;
         worker.device_copies -= blocks as u64;
-        for &engine_hash in &engine[..blocks] {
-            worker.ghosts.push(engine_hash);
-        }
-        for refs in &mut self.nodes[node].refs[first as usize..=last as usize] {
-            refs.held -= 1;
-            self.blocks -= u64::from(refs.held == 0);
-        }
-        self.mark(slot, presence);
-        blocks
-    }
-
-    /// Forgets the oldest ghosts while there are too many.
-    fn forget_oldest(&mut self, slot: u32) {
-        while self.worker(slot).ghosts.len() > GHOST_LIMIT {
-            let worker = self.worker_mut(slot);
-            let oldest: SmallVec<[u64; FORGOTTEN_AT_ONCE]> =
-                (0..FORGOTTEN_AT_ONCE).filter_map(|_| worker.ghosts.pop()).collect();
-            self.warm_blocks(slot, &oldest);
-            let mut done = 0;
-            while done < oldest.len() {
-                done += self.forget_run(slot, &oldest[done..]);
-            }
-        }
-    }
-
-    /// Ends the bindings of ghosts that are blocks of one run, from the last one up; how many, at least 1.
-    fn forget_run(&mut self, slot: u32, engine: &[u64]) -> usize {
-        let worker = self.worker_mut(slot);
-        let Some((presence, last, blocks)) = worker.climb(engine) else {
-            self.unbind(slot, engine[0]);
-            return 1;
-        };
-        let first = last + 1 - blocks;
-        worker.leave_run(presence, first..last + 1);
         let part = &mut worker.presences[presence];
         for offset in (first..=last).rev() {
+            part.device.remove(offset);
             part.bound.remove(offset);
         }
-        let (node, empty) = (part.node, part.is_empty());
+        let empty = part.is_empty();
         for refs in &mut self.nodes[node].refs[first as usize..=last as usize] {
             refs.pins -= 1;
+            refs.held -= 1;
+            self.blocks -= u64::from(refs.held == 0);
         }
         self.doubt(node);
         if empty {
             self.drop_presence(slot, presence);
+        } else {
+            self.mark(slot, presence);
         }
-        blocks as usize
+        blocks
     }
 
-    /// Reads all that forgetting some engine hashes touches: the cache misses of each step overlap.
-    fn warm_blocks(&self, slot: u32, engine: &[u64]) {
+    /// What the block above one is called: what is bound there, or was until this event removed it.
+    fn name_above(&self, slot: u32, presence: PresenceId, offset: u32) -> Option<Above> {
         let worker = self.worker(slot);
-        worker.warm(engine.iter().copied());
-        let mut presences: SmallVec<[PresenceId; FORGOTTEN_AT_ONCE]> =
-            engine.iter().filter_map(|&engine_hash| worker.likely_presence(engine_hash)).collect();
-        presences.dedup();
-        let parts = presences.iter().map(|&presence| &worker.presences[presence]);
-        black_box(parts.clone().fold(0, |all, part| all ^ part.own.first().map_or(0, |first| *first)));
-        let siblings = parts.clone().filter_map(|part| worker.presences.get(part.previous));
-        black_box(siblings.fold(0, |all, part| all ^ part.next));
-        let entries = parts.map(|part| &self.nodes[part.node]);
-        black_box(entries.clone().fold(0, |all, entry| all ^ entry.refs[0].pins));
-        let siblings = entries.filter_map(|entry| self.nodes.get(entry.previous));
-        black_box(siblings.fold(0, |all, entry| all ^ entry.next));
-        // Not the trie: its lines are shared with readers, who would pay for each look at their locks.
+        let part = &worker.presences[presence];
+        let (node, above, offset) = if offset > 0 {
+            (part.node, Some(part), offset - 1)
+        } else {
+            let parent = self.nodes[part.node].parent;
+            if parent == 0 {
+                return Some(Above::Root);
+            }
+            (parent, worker.presences.get(part.parent), self.nodes[parent].len() - 1)
+        };
+        let bound = above.filter(|above| above.bound.contains(offset));
+        let name = bound.map(|above| &above.own[offset as usize]);
+        name.or_else(|| self.names_gone.get(&(node, offset))).map(|&name| Above::Block(name))
+    }
+
+    /// Notes what a block is called that is about to go, if this event may remove one below it.
+    fn note_name(&mut self, slot: u32, presence: PresenceId, offset: u32) {
+        let part = self.part(slot, presence);
+        let (node, name) = (part.node, part.own[offset as usize]);
+        let at_end = offset + 1 == self.nodes[node].len();
+        if part.bound.contains(offset + 1) || at_end && part.first_child != 0 {
+            self.names_gone.insert((node, offset), name);
+        }
+    }
+
+    /// Ends an event that removed blocks.
+    pub fn forget_names(&mut self) {
+        if self.names_gone.capacity() > 2 * BATCH {
+            self.names_gone = HashMap::new();
+        }
+        self.names_gone.clear();
+    }
+
+    /// Makes a bound engine hash a ghost; its copies must be gone.
+    fn bury(&mut self, slot: u32, engine_hash: u64) {
+        let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else { return };
+        let node = self.part(slot, presence).node;
+        let above = self.name_above(slot, presence, offset);
+        let local = self.trie.shard(shard_of(node)).read().nodes[index_of(node)].local[offset as usize];
+        self.note_name(slot, presence, offset);
+        self.unbind(slot, engine_hash);
+        if let Some(above) = above {
+            self.worker_mut(slot).remember(Ghost { engine_hash, local, above });
+        }
     }
 
     fn remove_one(&mut self, slot: u32, engine_hash: u64, group: u32, tier: u8) -> bool {
@@ -502,7 +514,7 @@ impl Ledger {
             // Demoted: the engine says that it is gone now.
             let demoted = worker.demoted.remove(engine_hash);
             if demoted {
-                self.remember(slot, engine_hash);
+                self.bury(slot, engine_hash);
             }
             return demoted;
         }
@@ -512,12 +524,12 @@ impl Ledger {
         let worker = self.worker_mut(slot);
         worker.device_copies -= u64::from(tier == 0);
         if worker.counts(engine_hash, presence, offset).is_empty() {
-            self.remember(slot, engine_hash);
+            self.bury(slot, engine_hash);
         }
         true
     }
 
-    /// Takes all copies of a bound engine hash: it becomes a ghost, and the oldest may have to go.
+    /// Takes all copies of a bound engine hash: it becomes a ghost.
     pub fn take_copies(&mut self, slot: u32, engine_hash: u64) {
         let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else { return };
         let copies = device_copies(&self.worker(slot).counts(engine_hash, presence, offset));
@@ -526,13 +538,7 @@ impl Ledger {
             true
         });
         self.worker_mut(slot).device_copies -= copies;
-        self.remember(slot, engine_hash);
-        self.forget_oldest(slot);
-    }
-
-    /// Makes a hash without copies the youngest ghost; `forget_oldest` keeps the limit.
-    fn remember(&mut self, slot: u32, engine_hash: u64) {
-        self.worker_mut(slot).ghosts.push(engine_hash);
+        self.bury(slot, engine_hash);
     }
 
     fn store_orphans(
@@ -570,11 +576,14 @@ impl Ledger {
 
     /// Forgets a ghost or demoted hash; false if the hash has copies.
     fn drop_memory_of(&mut self, slot: u32, engine_hash: u64) -> bool {
-        let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else { return true };
+        let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else {
+            self.worker_mut(slot).take_ghost(engine_hash);
+            return true;
+        };
         if !self.worker(slot).counts(engine_hash, presence, offset).is_empty() {
             return false;
         }
-        self.end_memory(slot, engine_hash);
+        self.worker_mut(slot).demoted.remove(engine_hash);
         self.unbind(slot, engine_hash);
         true
     }

@@ -3,17 +3,15 @@
 //! ```text
 //! engine hash ──table──▶ (presence, depth) ──▶ presence: this worker's part of one node
 //!                                               own[offset]    the engine hash bound there
-//!                                               bound          offsets that have one (ghosts too)
+//!                                               bound          offsets that have one
 //!                                               tiers[t]       offsets with a copy on tier t
 //! ```
 //!
 //! A block is *plain* if one engine hash is bound to it, and on each tier it has one copy in every
 //! full-attention group or none at all: then the sets say all. Other blocks are *odd*: `Worker::odd` has
 //! their counts, and of the tier sets only the one of their level contains them. A hash that is bound
-//! without a copy is a ghost, or demoted.
+//! without a copy is demoted. What was removed is a ghost: the table has its number, no presence knows it.
 
-use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::Arc;
 
 use hashbrown::{HashMap, HashSet};
@@ -22,6 +20,7 @@ use smallvec::SmallVec;
 
 use super::cut::{Cut, plain_counts};
 use super::extent::Extent;
+use super::ghosts::{Above, Ghost, Ghosts};
 use super::run::Run;
 use super::trie::MAX_RUN;
 use crate::slab::Slab;
@@ -38,12 +37,6 @@ pub const PREDICTED: usize = 4;
 
 /// A level on which the worker never had anything, so that it has no lane.
 pub const NO_LANE: u32 = u32::MAX;
-
-/// Removed blocks remembered for each worker rank.
-pub const GHOST_LIMIT: usize = 65_536;
-
-/// Above the limit, so many of the oldest are forgotten at once: their cache misses overlap.
-pub const FORGOTTEN_AT_ONCE: usize = 64;
 
 /// Orphans kept for each worker rank.
 pub const ORPHAN_LIMIT: usize = 65_536;
@@ -63,10 +56,11 @@ pub type PresenceId = u32;
 /// Engine hashes looked up at once, so that their cache misses overlap.
 pub const BATCH: usize = 16;
 
-/// Bits of a table's payload: the depth modulo `MAX_RUN` and the presence.
+/// Bits of a table's payload: the depth modulo `MAX_RUN` and the presence, or with one more the number of a ghost.
 const DEPTH_BITS: u32 = MAX_RUN.ilog2();
 const PRESENCE_BITS: u32 = 26;
-const PAYLOAD_BITS: u32 = DEPTH_BITS + PRESENCE_BITS;
+const GHOST: u64 = 1 << (DEPTH_BITS + PRESENCE_BITS);
+const PAYLOAD_BITS: u32 = DEPTH_BITS + PRESENCE_BITS + 1;
 
 /// Presences of one worker: above 10 GB of them.
 pub const MAX_PRESENCES: PresenceId = (1 << PRESENCE_BITS) - 1;
@@ -125,7 +119,7 @@ pub fn level_of(counts: &Counts, full_groups: &[u32]) -> usize {
     full_groups.iter().map(fastest).max().unwrap_or(TIERS)
 }
 
-/// An engine hash bound to an odd block; without copies it is a ghost, or demoted.
+/// An engine hash bound to an odd block; without copies it is demoted.
 #[derive(Debug, Clone)]
 pub struct Binding {
     pub engine_hash: u64,
@@ -387,70 +381,6 @@ impl Presence {
     }
 }
 
-/// Removed engine hashes, oldest first: the first in, first out, of those that are still removed.
-#[derive(Debug, Default)]
-pub struct Ghosts {
-    queue: VecDeque<u64>,
-    /// Entries of the queue, by hash, that do not count: the block came back since.
-    stale: HashMap<u64, u32>,
-    stale_entries: usize,
-}
-
-impl Ghosts {
-    pub fn len(&self) -> usize {
-        self.queue.len() - self.stale_entries
-    }
-
-    /// Makes a hash, which is none, the youngest ghost.
-    pub fn push(&mut self, engine_hash: u64) {
-        if self.stale_entries > GHOST_LIMIT {
-            self.compact();
-        }
-        self.queue.push_back(engine_hash);
-    }
-
-    /// Ends a ghost that came back.
-    pub fn revive(&mut self, engine_hash: u64) {
-        *self.stale.entry(engine_hash).or_default() += 1;
-        self.stale_entries += 1;
-    }
-
-    /// Takes the oldest ghost.
-    pub fn pop(&mut self) -> Option<u64> {
-        while let Some(engine_hash) = self.queue.pop_front() {
-            if !self.take_stale(engine_hash) {
-                return Some(engine_hash);
-            }
-        }
-        None
-    }
-
-    fn take_stale(&mut self, engine_hash: u64) -> bool {
-        let Some(count) = self.stale.get_mut(&engine_hash) else { return false };
-        *count -= 1;
-        if *count == 0 {
-            self.stale.remove(&engine_hash);
-        }
-        self.stale_entries -= 1;
-        true
-    }
-
-    fn compact(&mut self) {
-        // Of several entries of one hash the last one is the live one, so the first ones are the stale ones.
-        for _ in 0..self.queue.len() {
-            if let Some(engine_hash) = self.queue.pop_front()
-                && !self.take_stale(engine_hash)
-            {
-                self.queue.push_back(engine_hash);
-            }
-        }
-    }
-
-    pub fn bytes(&self) -> usize {
-        self.queue.capacity() * size_of::<u64>() + self.stale.allocation_size()
-    }
-}
-
 /// Hashes that `demote` left; in parts, so that none grows for long, and not all of them at the same time.
 #[derive(Debug, Default)]
 pub struct Demoted {
@@ -559,6 +489,12 @@ pub struct Worker {
     pub cuts: Vec<Arc<Mutex<Cut>>>,
 }
 
+/// The number of the ghost that a payload names, if it names one.
+#[inline]
+fn ghost_number(payload: u64) -> Option<u32> {
+    (payload & GHOST != 0).then_some(payload as u32)
+}
+
 /// The presence and the offset that a payload names.
 #[inline]
 fn place(presences: &Slab<Presence>, payload: u64) -> (PresenceId, u32) {
@@ -567,8 +503,18 @@ fn place(presences: &Slab<Presence>, payload: u64) -> (PresenceId, u32) {
     (presence, depth.wrapping_sub(presences[presence].start) % MAX_RUN)
 }
 
+/// Whether a payload is that of an engine hash.
 #[inline]
-fn is_bound_at(presences: &Slab<Presence>, odd: &OddBlocks, payload: u64, engine_hash: u64) -> bool {
+fn names(
+    presences: &Slab<Presence>,
+    odd: &OddBlocks,
+    ghosts: &Ghosts,
+    payload: u64,
+    engine_hash: u64,
+) -> bool {
+    if let Some(number) = ghost_number(payload) {
+        return ghosts.get(number).is_some_and(|ghost| ghost.engine_hash == engine_hash);
+    }
     let (presence, offset) = place(presences, payload);
     let part = &presences[presence];
     part.own.get(offset as usize) == Some(&engine_hash)
@@ -601,28 +547,73 @@ impl Worker {
         std::hint::black_box(lines);
     }
 
-    /// The presence in which an engine hash probably is, if it is anywhere: a look at its line of the table.
-    pub fn likely_presence(&self, engine_hash: u64) -> Option<PresenceId> {
-        let likely = self.table.find(self.hash(engine_hash), |_| true);
-        likely.map(|(_, payload)| (payload >> DEPTH_BITS) as PresenceId)
-    }
-
-    /// Where an engine hash is bound, ghosts and demoted ones included.
+    /// Where an engine hash is bound, demoted ones included.
     #[inline]
     pub fn locate(&self, engine_hash: u64) -> Option<(PresenceId, u32)> {
-        self.find(engine_hash).map(|(_, payload)| place(&self.presences, payload))
+        let (_, payload) = self.find(engine_hash)?;
+        (payload & GHOST == 0).then(|| place(&self.presences, payload))
     }
 
     fn find(&self, engine_hash: u64) -> Option<(Slot, u64)> {
-        let is = |payload| is_bound_at(&self.presences, &self.odd, payload, engine_hash);
+        let is = |payload| names(&self.presences, &self.odd, &self.ghosts, payload, engine_hash);
         self.table.find(self.hash(engine_hash), is)
     }
 
+    /// Takes a ghost out.
+    pub fn take_ghost(&mut self, engine_hash: u64) -> Option<Ghost> {
+        let (slot, payload) = self.find(engine_hash)?;
+        let ghost = self.ghosts.take(ghost_number(payload)?);
+        self.table.remove(slot);
+        ghost
+    }
+
+    /// Makes an unknown engine hash the youngest ghost.
+    pub fn remember(&mut self, ghost: Ghost) {
+        self.make_room_for_ghost();
+        let hash = self.hash(ghost.engine_hash);
+        let number = self.ghosts.push(ghost);
+        self.table.insert(hash, GHOST | u64::from(number));
+    }
+
+    fn make_room_for_ghost(&mut self) {
+        if let Some((number, ghost)) = self.ghosts.make_room()
+            && let Some(slot) = self.table.slot_of(self.hash(ghost.engine_hash), GHOST | u64::from(number))
+        {
+            self.table.remove(slot);
+        }
+    }
+
+    /// Turns blocks of a run into ghosts, the last one first; of the first one it is told what is above it, if
+    /// that is known. `bound` is the caller's.
+    #[inline]
+    pub fn bury_run(&mut self, presence: PresenceId, first: u32, local: &[u64], above: Option<Above>) {
+        self.warm(self.ghosts.oldest(local.len()));
+        for (offset, &local) in (first..first + local.len() as u32).zip(local).rev() {
+            let part = &self.presences[presence];
+            let engine_hash = part.own[offset as usize];
+            let above =
+                if offset > first { Some(Above::Block(part.own[offset as usize - 1])) } else { above };
+            if above.is_some() {
+                self.make_room_for_ghost();
+            }
+            let part = &self.presences[presence];
+            let payload = Self::payload(presence, part.start + offset);
+            let Some(slot) = self.table.slot_of(self.hash(engine_hash), payload) else { continue };
+            match above {
+                Some(above) => {
+                    let number = self.ghosts.push(Ghost { engine_hash, local, above });
+                    self.table.replace(slot, GHOST | u64::from(number));
+                }
+                None => self.table.remove(slot),
+            }
+        }
+    }
+
     /// Binds engine hashes to offsets whose `own` has them already; how many were not bound anywhere, until
-    /// the first one that was.
+    /// the first one that was. Ghosts among them come back.
     #[inline]
     pub fn enter(&mut self, engine: &[u64], presence: PresenceId, offset: u32) -> u32 {
-        let Self { table, presences, odd, secret, .. } = self;
+        let Self { table, presences, odd, ghosts, secret, .. } = self;
         table.reserve(engine.len());
         let depth = presences[presence].start + offset;
         let warm = |table: &Table<PAYLOAD_BITS>, batch: &[u64]| {
@@ -633,10 +624,12 @@ impl Worker {
         for batch in engine.chunks(BATCH) {
             warm(table, batch);
             for &engine_hash in batch {
-                let is = |payload| is_bound_at(presences, odd, payload, engine_hash);
-                if !table.insert_new(mix(engine_hash, *secret), Self::payload(presence, depth + entered), is)
-                {
-                    return entered;
+                let is = |payload| names(presences, odd, ghosts, payload, engine_hash);
+                let payload = Self::payload(presence, depth + entered);
+                if let Some((slot, there)) = table.find_or_insert(mix(engine_hash, *secret), payload, is) {
+                    let Some(number) = ghost_number(there) else { return entered };
+                    ghosts.take(number);
+                    table.replace(slot, payload);
                 }
                 entered += 1;
             }
@@ -661,20 +654,9 @@ impl Worker {
         Some((presence, last, blocks as u32))
     }
 
-    /// Ends the bindings of blocks in the table, before `own` changes.
-    pub fn leave_run(&mut self, presence: PresenceId, offsets: Range<u32>) {
-        let part = &self.presences[presence];
-        for offset in offsets {
-            let hash = mix(part.own[offset as usize], self.secret);
-            if let Some(slot) = self.table.slot_of(hash, Self::payload(presence, part.start + offset)) {
-                self.table.remove(slot);
-            }
-        }
-    }
-
     /// Ends the binding of an engine hash in the table; where it was. `own` and `odd` are the caller's.
     pub fn leave(&mut self, engine_hash: u64) -> Option<(PresenceId, u32)> {
-        let (slot, payload) = self.find(engine_hash)?;
+        let (slot, payload) = self.find(engine_hash).filter(|(_, payload)| payload & GHOST == 0)?;
         self.table.remove(slot);
         Some(place(&self.presences, payload))
     }
@@ -752,14 +734,14 @@ impl Worker {
         self.demotion.is_some() || !self.cuts.is_empty()
     }
 
-    /// Engine hashes bound, ghosts and demoted ones included.
+    /// Engine hashes bound, demoted ones included.
     pub fn bindings(&self) -> usize {
-        self.table.len()
+        self.table.len() - self.ghosts.len()
     }
 
-    /// Bound hashes with copies, and orphans: what the `max_blocks` bound counts.
+    /// Bound hashes with copies, and orphans.
     pub fn entries(&self) -> usize {
-        self.table.len() - self.ghosts.len() - self.demoted.len() + self.orphans.len()
+        self.bindings() - self.demoted.len() + self.orphans.len()
     }
 
     /// The counts of a bound engine hash, found at an offset.
