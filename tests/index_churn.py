@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, cycle
+from itertools import count, cycle, takewhile
 from typing import NamedTuple
 
 import msgpack
@@ -28,8 +28,9 @@ TURN_BLOCKS = 8
 """Mean length of what a turn adds."""
 SESSION_BLOCKS = 64
 """Longer sessions end."""
-LIVE_SESSIONS = 64
-"""Sessions of one engine that go on at the same time."""
+PREFIX_BLOCKS = 64
+UNIQUE_BLOCKS = 12
+"""Mean length of what a request adds to a long-lived prefix, and nobody asks for again."""
 REQUESTS_A_QUERY = 8
 
 Block = tuple[int, int]
@@ -47,6 +48,10 @@ class Load:
     """The index's bound, below what all engines hold together."""
     population: int = 0
     """Sessions that there are, each started again and again; 0: every session is a new one."""
+    live_sessions: int = 64
+    """Sessions of one engine that go on at the same time."""
+    prefixes: int = 0
+    """Prefixes of one engine that live for ever: each request is one of them and a tail of its own. 0: sessions."""
     requests_a_clear: int = 0
     """Each so-manieth empties an engine's cache, ghosts included, one engine after the other; 0: none does."""
 
@@ -63,6 +68,10 @@ class Sample(NamedTuple):
     stats: IndexStats
     measured: int
     """What the caller measures beside it: memory, objects."""
+    cached: int
+    """Leading blocks of the prompts asked for that their engines had, since the sample before."""
+    found: int
+    """How many of them the index knew of."""
 
 
 class Engine:
@@ -76,7 +85,8 @@ class Engine:
         self._cached: OrderedDict[int, None] = OrderedDict()
         # Engines share no session, as behind a router that keeps sessions where they are.
         self._serial = count(rng.getrandbits(26))
-        self._sessions: list[list[Block]] = [self._new_session() for _ in range(LIVE_SESSIONS)]
+        self._sessions: list[list[Block]] = [self._new_session() for _ in range(load.live_sessions)]
+        self._prefixes = [self._new_prefix() for _ in range(load.prefixes)]
 
     def _new_session(self) -> list[Block]:
         """The system prompt of a session, and the number of the session as its first content."""
@@ -89,24 +99,42 @@ class Engine:
         self._extend(prompt, 1_000_000 + number)
         return prompt
 
-    @staticmethod
-    def _extend(prompt: list[Block], content: int) -> None:
-        above = prompt[-1][0] if prompt else 0
-        prompt.append((hash((above, content)) & (2**64 - 1), content))
+    def _new_prefix(self) -> list[Block]:
+        prefix = self._new_session()[-1:]
+        while len(prefix) < PREFIX_BLOCKS:
+            self._extend(prefix, prefix[-1][1] + 1)
+        return prefix
 
-    def request(self) -> tuple[list[Block], bytes, int]:
-        """Serves one request.
-
-        Returns:
-            Its prompt, the payload that the engine publishes, and how many events are in it.
-        """
+    def _next_prompt(self) -> list[Block]:
+        """What is asked for next."""
         rng = self._rng
-        at = rng.randrange(LIVE_SESSIONS)
+        if self._prefixes:
+            prompt = [*rng.choice(self._prefixes)]
+            for _ in range(rng.randrange(1, 2 * UNIQUE_BLOCKS)):
+                self._extend(prompt, rng.getrandbits(26))
+            return prompt
+        at = rng.randrange(self._load.live_sessions)
         prompt = self._sessions[at]
         for _ in range(rng.randrange(1, 2 * TURN_BLOCKS)):
             self._extend(prompt, prompt[-1][1] + 1)
         if len(prompt) > SESSION_BLOCKS:
             self._sessions[at] = self._new_session()
+        return prompt
+
+    @staticmethod
+    def _extend(prompt: list[Block], content: int) -> None:
+        above = prompt[-1][0] if prompt else 0
+        prompt.append((hash((above, content)) & (2**64 - 1), content))
+
+    def request(self) -> tuple[list[Block], int, bytes, int]:
+        """Serves one request.
+
+        Returns:
+            Its prompt, the leading blocks of it that are cached, the payload that the engine publishes, and how many
+            events are in it.
+        """
+        prompt = self._next_prompt()
+        cached = sum(1 for _ in takewhile(lambda block: block[0] in self._cached, prompt))
         events: list[list[object]] = []
         self._requests += 1
         if self._load.requests_a_clear and self._requests % self._load.requests_a_clear == 0:
@@ -116,7 +144,7 @@ class Engine:
         while len(self._cached) > self._load.capacity:
             evicted, _ = self._cached.popitem(last=False)
             events.append(["BlockRemoved", [evicted], "GPU"])
-        return prompt, msgpack.packb([0.0, events, 0]), len(events)
+        return prompt, cached, msgpack.packb([0.0, events, 0]), len(events)
 
     def _store(self, prompt: list[Block]) -> Iterator[list[object]]:
         """One event for each run of blocks that are not cached; all are then the latest used, leaves first to go."""
@@ -151,7 +179,9 @@ class Request(NamedTuple):
     """What the engine publishes."""
     events: int
     query: bytes
-    """Local hashes to look up afterwards; mostly none."""
+    """Local hashes to look up before it is applied; mostly none."""
+    cached: int
+    """How many leading ones of them the engine has then."""
 
 
 def ranks(load: Load) -> list[WorkerRank]:
@@ -166,11 +196,11 @@ def requests(load: Load, seed: int) -> Iterator[Request]:
         (worker, Engine(random.Random(rng.getrandbits(64)), load, number)) for number, worker in enumerate(ranks(load))
     ]
     for worker, engine in cycle(engines):
-        prompt, payload, events = engine.request()
+        prompt, cached, payload, events = engine.request()
         query = b""
         if rng.randrange(REQUESTS_A_QUERY) == 0:
             query = block_hashes_packed([token for _, content in prompt for token in tokens_of(content)], BLOCK_SIZE)
-        yield Request(worker, payload, events, query)
+        yield Request(worker, payload, events, query, cached)
 
 
 class Churn:
@@ -187,6 +217,7 @@ class Churn:
         self._load = load
         self._source = iter(source)
         self.apply_seconds = 0.0
+        self._cached = self._found = 0
         for worker in ranks(load):
             index.add_worker(worker, WorkerOptions(total_kv_blocks=load.capacity))
 
@@ -200,16 +231,21 @@ class Churn:
             # What was dropped by a Cleared is on its way out, and none of the index's content.
             while self._index.maintain(now=0.0):
                 pass
-            yield Sample(applied, self._index.stats(), measure())
+            yield Sample(applied, self._index.stats(), measure(), self._cached, self._found)
+            self._cached = self._found = 0
 
     def _step(self, request: Request) -> int:
+        if request.query:
+            overlap = self._index.find_matches(request.query, now=0.0).by_worker().get(request.worker)
+            found = overlap.device if overlap else 0
+            assert found <= request.cached, "never more than the engine has"
+            self._found += found
+            self._cached += request.cached
         start = time.perf_counter()
         result = self._index.apply_payload(request.worker, request.payload, event_id=0)
         self.apply_seconds += time.perf_counter() - start
         assert (result.events, result.faults) == (request.events, 0)
         assert not result.over_capacity, "no engine has more copies than blocks"
-        if request.query:
-            self._index.find_matches(request.query, now=0.0)
         return request.events
 
 

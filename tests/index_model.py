@@ -1,8 +1,7 @@
 """A brute-force model of the block index: the definitions, without any structure that could be wrong.
 
 It knows a prefix as a tuple of local hashes, and what is held by looking at every block of every worker.
-Only for small worlds: what a bound drops is told to it (`evict`), the limits of ghosts and orphans are not
-modelled.
+Only for small worlds, without a bound; the limits of ghosts and orphans are not modelled.
 """
 
 from __future__ import annotations
@@ -42,11 +41,6 @@ class ModelWorker:
     predicted: dict[Prefix, float] = field(default_factory=dict)
     _held: dict[Prefix, Tier] | None = None
 
-    @property
-    def engine_hashes(self) -> set[int]:
-        """Of everything that has copies."""
-        return self.bound.keys() | self.orphans.keys()
-
     def known(self, engine_hash: int) -> Prefix | None:
         return self.bound.get(engine_hash, self.demoted.get(engine_hash))
 
@@ -78,11 +72,6 @@ class ModelWorker:
         """The held prefixes whose ancestors are held too: what a query can match."""
         held = self.held()
         return {p for p in held if all(p[:k] in held for k in range(1, len(p)))}
-
-    def unmatchable(self) -> int:
-        """Engine hashes that no query can match: orphans, and those of prefixes that are not rooted."""
-        rooted = self.rooted()
-        return len(self.orphans) + sum(1 for prefix in self.bound.values() if prefix not in rooted)
 
     def add(self, engine_hash: int, group: int, tier: Tier) -> None:
         counts = self.copies.setdefault(engine_hash, Counter())
@@ -148,13 +137,9 @@ class IndexModel:
             for h in sorted(w.bound):
                 w.names.setdefault(w.bound[h], []).append(h)
 
-    def evict(self, worker: WorkerRank, engine_hash: int) -> None:
-        """All copies are gone at once, as the bound drops them."""
-        w = self.workers[worker]
-        w.changed()
-        del w.copies[engine_hash]
-        if w.orphans.pop(engine_hash, None) is None:
-            w.bury(engine_hash, w.bound.pop(engine_hash))
+    def prefixes(self, worker: WorkerRank) -> set[Prefix]:
+        """What a worker has any copy of."""
+        return set(self.workers[worker].bound.values()) if worker in self.workers else set()
 
     def apply(self, worker: WorkerRank, event: Event) -> None:
         if worker not in self.workers:

@@ -64,6 +64,15 @@ impl<T> Slab<T> {
         self.chunks.get(chunk)?.get(offset)?.as_ref()
     }
 
+    /// The same, to change it.
+    pub fn get_mut(&mut self, number: u32) -> Option<&mut T> {
+        if number == 0 {
+            return None;
+        }
+        let (chunk, offset) = place(number);
+        self.chunks.get_mut(chunk)?.get_mut(offset)?.as_mut()
+    }
+
     /// Numbers in use are at most this.
     pub fn highest(&self) -> u32 {
         self.used

@@ -277,17 +277,61 @@ def test_what_no_query_can_match_goes_before_any_rooted_block(index_factory: Ind
     index.check_invariants()
 
 
-def test_what_is_stored_below_evicted_blocks_takes_no_place_of_rooted_ones(index_factory: IndexFactory) -> None:
+def test_a_block_stored_below_evicted_ones_proves_them_and_brings_them_back(index_factory: IndexFactory) -> None:
     index = new(index_factory, max_blocks=640)
     apply(index, run(*range(1000, 1320)))
     apply(index, run(*range(400)))
     assert device(index, *range(1000, 1320))[W0] < 320
-    kept = index.stats().memberships
-    for turn in range(100):
-        apply(index, run(*range(2000 + 20 * turn, 2020 + 20 * turn), parent=1319))
+    apply(index, run(2000, 2001, parent=1319))
+    assert device(index, *range(1000, 1320), 2000, 2001) == {W0: 322}
     stats = index.stats()
-    assert stats.memberships - stats.hidden == kept
-    assert device(index, *range(400)) == {W0: 400}
+    assert stats.memberships <= 640
+    assert (stats.hidden, stats.orphans) == (0, 0)
+    index.check_invariants()
+
+
+def test_what_the_engine_removed_after_it_was_evicted_does_not_come_back(index_factory: IndexFactory) -> None:
+    index = new(index_factory, max_blocks=640)
+    apply(index, run(*range(1000, 1320)))
+    apply(index, run(*range(400)))
+    kept = device(index, *range(1000, 1320))[W0]
+    apply(index, Removed((1318,)), run(2000, parent=1319))
+    assert device(index, *range(1000, 1320), 2000) == {W0: kept}
+    assert index.stats().orphans == 1
+    # By its own name it comes back, and what is above it.
+    apply(index, run(1316, parent=1315))
+    assert device(index, *range(1000, 1320)) == {W0: 317}
+    index.check_invariants()
+
+
+def test_a_tier_change_brings_an_evicted_prefix_back(index_factory: IndexFactory) -> None:
+    index = new(index_factory, max_blocks=640)
+    apply(index, run(*range(1000, 1320)))
+    apply(index, run(*range(400)))
+    apply(index, Stored((1319,), tier=Tier.HOST))
+    assert device(index, *range(1000, 1320)) == {W0: 320}
+    assert ignored(index, Ignored.UNKNOWN_MOVED) == 0
+    index.check_invariants()
+
+
+def test_what_was_evicted_before_history_was_lost_stays_away(index_factory: IndexFactory) -> None:
+    index = new(index_factory, max_blocks=64)
+    apply(index, run(*range(100)))
+    index.demote(W0, ttl_seconds=1, now=0.0)
+    settle(index, 2.0)
+    apply(index, run(100, parent=99))
+    assert index.stats().memberships == 0
+    assert index.stats().orphans == 1
+    index.check_invariants()
+
+
+def test_ghosts_are_as_many_as_blocks_may_be_at_most(index_factory: IndexFactory) -> None:
+    index = new(index_factory, W0, W1, max_blocks=64)
+    for n in range(20):
+        hashes = tuple(range(n * 10, n * 10 + 10))
+        for worker in (W0, W1):
+            apply(index, run(*hashes), Removed(hashes), worker=worker)
+    assert index.stats().ghosts == 64
     index.check_invariants()
 
 
@@ -332,12 +376,14 @@ def test_orphans_are_under_the_bound_too(index_factory: IndexFactory) -> None:
     index.check_invariants()
 
 
-def test_removals_of_evicted_blocks_are_counted_only(index_factory: IndexFactory) -> None:
+def test_removals_of_evicted_blocks_are_known(index_factory: IndexFactory) -> None:
     index = new(index_factory, max_blocks=64)
     apply(index, run(*range(100)))
     apply(index, Removed(tuple(reversed(range(100)))))
     assert index.stats().memberships == 0
-    assert ignored(index, Ignored.UNKNOWN_REMOVED) > 0
+    assert ignored(index, Ignored.UNKNOWN_REMOVED) == 0
+    apply(index, run(100, parent=99))
+    assert device(index, *range(101)) == {}
     index.check_invariants()
 
 

@@ -32,11 +32,14 @@ Invariants, checked by `check_invariants`:
 5. Ghosts and orphans of a worker number at most `GHOST_LIMIT` and `ORPHAN_LIMIT`.
 6. A node exists only while a worker's bound hash, demoted hash or prediction needs it or a descendant.
 7. With `max_blocks` > 0, bound hashes and orphans of all workers together are at most `max_blocks` when a
-   call returns. What was above it goes, and a 64th of it. First what no query can match, of whatever worker:
+   call returns, and so are ghosts. Of ghosts the oldest go. Of blocks what was above the bound goes, and a 64th of
+   it, at most a slice. First what no query can match, of whatever worker:
    orphans, and blocks that are not rooted. So what an engine stores below blocks that went takes no place
    of rooted ones. Then rooted blocks of the largest worker: those that neither a query nor a Stored used for
    the longest time, in 64ths of the bound, the deepest before their parents. So whole prefixes stay, and
-   nothing that was rooted becomes hidden. What was bound becomes a ghost.
+   nothing that was rooted becomes hidden. What was bound becomes a ghost that the engine still has: when a
+   Stored names it, by itself or as a parent, it and its like above it get a copy again in each place in which all
+   full-attention groups had one, as far as no Removed told otherwise since.
 
 Events of one worker must come in order, from one caller at a time. The reference
 (`reference.ReferenceIndex`) serves one thread, such as an event loop: each call, and each slice of work on a

@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import nsmallest
 
+from kvscout_blocks.index.block_index import SLICE
 from kvscout_blocks.index.holdings import Holdings, twins
 from kvscout_blocks.index.prefix_tree import Node
 
-_SLACK = 64
-"""1/64 of the bound goes at once beside the surplus, so that the search for victims is paid rarely."""
+_ROUNDS = 64
+"""Rounds of the clock in which as many blocks are stored as may be."""
 
 
 def round_length(max_blocks: int) -> int:
     """Blocks that are stored in one round of the clock that tells what was used longest ago."""
-    return max(max_blocks // _SLACK, 1)
+    return max(max_blocks // _ROUNDS, 1)
+
+
+def slack(max_blocks: int) -> int:
+    """What goes beside the surplus, so that victims are not looked for again at once."""
+    return min(max_blocks // _ROUNDS, SLICE)
 
 
 def enforce(everyone: Sequence[Holdings], max_blocks: int) -> int:
-    """Drops the surplus and a 64th of the bound, if there are more entries than that.
+    """Drops what is above the bound and a little more, if there are more entries than that, and ghosts above it.
 
     First what no query can match, of the largest worker first: orphans, then what is below a hole or lacks a
     group. So a block that an engine stores under an evicted one takes the place of its like, never that of a
@@ -27,26 +33,30 @@ def enforce(everyone: Sequence[Holdings], max_blocks: int) -> int:
 
     Args:
         everyone: The content of all workers.
-        max_blocks: Entries that may stay.
+        max_blocks: Entries that may stay, and ghosts that may.
 
     Returns:
         Entries dropped; a block goes with all its engine hashes, which may be more than were to go.
     """
     entries = sum(holdings.entries for holdings in everyone)
-    if entries <= max_blocks:
-        return 0
-    surplus = left = entries - max_blocks + max_blocks // _SLACK
+    surplus = left = entries - max_blocks + slack(max_blocks) if entries > max_blocks else 0
     for holdings in sorted(everyone, key=_entries, reverse=True):
         if left > 0:
             left -= _drop_unmatchable(holdings, left)
     while left > 0:
         largest = max(everyone, key=_entries)
         left -= _drop_idle(largest, largest.nodes, left)
+    for _ in range(sum(len(holdings.ghosts) for holdings in everyone) - max_blocks):
+        max(everyone, key=_ghosts).forget_oldest_ghost()
     return surplus - left
 
 
 def _entries(holdings: Holdings) -> int:
     return holdings.entries
+
+
+def _ghosts(holdings: Holdings) -> int:
+    return len(holdings.ghosts)
 
 
 def _drop_unmatchable(holdings: Holdings, surplus: int) -> int:

@@ -67,13 +67,15 @@ class Orphan(NamedTuple):
 class Ghost:
     """A block that went: what it takes to put it back."""
 
-    __slots__ = ("engine_hash", "local", "parent")
+    __slots__ = ("engine_hash", "local", "parent", "tiers")
 
-    def __init__(self, engine_hash: int, parent: int | None, local: int) -> None:
+    def __init__(self, engine_hash: int, parent: int | None, local: int, tiers: tuple[Tier, ...]) -> None:
         self.engine_hash = engine_hash
         self.parent = parent
         """Engine hash of the block above; None: it began a prompt."""
         self.local = local
+        self.tiers = tiers
+        """Where the engine still has it, for it was the bound that dropped it; empty: the engine removed it."""
 
 
 def level_of(counts: Mapping[Place, int], full_groups: tuple[int, ...]) -> int:
@@ -140,7 +142,7 @@ class Holdings:
 
     @property
     def entries(self) -> int:
-        """Bound hashes and orphans: what the `max_blocks` bound counts."""
+        """Bound hashes and orphans: what the `max_blocks` bound counts, besides ghosts."""
         return len(self.blocks) + len(self.orphans)
 
     def set_full_groups(self, groups: tuple[int, ...]) -> None:
@@ -148,6 +150,7 @@ class Holdings:
         if groups == self.full_groups:
             return
         self.full_groups = groups
+        self._doubt_evicted()
         for block in self.blocks.values():
             self._relevel(block)
 
@@ -202,6 +205,10 @@ class Holdings:
 
     def remove(self, engine_hash: int, at: Place) -> bool:
         """Drops one copy; False if there is none like it."""
+        ghost = self.ghosts.get(engine_hash)
+        if ghost is not None and at[1] in ghost.tiers:
+            ghost.tiers = tuple(tier for tier in ghost.tiers if tier is not at[1])
+            return True
         block = self.blocks.get(engine_hash)
         orphan = self.orphans.get(engine_hash)
         counts = block.counts if block else orphan.counts if orphan else {}
@@ -229,13 +236,59 @@ class Holdings:
         self._bury(engine_hash, node)
         return True
 
+    def restore_evicted(self, engine_hash: int) -> None:
+        """Gives a block that the bound dropped its copies again, and all those above it.
+
+        The engine named it, so it has them all. Where the prefix is not whole any more nothing comes back.
+        """
+        chain: list[Ghost] = []
+        above: Node | None = None
+        ghost = self.ghosts.get(engine_hash)
+        while ghost is not None and ghost.tiers and len(chain) < len(self.ghosts):
+            chain.append(ghost)
+            above = self.tree.root if ghost.parent is None else self.prefix_of(ghost.parent)
+            if above is not None or ghost.parent is None:
+                break
+            ghost = self.ghosts.get(ghost.parent)
+        while (
+            above is not None
+            and chain
+            and self._has_room(chain[-1].engine_hash, self.tree.child(above, chain[-1].local))
+        ):
+            ghost = chain.pop()
+            above = self.tree.child(above, ghost.local)
+            del self.ghosts[ghost.engine_hash]
+            counts = {(group, tier): 1 for tier in ghost.tiers for group in self.full_groups}
+            self.device_copies += _device_copies(counts)
+            self._relevel(self._bind(ghost.engine_hash, above, counts))
+            self._adopt(ghost.engine_hash)
+            self.tree.touch(above)
+        for ghost in chain:
+            ghost.tiers = ()
+
+    def forget_oldest_ghost(self) -> None:
+        """Forgets one, of which there must be any."""
+        while True:
+            oldest = self._gone.popleft()
+            if self.ghosts.get(oldest.engine_hash) is oldest:
+                del self.ghosts[oldest.engine_hash]
+                return
+
+    def _doubt_evicted(self) -> None:
+        """It is no longer known which of the blocks that the bound dropped the engine has."""
+        for ghost in self.ghosts.values():
+            ghost.tiers = ()
+
     def unbind(self, block: Block) -> None:
-        """Makes a bound hash a ghost, whatever copies it has."""
+        """Makes a bound hash a ghost, whatever copies it has: then it is the bound that drops it."""
+        tiers = tuple(
+            tier for tier in Tier if self.full_groups and all((g, tier) in block.counts for g in self.full_groups)
+        )
         self.device_copies -= _device_copies(block.counts)
         block.counts.clear()
         self._relevel(block)
         self._unlink(block)
-        self._bury(block.engine_hash, block.node)
+        self._bury(block.engine_hash, block.node, tiers)
 
     def evict_orphan(self, engine_hash: int) -> None:
         """Drops an orphan, whatever copies it has."""
@@ -246,6 +299,7 @@ class Holdings:
         """Drops the orphans; `demote` does the rest."""
         for engine_hash in list(self.orphans):
             self.evict_orphan(engine_hash)
+        self._doubt_evicted()
         self.demoted_until = max(self.demoted_until, until)
         self.demoting_until = until
 
@@ -439,7 +493,7 @@ class Holdings:
                 self._unname(engine_hash, node)
             self.tree.release(node)
 
-    def _bury(self, engine_hash: int, node: Node) -> None:
+    def _bury(self, engine_hash: int, node: Node, tiers: tuple[Tier, ...] = ()) -> None:
         """Makes a hash that leaves its node the youngest ghost, if it is known what the block above is called."""
         above = node.parent
         assert above is not None
@@ -457,7 +511,7 @@ class Holdings:
             oldest = self._gone.popleft()
             if self.ghosts.get(oldest.engine_hash) is oldest:
                 del self.ghosts[oldest.engine_hash]
-        ghost = self.ghosts[engine_hash] = Ghost(engine_hash, parent, node.local)
+        ghost = self.ghosts[engine_hash] = Ghost(engine_hash, parent, node.local, tiers)
         self._gone.append(ghost)
 
     def _drop_orphan(self, engine_hash: int) -> None:

@@ -369,6 +369,10 @@ class ReferenceIndex:
     def _store_chain(self, known: _Worker, event: Stored, local_hashes: Sequence[int]) -> None:
         """Stores an event's blocks below their parent, or as orphans if it is unknown."""
         holdings = known.holdings
+        if event.parent is not None:
+            holdings.restore_evicted(event.parent)
+        for engine_hash in event.engine_hashes:
+            holdings.restore_evicted(engine_hash)
         above = self._tree.root if event.parent is None else holdings.prefix_of(event.parent)
         if above is None:
             self._store_orphans(known, event, local_hashes)
@@ -406,6 +410,7 @@ class ReferenceIndex:
     def _moved(self, known: _Worker, event: Stored) -> None:
         holdings = known.holdings
         for engine_hash in event.engine_hashes:
+            holdings.restore_evicted(engine_hash)
             ghost = holdings.ghosts.get(engine_hash)
             if ghost is not None:
                 holdings.forget(engine_hash)
@@ -608,8 +613,8 @@ class ReferenceIndex:
         """See `BlockIndex.check_invariants`."""
         visible = [known.holdings for known in self._workers.values()]
         state_dump.check_holdings(self._tree, visible, list(self._dropped))
-        entries = sum(h.entries for h in visible)
-        assert not self._max_blocks or entries <= self._max_blocks, "max_blocks is kept"
+        for counted in (sum(h.entries for h in visible), sum(len(h.ghosts) for h in visible)):
+            assert not self._max_blocks or counted <= self._max_blocks, "max_blocks is kept"
         assert len(self._predictions) == sum(len(h.predictions) for h in visible), "predictions are counted"
         assert self._live == sum(h.bit for h in visible), "live slots are those of the workers"
         for worker, known in self._workers.items():
@@ -665,7 +670,7 @@ class ReferenceIndex:
             self._added = 0
             self._tree.round += 1
         everyone = [known.holdings for known in self._workers.values()]
-        if sum(holdings.entries for holdings in everyone) > self._max_blocks:
+        if max(sum(h.entries for h in everyone), sum(len(h.ghosts) for h in everyone)) > self._max_blocks:
             for holdings in everyone:
                 self._complete(holdings)
             self._evicted += bound.enforce(everyone, self._max_blocks)

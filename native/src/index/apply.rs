@@ -81,7 +81,8 @@ impl Index {
             self.drain(state, blocks + 1);
             filled += blocks;
         }
-        self.enforce_bound(state, filled);
+        let restored = std::mem::take(&mut state.ledger.restored);
+        self.enforce_bound(state, filled + restored);
         self.drain(state, DRAINED_BY_APPLY);
         let rank = &mut state.ranks[worker];
         if event_id.is_some() {

@@ -6,34 +6,65 @@
 //! ```
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
-use std::ops::Range;
+use std::collections::BTreeMap;
 
-use super::ledger::Ledger;
+use hashbrown::HashSet;
+
+use super::ghosts::Above;
+use super::ledger::{Cursor, Ledger, ROOT};
 use super::nodes::{index_of, shard_of};
-use super::worker::{NodeId, Presence, PresenceId, Worker};
-use super::{Index, State};
+use super::worker::{Copies, Counts, NodeId, PresenceId, TIERS, Worker, device_copies};
+use super::{Index, SLICE, State};
 
-/// Above the bound, this share of it goes at once, so that the search for victims is paid rarely. It is also how
-/// much may come in one round.
-const SLACK: usize = 64;
+/// Rounds of the clock in which as many blocks are stored as may be.
+const ROUNDS: usize = 64;
 
-/// Which blocks of a worker may go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Victims {
-    Unmatchable,
-    Rooted,
+/// From where the bound takes blocks of a worker.
+#[derive(Debug, Default)]
+pub struct Idle {
+    /// Presences of which a rooted block may go because none below it is rooted, by a round in which they were used
+    /// or an earlier one, and others.
+    rooted: BTreeMap<u32, Vec<PresenceId>>,
+    /// All in `rooted`, those that are gone included.
+    queued: usize,
+    /// Presences that hold blocks that are not rooted.
+    unmatchable: HashSet<PresenceId>,
+}
+
+impl Idle {
+    fn push(&mut self, presence: PresenceId, round: u32) {
+        self.queued += 1;
+        self.rooted.entry(round).or_default().push(presence);
+    }
+
+    /// Takes one out that was used longest ago, and the round by which it is queued.
+    fn pop(&mut self) -> Option<(u32, PresenceId)> {
+        loop {
+            let mut oldest = self.rooted.first_entry()?;
+            let round = *oldest.key();
+            if let Some(presence) = oldest.get_mut().pop() {
+                self.queued -= 1;
+                return Some((round, presence));
+            }
+            oldest.remove();
+        }
+    }
+
+    pub fn bytes(&self) -> usize {
+        let rooted: usize = self.rooted.values().map(|some| some.capacity() * size_of::<PresenceId>()).sum();
+        rooted + self.unmatchable.allocation_size()
+    }
 }
 
 impl Index {
-    /// Drops blocks if there are more than `max_blocks`, after so many may have been added.
+    /// Drops what is above the bound, after so many entries or ghosts may have been added.
     pub(super) fn enforce_bound(&self, state: &mut State, added: usize) {
         let max = self.bounds.max_blocks;
         if max == 0 {
             return;
         }
         state.added += added;
-        if state.added >= (max / SLACK).max(1) {
+        if state.added >= (max / ROUNDS).max(1) {
             state.added = 0;
             self.trie.next_round();
         }
@@ -42,13 +73,12 @@ impl Index {
             return;
         }
         self.evict_surplus(state, usize::MAX);
-        state.room = max - entries(state);
+        state.room = max - entries(state).max(self.forget_ghosts(state));
     }
 
     /// Drops a slice of what is above the bound, if there is any; whether more is left.
     pub(super) fn evict_slice(&self, state: &mut State) -> bool {
-        // The search for victims costs about as much as a 64th of what there is.
-        self.evict_surplus(state, self.bounds.max_blocks / SLACK + 1)
+        self.evict_surplus(state, SLICE)
     }
 
     fn evict_surplus(&self, state: &mut State, most: usize) -> bool {
@@ -60,9 +90,25 @@ impl Index {
         }
         let surplus = all - max;
         sizes.sort_unstable_by_key(|&size| Reverse(size));
-        evict(state, &sizes, surplus.min(most) + max / SLACK);
+        evict(state, &sizes, surplus.min(most) + (max / ROUNDS).min(SLICE));
         state.evicted += (all - entries(state)) as u64;
         surplus > most
+    }
+
+    /// Forgets ghosts above the bound, the oldest of whoever has most; how many stay.
+    fn forget_ghosts(&self, state: &mut State) -> usize {
+        let slots: Vec<u32> = state.ranks.iter().map(|(_, rank)| rank.slot).collect();
+        let ghosts = |state: &State, slot| state.ledger.worker(slot).ghosts.len();
+        let mut all: usize = slots.iter().map(|&slot| ghosts(state, slot)).sum();
+        while all > self.bounds.max_blocks
+            && let Some(&slot) = slots.iter().max_by_key(|&&slot| ghosts(state, slot))
+        {
+            // As many at once as keep it in step with the others.
+            let some = (all - self.bounds.max_blocks).div_ceil(slots.len());
+            (0..some).for_each(|_| state.ledger.worker_mut(slot).forget_oldest_ghost());
+            all -= some;
+        }
+        all
     }
 }
 
@@ -76,12 +122,12 @@ fn evict(state: &mut State, largest_first: &[(usize, u32)], mut surplus: usize) 
         if surplus == 0 {
             return;
         }
-        surplus -= state.ledger.evict(slot, surplus, Victims::Unmatchable).min(surplus);
+        surplus -= state.ledger.evict_unmatchable(slot, surplus).min(surplus);
     }
     while surplus > 0
         && let Some((_, slot)) = sizes(state).into_iter().max()
     {
-        let dropped = state.ledger.evict(slot, surplus, Victims::Rooted);
+        let dropped = state.ledger.evict_rooted(slot, surplus);
         assert!(dropped > 0, "the largest worker has rooted blocks");
         surplus -= dropped.min(surplus);
     }
@@ -94,76 +140,153 @@ fn sizes(state: &State) -> Vec<(usize, u32)> {
 }
 
 impl Ledger {
-    /// Drops entries of a worker, about as many as are asked for; how many there were.
-    fn evict(&mut self, slot: u32, surplus: usize, victims: Victims) -> usize {
-        let mut dropped = 0;
+    fn prepare_eviction(&mut self, slot: u32) {
         self.complete_cuts(slot);
         self.fill(slot, usize::MAX);
-        if victims == Victims::Unmatchable {
-            let orphans: Vec<u64> =
-                self.worker(slot).orphans.iter().map(|(orphan, _)| orphan).take(surplus).collect();
-            dropped = orphans.len();
-            for orphan in orphans {
-                self.drop_orphan(slot, orphan);
-            }
-            if !self.worker(slot).may_have_unmatchable() {
-                return dropped;
-            }
-        }
-        // The last block of each run that may go.
+    }
+
+    /// Drops entries of a worker that no query can match, about as many as are asked for; how many there were.
+    fn evict_unmatchable(&mut self, slot: u32, surplus: usize) -> usize {
         let worker = self.worker(slot);
-        let last: Vec<(PresenceId, u32)> = worker
-            .presences
-            .iter()
-            .filter_map(|(presence, part)| {
-                let last = worker.last_victim(presence, worker.range_of(part, victims))?;
-                Some((presence, part.start + last))
-            })
-            .collect();
-        let used = self.used(slot, &last);
-        let mut idle: BinaryHeap<(Reverse<u32>, u32, Reverse<PresenceId>)> = last
-            .into_iter()
-            .map(|(presence, depth)| (Reverse(used[presence as usize]), depth, Reverse(presence)))
-            .collect();
-        while dropped < surplus
-            && let Some((round, depth, Reverse(presence))) = idle.pop()
-        {
-            let part = self.part(slot, presence);
-            let offset = depth - part.start;
-            let above = self.worker(slot).range_of(part, victims).start..offset;
-            for binding in self.bindings(slot, presence, offset) {
-                if !binding.counts.is_empty() {
-                    self.take_copies(slot, binding.engine_hash);
-                    dropped += 1;
-                }
-            }
-            // The presence may be gone with its last block.
-            if self.worker(slot).presences.get(presence).is_some()
-                && let Some(last) = self.worker(slot).last_victim(presence, above)
-            {
-                idle.push((round, self.part(slot, presence).start + last, Reverse(presence)));
-            }
+        if worker.orphans.is_empty() && worker.idle.unmatchable.is_empty() {
+            return 0;
+        }
+        self.prepare_eviction(slot);
+        let orphans: Vec<u64> =
+            self.worker(slot).orphans.iter().map(|(orphan, _)| orphan).take(surplus).collect();
+        let mut dropped = orphans.len();
+        for orphan in orphans {
+            self.drop_orphan(slot, orphan);
+        }
+        let parts: Vec<PresenceId> =
+            self.worker(slot).idle.unmatchable.iter().copied().take(surplus - dropped).collect();
+        for presence in parts {
+            let worker = self.worker(slot);
+            let first = worker.presences[presence].reach_on(worker.slowest_level());
+            dropped += self.evict_end(slot, presence, first, surplus.saturating_sub(dropped));
         }
         self.forget_names();
         self.finish();
         dropped
     }
 
-    /// When some presences of a worker were used last, by number: none before one of them that is below it.
-    fn used(&self, slot: u32, some: &[(PresenceId, u32)]) -> Vec<u32> {
-        let presences = &self.worker(slot).presences;
-        let mut used = vec![0; presences.highest() as usize + 1];
-        for &(presence, _) in some {
-            let node = presences[presence].node;
-            let round = self.trie.shard(shard_of(node)).read().nodes[index_of(node)].used();
-            // Queries mark one node after the other, so that one above may have been read before its mark.
-            let mut above = presence;
-            while above != 0 && used[above as usize] < round {
-                used[above as usize] = round;
-                above = presences[above].parent;
+    /// Drops rooted blocks of a worker, those used longest ago, about as many as are asked for; how many there were.
+    fn evict_rooted(&mut self, slot: u32, surplus: usize) -> usize {
+        self.prepare_eviction(slot);
+        let mut dropped = 0;
+        while dropped < surplus
+            && let Some(presence) = self.next_idle(slot)
+        {
+            dropped += self.evict_end(slot, presence, 0, surplus - dropped);
+            self.forget_names();
+            self.finish();
+        }
+        dropped
+    }
+
+    /// Takes blocks off the end of a presence, none before an offset; how many entries there were.
+    fn evict_end(&mut self, slot: u32, presence: PresenceId, first: u32, surplus: usize) -> usize {
+        let mut dropped = 0;
+        while dropped < surplus
+            && let Some(part) = self.worker(slot).presences.get(presence)
+            && let Some(last) =
+                (first..part.end_of_copies()).rfind(|&offset| self.worker(slot).has_copies(presence, offset))
+        {
+            if part.more.is_none() && self.worker(slot).full_groups.len() == 1 {
+                let blocks = (first..=last)
+                    .rev()
+                    .take(surplus - dropped)
+                    .take_while(|&offset| part.device.contains(offset))
+                    .count();
+                self.bury_blocks(slot, presence, last + 1 - blocks as u32..=last, 1);
+                dropped += blocks;
+                continue;
+            }
+            for binding in self.bindings(slot, presence, last) {
+                if !binding.counts.is_empty() {
+                    self.evict_hash(slot, binding.engine_hash);
+                    dropped += 1;
+                }
             }
         }
-        used
+        dropped
+    }
+
+    /// The presence whose rooted blocks go next.
+    fn next_idle(&mut self, slot: u32) -> Option<PresenceId> {
+        loop {
+            let worker = self.worker_mut(slot);
+            let (round, presence) = worker.idle.pop()?;
+            // It may be gone, or another one by now that is queued elsewhere.
+            let level = worker.slowest_level();
+            let Some(part) = worker.presences.get_mut(presence).filter(|part| part.is_queued) else {
+                continue;
+            };
+            part.is_queued = false;
+            let node = part.node;
+            let used = self.trie.shard(shard_of(node)).read().nodes[index_of(node)].used();
+            if used > round {
+                self.worker_mut(slot).note_idle_part(presence, used);
+            } else if !self.worker(slot).is_rooted_below(presence, level) {
+                return Some(presence);
+            }
+        }
+    }
+
+    /// Gives a block that the bound dropped its copies again, and all those above it; how many had too many twins.
+    ///
+    /// The engine named it, so it has them all. Where the prefix is not whole any more nothing comes back.
+    pub fn restore_evicted(&mut self, slot: u32, engine_hash: u64) -> u64 {
+        let worker = self.worker_mut(slot);
+        let mut chain = Vec::new();
+        let mut above = None;
+        let mut step = engine_hash;
+        while let Some(&mut ghost) = worker.ghost_mut(step)
+            && ghost.tiers > 0
+            && chain.len() < worker.ghosts.len()
+        {
+            chain.push(ghost);
+            match ghost.above {
+                Above::Root => {
+                    above = Some(ROOT);
+                    break;
+                }
+                Above::Block(parent) => step = parent,
+            }
+            if let Some((presence, offset)) = worker.locate(step) {
+                above = Some(Cursor { node: worker.presences[presence].node, next: offset + 1 });
+                break;
+            }
+        }
+        let mut refused = 0;
+        if let Some(mut above) = above {
+            let local: Vec<u64> = chain.iter().rev().map(|ghost| ghost.local).collect();
+            if self.has_room(above.node, &local) {
+                while let Some(ghost) = chain.last() {
+                    let (node, offset) = self.place_below(slot, above, ghost.local);
+                    if !self.make_room_for_twin(slot, node, offset) {
+                        self.doubt(node);
+                        break;
+                    }
+                    let counts = self.worker(slot).counts_on(ghost.tiers);
+                    self.worker_mut(slot).device_copies += device_copies(&counts);
+                    self.bind(slot, node, offset, ghost.engine_hash, counts);
+                    self.touch(node);
+                    self.restored += 1;
+                    refused += self.adopt(slot, ghost.engine_hash);
+                    // Orphans may have cut the run.
+                    let Some((presence, offset)) = self.worker(slot).locate(ghost.engine_hash) else { break };
+                    above = Cursor { node: self.part(slot, presence).node, next: offset + 1 };
+                    chain.pop();
+                }
+            }
+        }
+        for ghost in chain {
+            if let Some(ghost) = self.worker_mut(slot).ghost_mut(ghost.engine_hash) {
+                ghost.tiers = 0;
+            }
+        }
+        refused
     }
 
     /// Marks a node and those above it as used in this round; stops where they are marked already.
@@ -179,21 +302,86 @@ impl Ledger {
 }
 
 impl Worker {
-    /// False proves that queries can match every entry.
-    fn may_have_unmatchable(&self) -> bool {
-        self.entries() as u64 != self.rooted[self.slowest_level()]
+    /// One copy in each full-attention group on each of some tiers.
+    fn counts_on(&self, tiers: u8) -> Counts {
+        let groups = self.full_groups.iter();
+        groups
+            .flat_map(|&group| (0..TIERS as u8).map(move |tier| Copies { group, tier, number: 1 }))
+            .filter(|copies| tiers >> copies.tier & 1 == 1)
+            .collect()
     }
 
-    fn range_of(&self, part: &Presence, victims: Victims) -> Range<u32> {
-        let rooted = part.reach_on(self.slowest_level());
-        match victims {
-            Victims::Unmatchable => rooted..part.end_of_copies(),
-            Victims::Rooted => 0..rooted,
+    /// Notes that the reach of a presence changed, in a round.
+    pub fn note_idle(&mut self, level: usize, presence: PresenceId, before: u32, round: u32) {
+        if level != self.slowest_level() {
+            return;
+        }
+        let part = &self.presences[presence];
+        let (reach, above) = (part.reach_on(level), part.parent);
+        match reach {
+            0 => self.note_idle_part(above, 0),
+            // What grows is used now; what does not may have been used long ago.
+            _ => self.note_idle_part(presence, if reach > before { round } else { 0 }),
         }
     }
 
-    fn last_victim(&self, presence: PresenceId, mut range: Range<u32>) -> Option<u32> {
-        let bound = &self.presences[presence].bound;
-        range.rfind(|&offset| bound.contains(offset) && self.has_copies(presence, offset))
+    /// Notes a presence, used last in a round or later, of which blocks may go; whether they may is seen when it is
+    /// its turn.
+    pub fn note_idle_part(&mut self, presence: PresenceId, round: u32) {
+        let level = self.slowest_level();
+        if presence != 0
+            && self.presences.get(presence).is_some_and(|part| !part.is_queued && part.reach_on(level) > 0)
+        {
+            self.presences[presence].is_queued = true;
+            if self.idle.queued > 2 * self.presences.len() + SLICE {
+                self.drop_stale_idle();
+            }
+            self.idle.push(presence, round);
+        }
+    }
+
+    /// Those that are gone leave their numbers in the queue, until they are most of it.
+    fn drop_stale_idle(&mut self) {
+        let mut seen = HashSet::new();
+        let presences = &self.presences;
+        let mut is_live = |&presence: &PresenceId| {
+            presences.get(presence).is_some_and(|part| part.is_queued) && seen.insert(presence)
+        };
+        self.idle.rooted.values_mut().for_each(|some| some.retain(&mut is_live));
+        self.idle.rooted.retain(|_, some| !some.is_empty());
+        self.idle.queued = self.idle.rooted.values().map(Vec::len).sum();
+    }
+
+    /// Notes whether a presence, if it is there, holds blocks that are not rooted.
+    pub fn note_unmatchable(&mut self, presence: PresenceId) {
+        let level = self.slowest_level();
+        let holds = |part: &super::worker::Presence| part.end_of_copies() > part.reach_on(level);
+        if self.presences.get(presence).is_some_and(holds) {
+            self.idle.unmatchable.insert(presence);
+        } else if !self.idle.unmatchable.is_empty() {
+            self.idle.unmatchable.remove(&presence);
+        }
+    }
+
+    fn is_rooted_below(&self, presence: PresenceId, level: usize) -> bool {
+        let first = self.presences[presence].first_child;
+        std::iter::successors((first != 0).then_some(first), |&child| {
+            let next = self.presences[child].next;
+            (next != 0).then_some(next)
+        })
+        .any(|child| self.presences[child].reach_on(level) > 0)
+    }
+
+    /// Verifies what the bound relies on.
+    pub fn check_idle(&self) -> Result<(), String> {
+        let level = self.slowest_level();
+        for (presence, part) in self.presences.iter() {
+            let reach = part.reach_on(level);
+            let waits = reach == 0 || self.is_rooted_below(presence, level) || part.is_queued;
+            if !waits || (part.end_of_copies() > reach) != self.idle.unmatchable.contains(&presence) {
+                return Err(format!("presence {presence} is where the bound looks for it"));
+            }
+        }
+        Ok(())
     }
 }

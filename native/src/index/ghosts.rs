@@ -5,7 +5,8 @@
 //!                    ▲ by its number, from the worker's table
 //! ```
 //!
-//! Nothing of the trie is kept for them. A block that comes back leaves its place in the ring empty.
+//! Nothing of the trie is kept for them. A block that comes back leaves its place in the ring empty. Those that the
+//! `max_blocks` bound dropped are *evicted*: the engine still has them.
 
 use std::collections::VecDeque;
 
@@ -27,6 +28,8 @@ pub struct Ghost {
     pub engine_hash: u64,
     pub local: u64,
     pub above: Above,
+    /// Where the engine still has it, a bit a tier, for it was the bound that dropped it; 0: the engine removed it.
+    pub tiers: u8,
 }
 
 /// The ghosts; see the module.
@@ -54,6 +57,27 @@ impl Ghosts {
     pub fn oldest(&self, places: usize) -> impl Iterator<Item = u64> + '_ {
         let over = (self.ring.len() + places).saturating_sub(GHOST_LIMIT);
         self.ring.iter().take(over).flatten().map(|ghost| ghost.engine_hash)
+    }
+
+    /// The same, to change it.
+    pub fn get_mut(&mut self, number: u32) -> Option<&mut Ghost> {
+        self.ring.get_mut(number.wrapping_sub(self.first) as usize)?.as_mut()
+    }
+
+    /// It is no longer known which of the evicted ones the engine has.
+    pub fn doubt_evicted(&mut self) {
+        self.ring.iter_mut().flatten().for_each(|ghost| ghost.tiers = 0);
+    }
+
+    /// Takes the oldest one, and its number.
+    pub fn take_oldest(&mut self) -> Option<(u32, Ghost)> {
+        while !self.ring.is_empty() {
+            let oldest = self.pop();
+            if oldest.is_some() {
+                return oldest;
+            }
+        }
+        None
     }
 
     /// Takes the oldest place, if there are as many as may be: its number, and the ghost unless it came back.

@@ -48,6 +48,8 @@ pub struct Prediction {
 #[derive(Debug)]
 pub struct Ledger {
     pub trie: Arc<Trie>,
+    /// There is a bound: workers keep in order what it may take.
+    pub is_bounded: bool,
     pub nodes: Nodes,
     /// By slot; a slot is one content of a worker rank, from its birth to when it was drained.
     pub workers: Vec<Option<Box<Worker>>>,
@@ -62,6 +64,8 @@ pub struct Ledger {
     pub side_cursor: Option<Cursor>,
     /// (node, offset) → the engine hash that was bound there until the event in hand removed it.
     pub names_gone: HashMap<(NodeId, u32), u64>,
+    /// Entries that came back after the bound had dropped them, since that was asked last.
+    pub restored: usize,
     /// Presences whose reach may be wrong.
     pub dirty: Vec<(u32, PresenceId)>,
     /// Nodes that may have a tail that nobody needs.
@@ -69,9 +73,10 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    pub fn new(trie: Arc<Trie>) -> Self {
+    pub fn new(trie: Arc<Trie>, is_bounded: bool) -> Self {
         Self {
             trie,
+            is_bounded,
             nodes: Nodes::default(),
             workers: Vec::new(),
             blocks: 0,
@@ -80,6 +85,7 @@ impl Ledger {
             cursor: ROOT,
             side_cursor: None,
             names_gone: HashMap::new(),
+            restored: 0,
             dirty: Vec::new(),
             doubtful: Vec::new(),
         }
@@ -420,6 +426,9 @@ impl Ledger {
             self.hang_under_node(slot, first, above);
         }
         self.hang(slot, second, first);
+        if self.is_bounded {
+            self.worker_mut(slot).note_idle_part(other, 0);
+        }
     }
 
     /// Brings the reach of a presence in step with what it holds, and of those below where that matters.
@@ -432,6 +441,9 @@ impl Ledger {
             while let Some(presence) = pending.pop() {
                 if self.refresh_one(slot, level, presence) {
                     pending.extend(self.children_of(slot, presence));
+                }
+                if self.is_bounded {
+                    self.worker_mut(slot).note_unmatchable(presence);
                 }
             }
         }
@@ -461,6 +473,10 @@ impl Ledger {
         let worker = self.worker_mut(slot);
         worker.presences[presence].set_reach_on(level, reach);
         worker.rooted[level] = worker.rooted[level] + u64::from(reach) - u64::from(before);
+        if self.is_bounded {
+            let round = self.trie.round();
+            self.worker_mut(slot).note_idle(level, presence, before, round);
+        }
         self.trie.shard(shard_of(node)).write().nodes[index_of(node)].set_reach(lane, reach);
         (reach == len) != (before == len)
     }

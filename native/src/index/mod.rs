@@ -158,7 +158,7 @@ impl Drop for Index {
         if state.ledger.nodes.len() <= FREED_AT_ONCE && state.garbage.is_empty() {
             return;
         }
-        let ledger = std::mem::replace(&mut state.ledger, Ledger::new(empty()));
+        let ledger = std::mem::replace(&mut state.ledger, Ledger::new(empty(), false));
         let all = (ledger, std::mem::replace(&mut self.trie, empty()), std::mem::take(&mut state.garbage));
         // Whoever lets go of an index last does not wait until millions of blocks are freed; without another thread
         // he has to.
@@ -172,7 +172,7 @@ impl Index {
         let secret = RandomState::new().hash_one(block_size);
         let trie = Arc::new(Trie::new(secret));
         let state = State {
-            ledger: Ledger::new(Arc::clone(&trie)),
+            ledger: Ledger::new(Arc::clone(&trie), bounds.max_blocks > 0),
             handles: HashMap::new(),
             ranks: Slab::default(),
             free_slots: Vec::new(),

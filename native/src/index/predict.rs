@@ -178,6 +178,7 @@ impl Index {
         let worker = state.ledger.worker_mut(slot);
         let orphans = std::mem::take(&mut worker.orphans);
         worker.device_copies -= orphans.iter().map(|(_, orphan)| device_copies(&orphan.counts)).sum::<u64>();
+        worker.ghosts.doubt_evicted();
         worker.demoted_until = worker.demoted_until.max(until);
         worker.demotion = Some(Demotion { until, next: 0 });
         drop(guard);

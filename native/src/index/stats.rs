@@ -126,7 +126,13 @@ impl Index {
         let entries: usize =
             state.ranks.iter().map(|(_, rank)| state.ledger.worker(rank.slot).entries()).sum();
         let bound = self.bounds.max_blocks;
-        ensure(bound == 0 || entries <= bound, || "max_blocks is kept".into())
+        let ghosts: usize =
+            state.ranks.iter().map(|(_, rank)| state.ledger.worker(rank.slot).ghosts.len()).sum();
+        ensure(bound == 0 || entries.max(ghosts) <= bound, || "max_blocks is kept".into())?;
+        if bound > 0 {
+            state.ranks.iter().try_for_each(|(_, rank)| state.ledger.worker(rank.slot).check_idle())?;
+        }
+        Ok(())
     }
 }
 

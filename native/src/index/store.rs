@@ -1,6 +1,7 @@
 //! What events do to one worker's content: store, move, remove; orphans and ghosts.
 
 use std::hint::black_box;
+use std::ops::RangeInclusive;
 
 use hashbrown::HashMap;
 use smallvec::SmallVec;
@@ -52,6 +53,13 @@ impl Ledger {
     ) -> Refused {
         let few = engine.len().min(BATCH);
         self.worker(slot).warm(engine[..few].iter().copied().chain(parent));
+        let mut refused = Refused::default();
+        if self.is_bounded {
+            // Before any run is looked at, which this may cut.
+            for engine_hash in parent.into_iter().chain(engine.iter().copied()) {
+                refused.twin_limit += self.restore_evicted(slot, engine_hash);
+            }
+        }
         let above = match parent {
             None => Some(ROOT),
             Some(parent) => self.worker(slot).locate(parent).map(|(presence, offset)| {
@@ -60,20 +68,20 @@ impl Ledger {
                 Cursor { node, next: offset + 1 }
             }),
         };
-        let mut refused = Refused::default();
         if !self.has_room(above.map_or(0, |above| above.node), local) {
             return Refused { index_full: local.len() as u64, ..refused };
         }
-        match (above, parent) {
-            (None, Some(parent)) => refused = self.store_orphans(slot, parent, engine, local, to),
+        let rest = match (above, parent) {
+            (None, Some(parent)) => self.store_orphans(slot, parent, engine, local, to),
             (above, _) => {
                 self.cursor = above.unwrap_or(ROOT);
-                refused = self.store_chain(slot, engine, local, to);
+                let rest = self.store_chain(slot, engine, local, to);
                 self.touch(self.cursor.node);
                 self.cursor = ROOT;
+                rest
             }
-        }
-        refused
+        };
+        Refused { twin_limit: refused.twin_limit + rest.twin_limit, ..rest }
     }
 
     /// Reads what hanging a node below another touches, at once.
@@ -357,6 +365,9 @@ impl Ledger {
 
     /// Adds a copy by the engine hash alone; None if it is unknown.
     pub fn store_known(&mut self, slot: u32, engine_hash: u64, to: Target) -> Option<Refused> {
+        if self.is_bounded {
+            self.restore_evicted(slot, engine_hash);
+        }
         let worker = self.worker_mut(slot);
         if let Some(counts) = worker.orphans.counts_mut(engine_hash) {
             let rose = add_copy(counts, to.group, to.tier, to.set);
@@ -420,8 +431,14 @@ impl Ledger {
         if blocks == 0 {
             return 0;
         }
-        let first = last + 1 - blocks as u32;
-        let node = part.node;
+        self.bury_blocks(slot, presence, last + 1 - blocks as u32..=last, 0);
+        blocks
+    }
+
+    /// Takes the copies of plain blocks whose only ones are on the device, in the only group: they become ghosts.
+    pub fn bury_blocks(&mut self, slot: u32, presence: PresenceId, offsets: RangeInclusive<u32>, tiers: u8) {
+        let (first, last) = offsets.into_inner();
+        let node = self.part(slot, presence).node;
         let above = self.name_above(slot, presence, first);
         self.note_name(slot, presence, last);
         let local: SmallVec<[u64; BATCH]> = {
@@ -429,9 +446,9 @@ impl Ledger {
             SmallVec::from_slice(&shard.nodes[index_of(node)].local[first as usize..=last as usize])
         };
         let worker = self.worker_mut(slot);
-        worker.bury_run(presence, first, &local, above);
-        worker.held -= blocks as u64;
-        worker.device_copies -= blocks as u64;
+        worker.bury_run(presence, first, &local, above, tiers);
+        worker.held -= local.len() as u64;
+        worker.device_copies -= local.len() as u64;
         let part = &mut worker.presences[presence];
         for offset in (first..=last).rev() {
             part.device.remove(offset);
@@ -449,7 +466,6 @@ impl Ledger {
         } else {
             self.mark(slot, presence);
         }
-        blocks
     }
 
     /// What the block above one is called: what is bound there, or was until this event removed it.
@@ -489,7 +505,7 @@ impl Ledger {
     }
 
     /// Makes a bound engine hash a ghost; its copies must be gone.
-    fn bury(&mut self, slot: u32, engine_hash: u64) {
+    fn bury(&mut self, slot: u32, engine_hash: u64, tiers: u8) {
         let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else { return };
         let node = self.part(slot, presence).node;
         let above = self.name_above(slot, presence, offset);
@@ -497,12 +513,17 @@ impl Ledger {
         self.note_name(slot, presence, offset);
         self.unbind(slot, engine_hash);
         if let Some(above) = above {
-            self.worker_mut(slot).remember(Ghost { engine_hash, local, above });
+            self.worker_mut(slot).remember(Ghost { engine_hash, local, above, tiers });
         }
     }
 
     fn remove_one(&mut self, slot: u32, engine_hash: u64, group: u32, tier: u8) -> bool {
         let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else {
+            if let Some(ghost) = self.worker_mut(slot).ghost_mut(engine_hash) {
+                let evicted = ghost.tiers >> tier & 1 == 1;
+                ghost.tiers &= !(1 << tier);
+                return evicted;
+            }
             return self.remove_orphan_copy(slot, engine_hash, group, tier);
         };
         if self.worker(slot).predictions > 0 {
@@ -514,7 +535,7 @@ impl Ledger {
             // Demoted: the engine says that it is gone now.
             let demoted = worker.demoted.remove(engine_hash);
             if demoted {
-                self.bury(slot, engine_hash);
+                self.bury(slot, engine_hash, 0);
             }
             return demoted;
         }
@@ -524,21 +545,26 @@ impl Ledger {
         let worker = self.worker_mut(slot);
         worker.device_copies -= u64::from(tier == 0);
         if worker.counts(engine_hash, presence, offset).is_empty() {
-            self.bury(slot, engine_hash);
+            self.bury(slot, engine_hash, 0);
         }
         true
     }
 
-    /// Takes all copies of a bound engine hash: it becomes a ghost.
-    pub fn take_copies(&mut self, slot: u32, engine_hash: u64) {
+    /// Takes all copies of a bound engine hash, because of the bound.
+    pub fn evict_hash(&mut self, slot: u32, engine_hash: u64) {
         let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else { return };
-        let copies = device_copies(&self.worker(slot).counts(engine_hash, presence, offset));
+        let worker = self.worker(slot);
+        let counts = worker.counts(engine_hash, presence, offset);
+        let has = |group, tier| counts.iter().any(|copies| (copies.group, copies.tier) == (group, tier));
+        let tiers = (0..TIERS as u8)
+            .filter(|&tier| worker.full_groups.iter().all(|&group| has(group, tier)))
+            .fold(0, |all, tier| all | 1 << tier);
         self.change_counts(slot, presence, offset, engine_hash, |counts| {
             counts.clear();
             true
         });
-        self.worker_mut(slot).device_copies -= copies;
-        self.bury(slot, engine_hash);
+        self.worker_mut(slot).device_copies -= device_copies(&counts);
+        self.bury(slot, engine_hash, tiers);
     }
 
     fn store_orphans(
@@ -610,7 +636,7 @@ impl Ledger {
     }
 
     /// Binds the orphans that waited for a hash, and those that waited for them; how many had too many twins.
-    fn adopt(&mut self, slot: u32, engine_hash: u64) -> u64 {
+    pub fn adopt(&mut self, slot: u32, engine_hash: u64) -> u64 {
         let mut refused = 0;
         if self.worker(slot).orphans.is_empty() {
             return refused;
@@ -668,7 +694,9 @@ impl Ledger {
         let groups = &self.worker(slot).groups;
         let full = groups.iter().filter(|(_, full)| *full).map(|(group, _)| *group).collect();
         let all = self.bound_blocks(slot);
-        self.worker_mut(slot).full_groups = full;
+        let worker = self.worker_mut(slot);
+        worker.full_groups = full;
+        worker.ghosts.doubt_evicted();
         for (presence, offset, bindings) in all {
             self.put_bindings(slot, presence, offset, bindings);
         }

@@ -18,6 +18,7 @@ use hashbrown::{HashMap, HashSet};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
+use super::bound::Idle;
 use super::cut::{Cut, plain_counts};
 use super::extent::Extent;
 use super::ghosts::{Above, Ghost, Ghosts};
@@ -280,6 +281,8 @@ pub struct Presence {
     pub previous: PresenceId,
     /// Blocks from the first one that are rooted on the device.
     pub reach: u32,
+    /// Among the idle ones, from which the bound takes.
+    pub is_queued: bool,
     /// Engine hash at each offset; meaningful where `bound`.
     pub own: Run<u64>,
     pub bound: Extent,
@@ -483,6 +486,8 @@ pub struct Worker {
     pub drain_next: PresenceId,
     /// The last presence whose reach on levels that were opened is computed; None: all are.
     pub filling: Option<PresenceId>,
+    /// Where the bound takes next.
+    pub idle: Idle,
     /// Under way: what is to become predictions.
     pub demotion: Option<Demotion>,
     /// Under way: who copies the content.
@@ -569,14 +574,27 @@ impl Worker {
 
     /// Makes an unknown engine hash the youngest ghost.
     pub fn remember(&mut self, ghost: Ghost) {
-        self.make_room_for_ghost();
+        let oldest = self.ghosts.make_room();
+        self.leave_ghost(oldest);
         let hash = self.hash(ghost.engine_hash);
         let number = self.ghosts.push(ghost);
         self.table.insert(hash, GHOST | u64::from(number));
     }
 
-    fn make_room_for_ghost(&mut self) {
-        if let Some((number, ghost)) = self.ghosts.make_room()
+    /// The ghost that an engine hash is.
+    pub fn ghost_mut(&mut self, engine_hash: u64) -> Option<&mut Ghost> {
+        let (_, payload) = self.find(engine_hash)?;
+        self.ghosts.get_mut(ghost_number(payload)?)
+    }
+
+    /// Forgets the oldest ghost.
+    pub fn forget_oldest_ghost(&mut self) {
+        let oldest = self.ghosts.take_oldest();
+        self.leave_ghost(oldest);
+    }
+
+    fn leave_ghost(&mut self, taken: Option<(u32, Ghost)>) {
+        if let Some((number, ghost)) = taken
             && let Some(slot) = self.table.slot_of(self.hash(ghost.engine_hash), GHOST | u64::from(number))
         {
             self.table.remove(slot);
@@ -586,7 +604,14 @@ impl Worker {
     /// Turns blocks of a run into ghosts, the last one first; of the first one it is told what is above it, if
     /// that is known. `bound` is the caller's.
     #[inline]
-    pub fn bury_run(&mut self, presence: PresenceId, first: u32, local: &[u64], above: Option<Above>) {
+    pub fn bury_run(
+        &mut self,
+        presence: PresenceId,
+        first: u32,
+        local: &[u64],
+        above: Option<Above>,
+        tiers: u8,
+    ) {
         self.warm(self.ghosts.oldest(local.len()));
         for (offset, &local) in (first..first + local.len() as u32).zip(local).rev() {
             let part = &self.presences[presence];
@@ -594,14 +619,15 @@ impl Worker {
             let above =
                 if offset > first { Some(Above::Block(part.own[offset as usize - 1])) } else { above };
             if above.is_some() {
-                self.make_room_for_ghost();
+                let oldest = self.ghosts.make_room();
+                self.leave_ghost(oldest);
             }
             let part = &self.presences[presence];
             let payload = Self::payload(presence, part.start + offset);
             let Some(slot) = self.table.slot_of(self.hash(engine_hash), payload) else { continue };
             match above {
                 Some(above) => {
-                    let number = self.ghosts.push(Ghost { engine_hash, local, above });
+                    let number = self.ghosts.push(Ghost { engine_hash, local, above, tiers });
                     self.table.replace(slot, GHOST | u64::from(number));
                 }
                 None => self.table.remove(slot),
@@ -739,7 +765,7 @@ impl Worker {
         self.table.len() - self.ghosts.len()
     }
 
-    /// Bound hashes with copies, and orphans.
+    /// Bound hashes with copies, and orphans: what the `max_blocks` bound counts, besides ghosts.
     pub fn entries(&self) -> usize {
         self.bindings() - self.demoted.len() + self.orphans.len()
     }
@@ -813,5 +839,6 @@ impl Worker {
             + self.orphans.bytes()
             + self.demoted.bytes()
             + self.detached.allocation_size()
+            + self.idle.bytes()
     }
 }
