@@ -22,6 +22,11 @@ impl LaneSet {
         self.words.iter().map(|word| word.count_ones()).sum()
     }
 
+    /// Words in use.
+    pub fn words(&self) -> usize {
+        self.words.len()
+    }
+
     pub fn contains(&self, lane: u32) -> bool {
         self.word(lane / 64) >> (lane % 64) & 1 == 1
     }

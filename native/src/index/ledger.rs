@@ -5,6 +5,7 @@
 //! rooted or hidden, and takes out of the trie what nobody needs any more (`doubtful`). Between steps the
 //! trie may show a reach that is too short, never one that is too long.
 
+use std::hint::black_box;
 use std::sync::Arc;
 
 use hashbrown::HashMap;
@@ -279,6 +280,7 @@ impl Ledger {
         };
         let node = self.nodes.insert(shard, entry);
         let run = Node::new(parent, start, Run::from(&local[..blocks]));
+        black_box(held.nodes.get(index_of(node)).is_none());
         RwLockUpgradableReadGuard::upgrade(held).attach(index_of(node), run);
         (node, 0, blocks as u32)
     }
@@ -477,7 +479,7 @@ impl Ledger {
             let round = self.trie.round();
             self.worker_mut(slot).note_idle(level, presence, before, round);
         }
-        self.trie.shard(shard_of(node)).write().nodes[index_of(node)].set_reach(lane, reach);
+        self.trie.set_reach(shard_of(node), index_of(node), [(lane, reach)]);
         (reach == len) != (before == len)
     }
 
@@ -521,8 +523,7 @@ impl Ledger {
                 return;
             }
             let entry = self.nodes.remove(node);
-            let removed = self.trie.shard(shard_of(node)).write().detach(index_of(node));
-            drop(removed);
+            self.trie.detach(shard_of(node), index_of(node));
             node = entry.parent;
         }
     }
@@ -610,13 +611,8 @@ impl Ledger {
         self.unhang(slot, presence, self.nodes[node].parent);
         let part = std::mem::take(self.part_mut(slot, presence));
         let lanes = self.worker(slot).lanes;
-        {
-            let mut shard = self.trie.shard(shard_of(part.node)).write();
-            let node = &mut shard.nodes[index_of(part.node)];
-            for lane in lanes.into_iter().filter(|&lane| lane != NO_LANE) {
-                node.set_reach(lane, 0);
-            }
-        }
+        let lanes = lanes.into_iter().filter(|&lane| lane != NO_LANE).map(|lane| (lane, 0));
+        self.trie.set_reach(shard_of(part.node), index_of(part.node), lanes);
         let entry = &mut self.nodes[part.node];
         let mut taken = 0;
         let end = part.bound.end().max(part.more.as_ref().map_or(0, |more| more.predicted.end()));

@@ -15,12 +15,15 @@
 //! 3. A lane in a node's `any` is in its parent's `full`: along a path the lanes only become fewer.
 //! 4. Siblings differ in their first local hash, by which `children` finds them.
 //!
-//! A writer holds the lock of one shard for one node's change at a time, so readers wait for no more than that.
+//! A writer holds the lock of one shard for one node's change at a time, so readers wait for no more than that. What
+//! a change touches it reads before, while readers may go on: a writer that loses its core seldom loses it just when
+//! readers would have to wait for it.
 
+use std::hint::black_box;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crossbeam_utils::CachePadded;
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockUpgradableReadGuard};
 use smallvec::SmallVec;
 
 use super::lane_set::LaneSet;
@@ -205,8 +208,7 @@ impl Shard {
         self.children.insert(key, u64::from(index));
     }
 
-    /// Takes a node out that has no lanes and no children.
-    pub fn detach(&mut self, index: NodeIndex) -> Node {
+    fn detach(&mut self, index: NodeIndex) -> Node {
         self.unlink(index);
         self.nodes.take(index)
     }
@@ -300,6 +302,23 @@ impl Trie {
     #[inline]
     pub fn shard(&self, shard: usize) -> &RwLock<Shard> {
         &self.shards[shard]
+    }
+
+    /// Sets how many blocks of a node from the first one some lanes have.
+    pub fn set_reach(&self, shard: usize, index: NodeIndex, reaches: impl IntoIterator<Item = (u32, u32)>) {
+        let held = self.shard(shard).upgradable_read();
+        black_box(held.nodes[index].partial.len() + held.nodes[index].any.words());
+        let mut shard = RwLockUpgradableReadGuard::upgrade(held);
+        let node = &mut shard.nodes[index];
+        reaches.into_iter().for_each(|(lane, reach)| node.set_reach(lane, reach));
+    }
+
+    /// Takes a node out that has no lanes and no children.
+    pub fn detach(&self, shard: usize, index: NodeIndex) -> Node {
+        let held = self.shard(shard).upgradable_read();
+        let node = &held.nodes[index];
+        black_box(held.child(node.parent, node.local[0]));
+        RwLockUpgradableReadGuard::upgrade(held).detach(index)
     }
 
     /// What every lane has of a prompt; lanes that have nothing are left out.

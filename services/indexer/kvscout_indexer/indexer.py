@@ -18,7 +18,7 @@ from kvscout_common.errors import NotFound
 from kvscout_common.heap import trim
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
-from kvscout_common.service_info import Warned
+from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.shards import Shard, shard_of
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
@@ -146,7 +146,19 @@ class Indexer:
         """What an operator should know, in sentences."""
         nats = [f"NATS: {self.nats.problem}"] if self.nats is not None and self.nats.problem else []
         streams = self.jetstream.warnings() if self.jetstream is not None else []
-        return [*self.backends.warnings(), *self.peers.warnings(), *nats, *streams]
+        full = [warned for pool, _ in self.pools.by_key() if (warned := self._beyond_bound(pool)) is not None]
+        return [*self.backends.warnings(), *self.peers.warnings(), *nats, *streams, *full]
+
+    def _beyond_bound(self, pool: PoolKey) -> TenantWarning | None:
+        """That the engines of a pool have room for more than its index, if they have."""
+        capacity, most = self.pools.capacity(pool), self._config.max_blocks
+        if not 0 < most < capacity:
+            return None
+        return TenantWarning(
+            pool.tenant,
+            f"the engines of model {pool.model!r} have room for {capacity} blocks, its index for {most}: what was used"
+            " longest ago is not found; raise --max-blocks, or share the workers among indexers with --shard",
+        )
 
     async def warm(self) -> None:
         """Waits for the workers, until streams are read, and peers have told of the workers known then.
@@ -235,6 +247,9 @@ class Indexer:
         index = self.pools.add(spec, indexed=indexed)
         if not indexed:
             return
+        beyond = self._beyond_bound(spec.pool)
+        if beyond is not None:
+            self._warnings.warning(("bound", spec.pool), "%s", beyond.text)
         for rank in spec.ranks:
             self._open(spec, rank, self._feed(spec, rank, index), index)
 

@@ -27,6 +27,8 @@ class Pools:
         self._seen: set[tuple[str, str]] = set()
         """(tenant, model) of every worker that was ever registered."""
         self._incomplete: dict[PoolKey, set[WorkerRank]] = {}
+        self._capacity: dict[PoolKey, dict[str, int]] = {}
+        """Blocks that each worker's devices have room for, as registered, of those whose blocks are indexed."""
 
     def add(self, spec: WorkerSpec, *, indexed: bool = True) -> BlockIndex:
         """Makes a worker's ranks known to its index, or gives them new options.
@@ -43,6 +45,7 @@ class Pools:
                 self._queries.set_pool(spec.pool, index)
         self._workers.setdefault(spec.pool, set()).add(spec.worker_id)
         if indexed:
+            self._capacity.setdefault(spec.pool, {})[spec.worker_id] = spec.total_kv_blocks * len(spec.ranks)
             for rank in spec.ranks:
                 index.add_worker(rank, WorkerOptions.of(spec))
         return index
@@ -53,11 +56,17 @@ class Pools:
         index.remove_worker(spec.worker_id)
         members = self._workers[spec.pool]
         members.discard(spec.worker_id)
+        self._capacity.get(spec.pool, {}).pop(spec.worker_id, None)
         if not members:
             del self._workers[spec.pool], self._indexes[spec.pool]
             self._incomplete.pop(spec.pool, None)
+            self._capacity.pop(spec.pool, None)
             if self._queries is not None:
                 self._queries.remove_pool(spec.pool)
+
+    def capacity(self, pool: PoolKey) -> int:
+        """Blocks that the devices of a pool's indexed workers have room for together, as far as they said."""
+        return sum(self._capacity.get(pool, {}).values())
 
     def incomplete(self, pool: PoolKey) -> frozenset[WorkerRank]:
         """Ranks of a pool whose history is incomplete: they may hold more than is known."""
