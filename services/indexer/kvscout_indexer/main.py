@@ -49,8 +49,8 @@ from kvscout_indexer.config import IndexerConfig
     default=0,
     type=click.IntRange(min=0),
     section=PERFORMANCE,
-    help="Bound of each block index, in held blocks; 0 = none. Above it the prefixes used longest ago are forgotten:"
-    " overlaps can be too short then, never too long.",
+    help="Bound of each block index, in held blocks; 0 = none. Above it the prefixes used longest ago are forgotten"
+    " until an engine uses them again: overlaps can be too short then, never too long.",
 )
 @flag(
     "--router-max-tree-size",
