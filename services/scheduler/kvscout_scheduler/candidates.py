@@ -69,7 +69,6 @@ class Candidates:
         self.now = now
         self._pool = pool
         self._prompts = prompts
-        self._known: dict[Lane, Scores] | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -107,15 +106,15 @@ class Candidates:
         column = self._pool.load.decode_blocks
         return [column[slot] for slot in self.slots]
 
-    @cached_property
+    @property
     def device_blocks(self) -> Sequence[int]:
         """Leading blocks of the prompt on the device, confirmed or predicted."""
-        return self._column(lambda scores: scores.device_blocks)
+        return self._scores.device_blocks
 
-    @cached_property
+    @property
     def effective_blocks(self) -> Sequence[float]:
         """Overlap as the cost counts it: slower tiers weighted, 0 where the overlap score weight is 0."""
-        return self._column(lambda scores: scores.effective_blocks)
+        return self._scores.effective_blocks
 
     @cached_property
     def cached_tokens(self) -> Sequence[float]:
@@ -135,15 +134,15 @@ class Candidates:
             for active, spec, metrics in columns
         ]
 
-    @cached_property
+    @property
     def prefill_tokens(self) -> Sequence[float]:
         """Prompt tokens that each would have to compute, this request's included."""
-        return self._column(lambda scores: scores.prefill_tokens)
+        return self._scores.prefill_tokens
 
-    @cached_property
+    @property
     def decode_blocks(self) -> Sequence[int]:
         """Blocks that would be active on each, this request's included."""
-        return self._column(lambda scores: scores.decode_blocks)
+        return self._scores.decode_blocks
 
     @property
     def prefill_blocks(self) -> list[float]:
@@ -154,14 +153,11 @@ class Candidates:
     @property
     def kv_costs(self) -> Sequence[float]:
         """Cost of `kvscout_scheduler.cost`; where block sizes differ, in blocks of the smallest."""
-        return self._column(lambda scores: scores.costs)
+        return self._scores.costs
 
     def overlap(self, index: int) -> tuple[int, float]:
         """`device_blocks` and `effective_blocks` of one candidate."""
-        if len(self._prompts) == 1:
-            (scores,) = self._scores.values()
-            return scores.overlap(index)
-        return self.device_blocks[index], self.effective_blocks[index]
+        return self._scores.overlap(index)
 
     def uncached_tokens(self, index: int, effective_blocks: float) -> int:
         """Prompt tokens to charge one candidate as prefill, by its `effective_blocks`."""
@@ -177,65 +173,89 @@ class Candidates:
     def tiers(self) -> Sequence[TierOverlap]:
         """Overlap of each by tier."""
 
-        def of_lane(lane: Lane, slots: Sequence[int]) -> list[TierOverlap]:
+        found: dict[int, TierOverlap] = {}
+        for lane, slots in self._slots_by_lane.items():
             overlaps = self._prompts[lane].overlaps.plain
             columns = [spread(overlaps, column, slots, self._pool.slot_of) for column in overlaps.by_tier()]
-            return [TierOverlap(*row) for row in zip(*columns, strict=True)]
-
-        return self._by_lane(of_lane)
+            found.update(zip(slots, map(TierOverlap._make, zip(*columns, strict=True)), strict=True))
+        return [found[slot] for slot in self.slots]
 
     def prompt(self, lane: Lane) -> Prompt:
         """The prompt as hashed for a lane."""
         return self._prompts[lane]
 
-    @property
-    def _scores(self) -> dict[Lane, Scores]:
-        """What the load says of the candidates of each lane."""
-        if self._known is None:
-            self._known = self._score()
-        return self._known
-
-    def _score(self) -> dict[Lane, Scores]:
-        pool, settings = self._pool, self.settings
+    @cached_property
+    def _scores(self) -> Scores:
+        """What the load says of the candidates."""
         if len(self._prompts) == 1:
-            (only,) = self._prompts
-            lanes: Mapping[Lane, list[int] | None] = {only: None if self.slots is pool.order else self.slots}
-            unit = only.block_size
-        else:
-            lanes = self._slots_by_lane
-            unit = min(lane.block_size for lane in lanes)
-        scores = {}
-        for lane, slots in lanes.items():
-            prompt = self._prompts[lane]
-            question = Question(
-                lane,
-                prompt.block_hashes,
-                self.request.isl_tokens,
-                settings.overlap_score_weight,
-                settings.tier_weights,
-                self.request.charge_prefill,
-                lane.block_size / unit,
-            )
-            scores[lane] = pool.load.score(question, prompt.overlaps, slots)
-        return scores
+            (lane,) = self._prompts
+            return self._score(lane, None if self.slots is self._pool.order else self.slots, lane.block_size)
+        lanes = self._slots_by_lane
+        unit = min(lane.block_size for lane in lanes)
+        return LaneScores(self.slots, [(slots, self._score(lane, slots, unit)) for lane, slots in lanes.items()])
+
+    def _score(self, lane: Lane, slots: list[int] | None, unit: int) -> Scores:
+        prompt, settings = self._prompts[lane], self.settings
+        question = Question(
+            lane,
+            prompt.block_hashes,
+            self.request.isl_tokens,
+            settings.overlap_score_weight,
+            settings.tier_weights,
+            self.request.charge_prefill,
+            lane.block_size / unit,
+        )
+        return self._pool.load.score(question, prompt.overlaps, slots)
 
     @cached_property
     def _slots_by_lane(self) -> dict[Lane, list[int]]:
         wanted = set(self.slots)
         return {lane: [slot for slot in members if slot in wanted] for lane, members in self._pool.lanes.items()}
 
-    def _column(self, column: Callable[[Scores], Sequence[T]]) -> Sequence[T]:
-        """A column of the scores in the candidates' order."""
-        if len(self._prompts) == 1:
-            (scores,) = self._scores.values()
-            return column(scores)
-        return self._by_lane(lambda lane, slots: column(self._scores[lane]))
 
-    def _by_lane(self, column: Callable[[Lane, Sequence[int]], Sequence[T]]) -> Sequence[T]:
-        """Computes a column lane by lane and puts it in the candidates' order."""
-        if len(self._prompts) == 1:
-            return column(next(iter(self._prompts)), self.slots)
+class LaneScores:
+    """Scores of several lanes as those of all; see `Scores`.
+
+    Args:
+        slots: All, in the order of the answers.
+        lanes: Slots of each lane, and their scores.
+    """
+
+    def __init__(self, slots: Sequence[int], lanes: Sequence[tuple[Sequence[int], Scores]]) -> None:
+        self._slots = slots
+        self._lanes = lanes
+
+    @cached_property
+    def device_blocks(self) -> Sequence[int]:
+        """See `Scores`."""
+        return self._merged(lambda scores: scores.device_blocks)
+
+    @cached_property
+    def effective_blocks(self) -> Sequence[float]:
+        """See `Scores`."""
+        return self._merged(lambda scores: scores.effective_blocks)
+
+    @cached_property
+    def prefill_tokens(self) -> Sequence[float]:
+        """See `Scores`."""
+        return self._merged(lambda scores: scores.prefill_tokens)
+
+    @cached_property
+    def decode_blocks(self) -> Sequence[int]:
+        """See `Scores`."""
+        return self._merged(lambda scores: scores.decode_blocks)
+
+    @property
+    def costs(self) -> Sequence[float]:
+        """See `Scores`."""
+        return self._merged(lambda scores: scores.costs)
+
+    def overlap(self, index: int) -> tuple[int, float]:
+        """See `Scores`."""
+        return self.device_blocks[index], self.effective_blocks[index]
+
+    def _merged(self, column: Callable[[Scores], Sequence[T]]) -> Sequence[T]:
         found: dict[int, T] = {}
-        for lane, slots in self._slots_by_lane.items():
-            found.update(zip(slots, column(lane, slots), strict=True))
-        return [found[slot] for slot in self.slots]
+        for slots, scores in self._lanes:
+            found.update(zip(slots, column(scores), strict=True))
+        return [found[slot] for slot in self._slots]
