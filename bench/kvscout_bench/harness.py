@@ -49,6 +49,8 @@ class Case:
     value: Callable[[Sample], float]
     """In `unit`."""
     p99: Callable[[Sample], float] | None = None
+    more_is_better: bool = False
+    """Where no goal says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ def compare(case: Case, ours: Side, peer: Side | None, *, judge: bool, machine: 
     goal = case.goal
     ratio = None
     if peer is not None:
-        more_is_better = goal is not None and goal.more_is_better
+        more_is_better = goal.more_is_better if goal else case.more_is_better
         better, worse = (ours.value, peer.value) if more_is_better else (peer.value, ours.value)
         ratio = better / worse if worse else None
     return Row(

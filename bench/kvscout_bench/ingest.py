@@ -13,6 +13,7 @@ from typing import Protocol
 from kvscout_bench import ingest_bridge, ingest_jetstream, ingest_zmq
 from kvscout_bench.harness import Row
 from kvscout_bench.selection import Selection
+from kvscout_common.errors import InvalidArgument
 
 
 class Part(Protocol):
@@ -22,7 +23,7 @@ class Part(Protocol):
     ROWS: Sequence[str]
 
     def run(
-        self, *, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None]
+        self, *, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None], peer: str = ""
     ) -> Iterator[Row]:
         """Measures; blocks.
 
@@ -31,6 +32,7 @@ class Part(Protocol):
             quick: Short runs that show that everything works, and judge nothing.
             wanted: Whether a row is asked for.
             say: Is told what is going on.
+            peer: Measured too, in turns, as far as it takes events in that way; "" = none.
 
         Raises:
             DriverFailed: A process cannot be started, or fails.
@@ -38,12 +40,21 @@ class Part(Protocol):
         ...
 
 
+PEERS = ("dynamo",)
 PARTS: tuple[Part, ...] = (ingest_zmq, ingest_jetstream, ingest_bridge)
 
 
 @dataclass(frozen=True, slots=True)
 class IngestBench(Selection):
     """What of the parts to run. Errors as of `Selection`."""
+
+    peer: str = ""
+    """"": ours alone."""
+
+    def __post_init__(self) -> None:
+        Selection.__post_init__(self)
+        if self.peer not in ("", *PEERS):
+            raise InvalidArgument(f"{self.peer!r} is none of {', '.join(PEERS)}", field="peer")
 
     @classmethod
     def rows(cls) -> Iterable[str]:
@@ -55,4 +66,6 @@ class IngestBench(Selection):
         for part in PARTS:
             if any(self.wanted(row) for row in part.ROWS):
                 say(part.NAME)
-                yield from part.run(rounds=self.rounds_to_run, quick=self.quick, wanted=self.wanted, say=say)
+                yield from part.run(
+                    rounds=self.rounds_to_run, quick=self.quick, wanted=self.wanted, say=say, peer=self.peer
+                )

@@ -41,7 +41,9 @@ CASES = {transport: _case(transport) for transport in TRANSPORTS}
 ROWS: Sequence[str] = [case.name for case in CASES.values()]
 
 
-def run(*, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None]) -> Iterator[Row]:
+def run(
+    *, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None], peer: str = ""
+) -> Iterator[Row]:
     """See `ingest.Part.run`."""
     machine = this_machine()
     messages = MESSAGES // QUICK_DIVISOR if quick else MESSAGES

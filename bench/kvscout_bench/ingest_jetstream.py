@@ -65,7 +65,9 @@ CASES = {
 ROWS: Sequence[str] = [case.name for case in CASES.values()]
 
 
-def run(*, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None]) -> Iterator[Row]:
+def run(
+    *, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None], peer: str = ""
+) -> Iterator[Row]:
     """See `ingest.Part.run`."""
     machine = this_machine()
     for load, case in CASES.items():

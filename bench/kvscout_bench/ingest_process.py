@@ -41,6 +41,12 @@ class IndexerProcess(ServiceProcess):
         )
         self.stub.RegisterWorker(workers_pb2.RegisterWorkerRequest(worker=worker), timeout=READY_SECONDS)
 
+    def holds(self, tokens: Sequence[int]) -> bool:
+        """Whether any worker holds the beginning of a prompt."""
+        request = indexer_pb2.FindMatchesRequest(model=MODEL, token_ids=tokens)
+        answer: indexer_pb2.FindMatchesResponse = self.stub.FindMatches(request, timeout=READY_SECONDS)
+        return bool(answer.overlaps.worker_ids)
+
     def sources(self) -> Sequence[indexer_pb2.SourceStatus]:
         """What it says of every worker's events."""
         status: indexer_pb2.IndexerGetStatusResponse = self.stub.GetStatus(
@@ -48,8 +54,8 @@ class IndexerProcess(ServiceProcess):
         )
         return status.sources
 
-    def until_applied(self, batches: int) -> None:
-        """Waits until so many batches were applied, by all workers together.
+    def until_applied(self, batches: int) -> float:
+        """Waits until so many batches were applied, by all workers together; returns how long it took to be sure.
 
         Raises:
             DriverFailed: They are not, or events were lost.
@@ -62,3 +68,4 @@ class IndexerProcess(ServiceProcess):
             return sum(source.applied for source in sources) >= batches
 
         until(applied, f"{batches} batches applied")
+        return 0.0

@@ -5,23 +5,24 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Event, Thread
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import zmq
 
-from kvscout.v1 import indexer_pb2
 from kvscout_bench.harness import Case, Goal, Row, Side, compare
-from kvscout_bench.ingest_process import MODEL, IndexerProcess
+from kvscout_bench.ingest_process import IndexerProcess
 from kvscout_bench.ingest_publisher import BLOCK_SIZE, Engine, scattered
 from kvscout_bench.machine import Machine, this_machine
 from kvscout_bench.peer import Driver
+from kvscout_bench.peer_dynamo import DynamoIndexer
 from kvscout_bench.report import percentile
 
-NAME = "zmq"
+NAME, OURS = "zmq", "ours"
 PUBLISHER = [sys.executable, "-m", "kvscout_bench.ingest_publisher"]
 ENGINES = 64
 IDLE_ENGINES = 512
@@ -54,7 +55,7 @@ class IngestCase(Case):
     """One row. Its workload is the name of a sample's key."""
 
     peer: tuple[float, float] | None = None
-    """Least and largest of what the peer's measurements have shown: it is not run here."""
+    """Least and largest of what was published of the peer, for when it is not run."""
 
 
 def _sample(key: str) -> Callable[[Any], float]:
@@ -76,10 +77,10 @@ def _case(name: str, title: str, unit: str, goal: float | None, *, p99: str = ""
 
 _MESSAGES = f"{FULL_RATE.per_second:,.0f} messages/s of 4 blocks, {ENGINES} sockets"
 CASES = {
-    FULL_RATE: (_case("message", f"CPU a message, {_MESSAGES} (peer: published)", "µs", 8.0, peer=(17.0, 25.0)),),
-    BATCHES: (_case("block", "CPU a block, batches of 1,024 (peer: published)", "µs", 0.15, peer=(0.54, 0.68)),),
+    FULL_RATE: (_case("message", f"CPU a message, {_MESSAGES}", "µs", 8.0, peer=(17.0, 25.0)),),
+    BATCHES: (_case("block", "CPU a block, batches of 1,024", "µs", 0.15, peer=(0.54, 0.68)),),
     FLOOD: (
-        _case("flood", "blocks a second, batches of 1,024 as fast as they come", "1/s", None),
+        _case("flood", "blocks a second, batches of 1,024 as fast as they come", "1/s", None, more_is_better=True),
         _case("find", "FindMatches meanwhile, median", "ms", None, p99="find_p99"),
     ),
     MODEST: (
@@ -91,34 +92,79 @@ IDLE = _case("idle", f"CPU with {IDLE_ENGINES} silent sockets", "% of a core", N
 ROWS: Sequence[str] = [*(case.name for cases in CASES.values() for case in cases), IDLE.name]
 
 
-def run(*, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None]) -> Iterator[Row]:
+class Indexer(Protocol):
+    """An indexer process, ours or the peer's."""
+
+    def register(self, worker_id: str, endpoint: str) -> None:
+        """Registers a worker of one rank that publishes at an endpoint."""
+
+    def until_applied(self, batches: int) -> float:
+        """Waits until so many batches were applied; returns how long it took to be sure, in seconds."""
+
+    def holds(self, tokens: Sequence[int]) -> bool:
+        """Whether any worker holds the beginning of a prompt."""
+
+    def cpu_ns(self) -> int:
+        """Time on a core."""
+
+
+Samples: TypeAlias = Mapping[str, Sequence[Any]]
+"""One a round, by side."""
+
+SIDES: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {OURS: IndexerProcess, "dynamo": DynamoIndexer}
+
+
+def run(
+    *, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None], peer: str = ""
+) -> Iterator[Row]:
     """See `ingest.Part.run`."""
     machine = this_machine()
     for load, cases in CASES.items():
         chosen = [case for case in cases if wanted(case.name)]
         if chosen:
             shown = replace(load, messages=max(load.messages // QUICK_DIVISOR, ENGINES)) if quick else load
-            yield from _rows(chosen, [_measure(shown, say) for _ in range(rounds)], quick, machine)
+            samples = _in_turns(peer, rounds, partial(_measure, shown, say=say))
+            yield from _rows(chosen, samples, quick, machine)
     if wanted(IDLE.name):
         engines, seconds = (ENGINES, 0.5) if quick else (IDLE_ENGINES, 10.0)
-        yield from _rows([IDLE], [_idle(engines, seconds, say) for _ in range(rounds)], quick, machine)
+        samples = _in_turns(peer, rounds, partial(_idle, engines, seconds, say=say))
+        yield from _rows([IDLE], samples, quick, machine)
 
 
-def _rows(cases: Sequence[IngestCase], samples: Sequence[Any], quick: bool, machine: Machine) -> Iterator[Row]:
+def _in_turns(peer: str, rounds: int, measure: Callable[[str], dict[str, float]]) -> Samples:
+    """Each side's samples, who begins alternating from round to round."""
+    sides = [OURS, *([peer] if peer else [])]
+    samples: dict[str, list[Any]] = {side: [] for side in sides}
+    for number in range(rounds):
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            samples[side].append(measure(side))
+    return samples
+
+
+def _rows(cases: Sequence[IngestCase], samples: Samples, quick: bool, machine: Machine) -> Iterator[Row]:
+    theirs = next((taken for side, taken in samples.items() if side != OURS), None)
     for case in cases:
-        p99s = tuple(case.p99(sample) for sample in samples) if case.p99 else ()
-        ours = Side(tuple(case.value(sample) for sample in samples), p99s)
+        ours = _side(case, samples[OURS])
+        if theirs is not None:
+            yield compare(case, ours, _side(case, theirs), judge=not quick, machine=machine)
+            continue
         # The ratio is to the best that was published.
-        peer = Side(case.peer[:1]) if case.peer else None
-        row = compare(case, ours, peer, judge=not quick, machine=machine)
+        published = Side(case.peer[:1]) if case.peer else None
+        titled = replace(case, title=f"{case.title} (peer: published)") if case.peer else case
+        row = compare(titled, ours, published, judge=not quick, machine=machine)
         yield replace(row, peer_spread=case.peer)
 
 
-def _measure(load: Load, say: Callable[[str], None]) -> dict[str, float]:
+def _side(case: IngestCase, samples: Sequence[Any]) -> Side:
+    p99s = tuple(case.p99(sample) for sample in samples) if case.p99 else ()
+    return Side(tuple(case.value(sample) for sample in samples), p99s)
+
+
+def _measure(load: Load, side: str, say: Callable[[str], None]) -> dict[str, float]:
     """Publishes a load to a new indexer process; what it cost, and what was seen by one who asks meanwhile."""
     with ExitStack() as stack:
         publisher = stack.enter_context(Driver(PUBLISHER))
-        indexer = stack.enter_context(IndexerProcess())
+        indexer: Indexer = stack.enter_context(SIDES[side]())
         _connect(publisher, indexer, ENGINES, load.blocks)
         publisher.ask("prepare", messages=load.messages)
         prober = stack.enter_context(Prober(indexer)) if load.probed else None
@@ -127,11 +173,11 @@ def _measure(load: Load, say: Callable[[str], None]) -> dict[str, float]:
         published = publisher.ask("publish", rate=load.per_second)
         if prober is not None:
             prober.stop()
-        indexer.until_applied(load.messages + (prober.probes if prober is not None else 0))
-        seconds = time.monotonic() - started
+        to_be_sure = indexer.until_applied(load.messages + (prober.probes if prober is not None else 0))
+        seconds = time.monotonic() - started - to_be_sure
         used = (indexer.cpu_ns() - before) / 1e9
         late_ms = published["late_p99_ms"]
-        say(f"{load.messages} messages in {published['seconds']:.2f} s, late by {late_ms:.1f} ms at p99")
+        say(f"{side}: {load.messages} messages in {published['seconds']:.2f} s, late by {late_ms:.1f} ms at p99")
     blocks = load.messages * load.blocks
     sample = {
         "message": used / load.messages * 1e6,
@@ -143,16 +189,18 @@ def _measure(load: Load, say: Callable[[str], None]) -> dict[str, float]:
     return sample
 
 
-def _idle(engines: int, seconds: float, say: Callable[[str], None]) -> dict[str, float]:
-    with Driver(PUBLISHER) as publisher, IndexerProcess() as indexer:
+def _idle(engines: int, seconds: float, side: str, say: Callable[[str], None]) -> dict[str, float]:
+    with ExitStack() as stack:
+        publisher = stack.enter_context(Driver(PUBLISHER))
+        indexer: Indexer = stack.enter_context(SIDES[side]())
         _connect(publisher, indexer, engines, 4)
-        before = indexer.cpu_seconds()
-        say(f"{engines} sockets, nothing comes")
+        before = indexer.cpu_ns()
+        say(f"{side}: {engines} sockets, nothing comes")
         time.sleep(seconds)
-        return {"idle": (indexer.cpu_seconds() - before) / seconds * 100}
+        return {"idle": (indexer.cpu_ns() - before) / 1e9 / seconds * 100}
 
 
-def _connect(publisher: Driver, indexer: IndexerProcess, engines: int, blocks: int) -> None:
+def _connect(publisher: Driver, indexer: Indexer, engines: int, blocks: int) -> None:
     for number, endpoint in enumerate(publisher.ask("open", sockets=engines, blocks=blocks)["endpoints"]):
         indexer.register(f"worker-{number}", endpoint)
     publisher.ask("await")
@@ -166,7 +214,7 @@ class Prober:
         register: Makes it known, by its worker id and where it publishes; None = at the indexer.
     """
 
-    def __init__(self, indexer: IndexerProcess, register: Callable[[str, str], None] | None = None) -> None:
+    def __init__(self, indexer: Indexer, register: Callable[[str, str], None] | None = None) -> None:
         self.probes = 0
         self._indexer = indexer
         self._register = register or indexer.register
@@ -207,7 +255,6 @@ class Prober:
     def _run(self) -> None:
         while not self._ended.is_set():
             tokens = [self._random.getrandbits(17) for _ in range(BLOCK_SIZE)]
-            request = indexer_pb2.FindMatchesRequest(model=MODEL, token_ids=tokens)
             self._engine.prepare_prompt(tokens)
             published = time.perf_counter()
             self._engine.send()
@@ -215,8 +262,7 @@ class Prober:
             found = False
             while not found:
                 asked = time.perf_counter()
-                answer = self._indexer.stub.FindMatches(request, timeout=30)
+                found = self._indexer.holds(tokens)
                 self._finds.append(time.perf_counter() - asked)
-                found = bool(answer.overlaps.worker_ids)
             self._visible.append(time.perf_counter() - published)
             self._ended.wait(PROBE_SECONDS)

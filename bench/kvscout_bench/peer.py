@@ -82,13 +82,14 @@ def wheel_venv(*wheels: str) -> Path:
     return python
 
 
-def dynamo_wheel_driver() -> list[str]:
-    """The command of the driver of Dynamo's wheel, in a venv of its own.
+def dynamo_wheel() -> Path:
+    """The Python of a venv that has Dynamo's wheel. Errors as of `wheel_venv`."""
+    return wheel_venv(WHEEL, "xxhash")
 
-    Raises:
-        DriverFailed: The wheel cannot be installed.
-    """
-    return [str(wheel_venv(WHEEL, "xxhash")), "-m", "kvscout_bench.peer_dynamo_wheel"]
+
+def dynamo_wheel_driver() -> list[str]:
+    """The command of the driver of Dynamo's wheel, in a venv of its own. Errors as of `wheel_venv`."""
+    return [str(dynamo_wheel()), "-m", "kvscout_bench.peer_dynamo_wheel"]
 
 
 class Driver:

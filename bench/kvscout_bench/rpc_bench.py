@@ -1,37 +1,61 @@
-"""`kvscout bench rpc`: CPU that a call costs its server and its client, and grpcio's beside it in one run."""
+"""`kvscout bench rpc`: what calls cost their servers and their client, how long they take, and how many get through.
+
+Beside a peer in one run: our own services over grpcio, or Dynamo's standalone ones over HTTP.
+"""
 
 from __future__ import annotations
 
+import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvscout_bench.harness import Case, Goal, Row, compare, in_turns, side_of
+from kvscout_bench.harness import Case, Goal, Row, Samples, compare, in_turns, side_of
 from kvscout_bench.machine import this_machine
 from kvscout_bench.peer import Driver, DriverFailed
+from kvscout_bench.rpc_fixture import TOKENS, WORKERS
 from kvscout_bench.selection import Selection
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
 
-PEERS = ("grpcio",)
+PEERS = ("grpcio", "dynamo")
 OURS = "native"
-SECONDS, QUICK_SECONDS = 2.0, 0.2
-RATES = ("40", "300", "2000", "saturated")
-TITLES = {
-    "find": "FindMatches, {tokens:,} tokens",
+SECONDS, QUICK_SECONDS = 1.5, 0.2
+SATURATED = "saturated"
+FEW, MANY = WORKERS
+KINDS = {
+    "find": "FindMatches",
     "python": "a unary rpc with a Python handler",
-    "message": "a message of StreamFindMatches, {tokens:,} tokens",
+    "message": "a message of StreamFindMatches",
+    "route": "Route query",
+    "life": "a life: FindMatches, SelectAndReserve, MarkPrefillComplete, Free",
+    "stream": "the same life over two open streams",
 }
 GOALS = {
-    "server/find/4096/300": 100.0,
-    "server/find/4096/saturated": 15.0,
-    "server/python/0/300": 140.0,
-    "client/python/0/300": 77.0,
+    "server/find/4096/8/300": 100.0,
+    "server/find/4096/8/saturated": 15.0,
+    "server/python/0/8/300": 140.0,
+    "client/python/0/8/300": 77.0,
 }
 """In microseconds."""
+
+
+def _workloads() -> Iterator[str]:
+    """What is called, tokens, workers, calls a second."""
+    everywhere = [(tokens, workers) for tokens in TOKENS for workers in WORKERS]
+    for kind in ("find", "message"):
+        for tokens, workers in everywhere if kind == "find" else [(tokens, FEW) for tokens in TOKENS]:
+            rates = ("40", "300", "2000", SATURATED) if (tokens, workers) == (4_096, FEW) else ("300", SATURATED)
+            yield from (f"{kind}/{tokens}/{workers}/{rate}" for rate in rates)
+    yield from (f"python/0/{FEW}/{rate}" for rate in ("40", "300", "2000", SATURATED))
+    for kind, rate in (("route", "300"), ("life", "100"), ("stream", "100")):
+        yield from (f"{kind}/{tokens}/{workers}/{r}" for tokens, workers in everywhere for r in (rate, SATURATED))
+
+
+WORKLOADS = tuple(_workloads())
 
 
 def _taken(sample: Any, field: str) -> float:
@@ -39,30 +63,39 @@ def _taken(sample: Any, field: str) -> float:
 
 
 def _cases() -> Iterator[Case]:
-    workloads: list[tuple[str, int, tuple[str, ...]]] = [
-        ("find", 4096, RATES),
-        ("python", 0, RATES),
-        ("message", 4096, RATES),
-    ]
-    workloads += [("find", tokens, ("300", "saturated")) for tokens in (512, 16_384)]
-    for kind, tokens, rates in workloads:
-        for rate in rates:
-            for who in ("server", "client"):
-                workload = f"{kind}/{tokens}/{rate}"
-                name = f"{who}/{workload}"
-                often = "as many as get through" if rate == "saturated" else f"{int(rate):,}/s"
-                yield Case(
-                    name=name,
-                    title=f"{TITLES[kind].format(tokens=tokens)}, {often}: its {who}",
-                    unit="µs",
-                    goal=Goal(GOALS[name]) if name in GOALS else None,
-                    workload=workload,
-                    value=partial(_taken, field=f"{who}_us"),
-                    p99=partial(_taken, field="p99_us") if who == "client" else None,
-                )
+    for workload in WORKLOADS:
+        kind, tokens, workers, rate = workload.split("/")
+        often = "as many as get through" if rate == SATURATED else f"{int(rate):,}/s"
+        said = f"{KINDS[kind]}, {int(tokens):,} tokens, {workers} workers, {often}"
+
+        def case(who: str, what: str, unit: str, value: Callable[[Any], float], **more: Any) -> Case:
+            name = f"{who}/{workload}"  # noqa: B023  (called before the next one)
+            title = f"{said}: {what}"  # noqa: B023
+            goal = Goal(GOALS[name]) if name in GOALS else None
+            return Case(name=name, title=title, unit=unit, goal=goal, workload=workload, value=value, **more)  # noqa: B023
+
+        yield case("server", "its servers", "µs", partial(_taken, field="server_us"))
+        yield case("client", "its client", "µs", partial(_taken, field="client_us"))
+        if rate == SATURATED:
+            yield case("through", "calls", "1/s", partial(_taken, field="per_second"), more_is_better=True)
+        else:
+            took = partial(_taken, field="p50_us"), partial(_taken, field="p99_us")
+            yield case("took", "it takes", "µs", took[0], p99=took[1])
 
 
 CASES = tuple(_cases())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RpcRow(Row):
+    """A row, and what of it each of our processes took."""
+
+    parts: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """See `Row`."""
+        # A base of a class with slots is not found by `super()` alone.
+        return {**Row.as_json(self), "parts": {name: round(value, 1) for name, value in self.parts.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +104,8 @@ class RpcBench(Selection):
 
     peer: str = ""
     """"": ours alone."""
+    seconds: float = SECONDS
+    """Length of one run of one side."""
 
     def __post_init__(self) -> None:
         Selection.__post_init__(self)
@@ -103,9 +138,22 @@ class RpcBench(Selection):
                 command = [sys.executable, "-m", "kvscout_bench.rpc_driver", side]
                 drivers[side] = running.enter_context(Driver(command))
             say(f"{len(workloads)} workloads, {self.rounds_to_run} rounds")
-            seconds = QUICK_SECONDS if self.quick else SECONDS
+            seconds = QUICK_SECONDS if self.quick else self.seconds
             samples = in_turns(drivers, workloads, rounds=self.rounds_to_run, seconds=seconds)
         for case in cases:
             ours = side_of(case, OURS, samples)
             assert ours is not None
-            yield compare(case, ours, side_of(case, self.peer, samples), judge=not self.quick, machine=machine)
+            row = compare(case, ours, side_of(case, self.peer, samples), judge=not self.quick, machine=machine)
+            yield _with_parts(row, case, samples)
+
+
+def _with_parts(row: Row, case: Case, samples: Samples) -> Row:
+    """What each process took, where it is told what servers take."""
+    if not case.name.startswith("server/"):
+        return row
+    taken: Sequence[Any] = samples[OURS, case.workload]
+    parts = {part: statistics.median(sample["parts_us"][part] for sample in taken) for part in taken[0]["parts_us"]}
+    title = f"{row.title} ({', '.join(f'{part} {value:.0f}' for part, value in parts.items())})"
+    return RpcRow(
+        **{field: getattr(replace(row, title=title), field) for field in Row.__dataclass_fields__}, parts=parts
+    )

@@ -1,6 +1,7 @@
-"""One side of `kvscout bench rpc`: an indexer on one transport, and this process, which calls it over the same.
+"""One side of `kvscout bench rpc`: services as processes, and this process, which calls them.
 
-Told on standard input what to do, as the drivers of the index benchmark are: `run workload=find/4096/300 seconds=2`.
+Told on standard input what to do, as the drivers of the index benchmark are: `run workload=find/4096/8/300 seconds=2`,
+which is what is called, tokens, workers, and calls a second.
 """
 
 from __future__ import annotations
@@ -9,70 +10,36 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
+from typing import Any, Protocol
 
-import grpc
 import uvloop
 
-from kvscout.v1 import indexer_pb2, workers_pb2
-from kvscout_bench.gateway_load import at_rate, random_tokens
+from kvscout_bench.gateway_load import at_rate
 from kvscout_bench.report import percentile
-from kvscout_bench.service_process import ServiceProcess
-from kvscout_common.channel import open_channel
+from kvscout_bench.rpc_dynamo import DynamoSide
+from kvscout_bench.rpc_ours import Call, OurSide
+from kvscout_bench.service_process import MeasuredProcess
 from kvscout_common.transport import Transport, choose
 
-MODEL, WORKER = "bench", "worker"
-BLOCK_SIZE = 16
-INDEXER = "/kvscout.v1.Indexer/"
-CALL_SECONDS = 30.0
-WARM_CALLS = 100
+DYNAMO = "dynamo"
+WARM_CALLS = 50
 OUTSTANDING = 64
 """Where as many calls are made as get through."""
 
-Call = Callable[[int], Awaitable[None]]
 
+class Side(Protocol):
+    """Services, and what is called there."""
 
-async def _calls(channel: Any, stack: AsyncExitStack, kind: str, tokens: int) -> Call:
-    """What is called: one call, however it is waited for."""
-    if kind == "python":
-        keep_alive = channel.unary_unary(f"{INDEXER}KeepAlive")
-        request = workers_pb2.KeepAliveRequest(worker_ids=[WORKER]).SerializeToString()
-        return _unary(keep_alive, request)
-    prompt = indexer_pb2.FindMatchesRequest(model=MODEL, token_ids=random_tokens(tokens, seed=1))
-    if kind == "find":
-        return _unary(channel.unary_unary(f"{INDEXER}FindMatches"), prompt.SerializeToString())
-    stream = channel.stream_stream(f"{INDEXER}StreamFindMatches")()
-    stack.callback(stream.cancel)
-    return _messages(stream, indexer_pb2.StreamFindMatchesRequest(requests=[prompt]).SerializeToString())
+    processes: Mapping[str, MeasuredProcess]
 
+    async def call_of(self, kind: str, tokens: int, stack: AsyncExitStack) -> Call:
+        """What is called; `stack` closes what it takes.
 
-def _unary(method: Any, request: bytes) -> Call:
-    async def call(number: int) -> None:
-        await method(request, timeout=CALL_SECONDS)
-
-    return call
-
-
-def _messages(stream: Any, request: bytes) -> Call:
-    """A message on an open stream; answers come in order."""
-    turn, answer = asyncio.Lock(), asyncio.Lock()
-
-    async def call(number: int) -> None:
-        async with turn:
-            await stream.write(request)
-            # The next one is written while this one's answer is waited for.
-            reading = asyncio.ensure_future(_read(stream, answer))
-        await reading
-
-    return call
-
-
-async def _read(stream: Any, turn: asyncio.Lock) -> None:
-    async with turn:
-        if await stream.read() is grpc.aio.EOF:
-            raise ConnectionError("the stream ended")
+        Raises:
+            KeyError: It has no such kind.
+        """
 
 
 async def _nothing(number: int) -> None:
@@ -94,24 +61,32 @@ async def _load(call: Call, rate: str, seconds: float) -> list[float]:
     return taken
 
 
-async def _run(server: ServiceProcess, workload: str, seconds: float) -> dict[str, Any]:
-    kind, tokens, rate = workload.split("/")
-    async with AsyncExitStack() as stack, open_channel(server.address) as channel:
-        call = await _calls(channel, stack, kind, int(tokens))
+async def _run(side: Side, workload: str, seconds: float) -> dict[str, Any]:
+    kind, tokens, _, rate = workload.split("/")
+    async with AsyncExitStack() as stack:
+        try:
+            call = await side.call_of(kind, int(tokens), stack)
+        except KeyError:
+            return {"unsupported": workload}
         for number in range(WARM_CALLS):
             await call(number)
         alone = 0.0
         if rate != "saturated":
             alone = await _cost(lambda: _load(_nothing, rate, seconds / 4))
-        before, begun = server.cpu_ns(), time.process_time_ns()
-        taken = await _load(call, rate, seconds)
-        ours, theirs = time.process_time_ns() - begun, server.cpu_ns() - before
+        before = {name: process.cpu_ns() for name, process in side.processes.items()}
+        begun, started = time.process_time_ns(), time.perf_counter()
+        taken = sorted(await _load(call, rate, seconds))
+        ours, lasted = time.process_time_ns() - begun, time.perf_counter() - started
+        parts = {name: (process.cpu_ns() - before[name]) / len(taken) for name, process in side.processes.items()}
     return {
         "workload": workload,
         "operations": len(taken),
-        "server_us": theirs / len(taken) / 1e3,
+        "server_us": sum(parts.values()) / 1e3,
+        "parts_us": {name: value / 1e3 for name, value in parts.items()},
         "client_us": ours / len(taken) / 1e3 - alone,
-        "p99_us": (percentile(sorted(taken), 99) or 0.0) * 1e6,
+        "p50_us": (percentile(taken, 50) or 0.0) * 1e6,
+        "p99_us": (percentile(taken, 99) or 0.0) * 1e6,
+        "per_second": len(taken) / lasted,
     }
 
 
@@ -122,26 +97,28 @@ async def _cost(load: Callable[[], Awaitable[list[float]]]) -> float:
     return (time.process_time_ns() - begun) / len(taken) / 1e3
 
 
-async def _register(server: ServiceProcess) -> None:
-    worker = workers_pb2.Worker(worker_id=WORKER, model=MODEL, block_size=BLOCK_SIZE)
-    async with open_channel(server.address) as channel:
-        request = workers_pb2.RegisterWorkerRequest(worker=worker, lease_seconds=3600).SerializeToString()
-        register: Any = channel.unary_unary(f"{INDEXER}RegisterWorker")
-        await register(request, timeout=CALL_SECONDS)
+def _side(name: str, workers: int, running: ExitStack) -> Side:
+    if name == DYNAMO:
+        return DynamoSide(workers, running)
+    choose(Transport(name))
+    return OurSide(name, workers, running)
 
 
-def main(transport: str) -> None:
+def main(name: str) -> None:
     """Serves commands until its input ends."""
-    choose(Transport(transport))
-    with ServiceProcess("indexer", "--rpc-transport", transport) as server:
-        uvloop.run(_register(server))
+    with ExitStack() as running:
+        sides: dict[int, Side] = {}
         for line in sys.stdin:
             verb, *given = line.split()
             arguments = dict(pair.split("=", 1) for pair in given)
             if verb != "run":
                 print(json.dumps({"error": f"{verb!r} is not known"}), flush=True)
                 continue
-            sample = uvloop.run(_run(server, arguments["workload"], float(arguments["seconds"])))
+            workload = arguments["workload"]
+            workers = int(workload.split("/")[2])
+            if workers not in sides:
+                sides[workers] = _side(name, workers, running)
+            sample = uvloop.run(_run(sides[workers], workload, float(arguments["seconds"])))
             print(json.dumps(sample), flush=True)
 
 

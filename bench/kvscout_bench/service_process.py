@@ -1,4 +1,4 @@
-"""A real service process under measurement: its address, and what the system says of its CPU time and memory."""
+"""Real processes under measurement, services above all: what the system says of their CPU time and memory."""
 
 from __future__ import annotations
 
@@ -16,41 +16,18 @@ from kvscout_bench.peer import DriverFailed
 
 READY_SECONDS = 30.0
 DRAIN_SECONDS = 60.0
+END_SECONDS = 10.0
+"""After which a process is killed that does not end."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 T = TypeVar("T")
 
 
-class ServiceProcess:
-    """A service on a free port; a context manager that ends it.
+class MeasuredProcess:
+    """A process, and what the system says of it; a context manager that ends it."""
 
-    Args:
-        service: Its name, such as "indexer".
-        flags: Its command line beside the ports.
-        environment: Added to this process's.
-
-    Raises:
-        DriverFailed: It does not become ready.
-    """
-
-    def __init__(self, service: str, *flags: str, environment: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", f"kvscout_{service}.main", "--port", "0", "--metrics-port", "0", *flags]
-        self._process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **(environment or {})},
-        )
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.communicate()
-            raise DriverFailed(f"the {service} ended with {self._process.returncode} before it was ready")
-        ports = json.loads(line)
-        self.address = f"127.0.0.1:{ports['port']}"
-        self.http_address = f"127.0.0.1:{ports['http_port']}" if "http_port" in ports else ""
-        """"" = it has no HTTP front."""
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
 
     def __enter__(self) -> Self:
         return self
@@ -58,8 +35,21 @@ class ServiceProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends it, and waits for its end."""
         self._process.terminate()
-        self._process.communicate()
+        try:
+            self._process.communicate(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._process.poll() is not None
 
     def cpu_seconds(self) -> float:
         """User and system time of the process so far, in seconds."""
@@ -75,6 +65,39 @@ class ServiceProcess:
     def rss_bytes(self) -> int:
         """Memory of the process that is in RAM."""
         return rss_of(self._process.pid)
+
+
+class ServiceProcess(MeasuredProcess):
+    """A service on a free port; a context manager that ends it.
+
+    Args:
+        service: Its name, such as "indexer".
+        flags: Its command line beside the ports.
+        environment: Added to this process's.
+
+    Raises:
+        DriverFailed: It does not become ready.
+    """
+
+    def __init__(self, service: str, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", f"kvscout_{service}.main", "--port", "0", "--metrics-port", "0", *flags]
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
+        super().__init__(process)
+        assert process.stdout
+        line = process.stdout.readline()
+        if not line:
+            process.communicate()
+            raise DriverFailed(f"the {service} ended with {process.returncode} before it was ready")
+        ports = json.loads(line)
+        self.address = f"127.0.0.1:{ports['port']}"
+        self.http_address = f"127.0.0.1:{ports['http_port']}" if "http_port" in ports else ""
+        """"" = it has no HTTP front."""
 
 
 def cpu_of(stat: Path) -> float:

@@ -8,29 +8,47 @@ import psutil
 import pytest
 
 from kvscout_bench.peer import Driver
-from kvscout_bench.rpc_bench import CASES, GOALS, RpcBench
+from kvscout_bench.rpc_bench import CASES, GOALS, KINDS, WORKLOADS, RpcBench
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
 
+ONE_OF_EACH = (
+    "find/4096/8/300",
+    "message/4096/8/saturated",
+    "python/0/8/saturated",
+    "route/512/8/300",
+    "life/512/8/100",
+    "stream/512/8/100",
+)
+
 
 @pytest.mark.skipif(not native_available(), reason="the extension is not built: nothing to compare")
-def test_a_quick_run_tells_both_sides_of_every_kind_of_call() -> None:
-    only = ("find/4096/300", "python/0/saturated", "message/4096/saturated")
-    rows = {row.workload: row for row in RpcBench(peer="grpcio", only=only, quick=True).run(lambda text: None)}
-    assert set(rows) == {f"{who}/{workload}" for who in ("server", "client") for workload in only}
+def test_a_quick_run_tells_what_every_kind_of_call_costs_beside_grpcio() -> None:
+    rows = {row.workload: row for row in RpcBench(peer="grpcio", only=ONE_OF_EACH, quick=True).run(lambda text: None)}
+    told = {"saturated": ("server", "client", "through")}
+    wanted = {f"{who}/{w}" for w in ONE_OF_EACH for who in told.get(w.rpartition("/")[2], ("server", "client", "took"))}
+    assert set(rows) == wanted
     assert all(row.value > 0 and row.peer and row.met is None for row in rows.values())
+    life = rows["server/life/512/8/100"].as_json()["parts"]
+    assert set(life) == {"gateway", "scheduler", "indexer"}
+    assert life["scheduler"] > life["gateway"]
+    assert rows["through/python/0/8/saturated"].unit == "1/s"
+    took = rows["took/find/4096/8/300"]
+    assert took.p99 is not None and took.p99 >= took.value
 
 
 def test_a_side_that_is_closed_leaves_no_service_behind() -> None:
     with Driver([sys.executable, "-m", "kvscout_bench.rpc_driver", "grpcio"]) as driver:
-        driver.ask("run", workload="python/0/saturated", seconds=0.05)
+        driver.ask("run", workload="python/0/8/saturated", seconds=0.05)
         started = psutil.Process(driver.pid).children()
-    assert started
+    assert len(started) == 3
     assert not [child for child in started if child.is_running()]
 
 
-def test_every_goal_is_of_a_row() -> None:
+def test_every_goal_is_of_a_row_and_every_kind_has_one() -> None:
     assert set(GOALS) <= {case.name for case in CASES}
+    assert {workload.partition("/")[0] for workload in WORKLOADS} == set(KINDS)
+    assert len({case.name for case in CASES}) == len(CASES)
 
 
 def test_an_unknown_peer_is_refused_by_name() -> None:

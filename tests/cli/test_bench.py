@@ -57,7 +57,29 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Bench]:
 def test_without_a_subcommand_everything_is_measured_once(asked: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench"])
     assert result.exit_code == 0, result.output
-    assert asked == [IndexBench(), IngestBench(), SchedulerBench(), GatewayBench(), RpcBench(), HttpBench()]
+    assert [type(bench) for bench in asked] == [
+        IndexBench,
+        RpcBench,
+        IngestBench,
+        SchedulerBench,
+        GatewayBench,
+        HttpBench,
+    ]
+    assert "# What was measured" in result.stdout
+
+
+def test_a_run_of_everything_hands_each_part_its_peers_and_reports_as_json(asked: list[Bench]) -> None:
+    peers = ["--peer", "dynamo", "--peer", "envoy", "--peer", "smg"]
+    result = CliRunner().invoke(main, ["bench", "all", *peers, "--quick", "--json"])
+    assert result.exit_code == 0, result.output
+    index, rpc, ingest, _, gateway, http = asked
+    assert {getattr(bench, "peer", None) for bench in (index, rpc, ingest)} == {"dynamo"}
+    assert getattr(gateway, "peers", None) == ("envoy", "smg")
+    assert getattr(http, "peers", None) == ("envoy",)
+    assert all(bench.quick for bench in asked)
+    report = json.loads(result.stdout)
+    assert set(report["parts"]) == {"index", "rpc", "ingest", "scheduler", "gateway", "http"}
+    assert report["parts"]["index"]["rows"][0]["workload"] == ROW.workload
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,16 @@ from collections.abc import Iterator
 import click
 from rich.table import Table
 
+from kvscout_bench.all_bench import PARTS, AllBench
+from kvscout_bench.all_bench import PEERS as ALL_PEERS
+from kvscout_bench.all_report import markdown, number
 from kvscout_bench.gateway_bench import PEERS as GATEWAY_PEERS
 from kvscout_bench.gateway_bench import GatewayBench
 from kvscout_bench.harness import Row
 from kvscout_bench.http_bench import PEERS as HTTP_PEERS
 from kvscout_bench.http_bench import HttpBench
 from kvscout_bench.index_bench import PEERS, IndexBench
+from kvscout_bench.ingest import PEERS as INGEST_PEERS
 from kvscout_bench.ingest import IngestBench
 from kvscout_bench.rpc_bench import PEERS as RPC_PEERS
 from kvscout_bench.rpc_bench import RpcBench
@@ -28,12 +32,7 @@ from kvscout_common.flags import SectionedCommand, SectionedGroup
 def command(context: click.Context) -> None:
     """Measure on this machine; without a subcommand, everything."""
     if context.invoked_subcommand is None:
-        context.invoke(index)
-        context.invoke(ingest)
-        context.invoke(scheduler)
-        context.invoke(gateway)
-        context.invoke(rpc)
-        context.invoke(http)
+        context.invoke(everything)
 
 
 @command.command(cls=SectionedCommand)
@@ -48,13 +47,14 @@ def index(peer: str | None, as_json: bool, rounds: int, only: tuple[str, ...], q
 
 
 @command.command(cls=SectionedCommand)
+@option("--peer", type=click.Choice(INGEST_PEERS), help="Measure this one too, in turns with ours.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-@option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each workload.")
+@option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
 @option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
 @option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
-def ingest(as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
+def ingest(peer: str | None, as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
     """Measure what taking events in costs an indexer process, and how soon they are found."""
-    _print(IngestBench(rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
+    _print(IngestBench(peer=peer or "", rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
 
 
 @command.command(cls=SectionedCommand)
@@ -112,6 +112,26 @@ def http(peers: tuple[str, ...], as_json: bool, rounds: int, only: tuple[str, ..
     _print(HttpBench(peers=peers, rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
 
 
+@command.command(name="all", cls=SectionedCommand)
+@option(
+    "--peer",
+    "peers",
+    multiple=True,
+    type=click.Choice(list(ALL_PEERS)),
+    help="Measure this one too, in turns with ours, where it has the same; may be repeated.",
+)
+@option("--json", "as_json", is_flag=True, help="Print the report as one JSON object, not as Markdown.")
+@option("--rounds", default=2, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
+@option("--only", "parts", multiple=True, type=click.Choice(PARTS), help="Only this part; may be repeated.")
+@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
+def everything(peers: tuple[str, ...], as_json: bool, rounds: int, parts: tuple[str, ...], quick: bool) -> None:
+    """Measure everything in one run, and report where it ran and where a peer is better."""
+    report = AllBench(peers=peers, rounds=rounds, parts=parts or PARTS, quick=quick).run(_say)
+    click.echo(json.dumps(report.as_json(), ensure_ascii=False) if as_json else markdown(report))
+    if all(part.failure for part in report.parts.values()):
+        raise SystemExit(1)
+
+
 def _say(text: str) -> None:
     stderr().print(f"[dim]{text}[/]")
 
@@ -134,9 +154,9 @@ def _print_table(rows: Iterator[Row]) -> None:
         met = {None: "–", True: "yes", False: "no"}[row.met]
         low, high = row.spread
         table.add_row(
-            *(row.title, _number(row.value), row.unit, _number(row.goal), met, _number(row.p99)),
-            *(_number(row.peer), _number(row.peer_p99), f"{row.ratio:.2f}×" if row.ratio else "–"),
-            *(_number(low), _number(high)),
+            *(row.title, number(row.value), row.unit, number(row.goal), met, number(row.p99)),
+            *(number(row.peer), number(row.peer_p99), f"{row.ratio:.2f}×" if row.ratio else "–"),
+            *(number(low), number(high)),
         )
         machine = row.machine
     stdout().print(table)
@@ -145,7 +165,3 @@ def _print_table(rows: Iterator[Row]) -> None:
             f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB, Linux {machine.kernel}, "
             f"Python {machine.python}, {machine.rustc or 'no rustc'}"
         )
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"

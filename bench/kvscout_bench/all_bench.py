@@ -1,0 +1,186 @@
+"""`kvscout bench all`: every benchmark of services and index in one run, beside the peers, and one report of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from kvscout_bench.gateway_bench import GatewayBench
+from kvscout_bench.gateway_stack import ENVOY, SMG
+from kvscout_bench.harness import Row, rounded
+from kvscout_bench.http_bench import PEERS as HTTP_PEERS
+from kvscout_bench.http_bench import HttpBench
+from kvscout_bench.index_bench import IndexBench
+from kvscout_bench.ingest import IngestBench
+from kvscout_bench.machine import Machine, this_machine
+from kvscout_bench.peer import ROOT, WHEEL, DriverFailed
+from kvscout_bench.rpc_bench import RpcBench
+from kvscout_bench.scheduler_bench import SchedulerBench
+from kvscout_common import __version__
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.hashing import backend_name
+
+DYNAMO = "dynamo"
+PEERS: Mapping[str, str] = {
+    DYNAMO: f"dynamo-kv-router 1.6.1 (crate), {WHEEL.replace('==', ' ')} (wheel: indexer, selection service)",
+    "smg": SMG.replace("==", " "),
+    "envoy": ENVOY.replace("==", " "),
+}
+"""What may be measured beside us, and what of it."""
+PARTS = ("index", "rpc", "ingest", "scheduler", "gateway", "http")
+GATEWAY_SECONDS = 4.0
+INDEX_SECONDS = 0.3
+"""Of one run of one side, in a run of everything: it must end within half an hour."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a part gave."""
+
+    rows: tuple[Row, ...]
+    failure: str
+    """Why it ended before its end; "" = it did not."""
+    seconds: float
+    load: tuple[float, float]
+    """Load averages of the machine over a minute, before and after it: what runs beside it counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A run of everything."""
+
+    machine: Machine
+    versions: Mapping[str, str]
+    commit: str
+    """With "+" behind it if files were changed since; "" = not known."""
+    rounds: int
+    quick: bool
+    parts: Mapping[str, Measured]
+
+    def lost(self) -> list[tuple[str, Row]]:
+        """Rows in which a peer that was measured is better, the worst first, with their parts."""
+        rows = [(name, row) for name, part in self.parts.items() for row in part.rows]
+        worse = [(name, row) for name, row in rows if row.ratio is not None and row.ratio < 1 and is_measured(row)]
+        return sorted(worse, key=lambda each: each[1].ratio or 0.0)
+
+    def missed(self) -> list[tuple[str, Row]]:
+        """Rows that miss their goals, with their parts."""
+        return [(name, row) for name, part in self.parts.items() for row in part.rows if row.met is False]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as JSON values."""
+        return {
+            "machine": {name: getattr(self.machine, name) for name in Machine.__dataclass_fields__},
+            "versions": dict(self.versions),
+            "commit": self.commit,
+            "rounds": self.rounds,
+            "quick": self.quick,
+            "parts": {
+                name: {
+                    "seconds": rounded(part.seconds),
+                    "load": list(part.load),
+                    "failure": part.failure,
+                    "rows": [row.as_json() for row in part.rows],
+                }
+                for name, part in self.parts.items()
+            },
+            "lost": [row.workload for _, row in self.lost()],
+            "missed": [row.workload for _, row in self.missed()],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AllBench:
+    """What to run.
+
+    Raises:
+        InvalidArgument: A value is out of range or names nothing.
+    """
+
+    peers: tuple[str, ...] = ()
+    rounds: int = 2
+    parts: tuple[str, ...] = field(default=PARTS)
+    quick: bool = False
+    """Short: shows that everything works, judges nothing."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise InvalidArgument("must be at least 1", field="rounds")
+        for name, given, known in (("peers", self.peers, tuple(PEERS)), ("parts", self.parts, PARTS)):
+            for each in given:
+                if each not in known:
+                    raise InvalidArgument(f"{each!r} is none of {', '.join(known)}", field=name)
+
+    def run(self, say: Callable[[str], None]) -> Report:
+        """Measures part by part; blocks. What a part cannot do is told, and the next one begins.
+
+        Args:
+            say: Is told what is going on.
+        """
+        runs = self._runs()
+        measured = {}
+        for name in (part for part in PARTS if part in self.parts):
+            say(f"== {name}")
+            measured[name] = _measured(runs[name](say))
+        versions = {"kvscout": f"{__version__}, {backend_name()}", **_versions()}
+        versions |= {peer: PEERS[peer] for peer in self.peers}
+        return Report(this_machine(), versions, commit(), 1 if self.quick else self.rounds, self.quick, measured)
+
+    def _runs(self) -> Mapping[str, Callable[[Callable[[str], None]], Iterator[Row]]]:
+        dynamo = DYNAMO if DYNAMO in self.peers else ""
+        proxies = tuple(peer for peer in self.peers if peer != DYNAMO)
+        pumps = tuple(peer for peer in proxies if peer in HTTP_PEERS)
+        rounds, quick = self.rounds, self.quick
+        return {
+            "index": IndexBench(peer=dynamo, rounds=rounds, quick=quick, seconds=INDEX_SECONDS).run,
+            "rpc": RpcBench(peer=dynamo, rounds=rounds, quick=quick).run,
+            "ingest": IngestBench(peer=dynamo, rounds=rounds, quick=quick).run,
+            "scheduler": SchedulerBench(rounds=rounds, quick=quick).run,
+            "gateway": GatewayBench(peers=proxies, rounds=rounds, quick=quick, seconds=GATEWAY_SECONDS).run,
+            "http": HttpBench(peers=pumps, rounds=rounds, quick=quick, seconds=GATEWAY_SECONDS).run,
+        }
+
+
+def is_measured(row: Row) -> bool:
+    """Whether its peer ran beside it: else what was published of it is shown."""
+    return row.peer is not None and "(peer: published)" not in row.title
+
+
+def _measured(rows: Iterable[Row]) -> Measured:
+    began, before = time.monotonic(), os.getloadavg()[0]
+    done: list[Row] = []
+    failure = ""
+    try:
+        for row in rows:
+            done.append(row)  # what is there counts, if it fails  # noqa: PERF402
+    except (DriverFailed, OSError) as error:
+        failure = str(error)
+    after = os.getloadavg()[0]
+    return Measured(tuple(done), failure, time.monotonic() - began, (round(before, 2), round(after, 2)))
+
+
+def _versions() -> dict[str, str]:
+    """Of what carries us."""
+    names = ("grpcio", "protobuf", "uvloop", "pyzmq")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+def commit() -> str:
+    """The commit of the source tree, as git says; "" where there is none."""
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        return ""
+
+    def asked(*words: str) -> str:
+        done = subprocess.run([git, "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    changed = "+" if asked("status", "--porcelain", "--untracked-files=no") else ""
+    return asked("rev-parse", "--short=12", "HEAD") + changed

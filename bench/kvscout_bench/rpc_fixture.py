@@ -1,0 +1,60 @@
+"""What workers hold while calls are measured: engines, sockets of this process, that publish parts of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from kvscout_bench.gateway_load import random_tokens
+from kvscout_bench.ingest_publisher import BLOCK_SIZE, Engine, scattered
+
+TOKENS = (512, 4_096, 16_384)
+WORKERS = (8, 256)
+PARTS = 8
+"""Workers hold an eighth of each prompt, two of them, ... by turns."""
+
+
+def prompt(tokens: int) -> Sequence[int]:
+    """The prompt of so many tokens."""
+    return random_tokens(tokens, seed=1)
+
+
+class Publishers:
+    """Engines without HTTP; a context manager that closes their sockets."""
+
+    def __init__(self, workers: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 65_535)
+        hashes = scattered(0)
+        self._engines = [Engine(self._context, 1, hashes) for _ in range(workers)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._context.destroy(linger=0)
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        """Where each worker publishes."""
+        return {f"worker-{number}": engine.endpoint for number, engine in enumerate(self._engines)}
+
+    def publish(self) -> int:
+        """Publishes what they hold, once all have a subscriber; returns the number of batches.
+
+        Raises:
+            TimeoutError: One has none.
+        """
+        for engine in self._engines:
+            engine.until_subscribed()
+        for number, engine in enumerate(self._engines):
+            for tokens in TOKENS:
+                held = tokens // BLOCK_SIZE * (1 + number % PARTS) // PARTS
+                engine.prepare_prompt(list(prompt(tokens)[: held * BLOCK_SIZE]))
+                engine.send()
+        return len(self._engines) * len(TOKENS)
