@@ -44,7 +44,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield "## Where we lose"
     yield ""
     lost, missed = report.lost(), report.missed()
-    yield from (f"* {name}: {row.title}: {row.ratio:.2f}× of the peer" for name, row in lost)
+    yield from (f"* {name}: {row.title}: {number(row.value)} {row.unit}, peer {number(row.peer)}" for name, row in lost)
     yield from (
         f"* {name}: {row.title}: {number(row.value)} {row.unit}, goal {number(row.goal)}" for name, row in missed
     )

@@ -54,12 +54,18 @@ class Engine:
         """Makes the next batch: one Stored event that continues a prompt, or begins one."""
         if self._depth + self._blocks > max(PROMPT_BLOCKS, self._blocks):
             self._parent, self._depth = None, 0
-        self._store([random_words.getrandbits(VOCABULARY_BITS) for _ in range(self._blocks * BLOCK_SIZE)])
+        words = [random_words.getrandbits(VOCABULARY_BITS) for _ in range(self._blocks * BLOCK_SIZE)]
+        self._store(words, self._hashes)
 
-    def prepare_prompt(self, tokens: list[int]) -> None:
-        """Makes the next batch: one Stored event of a prompt of these tokens, whole blocks."""
+    def prepare_prompt(self, tokens: list[int], hashes: Iterator[int] | None = None) -> None:
+        """Makes the next batch: one Stored event of a prompt of these tokens, whole blocks.
+
+        Args:
+            tokens: The prompt.
+            hashes: Of its blocks, for engines that hash alike; None = ones that nobody else has.
+        """
         self._parent, self._depth = None, 0
-        self._store(tokens)
+        self._store(tokens, hashes or self._hashes)
 
     def send(self) -> None:
         """Publishes the next batch."""
@@ -75,10 +81,10 @@ class Engine:
         if not self.socket.poll(AWAIT_MS) or not self.socket.recv().startswith(SUBSCRIBED):
             raise TimeoutError(f"nobody subscribed to {self.endpoint}")
 
-    def _store(self, tokens: list[int]) -> None:
-        hashes = [next(self._hashes) for _ in range(len(tokens) // BLOCK_SIZE)]
-        self.ready.append((next(self._seq).to_bytes(8, "big"), stored(hashes, self._parent, tokens)))
-        self._parent, self._depth = hashes[-1], self._depth + len(hashes)
+    def _store(self, tokens: list[int], hashes: Iterator[int]) -> None:
+        named = [next(hashes) for _ in range(len(tokens) // BLOCK_SIZE)]
+        self.ready.append((next(self._seq).to_bytes(8, "big"), stored(named, self._parent, tokens)))
+        self._parent, self._depth = named[-1], self._depth + len(named)
 
 
 def stored(hashes: list[int], parent: int | None, tokens: list[int]) -> bytes:

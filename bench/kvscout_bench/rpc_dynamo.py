@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
 
 from kvscout_bench.peer import DriverFailed
-from kvscout_bench.peer_dynamo import MODEL, DynamoIndexer, DynamoSelector
-from kvscout_bench.rpc_fixture import Publishers, prompt
+from kvscout_bench.peer_dynamo import BLOCK_SIZE, MODEL, DynamoIndexer, DynamoSelector
+from kvscout_bench.rpc_fixture import TOKENS, Publishers, prompt, require_all
 from kvscout_bench.rpc_ours import CALL_SECONDS, Call
 from kvscout_bench.service_process import MeasuredProcess
 from kvscout_common.transport.http import HttpClient, HttpRequest, connect
@@ -37,6 +37,11 @@ class DynamoSide:
                 publishers.publish()
                 service.until_quiet()
         self._selector.until_schedulable()
+        for tokens in TOKENS:
+            asked = {"model_name": MODEL, "token_ids": prompt(tokens)}
+            scores = self._indexer.ask("POST", "/query", asked)["scores"]
+            found = [rank // BLOCK_SIZE for ranks in scores.values() for rank in ranks.values()]
+            require_all(found, tokens, workers)
 
     async def call_of(self, kind: str, tokens: int, stack: AsyncExitStack) -> Call:
         """What is called.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -10,6 +10,7 @@ import zmq
 
 from kvscout_bench.gateway_load import random_tokens
 from kvscout_bench.ingest_publisher import BLOCK_SIZE, Engine, scattered
+from kvscout_bench.peer import DriverFailed
 
 TOKENS = (512, 4_096, 16_384)
 WORKERS = (8, 256)
@@ -18,8 +19,29 @@ PARTS = 8
 
 
 def prompt(tokens: int) -> Sequence[int]:
-    """The prompt of so many tokens."""
-    return random_tokens(tokens, seed=1)
+    """The prompt of so many tokens; none begins another one."""
+    return random_tokens(tokens, seed=tokens)
+
+
+def held_blocks(tokens: int, number: int) -> int:
+    """How much of the prompt of so many tokens worker number so-and-so holds, in blocks."""
+    return tokens // BLOCK_SIZE * (1 + number % PARTS) // PARTS
+
+
+def require_all(found: Iterable[int], tokens: int, workers: int) -> None:
+    """Fails unless a side finds what was published.
+
+    Args:
+        found: Overlaps that it told, in blocks, in any order.
+        tokens: Of the prompt.
+        workers: How many hold some of it.
+
+    Raises:
+        DriverFailed: It finds something else: its events were lost, or it is asked wrongly.
+    """
+    wanted = sorted(held_blocks(tokens, number) for number in range(workers))
+    if sorted(found) != wanted:
+        raise DriverFailed(f"not all of what {workers} workers hold of {tokens} tokens is found")
 
 
 class Publishers:
@@ -54,7 +76,8 @@ class Publishers:
             engine.until_subscribed()
         for number, engine in enumerate(self._engines):
             for tokens in TOKENS:
-                held = tokens // BLOCK_SIZE * (1 + number % PARTS) // PARTS
-                engine.prepare_prompt(list(prompt(tokens)[: held * BLOCK_SIZE]))
+                # As engines with one hash seed do: where hashes differed, Dynamo's indexer found what all had in common.
+                held = list(prompt(tokens)[: held_blocks(tokens, number) * BLOCK_SIZE])
+                engine.prepare_prompt(held, scattered(tokens << 20))
                 engine.send()
         return len(self._engines) * len(TOKENS)

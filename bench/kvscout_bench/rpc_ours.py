@@ -13,7 +13,7 @@ import grpc
 from kvscout.v1 import gateway_pb2, gateway_pb2_grpc, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, IndexerProcess
 from kvscout_bench.peer import DriverFailed
-from kvscout_bench.rpc_fixture import Publishers, prompt
+from kvscout_bench.rpc_fixture import TOKENS, Publishers, prompt, require_all
 from kvscout_bench.service_process import READY_SECONDS, MeasuredProcess, ServiceProcess, until
 from kvscout_common.channel import open_channel
 from kvscout_common.hashing import block_hashes
@@ -50,6 +50,9 @@ class OurSide:
         with Publishers(workers) as publishers:
             _register(gateway.address, publishers.endpoints)
             indexer.until_applied(publishers.publish())
+        for tokens in TOKENS:
+            found = indexer.stub.FindMatches(_query(tokens), timeout=CALL_SECONDS)
+            require_all(found.overlaps.device_blocks, tokens, workers)
 
     async def call_of(self, kind: str, tokens: int, stack: AsyncExitStack) -> Call:
         """What is called.

@@ -37,7 +37,7 @@ def test_where_we_lose_is_said_worst_first_and_only_of_peers_that_ran() -> None:
     assert [lost.workload for _, lost in told.lost()] == ["b", "a"]
     assert [missed.workload for _, missed in told.missed()] == ["d"]
     text = markdown(told)
-    assert "* rpc: a | title: 0.25× of the peer" in text
+    assert "* rpc: a | title: 4 µs, peer 1" in text
     assert "| a / title | **3 µs** | – | 2 | – | – | – | 3 … 3 |" in text
     assert "(17)" in text
     assert "commit: abc+" in text
