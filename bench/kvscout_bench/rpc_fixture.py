@@ -76,7 +76,7 @@ class Publishers:
             engine.until_subscribed()
         for number, engine in enumerate(self._engines):
             for tokens in TOKENS:
-                # As engines with one hash seed do: where hashes differed, Dynamo's indexer found what all had in common.
+                # As of one hash seed: where hashes differed, Dynamo's indexer found what all had in common.
                 held = list(prompt(tokens)[: held_blocks(tokens, number) * BLOCK_SIZE])
                 engine.prepare_prompt(held, scattered(tokens << 20))
                 engine.send()

@@ -37,7 +37,7 @@ LIMITS: Mapping[str, Limit] = {
     # A code with which a call ends shows when the first one does, and models that are gone until another one comes.
     "series": Limit(share=0.1, spare=24),
 }
-MEMORY = frozenset({"RSS", "RSS but index", "allocations"})
+EARLY = frozenset({"RSS", "RSS but index", "allocations", "series"})
 """What processes take more of in their first minutes."""
 
 
@@ -95,12 +95,12 @@ def growths(
 
     Args:
         windows: Those that count: after the warm-up.
-        young: Processes whose memory says nothing, as they were started anew meanwhile.
+        young: Processes that were started anew meanwhile.
         limits: By what is counted.
     """
     for process, figures in windows[-1].processes.items():
         for what in figures:
-            if what not in limits or (process in young and what in MEMORY):
+            if what not in limits or (process in young and what in EARLY):
                 continue
             if what == "RSS" and "RSS but index" in figures:
                 continue
