@@ -57,9 +57,9 @@ def scheduler(
     make_load: MakeLoad | None = None,
     **settings: Any,
 ) -> Scheduler:
-    """A scheduler with these workers."""
+    """A scheduler with these workers; its policy is `kv`, whose costs can be added up in the head, if none is named."""
     made = Scheduler(
-        SchedulerSettings(**settings),
+        SchedulerSettings(**{"policy": "kv", **settings}),
         clock=clock or ManualClock(),
         rng=Random(seed),
         policies=policies,

@@ -104,7 +104,7 @@ async def service(
     *worker_ids: str, policies: PolicyRegistry | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Scheduler, ManualClock, SchedulerServicer, Callable[[], Owner]]]:
     clock = ManualClock()
-    core = Scheduler(SchedulerSettings(**settings), clock=clock, rng=Random(7), policies=policies)
+    core = Scheduler(SchedulerSettings(**{"policy": "kv", **settings}), clock=clock, rng=Random(7), policies=policies)
     for worker_id in worker_ids:
         core.workers.worker_added(worker(worker_id, max_num_batched_tokens=1000))
     registry = Registry(clock)

@@ -16,6 +16,7 @@ from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.policies.builtin import Kv
 from kvscout_scheduler.request import ConfigOverride
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.settings import SchedulerSettings
 
 
 def chosen(made: Scheduler, draws: int, **fields: Any) -> list[str]:
@@ -119,7 +120,7 @@ def test_other_packages_add_policies_through_entry_points() -> None:
     entry = EntryPoint("last-rank", "scheduler_policy_plugin:LastRank", "kvscout.policies")
     registry = PolicyRegistry({"kv": Kv}, [entry])
     assert registry.names == ("kv", "last-rank")
-    made = Scheduler(clock=ManualClock(), rng=Random(1), policies=registry)
+    made = Scheduler(SchedulerSettings(policy="kv"), clock=ManualClock(), rng=Random(1), policies=registry)
     for name in ("a", "b"):
         made.workers.worker_added(worker(name))
     decision = made.select(request([1], override=ConfigOverride(policy="last-rank"), explain=True))

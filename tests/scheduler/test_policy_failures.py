@@ -54,7 +54,12 @@ FAILURES = {
 
 def with_policy(method: str, act: Callable[[], Any], clock: ManualClock | None = None, **settings: Any) -> Scheduler:
     policies = PolicyRegistry({"kv": Kv, "failing": failing(method, act)})
-    made = Scheduler(SchedulerSettings(**settings), clock=clock or ManualClock(), rng=Random(1), policies=policies)
+    made = Scheduler(
+        SchedulerSettings(**{"policy": "kv", **settings}),
+        clock=clock or ManualClock(),
+        rng=Random(1),
+        policies=policies,
+    )
     for name in ("a", "b"):
         made.workers.worker_added(worker(name, max_num_batched_tokens=1000))
     return made
@@ -75,7 +80,8 @@ def test_what_a_policy_does_wrong_is_an_internal_error_with_its_name(failure: st
 
 
 def test_a_policy_that_cannot_be_made_for_a_pool_fails_the_request() -> None:
-    made = Scheduler(clock=ManualClock(), rng=Random(1), policies=PolicyRegistry({"kv": Kv, "failing": crash}))
+    policies = PolicyRegistry({"kv": Kv, "failing": crash})
+    made = Scheduler(SchedulerSettings(policy="kv"), clock=ManualClock(), rng=Random(1), policies=policies)
     made.workers.worker_added(worker("a"))
     with pytest.raises(InternalError, match="policy 'failing' failed: RuntimeError"):
         made.select(request(isl=16, override=FAILING))

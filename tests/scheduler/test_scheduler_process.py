@@ -138,7 +138,7 @@ async def test_its_metrics_are_what_is_booked() -> None:
         assert samples["kvscout_expected_prompt_tokens_total" + labels] == 2 * BLOCK
         pool = f'{{model="{MODEL}",role="aggregated",tenant="default"}}'
         assert samples["kvscout_load_balance_score" + pool] == 1
-        assert samples['kvscout_decisions_total{policy="kv"}'] == 1
+        assert samples['kvscout_decisions_total{policy="kv-time"}'] == 1
         request = scheduler_pb2.FreeRequest(model=MODEL, request_id="r")
         await client.rpc("Free", request)
         samples = await scrape(client.process)

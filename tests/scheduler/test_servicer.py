@@ -131,7 +131,7 @@ def ref(request_id: str, **fields: Any) -> scheduler_pb2.RequestRef:
 @asynccontextmanager
 async def scheduler(*worker_ids: str, **settings: Any) -> AsyncIterator[Client]:
     clock = ManualClock()
-    core = Scheduler(SchedulerSettings(**settings), clock=clock, rng=Random(7))
+    core = Scheduler(SchedulerSettings(**{"policy": "kv", **settings}), clock=clock, rng=Random(7))
     registry = Registry(clock)
     registry.listen(core.workers)
     servicer = SlowServicer(core, registry, Backends(registry, ServerConfig()))

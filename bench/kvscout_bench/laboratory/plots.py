@@ -26,7 +26,9 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
         raise ConfigError("needs matplotlib: pip install 'kvscout[lab]'", field="plot") from error
     mpl.use("agg")
     mpl.rcParams["svg.hashsalt"] = "kvscout"
+    mpl.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter
 
     groups: dict[tuple[str, int, int], list[Cell]] = defaultdict(list)
     for cell in cells:
@@ -51,6 +53,9 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
                     shown.plot([_at(cell) for cell in members], bound, color="black", linestyle=":", label="bound")
                 shown.set_xlabel("flows a second" if members[0].load is None else "load, of where kv saturates")
             shown.set_yscale("log")
+            for axis in (shown.yaxis.set_major_formatter, shown.yaxis.set_minor_formatter):
+                axis(FuncFormatter(lambda value, _: f"{value:g}"))
+            shown.tick_params(labelsize=7, which="both")
             shown.set_ylabel(f"TTFT {name}, seconds")
             if not line:
                 shown.set_title(f"{workload}\n{workers} workers, {kv_tokens:,} KV tokens", fontsize=9)

@@ -75,13 +75,28 @@ def as_json(cell: Cell) -> dict[str, Any]:
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """Cells as a table of a page: mean and p99 of TTFT by policy, in milliseconds."""
-    lines: list[str] = []
+    """Cells as a table of a page, a row each: per policy mean and p99 of TTFT, mean ITL, goodput and hit rate."""
+    labels = list(dict.fromkeys(result.label for cell in cells for result in cell.results))
+    head = ["workers", "KV tokens", "load", "flows/s", "bound", *labels]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for cell in cells:
-        lines += [f"**{title(cell)}**", "", "| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
-        lines += ["| " + " | ".join([label, *row(measures)]) + " |" for label, measures in cell.results]
-        lines.append("")
+        found = dict(cell.results)
+        bound = next(iter(found.values())).bound_ttft_mean if found else 0.0
+        texts = [
+            str(cell.workers) if not cell.prefill_workers else f"{cell.prefill_workers} + {cell.workers}",
+            f"{cell.kv_tokens:,}",
+            "" if cell.load is None else f"{cell.load:.0%}",
+            f"{cell.rate:.3g}",
+            f"{bound:.3f}",
+            *(_short(found[label]) if label in found else "" for label in labels),
+        ]
+        lines.append("| " + " | ".join(texts) + " |")
     return "\n".join(lines)
+
+
+def _short(measures: Measures) -> str:
+    ttft, itl = measures.ttft, 1000 * measures.itl.mean
+    return f"{ttft.mean:.3f} / {ttft.p99:.2f} / {itl:.0f} / {measures.goodput:.1f} / {measures.hit_rate:.0%}"
 
 
 def _ms(value: float) -> str:

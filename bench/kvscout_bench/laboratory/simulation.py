@@ -337,7 +337,7 @@ class Simulation:
             self._at(self._now + self._report, _LATER, self._ended, request, role)
 
     def _prefilled(self, request: _Request) -> None:
-        request.replica.ended(request.request_id, Role.PREFILL, 0)
+        request.replica.ended(request.request_id, Role.PREFILL, 1)
         self._changed(request.replica)
         self._ask(request, Role.DECODE, self._decode_placed)
 

@@ -18,20 +18,22 @@ from kvscout_bench.laboratory.generators import Agents, SharedPrompt, agents, co
 from kvscout_bench.laboratory.latencies import Latencies
 from kvscout_bench.laboratory.measures import Objective
 from kvscout_bench.laboratory.report import as_json as cell_json
-from kvscout_bench.laboratory.report import table
+from kvscout_bench.laboratory.report import markdown, table
 from kvscout_bench.laboratory.simulation import Cluster
 from kvscout_bench.laboratory.timing import StepTime
 from kvscout_bench.laboratory.worker import EngineSettings
 from kvscout_bench.laboratory.workload import Burst, Workload, from_trace
 from kvscout_bench.trace import read_trace
 from kvscout_cli.connection import option
+from kvscout_cli.cross_check import cross_check as beside_the_stack
+from kvscout_cli.lifetime import run
 from kvscout_cli.output import stderr, stdout
 from kvscout_common.flags import SectionedCommand
 from kvscout_scheduler.policies import installed_policies
 
 WORKLOADS = ("conversations", "agents", "shared-prompt")
 REQUESTS = 3_000
-POLICIES = ("kv", "kv-balance", "lmetric", "least-loaded", "round-robin")
+POLICIES = ("kv-time", "kv", "kv-balance", "lmetric", "least-loaded", "round-robin")
 
 _COUNT = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -98,6 +100,12 @@ _TIME = click.FloatRange(min=0)
 @option("--itl-ms", type=_POSITIVE, default=75.0, show_default=True, help="Of goodput: mean gap between tokens within.")
 @option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of workload and draws.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object a cell.")
+@option("--markdown", "as_markdown", is_flag=True, help="Print one table of all cells, as the page of results has it.")
+@option(
+    "--cross-check",
+    is_flag=True,
+    help="Instead, run the policies on real processes with simulated engines too, two minutes each.",
+)
 @option(
     "--plot",
     "plot_path",
@@ -134,6 +142,8 @@ def command(
     itl_ms: float,
     seed: int,
     as_json: bool,
+    as_markdown: bool,
+    cross_check: bool,
     plot_path: Path | None,
 ) -> None:
     """Compare policies on a simulated cluster, in a fraction of the time it would take.
@@ -143,6 +153,9 @@ def command(
     """
     registry = installed_policies()
     contenders = [Contender.parse(text, registry) for text in policies or POLICIES]
+    if cross_check:
+        stdout().print(run(beside_the_stack(contenders, seed, stderr().print)))
+        return
     engine = EngineSettings(
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
@@ -189,9 +202,11 @@ def command(
             found.append(cell)
             if as_json:
                 click.echo(json.dumps(cell_json(cell)))
-            else:
+            elif not as_markdown:
                 stdout().print(table(cell))
                 stdout().print()
+    if as_markdown:
+        click.echo(markdown(found))
     if plot_path is not None:
         from kvscout_bench.laboratory.plots import plot
 

@@ -120,6 +120,10 @@ class Candidates:
     def cached_tokens(self) -> Sequence[float]:
         """Prompt tokens that each has, slower tiers weighted; at most the prompt."""
         isl, lane_of = self.request.isl_tokens, self._pool.lane_of
+        if len(self._prompts) == 1:
+            (lane,) = self._prompts
+            size = lane.block_size
+            return [min(isl, blocks * size) if blocks else 0 for blocks in self.effective_blocks]
         return [
             min(isl, blocks * lane_of[slot].block_size)
             for slot, blocks in zip(self.slots, self.effective_blocks, strict=True)

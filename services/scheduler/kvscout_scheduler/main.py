@@ -30,7 +30,7 @@ SCRAPES_THAT_COUNT = 3
 
 
 @click.command(cls=SectionedCommand)
-@flag("--router-mode", default="kv", help="Selection policy where a request names none.")
+@flag("--router-mode", default="kv-time", help="Selection policy where a request names none.")
 @flag(
     "--kv-overlap-score-weight",
     default=1.0,

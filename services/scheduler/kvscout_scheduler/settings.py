@@ -20,7 +20,7 @@ MAX_COOLDOWN_SECONDS = 60.0
 class SchedulerSettings:
     """How a scheduler decides and how long it remembers."""
 
-    policy: str = "kv"
+    policy: str = "kv-time"
     """Where a request names none."""
     overlap_score_weight: float = 1.0
     """0 = prefix caches are ignored."""

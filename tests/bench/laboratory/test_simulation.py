@@ -12,11 +12,13 @@ from laboratory_worlds import ENGINE, mixed, simulation
 from scheduler_builders import test_seed
 
 from kvscout_bench.laboratory.bound import lower_bound
+from kvscout_bench.laboratory.generators import SharedPrompt, shared_prompt
 from kvscout_bench.laboratory.latencies import Latencies
 from kvscout_bench.laboratory.records import Run
 from kvscout_bench.laboratory.simulation import Cluster, Simulation
 from kvscout_bench.laboratory.timing import PICOSECONDS
-from kvscout_bench.laboratory.workload import Burst, Workload, in_bursts
+from kvscout_bench.laboratory.worker import EngineSettings
+from kvscout_bench.laboratory.workload import Burst, Workload, at_rate, in_bursts
 from kvscout_common.errors import ConfigError
 from kvscout_scheduler.active_load import ReferenceLoad
 from kvscout_scheduler.policies import installed_policies
@@ -97,10 +99,11 @@ def test_another_process_with_other_hashes_computes_the_same_bytes() -> None:
     assert len(digests) == 1
 
 
-def test_both_twins_of_the_scheduler_decide_the_same() -> None:
+@pytest.mark.parametrize("policy", ["kv", "kv-time"])
+def test_both_twins_of_the_scheduler_decide_the_same(policy: str) -> None:
     workload, cluster = mixed(test_seed(), 100), Cluster(workers=4, engine=ENGINE)
     runs = [
-        Simulation(workload, cluster, SchedulerSettings(policy="kv"), installed_policies(), make_load=make_load).run()
+        Simulation(workload, cluster, SchedulerSettings(policy=policy), installed_policies(), make_load=make_load).run()
         for make_load in (None, ReferenceLoad)
     ]
     assert bytes_of(runs[0]) == bytes_of(runs[1])
@@ -116,7 +119,7 @@ def test_jumping_over_decode_steps_changes_nothing(prefill_workers: int) -> None
     assert jumps.steps < steps.steps
 
 
-@pytest.mark.parametrize("policy", ["kv", "lmetric", "round-robin"])
+@pytest.mark.parametrize("policy", ["kv-time", "lmetric"])
 @pytest.mark.parametrize("rate", [5.0, 60.0])
 def test_no_policy_beats_the_lower_bound(policy: str, rate: float) -> None:
     workload = mixed(test_seed(), 120, rate)
@@ -128,6 +131,22 @@ def test_no_policy_beats_the_lower_bound(policy: str, rate: float) -> None:
     ttfts = [(record.first_token - record.arrived) / PICOSECONDS for record in run.records]
     assert sum(ttfts) >= sum(bound.ttft_seconds)
     assert sum(record.cached_tokens for record in run.records) <= sum(bound.cached_tokens)
+
+
+def test_no_worker_is_hot_under_a_system_prompt_that_all_share() -> None:
+    workload = at_rate(shared_prompt(SharedPrompt(requests=800, seed=test_seed())), 80.0)
+    engine = EngineSettings(block_size=workload.block_size)
+    run = simulation(workload, "kv-time", Cluster(workers=10, engine=engine)).run()
+    batches = [worker.batch_time for worker in run.workers]
+    assert max(batches) <= 2 * sum(batches) / len(batches)
+    assert min(worker.requests for worker in run.workers) > 0
+
+
+def test_a_slow_worker_is_given_less() -> None:
+    workload = mixed(test_seed(), 200, 15.0)
+    cluster = Cluster(workers=3, engine=ENGINE, speeds=(0.25,))
+    slow, *others = simulation(workload, "kv-time", cluster).run().workers
+    assert slow.requests < min(other.requests for other in others)
 
 
 def test_a_prompt_that_fits_nowhere_is_an_error_and_ends_its_conversation() -> None:

@@ -13,6 +13,7 @@ from kvscout_common.errors import InvalidArgument, ResourceExhausted
 from kvscout_common.worker import DeviceClass, WorkerRank
 from kvscout_scheduler.candidates import Candidates
 from kvscout_scheduler.choose import choose
+from kvscout_scheduler.policies.kv_time import KvTime
 from kvscout_scheduler.policies.policy import Policy
 
 
@@ -279,6 +280,7 @@ BUILTIN: Final[dict[str, type[Policy]]] = {
     "kv": Kv,
     "kv-balance": KvBalance,
     "kv-logit": KvLogit,
+    "kv-time": KvTime,
     "least-loaded": LeastLoaded,
     "lmetric": LMetric,
     "power-of-two": PowerOfTwo,

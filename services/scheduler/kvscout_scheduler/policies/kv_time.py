@@ -1,0 +1,259 @@
+"""`kv-time`: the worker on which a request costs the least time, its own and that of others.
+
+Its rates are learned: seconds a prompt token from how long prefills take, seconds a token of context from inter-token
+latencies. Until anything is known they are those of a large model on current accelerators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvscout_common.worker import WorkerRank
+from kvscout_scheduler.candidates import Candidates
+from kvscout_scheduler.facts import End, Facts
+from kvscout_scheduler.policies.policy import Policy
+from kvscout_scheduler.rates import Line, Mean
+from kvscout_scheduler.request import RequestKey
+
+PREFILL: Final = (0.01, 50e-6, 4_096.0)
+"""What is believed at first: seconds of a prefill without tokens, seconds a token, and where that holds."""
+DECODE: Final = (0.01, 20e-9, 50_000.0)
+"""Seconds of a decode step without contexts, seconds a token of context, and where that holds."""
+OUTPUT_TOKENS: Final = 250.0
+"""Of a request, until any was counted."""
+PACES: Final = (0.1, 10.0)
+"""Where a worker's pace is, in that of all."""
+DECODE_WEIGHT: Final = 0.25
+"""Of a second between tokens, in seconds before the first: they are shared out over many tokens, and go by while
+something is being read."""
+HORIZON_SECONDS: Final = 20.0
+"""For how long it counts how busy a worker was."""
+MOST_USED: Final = 0.999
+MOST_CROWDED: Final = 7.0
+"""So many times a prompt counts at most."""
+MOST_OVERDUE_SECONDS: Final = 5.0
+"""What a prefill that takes longer than it should can add: nobody may have told of its end."""
+
+
+class _Request:
+    """One booking."""
+
+    __slots__ = ("contexts", "prefilled", "tokens", "worker")
+
+    def __init__(self, worker: _Worker, tokens: int) -> None:
+        self.worker = worker
+        self.tokens = tokens
+        """Uncached ones of its prompt."""
+        self.contexts = -1
+        """Of its worker at its first token; -1 = that is not out yet."""
+        self.prefilled = 0.0
+        """Of its worker at its first token."""
+
+
+class _Worker:
+    """What is under way on one worker rank, as far as bookings tell."""
+
+    __slots__ = (
+        "behind",
+        "contexts",
+        "due_at",
+        "pace",
+        "pace_mean",
+        "prefilled",
+        "prefills",
+        "requests",
+        "seen",
+        "since",
+        "tokens",
+        "used",
+    )
+
+    def __init__(self, now: float) -> None:
+        self.prefills: dict[RequestKey, _Request] = {}
+        """Requests without a first token, in order of booking."""
+        self.tokens = 0
+        """Σ of theirs."""
+        self.since = now
+        """When the first of them could begin."""
+        self.due_at = now
+        """When it should be done."""
+        self.behind = 0.0
+        """Seconds of prefill of those behind it."""
+        self.requests = 0
+        self.contexts = 0
+        """Σ prompt tokens of all requests, shared ones counted each time: each request reads its own at every step."""
+        self.pace_mean = Mean(1.0, 1.0, kept=0.95)
+        self.pace = 1.0
+        """What prefills take here, in what they take in the pool."""
+        self.prefilled = 0.0
+        """Seconds of all prefills so far: those that decode had to wait meanwhile."""
+        self.used = 0.0
+        """Share of the time lately in which there was a prompt to compute, as of `seen`; below 1."""
+        self.seen = now
+
+    def look(self, now: float) -> None:
+        """Brings `used` up to a time."""
+        passed = max(0.0, now - self.seen) / HORIZON_SECONDS
+        # Never 1, whatever is rounded: nothing is crowded without end.
+        self.used = min(MOST_USED, (self.used + (passed if self.prefills else 0.0)) / (1.0 + passed))
+        self.seen = now
+
+    def plan(self, prefill: Line) -> None:
+        """Says when its prefills should be done, by what is known of how long they take."""
+        if self.prefills:
+            first = self.pace * prefill.at(next(iter(self.prefills.values())).tokens)
+            self.due_at = self.since + first
+            self.behind = self.pace * (prefill.base * len(self.prefills) + prefill.slope * self.tokens) - first
+
+    def ahead(self, now: float) -> float:
+        """Seconds of prefill that are left of what is booked."""
+        if not self.prefills:
+            return 0.0
+        left = self.due_at - now
+        return self.behind + (left if left > 0 else min(-left, MOST_OVERDUE_SECONDS))
+
+    def crowding(self, now: float) -> float:
+        """1 / (1 − `used`) at a time."""
+        passed = 1.0 + (now - self.seen) / HORIZON_SECONDS
+        return min(MOST_CROWDED, passed / (1.0 - self.used if self.prefills else passed - self.used))
+
+
+class KvTime(Policy):
+    """The worker on which a request costs the least time, its own and that of others.
+
+    ::
+
+        cost(w)     = overlap_score_weight · (ahead(w) + crowding(w) · own(w)) + decode(w)        seconds
+
+        ahead(w)    = what is left of the prompts booked there before
+        own(w)      = uncached tokens · seconds a token
+        crowding(w) = 1 / (1 − share of the time in which w has had prompts to compute)
+        decode(w)   = DECODE_WEIGHT · output tokens · (contexts(w) + requests(w) · isl) · seconds a token of context
+
+    While a worker computes a prompt, others who come wait: the more of them, the less idle it is, which is what
+    `crowding` counts. So a cached prefix is worth more the more there is to do, and another worker is given a copy of
+    it when its holder has no time and the other has. In `decode`, contexts are what slows this request down, and
+    requests times its own context are what it slows down.
+    """
+
+    def __init__(self) -> None:
+        self.prefill = Line(*PREFILL)
+        """Seconds of a prefill by its uncached tokens."""
+        self.decode = Line(*DECODE)
+        """Seconds of a decode step by the tokens in its contexts."""
+        self.output = Mean(OUTPUT_TOKENS)
+        self._workers: dict[WorkerRank, _Worker] = {}
+        self._requests: dict[RequestKey, _Request] = {}
+        self._slots: list[int] | None = None
+        """Of the last candidates."""
+        self._known: list[_Worker] = []
+        """Their workers."""
+
+    def costs(self, candidates: Candidates) -> Sequence[float]:
+        request, now, weight = candidates.request, candidates.now, candidates.settings.overlap_score_weight
+        isl, own, decode = request.isl_tokens, *self._rates(candidates)
+        costs = []
+        # Read for every worker of every request: `ahead` and `crowding` are written out.
+        for worker, cached in zip(self._of(candidates), candidates.cached_tokens, strict=True):
+            passed = 1.0 + (now - worker.seen) / HORIZON_SECONDS
+            if worker.prefills:
+                left = worker.due_at - now
+                ahead = worker.behind + (left if left > 0 else min(-left, MOST_OVERDUE_SECONDS))
+                crowding = passed / (1.0 - worker.used)
+            else:
+                ahead = 0.0
+                crowding = passed / (passed - worker.used)
+            costs.append(
+                weight * (ahead + min(crowding, MOST_CROWDED) * worker.pace * own * (isl - cached))
+                + decode * (worker.contexts + worker.requests * isl)
+            )
+        return costs
+
+    def describe(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
+        isl, now = candidates.request.isl_tokens, candidates.now
+        own, decode = self._rates(candidates)
+        worker = self._of(candidates)[index]
+        seconds = worker.pace * own * (isl - candidates.cached_tokens[index])
+        others = decode * (worker.contexts + worker.requests * isl)
+        return (
+            f"{worker.ahead(now):.3g} s of prompts ahead, {seconds:.3g} s of its own that count "
+            f"{worker.crowding(now):.3g} times, {others:.3g} s for decoding beside others, cost {costs[index]:.3g} s"
+        )
+
+    def booked(self, facts: Facts, now: float) -> None:
+        worker = self._workers.get(facts.rank)
+        if worker is None:
+            worker = self._workers[facts.rank] = _Worker(now)
+            self._slots = None
+        worker.look(now)
+        if not worker.prefills:
+            worker.since = now
+        request = self._requests[facts.key] = _Request(worker, facts.uncached_tokens)
+        worker.prefills[facts.key] = request
+        worker.tokens += facts.uncached_tokens
+        worker.requests += 1
+        worker.contexts += facts.isl_tokens
+        worker.plan(self.prefill)
+
+    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
+        request = self._requests.get(facts.key)
+        if request is not None:
+            self._prefilled(request, facts.key, now, learn=True)
+            request.contexts, request.prefilled = request.worker.contexts, request.worker.prefilled
+
+    def ended(self, facts: Facts, end: End, now: float) -> None:
+        request = self._requests.pop(facts.key, None)
+        if request is None:
+            return
+        worker = request.worker
+        # The end of a prompt computed for another worker. Other ends say nothing of it: a failure may be quick.
+        self._prefilled(request, facts.key, now, learn=end.freed and end.output_tokens == 1)
+        if end.freed and end.output_tokens:
+            self.output.add(end.output_tokens)
+            if request.contexts >= 0 and end.output_tokens > 1:
+                contexts = (request.contexts + worker.contexts) / 2
+                seconds = max(0.0, end.decode_seconds - (worker.prefilled - request.prefilled))
+                step = min(seconds / (end.output_tokens - 1), PACES[1] * self.decode.at(contexts))
+                self.decode.add(contexts, step)
+        worker.requests -= 1
+        worker.contexts -= facts.isl_tokens
+        if not worker.requests and len(self._workers) > 2 * len(self._requests) + 1_024:
+            # Workers come and go under new names.
+            del self._workers[facts.rank]
+            self._slots = None
+
+    def _rates(self, candidates: Candidates) -> tuple[float, float]:
+        """Seconds a token of this request's prompt, and a token of context that is decoded beside it."""
+        request = candidates.request
+        output = request.expected_output_tokens or self.output.value
+        own = self.prefill.slope if request.charge_prefill else 0.0
+        return own, DECODE_WEIGHT * output * self.decode.slope
+
+    def _of(self, candidates: Candidates) -> list[_Worker]:
+        """The workers of candidates."""
+        if candidates.slots is not self._slots:
+            idle = _Worker(candidates.now)
+            self._known = [self._workers.get(rank, idle) for rank in candidates.ranks]
+            self._slots = candidates.slots
+        return self._known
+
+    def _prefilled(self, request: _Request, key: RequestKey, now: float, *, learn: bool) -> None:
+        """A request computes its prompt no more."""
+        worker = request.worker
+        if key not in worker.prefills:
+            return
+        worker.look(now)
+        del worker.prefills[key]
+        worker.tokens -= request.tokens
+        if learn:
+            low, high = PACES
+            expected = self.prefill.at(request.tokens)
+            # Who was stopped for an hour says little of how fast it is.
+            took = min(max(0.0, now - worker.since), high * expected)
+            self.prefill.add(request.tokens, took)
+            worker.prefilled += worker.pace * self.prefill.slope * request.tokens
+            worker.pace_mean.add(max(low, took / expected), expected)
+            worker.pace = worker.pace_mean.value
+        worker.since = now
+        worker.plan(self.prefill)

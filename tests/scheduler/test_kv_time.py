@@ -1,0 +1,285 @@
+"""`kv-time`: what it thinks a request costs, and what it learns of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from random import Random
+from typing import Any
+
+import pytest
+from scheduler_builders import MODEL, ManualClock, key, overlaps, scheduler, test_seed, worker
+
+from kvscout_common.errors import KvscoutError
+from kvscout_common.worker import Role
+from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.policies import PolicyRegistry
+from kvscout_scheduler.policies.kv_time import KvTime
+from kvscout_scheduler.request import ConfigOverride, Prompt, RequestKey, SelectionRequest, pack_hashes
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.settings import SchedulerSettings
+
+BLOCKS = 64
+"""Of the usual prompt: 1,024 tokens, 51 ms."""
+
+
+class World:
+    """A scheduler under `kv-time`, whose engines compute as fast as is said."""
+
+    def __init__(self, *workers: str, **fields: Any) -> None:
+        self.policy = KvTime()
+        self.clock = ManualClock()
+        self.core: Scheduler = scheduler(
+            *(worker(name, **fields) for name in workers),
+            clock=self.clock,
+            policy="kv-time",
+            policies=PolicyRegistry({"kv-time": lambda: self.policy}),
+        )
+        self.placed: list[str] = []
+        """Workers of the bookings so far."""
+        self._last = 0
+
+    def ask(self, first: int = 0, blocks: int = BLOCKS, on: dict[str, int] | None = None, **fields: Any) -> Decision:
+        """Asks and books nothing."""
+        return self.core.select(self._request(first, blocks, on, **fields))
+
+    def book(self, first: int = 0, blocks: int = BLOCKS, on: dict[str, int] | None = None, **fields: Any) -> RequestKey:
+        """Books where it is cheapest."""
+        asked = self._request(first, blocks, on, **fields)
+        self.placed.append(self.core.select_and_reserve(asked).rank.worker_id)
+        return asked.key
+
+    def serve(self, name: str, tokens: int, seconds: float, output: int = 1, itl: float = 0.0) -> None:
+        """A whole request on one worker."""
+        begun = self.book(first=10_000 * self._last, blocks=tokens // 16, pinned_worker_id=name)
+        self.clock.advance(seconds)
+        self.core.mark_prefill_complete(begun, 1)
+        self.clock.advance(itl * (output - 1))
+        self.core.free(begun, 1, output_tokens=output)
+
+    def costs(self, **fields: Any) -> dict[str, float]:
+        """What it costs on each worker."""
+        explanation = self.ask(explain=True, **fields).explanation
+        assert explanation is not None
+        return {row.rank.worker_id: row.cost for row in explanation.candidates}
+
+    def _request(self, first: int, blocks: int, on: dict[str, int] | None, **fields: Any) -> SelectionRequest:
+        self._last += 1
+        hashes = pack_hashes(range(first, first + min(blocks, 100)))
+        return SelectionRequest(
+            MODEL,
+            blocks * 16,
+            Prompt(hashes, overlaps=overlaps(**(on or {}))),
+            request_id=f"r{self._last}",
+            attempt_id=1,
+            **fields,
+        )
+
+
+def test_it_is_the_default() -> None:
+    assert SchedulerSettings().policy == "kv-time"
+
+
+def test_the_longest_cached_prefix_wins_while_nobody_is_busy() -> None:
+    world = World("a", "b", "c")
+    assert world.ask(on={"b": 10, "c": 40}).rank.worker_id == "c"
+    costs = world.costs(on={"b": 10, "c": 40})
+    assert costs == pytest.approx({"a": 1_024 * 50e-6, "b": (1_024 - 160) * 50e-6, "c": (1_024 - 640) * 50e-6})
+
+
+def test_weight_zero_ignores_caches_and_prompts() -> None:
+    world = World("a", "b")
+    override = ConfigOverride(overlap_score_weight=0.0)
+    assert world.costs(on={"a": BLOCKS}, override=override) == {"a": 0.0, "b": 0.0}
+
+
+def test_what_is_ahead_melts_away_with_time_and_counts_as_late_when_it_does_not() -> None:
+    world = World("a", "b")
+    begun = world.book(blocks=400, pinned_worker_id="a")
+    seen = []
+    for seconds in (0.0, 0.2, 0.1, 0.4, 100.0):
+        world.clock.advance(seconds)
+        seen.append(world.costs(on={"a": BLOCKS})["a"])
+    # 6,400 tokens: 0.33 s. 0.03 s are left after 0.3 s, it is 0.37 s late after 0.7 s, and more than 5 s say no more.
+    assert seen[0] - seen[1] == pytest.approx(0.2)
+    assert seen[1] - seen[2] == pytest.approx(0.1)
+    assert seen[3] - seen[2] == pytest.approx(0.34)
+    assert 5.0 < seen[4] < 5.1
+    world.core.free(begun, 1)
+    assert world.costs(on={"a": BLOCKS})["a"] == 0.0
+
+
+def test_a_hot_holder_gets_company() -> None:
+    world = World("a", "b")
+    placed = []
+    for _ in range(40):
+        world.book(on={"a": BLOCKS - 1})
+        placed.append(world.placed[-1])
+        # The holder hears of ever more short questions and is through with none of them.
+        world.clock.advance(0.02)
+    assert placed[0] == "a"
+    assert "b" in placed
+
+
+def test_a_worker_that_is_busy_all_the_time_counts_a_prompt_many_times_but_not_without_end() -> None:
+    world = World("a", "b")
+    assert world.costs()["a"] == pytest.approx(1_024 * 50e-6)
+    begun = world.book(blocks=1, pinned_worker_id="a")
+    for _ in range(300):
+        world.clock.advance(10.0)
+        after = world.book(blocks=1, pinned_worker_id="a")
+        world.core.mark_prefill_complete(begun, 1)
+        world.core.free(begun, 1)
+        begun = after
+    world.core.mark_prefill_complete(begun, 1)
+    own = world.policy.prefill.slope * world.policy._workers[next(iter(world.policy._workers))].pace * 1_024
+    assert world.costs()["a"] == pytest.approx(7 * own, rel=0.05)
+    world.core.free(begun, 1)
+    world.clock.advance(1e6)
+    assert world.costs()["a"] == pytest.approx(own, rel=0.01)
+
+
+def test_each_request_reads_a_shared_prompt_for_itself() -> None:
+    world = World("a", "b")
+    for _ in range(5):
+        begun = world.book(pinned_worker_id="a", on={"a": BLOCKS})
+        world.core.mark_prefill_complete(begun, 1)
+    # 250 tokens of output a quarter each, 20 ns a token: five contexts here, and five others that have one more.
+    assert world.costs(on={"a": BLOCKS})["a"] == pytest.approx(62.5 * 20e-9 * (5 + 5) * 1_024, rel=0.01)
+
+
+def test_a_long_answer_makes_more_of_the_company_it_has() -> None:
+    world = World("a", "b")
+    world.core.mark_prefill_complete(world.book(pinned_worker_id="a"), 1)
+    short, long = (
+        world.costs(expected_output_tokens=tokens, on={"a": BLOCKS, "b": BLOCKS})["a"] for tokens in (100, 1_000)
+    )
+    assert long == pytest.approx(10 * short)
+
+
+def test_it_learns_how_fast_prompts_are_and_which_worker_is_slow() -> None:
+    rng, world = Random(test_seed()), World("a", "b", "c", "d")
+    for _ in range(500):
+        for name, pace in (("a", 1.0), ("b", 1.0), ("c", 1.0), ("d", 3.0)):
+            tokens = 16 * rng.randint(4, 300)
+            world.serve(name, tokens, pace * (0.004 + 10e-6 * tokens))
+            world.clock.advance(1.0)
+    world.clock.advance(1_000.0)
+    costs = world.costs()
+    assert costs["a"] == pytest.approx(1_024 * 10e-6, rel=0.25)
+    assert costs["d"] / costs["a"] == pytest.approx(3.0, rel=0.25)
+
+
+def test_it_learns_how_steps_grow_with_contexts() -> None:
+    rng, world = Random(test_seed()), World("a")
+    for _ in range(600):
+        others = [world.book(blocks=rng.randint(10, 8_000)) for _ in range(rng.randint(1, 6))]
+        for begun in others:
+            world.clock.advance(0.01)
+            world.core.mark_prefill_complete(begun, 1)
+        contexts = world.policy._workers[next(iter(world.policy._workers))].contexts
+        begun = world.book(blocks=1)
+        world.core.mark_prefill_complete(begun, 1)
+        world.clock.advance(99 * (0.02 + 1e-6 * contexts))
+        world.core.free(begun, 1, output_tokens=100)
+        for other in others:
+            world.core.free(other, 1)
+    assert world.policy.decode.slope == pytest.approx(1e-6, rel=0.2)
+    assert world.policy.output.value == pytest.approx(100, rel=0.1)
+
+
+def test_callers_that_report_nothing_teach_nothing() -> None:
+    world = World("a")
+    for _ in range(50):
+        begun = world.book()
+        world.clock.advance(60.0)
+        world.core.free(begun, 1, output_tokens=500)
+    assert world.policy.prefill.slope == 50e-6
+    assert world.policy.decode.slope == 20e-9
+
+
+def test_a_worker_that_fails_at_once_does_not_look_fast() -> None:
+    world = World("a", "b")
+    for _ in range(50):
+        begun = world.book(pinned_worker_id="a")
+        world.clock.advance(0.001)
+        world.core.free(begun, 1)
+    assert world.costs()["a"] >= world.costs()["b"]
+
+
+def test_prefill_workers_are_learned_from_their_ends() -> None:
+    world = World("a", role=Role.PREFILL)
+    for _ in range(400):
+        begun = world.book(role=Role.PREFILL)
+        world.clock.advance(0.5)
+        world.core.free(begun, 1, output_tokens=1)
+    assert world.policy.prefill.at(1_024) == pytest.approx(0.5, rel=0.05)
+
+
+def test_where_prompts_are_computed_elsewhere_only_decoding_counts() -> None:
+    world = World("a", "b", role=Role.DECODE)
+    world.book(role=Role.DECODE, charge_prefill=False, pinned_worker_id="a")
+    costs = world.costs(role=Role.DECODE, charge_prefill=False)
+    assert costs["b"] == 0.0
+    assert world.ask(role=Role.DECODE, charge_prefill=False).rank.worker_id == "b"
+
+
+def test_a_policy_that_came_later_does_not_mind_what_was_booked_before() -> None:
+    policy = KvTime()
+    made = scheduler("a", policies=PolicyRegistry({"kv": KvTime, "late": lambda: policy}))
+    before = SelectionRequest(MODEL, 160, request_id="before", attempt_id=1)
+    made.select_and_reserve(before)
+    made.select(SelectionRequest(MODEL, 160, override=ConfigOverride(policy="late")))
+    made.mark_prefill_complete(before.key, 1)
+    made.free(before.key, 1, output_tokens=3)
+    assert not policy._requests
+
+
+def test_random_lives_leave_nothing_behind_and_every_cost_is_a_number() -> None:
+    rng, world = Random(test_seed()), World("a", "b", "c")
+    open_: list[RequestKey] = []
+
+    def end() -> None:
+        world.core.free(open_.pop(rng.randrange(len(open_))), 1, output_tokens=rng.choice((0, 1, 2, 300)))
+
+    acts: list[Callable[[], object]] = [
+        lambda: open_.append(
+            world.book(rng.randrange(50), rng.randint(1, 90), {"a": 1}, charge_prefill=rng.random() < 0.9)
+        ),
+        lambda: open_ and world.core.mark_prefill_complete(rng.choice(open_), 1),
+        lambda: end() if open_ else None,
+        lambda: world.clock.advance(rng.choice((0.0, 1e-9, 0.01, 3.0, 1e5))),
+    ]
+    for _ in range(1_500):
+        try:
+            rng.choice(acts)()
+        except KvscoutError as error:
+            pytest.fail(str(error))
+        assert all(0 <= cost < inf for cost in world.costs().values())
+    while open_:
+        end()
+    assert not world.policy._requests
+    for one in world.policy._workers.values():
+        assert (one.tokens, one.requests, one.contexts, one.prefills) == (0, 0, 0, {})
+
+
+def test_workers_that_come_and_go_under_new_names_are_forgotten() -> None:
+    world = World("a")
+    for number in range(1_200):
+        spec = worker(f"pod-{number}")
+        world.core.workers.worker_added(spec)
+        world.core.free(world.book(blocks=1, pinned_worker_id=spec.worker_id), 1)
+        world.core.workers.worker_removed(spec, "removed")
+    assert len(world.policy._workers) <= 1_025
+
+
+def test_its_reason_says_what_the_cost_is_made_of() -> None:
+    world = World("a")
+    assert key("x").model == MODEL
+    world.book(blocks=200)
+    explanation = world.ask(explain=True).explanation
+    assert explanation is not None
+    assert explanation.reason == (
+        "least cost: 0.17 s of prompts ahead, 0.0512 s of its own that count 1 times, "
+        "0.00528 s for decoding beside others, cost 0.226 s"
+    )

@@ -1,0 +1,63 @@
+"""What is learned: lines and means that follow what happens and survive nonsense."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from scheduler_builders import test_seed
+
+from kvscout_scheduler.rates import LEAST_SLOPE, Line, Mean
+
+
+def test_a_line_begins_as_what_is_believed() -> None:
+    line = Line(0.01, 50e-6, 4_096)
+    assert line.at(0) == 0.01
+    assert line.at(1_000) == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize(("base", "slope"), [(0.008, 5e-6), (0.05, 400e-6), (0.001, 50e-6)])
+def test_a_line_follows_what_it_sees_however_wrong_the_belief_was(base: float, slope: float) -> None:
+    rng, line = Random(test_seed()), Line(0.01, 50e-6, 4_096)
+    for _ in range(1_500):
+        tokens = rng.randint(16, 8_000)
+        line.add(tokens, (base + slope * tokens) * rng.uniform(0.8, 1.2))
+    assert line.at(4_000) == pytest.approx(base + slope * 4_000, rel=0.1)
+    assert line.slope == pytest.approx(slope, rel=0.1)
+
+
+def test_a_line_grows_at_least_a_little_and_never_starts_below_zero() -> None:
+    rng, line = Random(test_seed()), Line(1.0, 1.0, 1.0)
+    for _ in range(500):
+        x = rng.uniform(1, 10)
+        line.add(x, 20 - x)
+        assert line.base > 0
+        assert line.slope >= LEAST_SLOPE * 0.2
+    for _ in range(2_000):
+        x = rng.uniform(1, 10)
+        line.add(x, x * x)
+        assert line.base > 0
+
+
+def test_observations_in_one_place_say_nothing_of_the_slope() -> None:
+    line = Line(0.0, 2.0, 10.0)
+    for _ in range(5_000):
+        line.add(10.0, 30.0)
+    assert line.at(10.0) == pytest.approx(30.0)
+    assert 0 <= line.slope <= 3.0
+
+
+def test_a_line_of_zeros_stays_a_number() -> None:
+    line = Line(0.0, 0.0, 0.0)
+    line.add(0.0, 0.5)
+    line.add(0.0, 0.0)
+    assert 0 < line.base <= 0.5
+    assert line.slope == 0
+
+
+def test_a_mean_forgets_its_belief() -> None:
+    mean = Mean(250.0)
+    assert mean.value == 250.0
+    for _ in range(2_000):
+        mean.add(40.0)
+    assert mean.value == pytest.approx(40.0, rel=0.01)
