@@ -141,6 +141,11 @@ class IndexModel:
         """What a worker has any copy of."""
         return set(self.workers[worker].bound.values()) if worker in self.workers else set()
 
+    def forgot(self, worker: WorkerRank, engine_hashes: Sequence[int]) -> bool:
+        """Whether it has no copy of some of a worker's blocks."""
+        bound = self.workers[worker].bound if worker in self.workers else {}
+        return any(engine_hash not in bound for engine_hash in engine_hashes)
+
     def apply(self, worker: WorkerRank, event: Event) -> None:
         if worker not in self.workers:
             return

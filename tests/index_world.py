@@ -4,7 +4,8 @@ A world is one sequence: a few worker ranks with their own habits (tiers, groups
 bound), and steps drawn from one random generator. Without a bound all implementations go through the same
 steps side by side. What a bound drops is up to the implementation, so that a bounded world has only one; the
 model has no bound then, and what the index has must be what the model has, or less. Engines of such a world name
-each prefix by one hash, and store nothing below what they do not hold.
+each prefix by one hash, store nothing below what they do not hold, and move nothing that the model forgot: ghosts of
+the bound live longer than what was demoted.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class World:
             return Removed(hashes if rng.random() < 0.3 else hashes[-1:], tier, group)
         # Group 2 is no full attention.
         stored = Stored(hashes, tier=tier, group=group, full_attention=group < 2)
-        if kind < 0.4:
+        if kind < 0.4 and not (self.max_blocks and self.model.forgot(worker, hashes)):
             return stored
         parent = self.engine_hash(prompt[:start]) if start else None
         return replace(stored, parent=parent, local_hashes=local_hashes(prompt[start:]))
