@@ -10,11 +10,22 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from math import ceil
 
-from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+from kvscout_blocks.bytes.dump import (
+    Copies,
+    DumpedBlock,
+    DumpedOrphan,
+    DumpedWindowBlock,
+    WindowGroup,
+    WorkerDump,
+)
 from kvscout_blocks.bytes.events import Cleared, Event, Removed, Stored, Tier
 from kvscout_blocks.index.block_index import Overlap
+from kvscout_common.hashing import sequence_hashes
 from kvscout_common.worker import CopyMode, WorkerRank
+
+BLOCK_SIZE = 4
 
 Prefix = tuple[int, ...]
 
@@ -38,6 +49,12 @@ class ModelWorker:
     """What blocks were called that the event in hand removed."""
     demoted: dict[int, Prefix] = field(default_factory=dict)
     demoted_until: float = 0.0
+    windows: dict[int, WindowGroup] = field(default_factory=dict)
+    """Groups with a sliding window."""
+    window_copies: dict[int, Counter[tuple[int, Tier]]] = field(default_factory=dict)
+    """Engine hash → copies in them."""
+    window_prefixes: dict[int, Prefix] = field(default_factory=dict)
+    """Of those but what the batch stored that is being applied."""
     predicted: dict[Prefix, float] = field(default_factory=dict)
     _held: dict[Prefix, Tier] | None = None
 
@@ -68,13 +85,35 @@ class ModelWorker:
         """Whether a prefix is held on a tier or a faster one."""
         return self.held().get(prefix, len(Tier)) <= tier
 
+    def serves(self, prefix: Prefix, tier: Tier) -> bool:
+        """Whether all groups with a window serve a prefix from a tier or a faster one."""
+        return all(self._serves(group, prefix, tier) for group in self.windows.values())
+
+    def _serves(self, group: WindowGroup, prefix: Prefix, tier: Tier) -> bool:
+        blocks, rest = divmod(len(prefix) * BLOCK_SIZE, group.block_size)
+        needed = range(max(0, blocks - max(1, ceil((group.window - 1) / group.block_size))), blocks)
+        held = {
+            self.window_prefixes[h]
+            for h, counts in self.window_copies.items()
+            if any(n and g == group.number and t <= tier for (g, t), n in counts.items())
+        }
+        return not rest and all(prefix[: (n + 1) * group.block_size // BLOCK_SIZE] in held for n in needed)
+
+    def longest(self, prefixes: Sequence[Prefix], most: int, usable: int, tier: Tier) -> int:
+        """The longest prefix of at most `most` blocks that all groups with a window serve."""
+        served = [k for k in range(most + 1) if not k or self.serves(prefixes[k - 1], tier)]
+        below = max(k for k in served if k <= usable)
+        return below if below < usable else served[-1]
+
     def rooted(self) -> set[Prefix]:
         """The held prefixes whose ancestors are held too: what a query can match."""
         held = self.held()
         return {p for p in held if all(p[:k] in held for k in range(1, len(p)))}
 
     def add(self, engine_hash: int, group: int, tier: Tier) -> None:
-        counts = self.copies.setdefault(engine_hash, Counter())
+        self.add_to(self.copies.setdefault(engine_hash, Counter()), group, tier)
+
+    def add_to(self, counts: Counter[tuple[int, Tier]], group: int, tier: Tier) -> None:
         if self.mode is CopyMode.COUNT or not counts[group, tier]:
             counts[group, tier] += 1
 
@@ -116,10 +155,15 @@ class ModelWorker:
 
 
 class IndexModel:
-    """All workers of one index."""
+    """All workers of one index.
 
-    def __init__(self) -> None:
+    Args:
+        most_window_blocks: Of one worker, in groups with a window.
+    """
+
+    def __init__(self, most_window_blocks: int) -> None:
         self.workers: dict[WorkerRank, ModelWorker] = {}
+        self._most_window_blocks = most_window_blocks
 
     def add(self, worker: WorkerRank, mode: CopyMode) -> None:
         """Adds a worker, or changes the mode of a known one."""
@@ -146,13 +190,44 @@ class IndexModel:
         bound = self.workers[worker].bound if worker in self.workers else {}
         return any(engine_hash not in bound for engine_hash in engine_hashes)
 
-    def apply(self, worker: WorkerRank, event: Event) -> None:
-        if worker not in self.workers:
-            return
+    def apply(self, worker: WorkerRank, events: Sequence[Event]) -> None:
+        """Applies one batch."""
+        if worker in self.workers:
+            for event in events:
+                self._apply(worker, event)
+            self._settle(self.workers[worker], events)
+
+    def _settle(self, w: ModelWorker, events: Sequence[Event]) -> None:
+        """Finds the prefixes of what a batch stored in groups with a window; what has none is dropped."""
+        new = [h for h in w.window_copies if h not in w.window_prefixes]
+        told = {h: w.bound[h] for h in new if h in w.bound}
+        if len(told) < len(new):
+            for event in events:
+                if isinstance(event, Stored) and event.group in w.windows and event.local_hashes:
+                    self._tell(w, event, told)
+        for h in new:
+            if h in told:
+                w.window_prefixes[h] = told[h]
+            else:
+                del w.window_copies[h]
+
+    def _tell(self, w: ModelWorker, event: Stored, told: dict[int, Prefix]) -> None:
+        above: Prefix = ()
+        if event.parent is not None:
+            places = (told, w.window_prefixes, w.bound)
+            known = next((place[event.parent] for place in places if event.parent in place), None)
+            if known is None:
+                return
+            above = known
+        for h, local in zip(event.engine_hashes, event.local_hashes, strict=True):
+            above = (*above, local)
+            told.setdefault(h, above)
+
+    def _apply(self, worker: WorkerRank, event: Event) -> None:
         w = self.workers[worker]
         w.changed()
         if isinstance(event, Cleared):
-            self.workers[worker] = ModelWorker(mode=w.mode, groups=w.groups)
+            self.workers[worker] = ModelWorker(mode=w.mode, groups=w.groups, windows=w.windows)
         elif isinstance(event, Removed):
             for h in event.engine_hashes:
                 self._remove(w, h, event)
@@ -162,8 +237,18 @@ class IndexModel:
                 self._store(w, event)
             else:
                 self._move(w, event)
+        elif event.group in w.windows or (event.window and event.block_size):
+            w.windows.setdefault(event.group, WindowGroup(event.group, event.window, event.block_size))
+            for h in event.engine_hashes:
+                if h in w.window_copies or len(w.window_copies) < self._most_window_blocks:
+                    w.add_to(w.window_copies.setdefault(h, Counter()), event.group, event.tier)
 
     def _remove(self, w: ModelWorker, h: int, event: Removed) -> None:
+        if event.group in w.windows and w.window_copies.get(h, Counter())[event.group, event.tier]:
+            w.window_copies[h][event.group, event.tier] -= 1
+            if not +w.window_copies[h]:
+                del w.window_copies[h]
+                w.window_prefixes.pop(h, None)
         if w.groups.get(event.group) is False:
             return
         prefix = w.known(h)
@@ -220,6 +305,7 @@ class IndexModel:
         w.changed()
         w.demoted |= w.bound
         w.bound, w.orphans, w.copies = {}, {}, {}
+        w.window_copies, w.window_prefixes = {}, {}
         w.demoted_until = max(w.demoted_until, until)
         for prefix in on_device:
             w.predicted[prefix] = max(until, w.predicted.get(prefix, 0.0))
@@ -238,7 +324,7 @@ class IndexModel:
                 for h in list(w.demoted):
                     w.forget(h)
 
-    def find(self, hashes: Sequence[int]) -> dict[WorkerRank, Overlap]:
+    def find(self, hashes: Sequence[int], usable: int) -> dict[WorkerRank, Overlap]:
         found = {}
         prefixes = [tuple(hashes[:k]) for k in range(1, len(hashes) + 1)]
         for worker, w in self.workers.items():
@@ -247,6 +333,11 @@ class IndexModel:
             runs = [_run(tier <= at for tier in reach) for at in Tier]
             on_device = zip(reach, prefixes, strict=True)
             runs.append(_run(tier == Tier.DEVICE or prefix in w.predicted for tier, prefix in on_device))
+            if w.windows:
+                predicted = runs.pop() if runs[-1] > runs[0] else runs.pop() * 0
+                most = runs if any(w.groups.values()) else [len(hashes)] * len(Tier)
+                runs = [w.longest(prefixes, k, usable, tier) for tier, k in zip(Tier, most, strict=True)]
+                runs.append(max(predicted, runs[0]))
             if any(runs):
                 found[worker] = Overlap(*runs)
         return found
@@ -268,7 +359,18 @@ class IndexModel:
         orphans = tuple(
             DumpedOrphan(h, parent, local, _copies(w.copies[h])) for h, (parent, local) in sorted(w.orphans.items())
         )
-        return WorkerDump(worker, groups=tuple(sorted(w.groups.items())), blocks=tuple(blocks), orphans=orphans)
+        windows = tuple(
+            DumpedWindowBlock(h, sequence_hashes(w.window_prefixes[h])[-1], _copies(counts))
+            for h, counts in sorted(w.window_copies.items())
+        )
+        return WorkerDump(
+            worker,
+            groups=tuple(sorted(w.groups.items())),
+            blocks=tuple(blocks),
+            orphans=orphans,
+            windows=tuple(sorted(w.windows.values())),
+            window_blocks=windows,
+        )
 
     def memberships(self) -> int:
         return sum(len(w.held()) for w in self.workers.values())

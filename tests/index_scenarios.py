@@ -5,7 +5,7 @@
     worker w1 copies=set capacity=8 adapters=3:math    options of a worker; others are added when first named
     stored w1 [a b c]                  blocks a, b, c on worker w1, rank 0 (w1.2: rank 2)
     stored w1 [x:7 y] after=c          x with engine hash 7; a block's engine hash is its name by default
-           tier=host group=1 kind=mamba lora=A lora_id=3 salt=S mm=img,, block_size=8 tokens=7
+           tier=host group=1 kind=mamba window=8 lora=A lora_id=3 salt=S mm=img,, block_size=8 tokens=7
     stored w1 [p q] local=yes          with local hashes instead of tokens, as bridges send them
     moved w1 [a] tier=host             Stored without tokens
     removed w1 [b] tier=host group=1
@@ -13,7 +13,7 @@
     cleared w1 / reset w1 / remove w1 (all ranks) / rank w1.2 (that rank) / demote w1 ttl=10
     predict w1 [a b] ttl=10 / at 5     (the clock, seconds)
     reload                             dump, load into an empty index, go on with that one
-    find [a b c] lora=A salt=S         must be followed by its answer:
+    find [a b c] lora=A salt=S usable=2   must be followed by its answer:
     ---- w1=3 w2=1/2/4                 device, or device/host/disk/external (the last one repeats); nobody else
     ---- w1=1~3                        1 block on the device, 3 with the predicted ones
     expect w1 orphans=1 hidden=0 incompatible=yes hash_conflict=2
@@ -129,7 +129,8 @@ class ScenarioRunner:
     def _line(self, line: str) -> None:
         if line.startswith("----"):
             assert self._found is not None, "an answer without a find"
-            assert self._found == dict(_answer(line[4:].split()))
+            expected = dict(_answer(line[4:].split()))
+            assert self._found == expected, self._found
             self._found = None
             return
         assert self._found is None, "the find before has no answer"
@@ -167,6 +168,7 @@ class ScenarioRunner:
             tier=Tier[words.get("tier", "device").upper()],
             group=group,
             full_attention=is_full_attention(words.get("kind"), group),
+            window=int(words.get("window", 0)),
             lora_id=int(words.get("lora_id", 0)),
             lora_name=words.get("lora", ""),
             cache_salt=words.get("salt", ""),
@@ -238,9 +240,10 @@ class ScenarioRunner:
 
     def _find(self, subject: str, names: list[str], words: dict[str, str]) -> None:
         hashes = scenario_hashes(names, self._block_size, words)
-        self._found = self._index.find_matches(hashes, now=self._now).by_worker()
+        usable = int(words["usable"]) if "usable" in words else None
+        self._found = self._index.find_matches(hashes, now=self._now, usable=usable).by_worker()
         packed = struct.pack(f"<{len(hashes)}Q", *hashes)
-        assert self._index.find_matches(packed, now=self._now).by_worker() == self._found
+        assert self._index.find_matches(packed, now=self._now, usable=usable).by_worker() == self._found
 
     def _expect(self, subject: str, names: list[str], words: dict[str, str]) -> None:
         settle(self._index, self._now)
@@ -256,12 +259,14 @@ class ScenarioRunner:
                 else _plain(getattr(stats, key))
                 for key in words
             }
-        assert values == words
+        assert values == words, values
 
 
 def _plain(value: object) -> str:
     if isinstance(value, (bool, str)):
         return "yes" if value else "no"
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "none"
     return str(value)
 
 

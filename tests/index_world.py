@@ -16,15 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgpack
-from index_model import IndexModel
+from index_model import BLOCK_SIZE, IndexModel
 from index_scenarios import IndexFactory, reload, settle
 
 from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Removed, Stored, Tier
-from kvscout_blocks.index.block_index import Applied, BlockIndex, WorkerOptions
+from kvscout_blocks.index.block_index import WINDOW_LIMIT, Applied, BlockIndex, WorkerOptions
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import CopyMode, WorkerRank
 
-BLOCK_SIZE = 4
 CONTENTS = 3
 """Different blocks: few, so that prompts share prefixes and engine hashes collide."""
 DEPTH = 5
@@ -51,12 +50,18 @@ class World:
         names = rng.sample(sorted(factories), 1) if self.max_blocks else sorted(factories)
         self.factories = {name: factories[name] for name in names}
         self.indexes = self.fresh()
-        self.model = IndexModel()
+        self.model = IndexModel(self.max_blocks or WINDOW_LIMIT)
         self.options: dict[WorkerRank, WorkerOptions] = {}
         self.now = 0.0
         self.steps = 0
         self.tiers = rng.random() < 0.5
         self.groups = rng.choice([1, 1, 2, 3])
+        # Tokens of the windows of further groups; a block has 4.
+        windows = rng.random() < 0.4 and not self.max_blocks
+        self.windows = {3: rng.choice([4, 8]), 4: rng.choice([1, 5, 13])} if windows else {}
+        self.window_blocks = rng.choice([BLOCK_SIZE, BLOCK_SIZE, 2 * BLOCK_SIZE])
+        self.alone = windows and rng.random() < 0.2
+        """No worker has full attention."""
         self.strange_hashes = rng.random() < 0.5 and not self.max_blocks
         self.was_full = False
         """The bound had something to drop."""
@@ -96,7 +101,8 @@ class World:
         """An event with local hashes; the model reads no other form."""
         rng, prompt = self.rng, self.prompt()
         tier = rng.choice(list(Tier)) if self.tiers else Tier.DEVICE
-        group = rng.randrange(self.groups)
+        groups = [*([] if self.alone else range(self.groups)), *self.windows]
+        group = rng.choice(groups)
         kind = rng.random()
         if kind < 0.02:
             return Cleared()
@@ -108,6 +114,12 @@ class World:
             return Removed(hashes if rng.random() < 0.3 else hashes[-1:], tier, group)
         # Group 2 is no full attention.
         stored = Stored(hashes, tier=tier, group=group, full_attention=group < 2)
+        if group in self.windows:
+            # The first one has larger blocks in some worlds, and both most often keep less than the tokens tell.
+            size = self.window_blocks if group == 3 else BLOCK_SIZE
+            stored = replace(stored, window=self.windows[group], block_size=size)
+            if size > BLOCK_SIZE or kind < 0.7:
+                return replace(stored, engine_hashes=hashes[1:] or hashes, tokens=(0,))
         if kind < 0.4 and not (self.max_blocks and self.model.forgot(worker, hashes)):
             return stored
         parent = self.engine_hash(prompt[:start]) if start else None
@@ -130,8 +142,7 @@ class World:
             else:
                 answers.append(index.apply(worker, batch, epoch=1, event_id=self.steps))
         assert all(answer == answers[0] for answer in answers), f"apply: {answers}"
-        for event in events:
-            self.model.apply(worker, event)
+        self.model.apply(worker, events)
         self.was_full = self.was_full or self.any_index.stats().evicted > 0
 
     def check_bounded(self, worker: WorkerRank) -> None:
@@ -156,7 +167,7 @@ class World:
             assert replace(dump, epoch=0, last_event_id=None) == self.model.dump(worker), "nothing goes below the bound"
         for _ in range(3):
             hashes = local_hashes(self.prompt())
-            expected = self.model.find(hashes)
+            expected = self.model.find(hashes, len(hashes))
             for rank, row in index.find_matches(hashes, now=self.now).by_worker().items():
                 most = expected.get(rank, (0,) * 5)
                 assert all(low <= exact for low, exact in zip(row[:4], most[:4], strict=True)), f"find {hashes}: {row}"
@@ -222,14 +233,15 @@ class World:
         """All indexes with one another and with the model: finds, the dump of one rank, stats, invariants."""
         for number in range(3):
             hashes = local_hashes(self.prompt())
-            expected = self.model.find(hashes)
+            usable = len(hashes) - self.rng.randrange(2)
+            expected = self.model.find(hashes, usable)
             for name, index in self.indexes.items():
-                found = index.find_matches(hashes, now=self.now).by_worker()
-                assert found == expected, f"find {hashes}: {name} {found}, model {expected}"
+                found = index.find_matches(hashes, now=self.now, usable=usable).by_worker()
+                assert found == expected, f"find {hashes}, {usable}: {name} {found}, model {expected}"
                 if number:
                     continue
                 asked = struct.pack(f"<{len(hashes)}Q", *hashes)
-                early = index.find_matches(asked, now=self.now, early_exit=True).by_worker()
+                early = index.find_matches(asked, now=self.now, early_exit=True, usable=usable).by_worker()
                 assert all(
                     low <= exact for rank in early for low, exact in zip(early[rank], expected[rank], strict=True)
                 ), f"early_exit gives lower bounds: {name} {early}, model {expected}"
@@ -240,7 +252,8 @@ class World:
             shown = None if dump is None else replace(dump, epoch=0, last_event_id=None)
             assert shown == expected_dump, f"dump of {worker}: {name} {shown}, model {expected_dump}"
             assert index.cursor(worker) == first.cursor(worker)
-            assert index.worker_stats(worker) == first.worker_stats(worker), f"counters of {worker}: {name}"
+            ours, theirs = index.worker_stats(worker), first.worker_stats(worker)
+            assert ours == theirs, f"counters of {worker}: {name} {ours}, {theirs}"
             stats = index.stats()
             expected_counts = self.model.memberships(), self.model.hidden()
             assert (stats.memberships, stats.hidden) == expected_counts, f"{name} {stats}, model {expected_counts}"
@@ -274,9 +287,11 @@ def packed(events: Sequence[Event]) -> bytes:
         elif isinstance(event, Removed):
             raw.append(["BlockRemoved", event.engine_hashes, MEDIA[event.tier], event.group])
         else:
-            tokens = [token for local in event.local_hashes for token in TOKENS[contents[local]]]
-            fields = [event.engine_hashes, event.parent, tokens, BLOCK_SIZE, None, MEDIA[event.tier], None, None]
-            raw.append(["BlockStored", *fields, event.group, kinds[event.full_attention]])
+            tokens = [token for local in event.local_hashes for token in TOKENS[contents[local]]] or event.tokens
+            size = event.block_size or BLOCK_SIZE
+            fields = [event.engine_hashes, event.parent, tokens, size, None, MEDIA[event.tier], None, None]
+            kind = "sliding_window" if event.window else kinds[event.full_attention]
+            raw.append(["BlockStored", *fields, event.group, kind, event.window or None])
     payload: bytes = msgpack.packb([0.0, raw])
     return payload
 

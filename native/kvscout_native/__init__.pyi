@@ -103,14 +103,14 @@ class BlockIndex:
 
     def predict(self, worker: _Name, block_hashes: Sequence[int] | bytes, ttl_seconds: float, now: float) -> int: ...
     def find_matches(
-        self, block_hashes: Sequence[int] | bytes, now: float, early_exit: bool
+        self, block_hashes: Sequence[int] | bytes, now: float, early_exit: bool, usable: int | None
     ) -> tuple[tuple[Any, ...], _Column, _Column, _Column, _Column, _Column]:
         """Workers, then the columns of `Overlaps`; bytes are read in place."""
 
     def maintain(self, now: float, budget: int) -> bool: ...
     def workers(self) -> list[_Name]: ...
     def cursor(self, worker: _Name) -> tuple[int, int | None] | None: ...
-    def worker_stats(self, worker: _Name) -> tuple[int, int, int, int, int, int, bool, str, list[int]] | None:
+    def worker_stats(self, worker: _Name) -> tuple[int, int, int, int, int, int, int, list[int], bool, str, list[int]] | None:
         """The fields of `WorkerStats`; `ignored` in the order of `Ignored`."""
 
     def stats(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
@@ -136,10 +136,12 @@ class Cut:
             list[tuple[int | None, int, int, list[_Copies]]],
             list[tuple[int, int, int, list[_Copies]]],
             str,
+            list[tuple[int, int, int]],
+            list[tuple[int, int, list[_Copies]]],
         ]
         | None
     ):
-        """Epoch, last event id, groups, blocks, orphans, incompatible; as in `WorkerDump`. Once."""
+        """Epoch, last event id and so on: the fields of `WorkerDump` but for the worker. Once."""
 
     def encode(self, pool: _Pool, history_incomplete: bool, max_chunk_bytes: int, epoch: int | None = None) -> bool:
         """Makes serialised `KvEventBatch` messages of the dump, once; `epoch` is written in place of its own.
@@ -166,6 +168,8 @@ class Loading:
         blocks: Sequence[tuple[int | None, int, int, Sequence[_Copies]]],
         orphans: Sequence[tuple[int, int, int, Sequence[_Copies]]],
         incompatible: str,
+        windows: Sequence[tuple[int, int, int]],
+        window_blocks: Sequence[tuple[int, int, Sequence[_Copies]]],
     ) -> Loading: ...
     @staticmethod
     def of_messages(index: BlockIndex, messages: Sequence[bytes]) -> Loading:

@@ -22,6 +22,8 @@ pub struct Stored {
     pub tier: u8,
     pub group: u32,
     pub full_attention: bool,
+    /// Tokens that a token sees, in a group with a sliding window; 0: it is none.
+    pub window: u32,
     /// The engine's number of the adapter, as sent; 0: none.
     pub lora_id: i128,
     pub lora_name: String,

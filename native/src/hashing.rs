@@ -133,6 +133,11 @@ impl<'a> BlockHasher<'a> {
         })
     }
 
+    /// Tokens of a block.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
     /// Number of complete blocks in a prompt of so many tokens; an EAGLE block needs one token more.
     pub fn block_count(&self, tokens: usize) -> usize {
         tokens.saturating_sub(usize::from(self.eagle)) / self.block_size

@@ -15,7 +15,7 @@ use hashbrown::{HashMap, HashSet};
 use parking_lot::RwLock;
 
 use crate::hashing::{BlockHasher, hashes_from_bytes};
-use crate::index::{Index, LEVELS, Prompt, Row, TokenPrompt, WorkerRank};
+use crate::index::{HashedPrompt, Index, LEVELS, Prompt, Row, TokenPrompt, WorkerRank};
 use crate::protobuf::{Field, Reader, Writer};
 
 /// Requests in one message of the stream; more are refused by the plain path.
@@ -36,6 +36,7 @@ struct Request<'a> {
     eagle: Option<bool>,
     early_exit: bool,
     id: u64,
+    prompt_tokens: u32,
 }
 
 /// Whether a caller whose token is bound to a tenant ("*": to none) may name another.
@@ -65,13 +66,15 @@ fn parse(bytes: &[u8]) -> Option<Request<'_>> {
             (11, Field::Varint(value)) => request.id = value,
             // A trace context, which Python follows; but a message is read by both, or by neither.
             (12, Field::Bytes(value)) => drop(std::str::from_utf8(value).ok()?),
-            (1..=12, _) => return None,
+            (13, Field::Varint(value)) => request.prompt_tokens = value as u32,
+            (1..=13, _) => return None,
             _ => {} // of a later version
         }
     }
     // Hashes carry adapter and salt already, and stand for the tokens: who sends both is told so.
     let tokens_only = [request.token_ids, request.lora_name.as_bytes(), request.cache_salt.as_bytes()];
-    let contradicts = !request.block_hashes.is_empty() && tokens_only.iter().any(|field| !field.is_empty());
+    let contradicts = !request.block_hashes.is_empty() && tokens_only.iter().any(|field| !field.is_empty())
+        || request.prompt_tokens > 0 && !request.token_ids.is_empty();
     (!contradicts).then_some(request)
 }
 
@@ -196,7 +199,13 @@ impl Queries {
         let (pool, None) = (fitting.next()?, fitting.next()) else { return None };
         if request.token_ids.is_empty() {
             let hashes = hashes_from_bytes(request.block_hashes)?;
-            search(pool, &mut &*hashes, request.early_exit, now, answer);
+            let usable = match request.prompt_tokens as usize {
+                0 => hashes.len(),
+                tokens if tokens < hashes.len() * pool.block_size as usize => return None,
+                tokens => (tokens - 1) / pool.block_size as usize,
+            };
+            let mut prompt = HashedPrompt { hashes: &hashes, usable };
+            search(pool, &mut prompt, request.early_exit, now, answer);
         } else {
             let size = pool.block_size as usize;
             let hasher =

@@ -23,6 +23,8 @@ const MAX_GROUP: i128 = 65_535;
 const REASON_CHARS: usize = 200;
 const FULL_ATTENTION: [&str; 3] = ["full_attention", "mla_attention", "sink_full_attention"];
 
+const SLIDING_WINDOW: [&str; 2] = ["sliding_window", "sliding_window_mla"];
+
 /// In the order of the array form; the last ones are of the map form only.
 const STORED_FIELDS: [&str; 13] = [
     "block_hashes",
@@ -372,6 +374,7 @@ fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>) -> Read<Stored> {
     let mut stored = Stored { full_attention: true, ..Stored::default() };
     let mut seen = [false; STORED_FIELDS.len()];
     let mut kind = None;
+    let mut window = Value::Nil;
     let (mut extra_keys, mut lookahead, mut salt) = (None, None, None);
     let names = match head {
         Value::Map(_) => &STORED_FIELDS[..],
@@ -405,6 +408,7 @@ fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>) -> Read<Stored> {
                     _ => None,
                 }
             }
+            10 => window = read_scalar(reader)?,
             11 => {
                 lookahead = Some(*reader);
                 reader.skip()?;
@@ -424,6 +428,11 @@ fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>) -> Read<Stored> {
         Some(kind) if !kind.is_empty() => FULL_ATTENTION.iter().any(|full| full.as_bytes() == kind),
         _ => stored.group == 0,
     };
+    if SLIDING_WINDOW.iter().any(|sliding| Some(sliding.as_bytes()) == kind)
+        && let Value::Int(tokens) = window
+    {
+        stored.window = u32::try_from(tokens).unwrap_or(0);
+    }
     if let Some(mut keys) = extra_keys {
         read_extra_keys(&mut keys, &mut stored)?;
     }

@@ -117,7 +117,7 @@ def random_event(rng: random.Random, known: list[int]) -> Event:
     kind = rng.randrange(20)
     if kind == 0:
         return Cleared()
-    group = rng.choice([0, 0, 0, 1, 2])
+    group = rng.choice([0, 0, 0, 1, 2, 3])
     if kind < 5:
         return Removed((rng.choice(known),), Tier(rng.randrange(4)), group)
     length = rng.randrange(1, 4)
@@ -136,7 +136,8 @@ def random_event(rng: random.Random, known: list[int]) -> Event:
         size,
         rng.choice([Tier.DEVICE, Tier.DEVICE, Tier.HOST]),
         group,
-        full_attention=rng.random() < 0.9 if group else True,
+        full_attention=group == 0 or (group < 3 and rng.random() < 0.9),
+        window=8 if group == 3 else 0,
         lora_id=rng.choice([0, 0, 0, 7, 8]),
         lora_name=rng.choice(["", "", "named"]),
         cache_salt=rng.choice(["", "", "salt"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,8 @@ def filled(rng: random.Random, events: int) -> NativeIndex:
         tier, group = rng.choice([Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK]), rng.choice([0, 0, 0, 3])
         stored = Stored(hashes, parent, tokens, 4, tier, group)
         repeats = [stored] * rng.choice([1, 1, 1, 4])
+        if rng.random() < 0.3:
+            repeats.append(replace(stored, group=5, full_attention=False, window=9))
         removed = Removed((rng.choice(known),), tier, group)
         index.apply(WORKER, EventBatch((*repeats, removed)), epoch=7, event_id=event_id)
         known.extend(hashes)

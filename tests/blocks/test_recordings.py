@@ -75,8 +75,8 @@ def test_predicted_blocks_are_what_the_engine_reported_as_cached(capture: Path) 
             lora_name=model if model.startswith("adapter") else "",
             cache_salt=request["params"].get("cache_salt") or "",
         )
-        found = index.find_matches(hashes, now=0.0).by_worker()
         limit = (len(tokens) - 1) // block_size
+        found = index.find_matches(hashes, now=0.0, usable=limit).by_worker()
         # The rank that published something served the request; if none did, any may have.
         served = [
             rank for rank in range(len(streams)) if request["seq_before"][rank] != request["seq_after"][rank]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -17,7 +18,7 @@ from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.bytes.events import EventBatch, Stored, Tier
 from kvscout_common.channel import call
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
-from kvscout_common.hashing import native_available
+from kvscout_common.hashing import block_hashes, native_available
 from kvscout_common.identity import AccessRole, Identity, enter, leave
 from kvscout_common.worker import Transport, WorkerSpec
 from kvscout_indexer.indexer import Indexer
@@ -53,7 +54,12 @@ def fill(indexer: Indexer, spec: WorkerSpec, rng: random.Random) -> None:
             hashes = tuple(rng.getrandbits(64) for _ in range(length))
             for tier in rng.sample(sorted(Tier), rng.choice([1, 1, 2])):
                 event = Stored(hashes, None, tokens, spec.block_size, tier, lora_name=rng.choice(["", "", "sql"]))
-                indexer.pools.of(spec).apply(rank, EventBatch((event,)), event_id=chain_number)
+                events = [event]
+                if rng.random() < 0.3:
+                    # A window of which the last block, or the one before, is there.
+                    window = replace(event, engine_hashes=hashes[-2:][:1], group=1, full_attention=False, window=4)
+                    events = [window, event]
+                indexer.pools.of(spec).apply(rank, EventBatch(tuple(events)), event_id=chain_number)
         if rng.random() < 0.3:
             hashes_held = [rng.getrandbits(64) for _ in range(3)]
             indexer.pools.of(spec).predict(rank, hashes_held, ttl_seconds=1000, now=0)
@@ -78,6 +84,15 @@ def random_request(rng: random.Random) -> indexer_pb2.FindMatchesRequest:
             request.mm_items.add(id="a", length=2)
     if rng.random() < 0.3:
         request.block_hashes.extend(rng.getrandbits(64) for _ in range(rng.randrange(5)))
+    elif request.token_ids and rng.random() < 0.3:
+        # What is held is asked for by its hashes, too; sometimes with a length that they contradict.
+        request.block_hashes.extend(block_hashes(request.token_ids, 4, lora_name=request.lora_name))
+        request.prompt_tokens = rng.choice([0, 1, 4 * len(request.block_hashes), len(request.token_ids)])
+        request.ClearField("token_ids")
+        request.ClearField("lora_name")
+        request.ClearField("cache_salt")
+    if rng.random() < 0.05:
+        request.prompt_tokens = 9
     return request
 
 
@@ -140,6 +155,10 @@ async def test_errors_are_those_of_the_plain_path(indexer: Indexer) -> None:
         with pytest.raises(InvalidArgument, match="token_ids"):
             both = indexer_pb2.FindMatchesRequest(model="m", token_ids=[1], block_hashes=[1])
             await call(stub.FindMatches, both)
+        with pytest.raises(InvalidArgument, match="prompt_tokens"):
+            await call(stub.FindMatches, indexer_pb2.FindMatchesRequest(model="m", prompt_tokens=1, token_ids=[1]))
+        with pytest.raises(InvalidArgument, match="prompt_tokens"):
+            await call(stub.FindMatches, indexer_pb2.FindMatchesRequest(model="m", prompt_tokens=3, block_hashes=[1]))
         garbage = channel.unary_unary("/kvscout.v1.Indexer/FindMatches")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await garbage(b"\x0a\xff")

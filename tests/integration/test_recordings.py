@@ -21,6 +21,12 @@ from indexer_client import MODEL, IndexerClient, indexer_process
 from recorded_engine import RecordedEngine, recorded_engine
 
 from kvscout.v1 import indexer_pb2
+from kvscout_blocks.bytes.events import EventBatch, Stored
+from kvscout_blocks.bytes.wire import decode_batch
+from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_common.hashing import block_hashes
+from kvscout_common.worker import WorkerRank
 
 CAPTURES = Path(__file__).parents[1] / "data" / "captures"
 
@@ -52,8 +58,8 @@ class Recording:
     block_size: int
     compared: int
     """Requests whose cached tokens must be predicted exactly."""
-    after_reset: int
-    """Blocks that the first request after a reset seems to have cached, because the engine has not said yet that
+    after_reset: tuple[int, ...] = ()
+    """Blocks that the first request after each reset seems to have cached, because the engine has not said yet that
     they are gone."""
     loras: int = 0
     """Compared requests with a LoRA adapter."""
@@ -61,6 +67,8 @@ class Recording:
     """Compared requests with a cache salt."""
     hits: int = 0
     """Compared requests with cached tokens."""
+    shortened: int = 0
+    """Compared requests of which full attention has more than sliding windows let the engine use."""
 
     @property
     def folder(self) -> Path:
@@ -84,10 +92,14 @@ class Recording:
 
 
 RECORDINGS = [
-    Recording("vllm-0.23.0-array", 16, compared=44, after_reset=3, salts=3, hits=9),
-    Recording("vllm-0.32.0", 32, compared=42, after_reset=3, salts=3, hits=8),
-    Recording("vllm-0.32.0-dp2", 32, compared=34, after_reset=2, hits=3),
-    Recording("vllm-0.32.0-lora-chunked", 32, compared=11, after_reset=0, loras=3, salts=4, hits=3),
+    Recording("vllm-0.23.0-array", 16, compared=44, after_reset=(3,), salts=3, hits=9),
+    Recording("vllm-0.32.0", 32, compared=42, after_reset=(3,), salts=3, hits=8),
+    Recording("vllm-0.32.0-dp2", 32, compared=34, after_reset=(2,), hits=3),
+    Recording("vllm-0.32.0-lora-chunked", 32, compared=11, after_reset=(0,), loras=3, salts=4, hits=3),
+    # Every other layer has a window of 64 tokens.
+    Recording("vllm-0.32.0-sliding-window", 32, compared=64, after_reset=(0, 0, 0), salts=6, hits=32, shortened=14),
+    # Five of six layers, each a group of its own, have a window of 100 tokens; chunks of 128 tokens.
+    Recording("vllm-0.32.0-six-groups", 32, compared=64, after_reset=(1, 4, 0), salts=4, hits=28, shortened=15),
 ]
 
 
@@ -170,6 +182,37 @@ async def playing(recording: Recording, client: IndexerClient) -> AsyncIterator[
         yield playbacks
 
 
+class FullAttention:
+    """What the full-attention groups alone of each rank would let an engine use."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._block_size = recording.block_size
+        self._batches = [list(map(decode_batch, rank)) for rank in recording.batches()]
+        self._index = ReferenceIndex(recording.block_size)
+        self._ranks = [WorkerRank("full", rank) for rank in range(len(self._batches))]
+        for rank in self._ranks:
+            self._index.add_worker(rank, WorkerOptions())
+        self._applied = [0] * len(self._ranks)
+        stored = [event for rank in self._batches for batch in rank for event in batch.events]
+        self._others = {event.group for event in stored if isinstance(event, Stored) and not event.full_attention}
+
+    def play(self, seqs: list[int]) -> None:
+        """Applies each rank's batches up to a seq."""
+        for rank, (batches, seq) in enumerate(zip(self._batches, seqs, strict=True)):
+            for batch in batches[self._applied[rank] : seq + 1]:
+                full = [event for event in batch.events if getattr(event, "group", None) not in self._others]
+                self._index.apply(self._ranks[rank], EventBatch(tuple(full)))
+            self._applied[rank] = seq + 1
+
+    def blocks(self, call: dict[str, Any], rank: int) -> int:
+        """Of a request."""
+        prompt, params = call["prompt_token_ids"], call["params"]
+        lora = "" if params["model"] == MODEL else params["model"]
+        hashes = block_hashes(prompt, self._block_size, lora_name=lora, cache_salt=params.get("cache_salt", ""))
+        found = self._index.find_matches(hashes, now=0.0).by_worker().get(self._ranks[rank])
+        return min(found.device if found else 0, (len(prompt) - 1) // self._block_size)
+
+
 async def predicted_blocks(
     client: IndexerClient, recording: Recording, call: dict[str, Any]
 ) -> dict[tuple[str, int], int]:
@@ -186,17 +229,20 @@ async def predicted_blocks(
 @pytest.mark.parametrize("backend", ["native, where it is built", "reference"])
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda recording: recording.name)
 async def test_predicted_cached_tokens_are_the_engines_own(recording: Recording, backend: str) -> None:
-    counts = dict.fromkeys(("compared", "after_reset", "loras", "salts", "hits"), 0)
+    counts = dict.fromkeys(("compared", "loras", "salts", "hits", "shortened"), 0)
+    after_reset: list[int] = []
     environment = {"kvscout_native": "0", "kvscout_require_native": ""} if backend == "reference" else None
     async with (
         indexer_process("--log-level", "warning", environment=environment) as (client, _),
         playing(recording, client) as playbacks,
     ):
         was_reset = False
+        full_attention = FullAttention(recording)
         for call in recording.calls():
             if call["kind"] == "call":
                 was_reset = True
                 continue
+            full_attention.play(call["seq_before"])
             for playback in playbacks:
                 await playback.play(call["seq_before"])
             predicted = await predicted_blocks(client, recording, call)
@@ -206,8 +252,8 @@ async def test_predicted_cached_tokens_are_the_engines_own(recording: Recording,
                 # The engine tells of a reset with the events of the next request: it still seems to have what it had.
                 was_reset = False
                 assert reported == 0
-                assert rows == [recording.after_reset] * 2
-                counts["after_reset"] = rows[0]
+                assert rows[0] == rows[1]
+                after_reset.append(rows[0])
                 for playback in playbacks:
                     await playback.play(call["seq_after"])
                     status = await client.status(playback.worker_id, rank)
@@ -218,8 +264,10 @@ async def test_predicted_cached_tokens_are_the_engines_own(recording: Recording,
             counts["loras"] += call["params"]["model"] != MODEL
             counts["salts"] += "cache_salt" in call["params"]
             counts["hits"] += reported > 0
+            counts["shortened"] += full_attention.blocks(call, rank) > rows[0]
         print(f"{recording.name}: {counts['compared']} requests compared in two encodings, {counts}")
         assert counts == {name: getattr(recording, name) for name in counts}
+        assert tuple(after_reset) == recording.after_reset
 
 
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda recording: recording.name)

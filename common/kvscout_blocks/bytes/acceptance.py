@@ -18,9 +18,11 @@ class Ignored(StrEnum):
     INCOMPATIBLE = "incompatible"
     """The worker was found incompatible before."""
     SKIPPED_GROUP = "skipped_group"
-    """A group that is not full attention, or one above `GROUP_LIMIT`; stores and removes."""
+    """A group that is neither full attention nor has a sliding window, or one above `GROUP_LIMIT`; stores and
+    removes."""
     UNKNOWN_MOVED = "unknown_moved"
-    """Tier change of an engine hash that is neither known nor a ghost; in blocks."""
+    """Tier change of an engine hash that is neither known nor a ghost, or a block of a group with a sliding window that
+    no full-attention group has when the batch is applied; in blocks."""
     BAD_LENGTH = "bad_length"
     """Shorter than one block, or tokens ≠ blocks · block size; legal, adds nothing."""
     BLOCK_SIZE = "block_size"
@@ -38,6 +40,9 @@ class Ignored(StrEnum):
     INDEX_FULL = "index_full"
     """A Stored for whose blocks the index may have no numbers left, of 67 million for prompts that begin alike; in
     blocks. The reference has no such limit."""
+    WINDOW_LIMIT = "window_limit"
+    """A block of a group with a sliding window above `max_blocks`, or `WINDOW_LIMIT` if there is no bound; in
+    blocks."""
     BATCH_LIMIT = "batch_limit"
     """An event with which a batch would have more than `BATCH_LIMIT` blocks, stored and removed; in blocks."""
     UNKNOWN_REMOVED = "unknown_removed"

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from kvscout.v1 import events_pb2, types_pb2
 from kvscout_blocks.bytes.acceptance import Ignored, judge_content, local_hashes_of
-from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, DumpedWindowBlock, WindowGroup, WorkerDump
 from kvscout_blocks.bytes.events import (
     Cleared,
     DecodedBatch,
@@ -70,6 +70,7 @@ def encode_dump(
     chunks = _chunks(dump, max_chunk_bytes - _HEADER_BYTES)
     current = next(chunks)
     index = 0
+    windows = {group.number: group for group in dump.windows}
     while True:
         following = next(chunks, None)
         current.index = index
@@ -81,6 +82,8 @@ def encode_dump(
                 events_pb2.CacheGroup(
                     group=group,
                     attention_kind=events_pb2.ATTENTION_KIND_FULL if full else events_pb2.ATTENTION_KIND_OTHER,
+                    sliding_window=windows[group].window if group in windows else 0,
+                    block_size=windows[group].block_size if group in windows else 0,
                 )
                 for group, full in dump.groups
             )
@@ -137,6 +140,17 @@ def _chunks(dump: WorkerDump, budget: int) -> Iterator[events_pb2.StateChunk]:
             parent_engine_hash=orphan.parent_engine_hash,
             local_hash=orphan.local_hash,
             copies=[_copies_to_proto(copies) for copies in orphan.copies],
+        )
+        left -= needed
+    for window_block in dump.window_blocks:
+        needed = _ENTRY_BYTES * len(window_block.copies)
+        if needed > left:
+            yield chunk
+            chunk, left = events_pb2.StateChunk(), budget
+        chunk.window_blocks.add(
+            engine_hash=window_block.engine_hash,
+            sequence_hash=window_block.sequence_hash,
+            copies=[_copies_to_proto(copies) for copies in window_block.copies],
         )
         left -= needed
     yield chunk
@@ -247,16 +261,19 @@ def _stored_from_proto(message: events_pb2.BlocksStored, block_size: int) -> Sto
     full = message.attention_kind == events_pb2.ATTENTION_KIND_FULL
     if message.attention_kind not in (events_pb2.ATTENTION_KIND_FULL, events_pb2.ATTENTION_KIND_OTHER):
         full = message.group == 0
-    foreign = message.block_size not in (0, block_size)
+    window = 0 if full else message.sliding_window
+    own_size = message.block_size or block_size
+    foreign = not window and own_size != block_size
     return Stored(
         engine_hashes=tuple(message.engine_hashes),
         parent=message.parent_engine_hash if message.HasField("parent_engine_hash") else None,
         # One token stands for the content that is not there: a tier change has none.
         tokens=(0,) if foreign else (),
-        block_size=message.block_size if foreign else block_size,
+        block_size=own_size,
         tier=_tier_from_proto(message.tier),
         group=message.group,
         full_attention=full,
+        window=window,
         local_hashes=() if foreign else tuple(message.local_hashes),
         foreign=foreign,
     )
@@ -318,8 +335,15 @@ def _stored_to_proto(event: Stored, pool: PoolKey, adapters: Mapping[int, str]) 
         message.attention_kind = (
             events_pb2.ATTENTION_KIND_FULL if event.full_attention else events_pb2.ATTENTION_KIND_OTHER
         )
+    message.sliding_window = event.window
     has_content = bool(event.tokens or event.local_hashes)
     verdict = judge_content(event, pool.block_size, pool.eagle, adapters) if has_content else None
+    if event.window:
+        # Its prefixes most often follow from other groups.
+        has_content = has_content and verdict is None
+        verdict = None
+        if event.block_size != pool.block_size:
+            message.block_size = event.block_size
     if verdict is None:
         message.engine_hashes.extend(event.engine_hashes)
         message.tier = _tier_to_proto(event.tier)
@@ -341,6 +365,8 @@ class DumpReader:
     _blocks: list[DumpedBlock] = field(default_factory=list)
     _further: dict[int, list[Copies]] = field(default_factory=dict)
     _orphans: list[DumpedOrphan] = field(default_factory=list)
+    _windows: list[WindowGroup] = field(default_factory=list)
+    _window_blocks: list[DumpedWindowBlock] = field(default_factory=list)
     _groups: tuple[tuple[int, bool], ...] = ()
     _incompatible: str = ""
 
@@ -363,6 +389,11 @@ class DumpReader:
             self._groups = tuple(
                 (group.group, group.attention_kind != events_pb2.ATTENTION_KIND_OTHER) for group in chunk.groups
             )
+            self._windows = [
+                WindowGroup(group.group, group.sliding_window, group.block_size)
+                for group in chunk.groups
+                if group.sliding_window
+            ]
         elif _identity(batch) != _identity(self._header):
             raise InvalidArgument("chunks of two dumps", field="state")
         self._next_index += 1
@@ -373,6 +404,9 @@ class DumpReader:
         for orphan in chunk.orphans:
             copies = tuple(map(_copies_from_proto, orphan.copies))
             self._orphans.append(DumpedOrphan(orphan.engine_hash, orphan.parent_engine_hash, orphan.local_hash, copies))
+        for block in chunk.window_blocks:
+            copies = tuple(sorted(map(_copies_from_proto, block.copies)))
+            self._window_blocks.append(DumpedWindowBlock(block.engine_hash, block.sequence_hash, copies))
         return self._finish(chunk.history_incomplete) if chunk.last else None
 
     def _read_run(self, run: events_pb2.StateRun) -> None:
@@ -405,6 +439,8 @@ class DumpReader:
             blocks=tuple(self._blocks),
             orphans=tuple(self._orphans),
             incompatible=self._incompatible,
+            windows=tuple(self._windows),
+            window_blocks=tuple(self._window_blocks),
         )
         return Dumped(source_of(header)[1], dump, history_incomplete)
 

@@ -38,6 +38,26 @@ class DumpedOrphan(NamedTuple):
     copies: tuple[Copies, ...]
 
 
+class WindowGroup(NamedTuple):
+    """A cache group with a sliding window."""
+
+    number: int
+    window: int
+    """Tokens that a token sees."""
+    block_size: int
+    """Tokens a block, a multiple of the index's own."""
+
+
+class DumpedWindowBlock(NamedTuple):
+    """One block in the groups with a sliding window."""
+
+    engine_hash: int
+    sequence_hash: int
+    """Of the prefix that ends with it."""
+    copies: tuple[Copies, ...]
+    """Sorted; not empty."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerDump:
     """One consistent cut of a worker rank's state: the same state gives an equal dump, in any backend.
@@ -59,3 +79,7 @@ class WorkerDump:
     """Sorted by engine hash."""
     incompatible: str = ""
     """Why the worker is not indexed; then it has no blocks. "": it is."""
+    windows: tuple[WindowGroup, ...] = ()
+    """Which groups have a sliding window, sorted."""
+    window_blocks: tuple[DumpedWindowBlock, ...] = ()
+    """What they hold, sorted by engine hash."""

@@ -46,7 +46,9 @@ class Stored:
     group: int = 0
     """KV cache group; 0 where the engine does not tell."""
     full_attention: bool = True
-    """Whether the group's blocks decide prefix hits; see `wire.is_full_attention`."""
+    """Whether a prefix hit needs all of the group's blocks; see `wire.is_full_attention`."""
+    window: int = 0
+    """Tokens that a token sees, in a group with a sliding window; 0: it has none."""
     lora_id: int = 0
     """The engine's number of the LoRA adapter; 0: none."""
     lora_name: str = ""

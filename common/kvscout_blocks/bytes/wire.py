@@ -37,6 +37,7 @@ _MAX_MAP = 256
 
 _REASON_CHARS = 200
 
+SLIDING_WINDOW_KINDS: Final = frozenset({"sliding_window", "sliding_window_mla"})
 FULL_ATTENTION_KINDS: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
 MEDIA: Final[Mapping[str, Tier]] = {
@@ -209,6 +210,7 @@ def _stored(fields: Mapping[str, Any]) -> Stored:
         tier=_tier(fields),
         group=group,
         full_attention=is_full_attention(kind if isinstance(kind, str) else None, group),
+        window=_window(fields) if isinstance(kind, str) and kind in SLIDING_WINDOW_KINDS else 0,
         lora_id=lora_id or 0,
         lora_name=lora_name,
         cache_salt=salt or (_text(fields, "cache_salt") if parent is None else ""),
@@ -324,6 +326,11 @@ def _group(fields: Mapping[str, Any]) -> int:
     if not _is_int(group, 0, MAX_GROUP):
         raise _BadEvent("group_idx is no group")
     return int(group)
+
+
+def _window(fields: Mapping[str, Any]) -> int:
+    tokens = fields.get("kv_cache_spec_sliding_window")
+    return tokens if isinstance(tokens, int) and _is_int(tokens, 0, 2**32 - 1) else 0
 
 
 def _extra_keys(raw: Any, lora_name: str, *, first: bool) -> tuple[str, tuple[tuple[str, ...], ...]]:

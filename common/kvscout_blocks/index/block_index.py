@@ -77,6 +77,9 @@ BATCH_LIMIT = 1 << 20
 SLICE = 512
 """Blocks that are stored, or as much other work, in one slice of work on a whole rank."""
 
+WINDOW_LIMIT = 1 << 22
+"""Blocks in groups with a sliding window, of each worker rank, where `max_blocks` says nothing."""
+
 GROUP_LIMIT = 64
 """Cache groups known for each worker rank; events of further ones are skipped and counted."""
 
@@ -167,6 +170,11 @@ class WorkerStats:
     predictions: int
     device_copies: int
     """Σ device counts over blocks and groups, orphans included."""
+    window_blocks: int
+    """Blocks in groups with a sliding window."""
+    unjudged_groups: Sequence[int]
+    """Groups that are neither full attention nor known to have a sliding window: overlaps may be too long by what these
+    lack."""
     over_capacity: bool
     incompatible: str
     """Why the worker is not indexed; "" if it is."""
@@ -305,13 +313,18 @@ class BlockIndex(Protocol):
         """
         ...
 
-    def find_matches(self, block_hashes: Sequence[int] | bytes, *, now: float, early_exit: bool = False) -> Overlaps:
+    def find_matches(
+        self, block_hashes: Sequence[int] | bytes, *, now: float, early_exit: bool = False, usable: int | None = None
+    ) -> Overlaps:
         """How many leading blocks of a prompt each worker rank holds; exact.
 
         Args:
             block_hashes: Local hashes from block 0, as integers or as little-endian u64s.
             now: Decides which predictions count; of many that end at once, some count until `maintain` ended them.
             early_exit: Stop once at most one worker can have more; its numbers are then lower bounds.
+            usable: Blocks that an engine takes from its cache at most, as it always computes the last token: all but
+                the last one where the prompt ends with it. min(overlap, usable) is then what an engine with sliding
+                windows takes, too. None: all.
 
         At most O(blocks · workers/64 + rows). Changes no answer (it marks blocks as used, for the bound).
         """

@@ -19,20 +19,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
-from kvscout_blocks.bytes.dump import Copies
 from kvscout_blocks.bytes.events import Tier
-from kvscout_blocks.index.block_index import GHOST_LIMIT, MAX_COPIES, ORPHAN_LIMIT, TWIN_LIMIT, Cut
+from kvscout_blocks.index.block_index import GHOST_LIMIT, ORPHAN_LIMIT, TWIN_LIMIT, Cut
+from kvscout_blocks.index.copies import Counts, Place, add_copy
 from kvscout_blocks.index.prefix_tree import NOT_HELD, Node, PrefixTree
+from kvscout_blocks.index.windows import WindowGroups
 from kvscout_common.worker import CopyMode
 
 K = TypeVar("K")
 V = TypeVar("V")
-
-Place = tuple[int, Tier]
-"""Cache group and tier: where a copy lies."""
-
-Counts = dict[Place, int]
-"""Copies of a block in each place; never 0."""
 
 
 class Block:
@@ -91,11 +86,6 @@ def level_of(counts: Mapping[Place, int], full_groups: tuple[int, ...]) -> int:
     return slowest
 
 
-def copies_of(counts: Mapping[Place, int]) -> tuple[Copies, ...]:
-    """Counts in the form of a dump."""
-    return tuple(Copies(group, tier, number) for (group, tier), number in sorted(counts.items()))
-
-
 class Holdings:
     """The content of one worker rank, in one slot of the tree.
 
@@ -137,6 +127,8 @@ class Holdings:
         self.held = 0
         """Nodes held on any tier."""
         self.device_copies = 0
+        self.windows: WindowGroups | None = None
+        """Groups with a sliding window, if there are any."""
         self.may_have_hidden = False
         """False proves that no block is hidden; True says that one may be."""
 
@@ -300,6 +292,8 @@ class Holdings:
         for engine_hash in list(self.orphans):
             self.evict_orphan(engine_hash)
         self._doubt_evicted()
+        if self.windows is not None:
+            self.windows = self.windows.emptied()
         self.demoted_until = max(self.demoted_until, until)
         self.demoting_until = until
 
@@ -397,11 +391,7 @@ class Holdings:
         return not (self.blocks or self.predictions or self.demoted)
 
     def _add_copy(self, counts: Counts, at: Place, mode: CopyMode) -> None:
-        number = counts.get(at, 0)
-        if number and (mode is CopyMode.SET or number >= MAX_COPIES):
-            return
-        counts[at] = number + 1
-        self.device_copies += at[1] is Tier.DEVICE
+        self.device_copies += add_copy(counts, at, mode) and at[1] is Tier.DEVICE
 
     def _bind(self, engine_hash: int, node: Node, counts: Counts) -> Block:
         block = Block(engine_hash, node, counts)

@@ -22,7 +22,14 @@ from kvscout_blocks.bytes.codec import (
     parse_batch,
     source_of,
 )
-from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+from kvscout_blocks.bytes.dump import (
+    Copies,
+    DumpedBlock,
+    DumpedOrphan,
+    DumpedWindowBlock,
+    WindowGroup,
+    WorkerDump,
+)
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Tier
 from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_blocks.index.block_index import (
@@ -121,9 +128,11 @@ class NativeIndex:
         """See `BlockIndex.predict`."""
         return self._index.predict(worker, block_hashes, ttl_seconds, now)
 
-    def find_matches(self, block_hashes: Sequence[int] | bytes, *, now: float, early_exit: bool = False) -> Overlaps:
+    def find_matches(
+        self, block_hashes: Sequence[int] | bytes, *, now: float, early_exit: bool = False, usable: int | None = None
+    ) -> Overlaps:
         """See `BlockIndex.find_matches`."""
-        return Overlaps._make(self._index.find_matches(block_hashes, now, early_exit))
+        return Overlaps._make(self._index.find_matches(block_hashes, now, early_exit, usable))
 
     def maintain(self, *, now: float, budget: int = 4096) -> bool:
         """See `BlockIndex.maintain`."""
@@ -155,6 +164,8 @@ class NativeIndex:
                 dump.blocks,
                 dump.orphans,
                 dump.incompatible,
+                dump.windows,
+                dump.window_blocks,
             )
         )
 
@@ -200,8 +211,8 @@ class NativeIndex:
         stats = self._index.worker_stats(worker)
         if stats is None:
             return None
-        ignored = {reason: count for reason, count in zip(Ignored, stats[8], strict=True) if count}
-        return WorkerStats(*stats[:8], ignored)
+        ignored = {reason: count for reason, count in zip(Ignored, stats[-1], strict=True) if count}
+        return WorkerStats(*stats[:-1], ignored)
 
     def stats(self) -> IndexStats:
         """See `BlockIndex.stats`."""
@@ -249,7 +260,7 @@ class NativeCut:
         dump = self._cut.dump()
         if dump is None:
             return None
-        epoch, last_event_id, groups, blocks, orphans, incompatible = dump
+        epoch, last_event_id, groups, blocks, orphans, incompatible, windows, window_blocks = dump
         return WorkerDump(
             self._worker,
             epoch,
@@ -258,6 +269,11 @@ class NativeCut:
             tuple(DumpedBlock(engine, parent, local, _copies(copies)) for engine, parent, local, copies in blocks),
             tuple(DumpedOrphan(engine, parent, local, _copies(copies)) for engine, parent, local, copies in orphans),
             incompatible,
+            tuple(WindowGroup(*group) for group in windows),
+            tuple(
+                DumpedWindowBlock(engine, sequence_hash, _copies(copies))
+                for engine, sequence_hash, copies in window_blocks
+            ),
         )
 
     def messages(self, pool: PoolKey, *, history_incomplete: bool, epoch: int | None = None) -> list[bytes] | None:

@@ -11,8 +11,10 @@ cumulative (a slot on the device is in all of them), so that a query needs one A
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
+
+from kvscout_common.hashing import extend_sequence
 
 COLUMNS: Final = 5
 """Device, host, disk, external (cumulative), predicted."""
@@ -142,6 +144,24 @@ class PrefixTree:
 
 Matches = tuple[dict[int, int], ...]
 """For each column: slot → leading blocks."""
+
+
+def sequence_hasher() -> Callable[[Node], int]:
+    """A function that tells the sequence hashes of nodes, and remembers them: only while no node goes."""
+    known: dict[Node, int] = {}
+
+    def sequence_hash_of(node: Node) -> int:
+        path = []
+        step = node
+        while step.parent is not None and step not in known:
+            path.append(step)
+            step = step.parent
+        above = known.get(step)
+        for below in reversed(path):
+            known[below] = above = extend_sequence(above, below.local)
+        return known[node]
+
+    return sequence_hash_of
 
 
 def match(tree: PrefixTree, hashes: Iterable[int], live: int, early_exit: bool) -> tuple[Matches, Node]:

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from kvscout_blocks.bytes.acceptance import Ignored, judge_content, local_hashes_of
 from kvscout_blocks.bytes.dump import WorkerDump
-from kvscout_blocks.bytes.events import Cleared, EventBatch, Removed, Stored
+from kvscout_blocks.bytes.events import Cleared, EventBatch, Removed, Stored, Tier
 from kvscout_blocks.bytes.wire import MalformedBatch, decode_batch
 from kvscout_blocks.index import bound, state_dump
 from kvscout_blocks.index.block_index import (
@@ -30,16 +30,19 @@ from kvscout_blocks.index.block_index import (
     DEFAULT_PRUNE_RATIO,
     GROUP_LIMIT,
     SLICE,
+    WINDOW_LIMIT,
     Applied,
     IndexStats,
+    Overlap,
     Overlaps,
     WorkerOptions,
     WorkerStats,
 )
 from kvscout_blocks.index.holdings import Holdings
 from kvscout_blocks.index.predictions import Predictions
-from kvscout_blocks.index.prefix_tree import PrefixTree, match
+from kvscout_blocks.index.prefix_tree import PrefixTree, match, sequence_hasher
 from kvscout_blocks.index.slices import at_once
+from kvscout_blocks.index.windows import Chain, WindowGroups, cut_rows
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound
 from kvscout_common.worker import WorkerRank
 
@@ -116,9 +119,8 @@ class ReferenceCut:
     detached = False
 
     def __init__(self, head: WorkerDump, holdings: Holdings) -> None:
-        self._head = head
         self._holdings = holdings
-        self._slices = state_dump.dump_holdings(holdings)
+        self._slices = state_dump.dump_holdings(holdings, head)
         self._dump: WorkerDump | None = None
         holdings.cuts.append(self)
 
@@ -129,8 +131,7 @@ class ReferenceCut:
         try:
             next(self._slices)
         except StopIteration as end:
-            blocks, orphans = end.value
-            self._dump = replace(self._head, blocks=blocks, orphans=orphans)
+            self._dump = end.value
             self._holdings.cuts.remove(self)
             return False
         return True
@@ -260,6 +261,7 @@ class ReferenceIndex:
         if known is None:
             return
         known.groups.clear()
+        known.holdings.windows = None
         known.epoch, known.last_event_id, known.incompatible = 0, None, ""
         known.content = object()
         self._renew(worker, known)
@@ -342,6 +344,7 @@ class ReferenceIndex:
                 self._removed(known, event)
             # Event by event, since each Cleared takes a slot.
             self._drain(blocks + 1)
+        self._settle_windows(known, batch)
         self._move_cursor(worker, epoch, event_id)
         self._enforce_bound(filled)
         self._drain(_DRAINED_BY_APPLY)
@@ -350,7 +353,7 @@ class ReferenceIndex:
     def _stored(self, worker: WorkerRank, known: _Worker, event: Stored) -> None:
         """Judges one Stored event, in the order of `Ignored`, and stores what is left of it."""
         if not known.learn_group(event.group, event.full_attention):
-            known.ignored[Ignored.SKIPPED_GROUP] += 1
+            self._window_stored(known, event)
         elif not event.tokens and not event.local_hashes:
             self._moved(known, event)
         else:
@@ -365,6 +368,43 @@ class ReferenceIndex:
                 known.ignored[verdict] += 1
                 return
             self._store_chain(known, event, local_hashes_of(event, self._block_size, self._eagle, adapters))
+
+    def _window_stored(self, known: _Worker, event: Stored) -> None:
+        """Stores an event of a group that is not full attention, if it has a window."""
+        holdings = known.holdings
+        windows = WindowGroups(self._block_size) if holdings.windows is None else holdings.windows
+        if known.groups.get(event.group) is not False or not windows.learn(event):
+            known.ignored[Ignored.SKIPPED_GROUP] += 1
+            return
+        holdings.windows = windows
+        refused = windows.store(event, known.options.copies, self._max_blocks or WINDOW_LIMIT)
+        if refused:
+            known.ignored[Ignored.WINDOW_LIMIT] += refused
+
+    def _settle_windows(self, known: _Worker, batch: EventBatch) -> None:
+        """Finds the prefixes of what a batch stored in groups with a window."""
+        windows = known.holdings.windows
+        if windows is None:
+            return
+        blocks, sequence_hashes = known.holdings.blocks, sequence_hasher()
+
+        def sequence_hash_of(engine_hash: int) -> int | None:
+            block = blocks.get(engine_hash)
+            return sequence_hashes(block.node) if block is not None else None
+
+        rules = self._block_size, self._eagle, known.options.adapters
+        groups = windows.groups
+
+        def chains() -> Iterator[Chain]:
+            for event in batch.events:
+                if not isinstance(event, Stored) or event.group not in groups:
+                    continue
+                if (event.tokens or event.local_hashes) and judge_content(event, *rules) is None:
+                    yield event.parent, event.engine_hashes, local_hashes_of(event, *rules)
+
+        unknown = windows.settle(sequence_hash_of, chains)
+        if unknown:
+            known.ignored[Ignored.UNKNOWN_MOVED] += unknown
 
     def _store_chain(self, known: _Worker, event: Stored, local_hashes: Sequence[int]) -> None:
         """Stores an event's blocks below their parent, or as orphans if it is unknown."""
@@ -422,10 +462,13 @@ class ReferenceIndex:
                 self._cancel_prediction(holdings, engine_hash)
 
     def _removed(self, known: _Worker, event: Removed) -> None:
-        if known.groups.get(event.group) is False:
-            known.ignored[Ignored.SKIPPED_GROUP] += 1
-            return
         holdings = known.holdings
+        if known.groups.get(event.group) is False:
+            if holdings.windows is None or event.group not in holdings.windows.groups:
+                known.ignored[Ignored.SKIPPED_GROUP] += 1
+            elif unknown := holdings.windows.remove(event):
+                known.ignored[Ignored.UNKNOWN_REMOVED] += unknown
+            return
         for engine_hash in event.engine_hashes:
             if holdings.predictions:
                 self._cancel_prediction(holdings, engine_hash)
@@ -445,23 +488,30 @@ class ReferenceIndex:
 
     # Queries
 
-    def find_matches(self, block_hashes: Sequence[int] | bytes, *, now: float, early_exit: bool = False) -> Overlaps:
+    def find_matches(
+        self, block_hashes: Sequence[int] | bytes, *, now: float, early_exit: bool = False, usable: int | None = None
+    ) -> Overlaps:
         """See `BlockIndex.find_matches`."""
         self._queries += 1
         self._predictions.expire(now, _ENDED_BY_QUERY)
-        columns, deepest = match(self._tree, _integers(block_hashes), self._live, early_exit)
+        hashes = list(_integers(block_hashes))
+        columns, deepest = match(self._tree, hashes, self._live, early_exit)
         self._tree.touch(deepest)
-        device, host, disk, external, predicted = columns
         # A slot with a block in any column has one in `external` or in `predicted`.
-        slots = sorted(external.keys() | predicted.keys())
-        return Overlaps(
-            tuple(owner for owner in (self._owners[slot] for slot in slots) if owner is not None),
-            tuple(device.get(slot, 0) for slot in slots),
-            tuple(host.get(slot, 0) for slot in slots),
-            tuple(disk.get(slot, 0) for slot in slots),
-            tuple(external.get(slot, 0) for slot in slots),
-            tuple(predicted.get(slot, 0) for slot in slots),
+        slots = columns[Tier.EXTERNAL].keys() | columns[-1].keys()
+        rows = {slot: Overlap(*(column.get(slot, 0) for column in columns)) for slot in slots}
+        cut_rows(
+            rows,
+            {h.slot: (h.windows, not h.full_groups) for h in self._contents() if h.windows is not None},
+            hashes,
+            len(hashes) if usable is None else usable,
         )
+        found = [(slot, row) for slot, row in sorted(rows.items()) if any(row)]
+        owners = tuple(owner for owner in (self._owners[slot] for slot, _ in found) if owner is not None)
+        return Overlaps(owners, *zip(*(row for _, row in found), strict=True)) if found else Overlaps()
+
+    def _contents(self) -> Iterator[Holdings]:
+        return (known.holdings for known in self._workers.values())
 
     def predict(
         self, worker: WorkerRank, block_hashes: Sequence[int] | bytes, *, ttl_seconds: float, now: float
@@ -532,10 +582,12 @@ class ReferenceIndex:
         if known is None:
             raise NotFound(f"worker {dump.worker.worker_id} rank {dump.worker.dp_rank} is not known")
         content = known.content
-        yield from state_dump.check(dump)
+        yield from state_dump.check(dump, self._block_size)
         holdings = self._new_holdings(None)
         aside.append(holdings)
         holdings.set_full_groups(tuple(sorted(group for group, full in dump.groups if full)))
+        if dump.windows:
+            holdings.windows = WindowGroups(self._block_size, dump.windows)
         for _ in state_dump.load_holdings(holdings, dump):
             self._drain(SLICE)
             yield
@@ -574,6 +626,12 @@ class ReferenceIndex:
             ghosts=len(holdings.ghosts),
             predictions=len(holdings.predictions),
             device_copies=holdings.device_copies,
+            window_blocks=len(holdings.windows) if holdings.windows is not None else 0,
+            unjudged_groups=[
+                group
+                for group, full in sorted(known.groups.items())
+                if not full and (holdings.windows is None or group not in holdings.windows.groups)
+            ],
             over_capacity=known.over_capacity,
             incompatible=known.incompatible,
             ignored=dict(known.ignored),
@@ -638,9 +696,11 @@ class ReferenceIndex:
 
     def _renew(self, worker: WorkerRank, known: _Worker) -> None:
         """Empties a worker at once; its groups stay known."""
+        windows = known.holdings.windows
         self._drop(known.holdings)
         known.holdings = self._new_holdings(worker)
         known.holdings.set_full_groups(known.full_groups)
+        known.holdings.windows = windows.emptied() if windows is not None else None
 
     def _drop(self, holdings: Holdings) -> None:
         self._live &= ~holdings.bit

@@ -5,25 +5,30 @@ Works on `Holdings` only; cursors and groups belong to the index.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
-from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
+from kvscout_blocks.bytes.dump import DumpedBlock, DumpedOrphan, DumpedWindowBlock, WorkerDump
 from kvscout_blocks.bytes.events import Tier
 from kvscout_blocks.index.block_index import GHOST_LIMIT, GROUP_LIMIT, MAX_COPIES, ORPHAN_LIMIT, SLICE, TWIN_LIMIT
-from kvscout_blocks.index.holdings import Counts, Holdings, Orphan, copies_of, level_of, twins
+from kvscout_blocks.index.copies import copies_of, counts_of
+from kvscout_blocks.index.holdings import Holdings, Orphan, level_of, twins
 from kvscout_blocks.index.prefix_tree import NOT_HELD, Node, PrefixTree
+from kvscout_blocks.index.windows import WindowGroups
 from kvscout_common.errors import InvalidArgument
 
 V = TypeVar("V")
+
+_NOT_FULL = "is not full attention"
 
 
 Slices = Generator[None, None, V]
 """Yields after each slice; nothing of the holdings may change before the end."""
 
 
-def dump_holdings(holdings: Holdings) -> Slices[tuple[tuple[DumpedBlock, ...], tuple[DumpedOrphan, ...]]]:
-    """Blocks and orphans in the order that `WorkerDump` promises."""
+def dump_holdings(holdings: Holdings, head: WorkerDump) -> Slices[WorkerDump]:
+    """A dump with blocks, orphans and window groups in the order that `WorkerDump` promises."""
     below: dict[Node, list[Node]] = {}
     listed: set[Node] = set()
     for number, node in enumerate(holdings.nodes):
@@ -57,11 +62,18 @@ def dump_holdings(holdings: Holdings) -> Slices[tuple[tuple[DumpedBlock, ...], t
         DumpedOrphan(engine_hash, orphan.parent, orphan.local, copies_of(orphan.counts))
         for engine_hash, orphan in sorted(holdings.orphans.items())
     )
-    return tuple(blocks), orphans
+    windows = holdings.windows
+    return replace(
+        head,
+        blocks=tuple(blocks),
+        orphans=orphans,
+        windows=tuple(sorted(windows.groups.values())) if windows is not None else (),
+        window_blocks=windows.dump() if windows is not None else (),
+    )
 
 
-def check(dump: WorkerDump) -> Slices[None]:
-    """Verifies that a dump can be loaded.
+def check(dump: WorkerDump, block_size: int) -> Slices[None]:
+    """Verifies that a dump can be loaded into an index with blocks of so many tokens.
 
     Raises:
         InvalidArgument: Naming the first entry that contradicts another.
@@ -82,9 +94,9 @@ def check(dump: WorkerDump) -> Slices[None]:
             raise InvalidArgument("its parent does not come before it", field=field)
         if (block.engine_hash is None) != (not block.copies):
             raise InvalidArgument("a hole has copies, or a block has none", field=field)
-        _check_entry(field, block.engine_hash, block.copies, full, hashes)
+        _check_entry(block, field, full, _NOT_FULL, hashes)
     for position, orphan in enumerate(dump.orphans):
-        _check_entry(f"orphans.{position}", orphan.engine_hash, orphan.copies, full, hashes)
+        _check_entry(orphan, f"orphans.{position}", full, _NOT_FULL, hashes)
         if not orphan.copies:
             raise InvalidArgument("an orphan has no copies", field=f"orphans.{position}")
     bound = {block.engine_hash for block in dump.blocks}
@@ -93,24 +105,58 @@ def check(dump: WorkerDump) -> Slices[None]:
             raise InvalidArgument("its parent is known", field=f"orphans.{position}")
     if len(dump.orphans) > ORPHAN_LIMIT:
         raise InvalidArgument(f"more than {ORPHAN_LIMIT}", field="orphans")
-    if dump.incompatible and (dump.blocks or dump.orphans):
+    yield from _check_windows(dump, block_size)
+    if dump.incompatible and (dump.blocks or dump.orphans or dump.window_blocks):
         raise InvalidArgument("a worker that is not indexed has blocks", field="incompatible")
 
 
-def _check_entry(field: str, engine_hash: int | None, copies: Iterable[Copies], full: set[int], seen: set[int]) -> None:
+def _check_windows(dump: WorkerDump, block_size: int) -> Slices[None]:
+    numbers = [group.number for group in dump.windows]
+    for position in range(1, len(numbers)):
+        if numbers[position - 1] >= numbers[position]:
+            raise InvalidArgument("does not come after the one before it", field=f"windows.{position}")
+    for position, group in enumerate(dump.windows):
+        field = f"windows.{position}"
+        if (group.number, False) not in dump.groups:
+            raise InvalidArgument("is no group that is not full attention", field=field)
+        if not group.window or not group.block_size:
+            raise InvalidArgument("has no tokens", field=field)
+    hashes: set[int] = set()
+    for position, block in enumerate(dump.window_blocks):
+        if position % SLICE == SLICE - 1:
+            yield
+        field = f"window_blocks.{position}"
+        if not block.copies:
+            raise InvalidArgument("has no copies", field=field)
+        _check_entry(block, field, set(numbers), "has no window", hashes)
+    windows = WindowGroups(block_size)
+    for position, group in enumerate(dump.windows):
+        if not windows.is_whole(group.block_size):
+            raise InvalidArgument(f"its blocks are no multiple of {block_size} tokens", field=f"windows.{position}")
+
+
+def _check_entry(
+    entry: DumpedBlock | DumpedOrphan | DumpedWindowBlock, field: str, groups: set[int], otherwise: str, seen: set[int]
+) -> None:
+    engine_hash = entry.engine_hash
     if engine_hash is not None:
         if engine_hash in seen:
             raise InvalidArgument("its engine hash comes twice", field=field)
         seen.add(engine_hash)
-    for group, _, number in copies:
-        if group not in full:
-            raise InvalidArgument(f"group {group} is not full attention", field=field)
+    for group, _, number in entry.copies:
+        if group not in groups:
+            raise InvalidArgument(f"group {group} {otherwise}", field=field)
         if not 1 <= number <= MAX_COPIES:
             raise InvalidArgument(f"{number} copies", field=field)
 
 
 def load_holdings(holdings: Holdings, dump: WorkerDump) -> Slices[None]:
     """Fills empty holdings from a dump that `check` accepted."""
+    if holdings.windows is not None:
+        for position, window_block in enumerate(reversed(dump.window_blocks)):
+            if position % SLICE == SLICE - 1:
+                yield
+            holdings.windows.place(window_block.engine_hash, window_block.sequence_hash, counts_of(window_block.copies))
     nodes: list[Node] = []
     for position, block in enumerate(dump.blocks):
         if position % SLICE == SLICE - 1:
@@ -121,7 +167,7 @@ def load_holdings(holdings: Holdings, dump: WorkerDump) -> Slices[None]:
         # Until all is there: a hole is nobody's before something is below it.
         holdings.tree.acquire(node)
         if block.engine_hash is not None:
-            holdings.restore(block.engine_hash, node, _counts(block.copies))
+            holdings.restore(block.engine_hash, node, counts_of(block.copies))
             holdings.tree.touch(node)
     for position, node in enumerate(reversed(nodes)):
         if position % SLICE == SLICE - 1:
@@ -132,12 +178,8 @@ def load_holdings(holdings: Holdings, dump: WorkerDump) -> Slices[None]:
             yield
         holdings.restore_orphan(
             orphan.engine_hash,
-            Orphan(orphan.parent_engine_hash, orphan.local_hash, _counts(orphan.copies)),
+            Orphan(orphan.parent_engine_hash, orphan.local_hash, counts_of(orphan.copies)),
         )
-
-
-def _counts(copies: Iterable[Copies]) -> Counts:
-    return {(group, Tier(tier)): number for group, tier, number in copies}
 
 
 def check_holdings(tree: PrefixTree, visible: Sequence[Holdings], dropped: Sequence[Holdings]) -> None:
@@ -165,6 +207,8 @@ def check_holdings(tree: PrefixTree, visible: Sequence[Holdings], dropped: Seque
         assert node.used <= node.parent.used, "whoever uses a block uses its prefix"
     for holdings in visible:
         _check_worker(holdings, attached)
+        if holdings.windows is not None:
+            holdings.windows.check()
         names = {(name, node) for node, all_names in holdings.names.items() for name in all_names}
         bound = {(engine_hash, block.node) for engine_hash, block in holdings.blocks.items()}
         assert names == bound | holdings.demoted.items(), "nodes know their hashes"

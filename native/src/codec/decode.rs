@@ -5,7 +5,7 @@ use std::fmt;
 use smallvec::SmallVec;
 
 use super::{Identity, OTHER_ATTENTION, VERSION};
-use crate::index::{Copies, DumpedBlock, DumpedOrphan, WorkerDump};
+use crate::index::{Copies, DumpedBlock, DumpedOrphan, DumpedWindowBlock, WindowGroup, WorkerDump};
 use crate::protobuf::{Field, Reader};
 
 /// Why messages are no dump: the field, and what is wrong with it.
@@ -66,6 +66,8 @@ struct Reading {
     blocks: Vec<DumpedBlock>,
     further: Vec<(u64, Copies)>,
     orphans: Vec<DumpedOrphan>,
+    windows: Vec<WindowGroup>,
+    window_blocks: Vec<DumpedWindowBlock>,
     history_incomplete: bool,
     incompatible: String,
 }
@@ -179,22 +181,28 @@ impl Reading {
                 Ok(())
             }
             (6, Field::Bytes(value)) => self.orphan(value),
+            (9, Field::Bytes(value)) => self.window_block(value),
             _ => Ok(()),
         })?;
         Ok(last)
     }
 
     fn group(&mut self, message: &[u8]) -> Result<(), DecodeError> {
-        let (mut group, mut kind) = (0, 0);
+        let (mut group, mut kind, mut window, mut block_size) = (0, 0, 0, 0);
         fields("state.groups", message, |number, field| {
             match (number, field) {
                 (1, Field::Varint(value)) => group = narrow("state.groups.group", value)?,
                 (2, Field::Varint(value)) => kind = value,
+                (3, Field::Varint(value)) => window = narrow("state.groups.sliding_window", value)?,
+                (4, Field::Varint(value)) => block_size = narrow("state.groups.block_size", value)?,
                 _ => {}
             }
             Ok(())
         })?;
         self.groups.push((group, kind != OTHER_ATTENTION));
+        if window > 0 {
+            self.windows.push(WindowGroup { number: group, window, block_size });
+        }
         Ok(())
     }
 
@@ -258,6 +266,22 @@ impl Reading {
         Ok(())
     }
 
+    fn window_block(&mut self, message: &[u8]) -> Result<(), DecodeError> {
+        let mut block = DumpedWindowBlock { engine_hash: 0, sequence_hash: 0, counts: SmallVec::new() };
+        fields("state.window_blocks", message, |number, field| {
+            match (number, field) {
+                (1, Field::Fixed64(value)) => block.engine_hash = value,
+                (2, Field::Fixed64(value)) => block.sequence_hash = value,
+                (3, Field::Bytes(value)) => block.counts.push(read_copies(value)?.1),
+                _ => {}
+            }
+            Ok(())
+        })?;
+        block.counts.sort_unstable();
+        self.window_blocks.push(block);
+        Ok(())
+    }
+
     fn finish(mut self) -> Result<Dumped, DecodeError> {
         for &(position, copies) in &self.further {
             let block = usize::try_from(position).ok().and_then(|position| self.blocks.get_mut(position));
@@ -271,8 +295,17 @@ impl Reading {
         }
         let (identity, epoch, last_event_id) = self.identity.unwrap_or_default();
         let (groups, blocks, orphans) = (self.groups, self.blocks, self.orphans);
-        let incompatible = self.incompatible;
-        let dump = WorkerDump { epoch, last_event_id, groups, blocks, orphans, incompatible };
+        let (windows, window_blocks, incompatible) = (self.windows, self.window_blocks, self.incompatible);
+        let dump = WorkerDump {
+            epoch,
+            last_event_id,
+            groups,
+            blocks,
+            orphans,
+            windows,
+            window_blocks,
+            incompatible,
+        };
         Ok(Dumped { identity, dump, history_incomplete: self.history_incomplete })
     }
 }

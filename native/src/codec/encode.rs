@@ -1,7 +1,7 @@
 //! A dump → its messages.
 
 use super::{FULL_ATTENTION, Identity, OTHER_ATTENTION, VERSION};
-use crate::index::{Copies, DumpedBlock, DumpedOrphan, WorkerDump};
+use crate::index::{Copies, DumpedBlock, DumpedOrphan, DumpedWindowBlock, WorkerDump};
 use crate::protobuf::Writer;
 
 // What parts of a message take at most, as in the twin: chunks are cut at the same blocks.
@@ -15,6 +15,7 @@ struct Chunk {
     runs: Writer,
     further: Writer,
     orphans: Writer,
+    window_blocks: Writer,
     run: Option<Run>,
     left: usize,
 }
@@ -31,8 +32,8 @@ struct Run {
 
 impl Chunk {
     fn new(budget: usize) -> Self {
-        let (runs, further, orphans) = Default::default();
-        Self { runs, further, orphans, run: None, left: budget }
+        let (runs, further, orphans, window_blocks) = Default::default();
+        Self { runs, further, orphans, window_blocks, run: None, left: budget }
     }
 
     fn end_run(&mut self) {
@@ -86,6 +87,17 @@ impl Chunk {
         self.orphans.bytes(6, message.as_bytes());
         self.left = self.left.saturating_sub(ENTRY_BYTES * orphan.counts.len());
     }
+
+    fn add_window_block(&mut self, block: &DumpedWindowBlock) {
+        let mut message = Writer::default();
+        message.fixed64(1, block.engine_hash);
+        message.fixed64(2, block.sequence_hash);
+        for copies in &block.counts {
+            message.bytes(3, write_copies(copies, 0).as_bytes());
+        }
+        self.window_blocks.bytes(9, message.as_bytes());
+        self.left = self.left.saturating_sub(ENTRY_BYTES * block.counts.len());
+    }
 }
 
 fn write_copies(copies: &Copies, position: usize) -> Writer {
@@ -125,6 +137,12 @@ pub fn encode(
         }
         chunk.add_orphan(orphan);
     }
+    for block in &dump.window_blocks {
+        if ENTRY_BYTES * block.counts.len() > chunk.left {
+            chunks.push(std::mem::replace(&mut chunk, Chunk::new(budget)));
+        }
+        chunk.add_window_block(block);
+    }
     chunks.push(chunk);
     let last = chunks.len() - 1;
     let messages = chunks.into_iter().enumerate();
@@ -150,6 +168,10 @@ fn message(
             let mut message = Writer::default();
             message.varint(1, u64::from(group));
             message.varint(2, if full { FULL_ATTENTION } else { OTHER_ATTENTION });
+            if let Some(window) = dump.windows.iter().find(|window| window.number == group) {
+                message.varint(3, u64::from(window.window));
+                message.varint(4, u64::from(window.block_size));
+            }
             state.bytes(3, message.as_bytes());
         }
     }
@@ -160,6 +182,7 @@ fn message(
     if index == 0 {
         state.string(8, &dump.incompatible);
     }
+    state.append(&chunk.window_blocks);
     let mut event = Writer::default();
     event.bytes(5, state.as_bytes());
     let mut batch = Writer::default();

@@ -89,12 +89,23 @@ fn stored(message: &[u8], block_size: u32) -> Result<Stored, DecodeError> {
             (5, Field::Varint(value)) => event.group = narrow("group", value)?,
             (6, Field::Varint(value)) => kind = value,
             (7, Field::Varint(value)) => foreign = value,
+            (8, Field::Varint(value)) => event.window = narrow("sliding_window", value)?,
             _ => {}
         }
         Ok(())
     })?;
-    if foreign != 0 && foreign != u64::from(block_size) {
+    event.full_attention = match kind {
+        FULL_ATTENTION => true,
+        OTHER_ATTENTION => false,
+        _ => event.group == 0,
+    };
+    if event.full_attention {
+        event.window = 0;
+    }
+    if foreign != 0 {
         event.block_size = narrow("block_size", foreign)?;
+    }
+    if event.window == 0 && event.block_size != block_size {
         event.foreign = true;
         // One token stands for the content that is not there: a tier change has none.
         event.tokens = vec![0];
@@ -103,11 +114,6 @@ fn stored(message: &[u8], block_size: u32) -> Result<Stored, DecodeError> {
     if !event.local_hashes.is_empty() && event.local_hashes.len() != event.engine_hashes.len() {
         return Err(invalid("local_hashes", "not one a block"));
     }
-    event.full_attention = match kind {
-        FULL_ATTENTION => true,
-        OTHER_ATTENTION => false,
-        _ => event.group == 0,
-    };
     Ok(event)
 }
 

@@ -30,14 +30,16 @@ pub fn encode_events(
     message.into_bytes()
 }
 
-/// What cannot be indexed is sent without its hashes: it still teaches the kind of its group.
+/// What cannot be indexed is sent without its hashes: it still teaches the kind of its group. A group with a window
+/// keeps them: their prefixes most often follow from other groups.
 fn stored(rules: Rules<'_>, event: &Stored) -> Writer {
     let mut message = Writer::default();
     let moved = event.tokens.is_empty() && event.local_hashes.is_empty();
     let verdict = if moved { None } else { rules.judge_content(event) };
-    if verdict.is_none() {
+    let content = !moved && verdict.is_none();
+    if verdict.is_none() || event.window > 0 {
         message.packed_fixed64(1, &event.engine_hashes);
-        if !moved {
+        if content {
             if let Some(parent) = event.parent {
                 message.present_fixed64(2, parent);
             }
@@ -50,9 +52,11 @@ fn stored(rules: Rules<'_>, event: &Stored) -> Writer {
     if event.full_attention != (event.group == 0) {
         message.varint(6, if event.full_attention { FULL_ATTENTION } else { OTHER_ATTENTION });
     }
-    if verdict == Some(Ignored::BlockSize) {
+    let other_size = event.window > 0 && event.block_size as usize != rules.block_size;
+    if other_size || verdict == Some(Ignored::BlockSize) {
         message.varint(7, u64::from(event.block_size));
     }
+    message.varint(8, u64::from(event.window));
     message
 }
 

@@ -1,6 +1,7 @@
 //! Judges events, in the order of `Ignored`, and stores what is left of them.
 
 use super::store::{Refused, Target};
+use super::window::{self, WindowGroups};
 use super::{Handle, Index, State, WorkerName};
 use crate::acceptance::Rules;
 use crate::events::{Batch, Event, Removed, Stored};
@@ -29,12 +30,13 @@ pub enum Ignored {
     OrphanLimit,
     TwinLimit,
     IndexFull,
+    WindowLimit,
     BatchLimit,
     UnknownRemoved,
 }
 
 /// Number of reasons.
-pub const IGNORED: usize = 13;
+pub const IGNORED: usize = 14;
 
 /// What became of one batch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -74,13 +76,15 @@ impl Index {
                     count(state, worker, Ignored::Incompatible, 1)
                 }
                 Event::Stored(stored) => self.stored(state, worker, stored),
-                Event::Removed(removed) => removed_event(state, worker, removed),
+                Event::Removed(removed) => self.removed(state, worker, removed),
             }
             state.ledger.finish();
             // Event by event, since each Cleared takes a slot.
             self.drain(state, blocks + 1);
             filled += blocks;
         }
+        let unknown = self.settle_windows(state, worker, batch);
+        count(state, worker, Ignored::UnknownMoved, unknown);
         let restored = std::mem::take(&mut state.ledger.restored);
         self.enforce_bound(state, filled + restored);
         self.drain(state, DRAINED_BY_APPLY);
@@ -99,19 +103,30 @@ impl Index {
     /// Empties a worker at once; its groups stay known.
     fn renew(&self, state: &mut State, worker: Handle) {
         let slot = state.ranks[worker].slot;
-        let groups = state.ledger.worker(slot).groups.clone();
+        let old = state.ledger.worker(slot);
+        let (groups, windows) = (old.groups.clone(), old.windows.as_ref().map(|windows| windows.groups()));
         self.drop_slot(state, slot);
         let slot = self.new_slot(state, worker);
-        state.ledger.worker_mut(slot).groups = groups;
+        let new = state.ledger.worker_mut(slot);
+        new.groups = groups;
+        new.windows = WindowGroups::of_groups(&windows.unwrap_or_default(), self.block_size);
         state.ledger.refresh_groups(slot);
         state.ranks[worker].slot = slot;
+        self.show_windows(state, worker);
     }
 
     fn stored(&self, state: &mut State, worker: Handle, event: &Stored) {
         let slot = state.ranks[worker].slot;
+        let full_groups = state.ledger.worker(slot).full_groups.len();
         if !state.ledger.learn_group(slot, event.group, event.full_attention, GROUP_LIMIT) {
-            count(state, worker, Ignored::SkippedGroup, 1);
+            match self.window_stored(state, worker, event) {
+                Some(refused) => count(state, worker, Ignored::WindowLimit, refused),
+                None => count(state, worker, Ignored::SkippedGroup, 1),
+            }
             return;
+        }
+        if full_groups == 0 {
+            self.show_windows(state, worker);
         }
         let to = Target { group: event.group, tier: event.tier, set: state.ranks[worker].options.set_copies };
         if event.tokens.is_empty() && event.local_hashes.is_empty() {
@@ -145,16 +160,19 @@ impl Index {
         let refused = state.ledger.store(slot, event.parent, &event.engine_hashes, &local, to);
         count_refused(state, worker, refused);
     }
-}
 
-fn removed_event(state: &mut State, worker: Handle, event: &Removed) {
-    let slot = state.ranks[worker].slot;
-    if state.ledger.worker(slot).groups.contains(&(event.group, false)) {
-        count(state, worker, Ignored::SkippedGroup, 1);
-        return;
+    fn removed(&self, state: &mut State, worker: Handle, event: &Removed) {
+        let slot = state.ranks[worker].slot;
+        let unknown = if !state.ledger.worker(slot).groups.contains(&(event.group, false)) {
+            state.ledger.remove(slot, &event.engine_hashes, event.group, event.tier)
+        } else if let Some(unknown) = window::removed(&mut state.ledger, slot, event) {
+            unknown
+        } else {
+            count(state, worker, Ignored::SkippedGroup, 1);
+            return;
+        };
+        count(state, worker, Ignored::UnknownRemoved, unknown);
     }
-    let unknown = state.ledger.remove(slot, &event.engine_hashes, event.group, event.tier);
-    count(state, worker, Ignored::UnknownRemoved, unknown);
 }
 
 fn count_refused(state: &mut State, worker: Handle, refused: Refused) {

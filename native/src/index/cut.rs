@@ -19,6 +19,7 @@ use super::dump::{DumpedBlock, DumpedOrphan, WorkerDump};
 use super::extent::Extent;
 use super::ledger::Ledger;
 use super::nodes::{index_of, shard_of};
+use super::window::WindowGroups;
 use super::worker::{Copies, Counts, NodeId, Odd, PresenceId, TIERS};
 use super::{Index, SLICE, WorkerName};
 
@@ -57,6 +58,8 @@ pub struct Cut {
     ends: HashSet<u64>,
     /// The last presence that was looked at.
     last: PresenceId,
+    /// Parts of the window groups that were copied.
+    window_parts: usize,
     complete: bool,
     head: WorkerDump,
     full_groups: Vec<u32>,
@@ -73,6 +76,7 @@ impl Cut {
     fn dump(self) -> WorkerDump {
         let Self { pieces, full_groups, mut head, .. } = self;
         head.orphans.sort_unstable_by_key(|orphan| orphan.engine_hash);
+        head.window_blocks.sort_unstable_by_key(|block| block.engine_hash);
         let mut below: HashMap<u64, Vec<usize>> = HashMap::new();
         for (number, piece) in pieces.iter().enumerate() {
             below.entry(piece.above).or_default().push(number);
@@ -170,9 +174,10 @@ impl Index {
                 epoch: rank.epoch,
                 last_event_id: rank.last_event_id,
                 groups: worker.groups.clone(),
-                blocks: Vec::new(),
                 orphans: orphans.collect(),
+                windows: worker.windows.as_ref().map(|windows| windows.groups()).unwrap_or_default(),
                 incompatible: rank.incompatible.clone(),
+                ..WorkerDump::default()
             },
             full_groups: worker.full_groups.to_vec(),
             ..Cut::default()
@@ -244,7 +249,14 @@ impl Ledger {
                 copied += self.copy_presence(slot, presence, &mut cut);
             }
         }
-        cut.complete = cut.last == highest;
+        let Cut { window_parts, head, .. } = &mut *cut;
+        let windows = self.worker(slot).windows.as_ref();
+        if let Some(windows) = windows {
+            *window_parts =
+                windows.copy(*window_parts, budget.saturating_sub(copied), &mut head.window_blocks);
+        }
+        let windows = windows.is_none() || WindowGroups::is_copied(cut.window_parts);
+        cut.complete = cut.last == highest && windows;
         !cut.complete
     }
 

@@ -5,9 +5,10 @@
 
 use std::sync::Arc;
 
-use hashbrown::Equivalent;
+use hashbrown::{Equivalent, HashMap};
 
 use super::trie::Match;
+use super::window::View;
 use super::worker::{LEVELS, NO_LANE, PREDICTED};
 use crate::slab::Slab;
 
@@ -69,6 +70,8 @@ pub struct Directory {
     names: Slab<WorkerRank>,
     /// Lanes in use on levels above the device.
     upper: usize,
+    /// Of workers with window groups.
+    views: HashMap<Handle, View>,
 }
 
 impl Directory {
@@ -100,6 +103,7 @@ impl Directory {
     pub fn hide(&mut self, lanes: &[u32; LEVELS]) {
         for &lane in lanes.iter().filter(|&&lane| lane != NO_LANE) {
             let lane = &mut self.lanes[lane as usize];
+            self.views.remove(&lane.worker);
             self.upper -= usize::from(lane.worker != 0 && lane.level > 0);
             lane.worker = 0;
         }
@@ -113,6 +117,16 @@ impl Directory {
             lane.worker = worker;
             self.upper += usize::from(lane.level > 0);
         }
+    }
+
+    /// Shows what a worker's window groups hold, until its lanes are hidden.
+    pub fn show_windows(&mut self, worker: Handle, view: View) {
+        self.views.insert(worker, view);
+    }
+
+    /// Workers with window groups.
+    pub fn views(&self) -> &HashMap<Handle, View> {
+        &self.views
     }
 
     /// Frees lanes that have nothing any more.

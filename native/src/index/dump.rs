@@ -5,6 +5,7 @@ use std::fmt;
 use hashbrown::HashSet;
 
 use super::apply::GROUP_LIMIT;
+use super::window::{DumpedWindowBlock, WindowGroup};
 use super::worker::{Counts, ORPHAN_LIMIT};
 
 /// One block of a dump: an engine hash bound to a prefix, or a hole above one.
@@ -38,6 +39,10 @@ pub struct WorkerDump {
     pub blocks: Vec<DumpedBlock>,
     /// Sorted by engine hash.
     pub orphans: Vec<DumpedOrphan>,
+    /// Which groups have a sliding window, sorted.
+    pub windows: Vec<WindowGroup>,
+    /// What they hold, sorted by engine hash.
+    pub window_blocks: Vec<DumpedWindowBlock>,
     /// Why the worker is not indexed; then it has no blocks. Empty: it is.
     pub incompatible: String,
 }
@@ -68,6 +73,8 @@ impl fmt::Display for LoadError {
     }
 }
 
+const NOT_FULL: &str = "is not full attention";
+
 pub fn check(dump: &WorkerDump) -> Result<(), LoadError> {
     if let Some(at) = dump.groups.windows(2).position(|pair| pair[0].0 >= pair[1].0) {
         return contradiction(format!("groups.{}", at + 1), "does not come after the one before it");
@@ -85,12 +92,12 @@ pub fn check(dump: &WorkerDump) -> Result<(), LoadError> {
         if block.engine_hash.is_none() != block.counts.is_empty() {
             return contradiction(field(), "a hole has copies, or a block has none");
         }
-        check_entry(field, block.engine_hash, &block.counts, &full, &mut seen)?;
+        check_entry(field, block.engine_hash, &block.counts, &full, NOT_FULL, &mut seen)?;
     }
     let bound: HashSet<u64> = seen.clone();
     for (position, orphan) in dump.orphans.iter().enumerate() {
         let field = || format!("orphans.{position}");
-        check_entry(field, Some(orphan.engine_hash), &orphan.counts, &full, &mut seen)?;
+        check_entry(field, Some(orphan.engine_hash), &orphan.counts, &full, NOT_FULL, &mut seen)?;
         if orphan.counts.is_empty() {
             return contradiction(field(), "an orphan has no copies");
         }
@@ -101,9 +108,34 @@ pub fn check(dump: &WorkerDump) -> Result<(), LoadError> {
     if dump.orphans.len() > ORPHAN_LIMIT {
         return contradiction("orphans".into(), &format!("more than {ORPHAN_LIMIT}"));
     }
-    let empty = dump.blocks.is_empty() && dump.orphans.is_empty();
+    check_windows(dump)?;
+    let empty = dump.blocks.is_empty() && dump.orphans.is_empty() && dump.window_blocks.is_empty();
     if !empty && !dump.incompatible.is_empty() {
         return contradiction("incompatible".into(), "a worker that is not indexed has blocks");
+    }
+    Ok(())
+}
+
+fn check_windows(dump: &WorkerDump) -> Result<(), LoadError> {
+    if let Some(at) = dump.windows.windows(2).position(|pair| pair[0].number >= pair[1].number) {
+        return contradiction(format!("windows.{}", at + 1), "does not come after the one before it");
+    }
+    for (position, group) in dump.windows.iter().enumerate() {
+        if !dump.groups.contains(&(group.number, false)) {
+            return contradiction(format!("windows.{position}"), "is no group that is not full attention");
+        }
+        if group.window == 0 || group.block_size == 0 {
+            return contradiction(format!("windows.{position}"), "has no tokens");
+        }
+    }
+    let groups: Vec<u32> = dump.windows.iter().map(|group| group.number).collect();
+    let mut seen = HashSet::new();
+    for (position, block) in dump.window_blocks.iter().enumerate() {
+        let field = || format!("window_blocks.{position}");
+        if block.counts.is_empty() {
+            return contradiction(field(), "has no copies");
+        }
+        check_entry(field, Some(block.engine_hash), &block.counts, &groups, "has no window", &mut seen)?;
     }
     Ok(())
 }
@@ -112,15 +144,16 @@ fn check_entry(
     field: impl Fn() -> String,
     engine_hash: Option<u64>,
     counts: &Counts,
-    full: &[u32],
+    groups: &[u32],
+    otherwise: &str,
     seen: &mut HashSet<u64>,
 ) -> Result<(), LoadError> {
     if engine_hash.is_some_and(|engine_hash| !seen.insert(engine_hash)) {
         return contradiction(field(), "its engine hash comes twice");
     }
     for copies in counts {
-        if !full.contains(&copies.group) {
-            return contradiction(field(), &format!("group {} is not full attention", copies.group));
+        if !groups.contains(&copies.group) {
+            return contradiction(field(), &format!("group {} {otherwise}", copies.group));
         }
         if copies.number == 0 {
             return contradiction(field(), "0 copies");

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::dump::{DumpedBlock, DumpedOrphan, LoadError, WorkerDump, check};
 use super::ledger::{Cursor, Ledger, ROOT};
 use super::store::Target;
+use super::window::WindowGroups;
 use super::worker::device_copies;
 use super::{Index, SLICE, State, TIERS, WorkerName, WorkerRank};
 
@@ -18,6 +19,8 @@ pub struct Loading {
     content: u64,
     blocks: usize,
     orphans: usize,
+    /// In place of the slot's with the rest: nobody sees them before.
+    windows: Option<Box<WindowGroups>>,
     /// All is loaded; the dump's lists go.
     filled: bool,
 }
@@ -42,6 +45,11 @@ impl Index {
     /// Begins to load a dump; nothing changes for anybody before `commit`.
     pub fn begin_load(&self, name: WorkerName<'_>, dump: WorkerDump) -> Result<Loading, LoadError> {
         check(&dump)?;
+        let windows = WindowGroups::of_groups(&dump.windows, self.block_size);
+        if let Some(at) = dump.windows.iter().position(|group| !self.is_whole(group.block_size)) {
+            let message = format!("its blocks are no multiple of {} tokens", self.block_size);
+            return Err(LoadError::Contradiction { field: format!("windows.{at}"), message });
+        }
         let tiers = dump.tiers();
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -57,11 +65,21 @@ impl Index {
             self.open_slot_level(state, slot, 0, tier);
         }
         let content = state.ranks[handle].content;
-        Ok(Loading { name: name.into(), dump, slot, content, blocks: 0, orphans: 0, filled: false })
+        Ok(Loading { name: name.into(), dump, slot, content, blocks: 0, orphans: 0, windows, filled: false })
     }
 
     /// Loads a slice; whether more is left.
     pub fn load_slice(&self, loading: &mut Loading) -> Result<bool, LoadError> {
+        let mut budget = SLICE;
+        while let (Some(windows), true) = (&mut loading.windows, budget > 0)
+            && let Some(block) = loading.dump.window_blocks.pop()
+        {
+            windows.place(block.engine_hash, block.sequence_hash, block.counts);
+            budget -= 1;
+        }
+        if budget < SLICE {
+            return Ok(true);
+        }
         let mut guard = self.state.lock();
         let state = &mut *guard;
         if loading.filled {
@@ -103,6 +121,8 @@ impl Index {
             handle,
         );
         self.drop_hidden(state, old);
+        state.ledger.worker_mut(loading.slot).windows = loading.windows;
+        self.show_windows(state, handle);
         let content = self.next_content();
         let dump = loading.dump;
         let rank = &mut state.ranks[handle];

@@ -27,6 +27,7 @@ mod run;
 mod stats;
 mod store;
 mod trie;
+mod window;
 mod worker;
 
 use std::collections::VecDeque;
@@ -47,9 +48,10 @@ pub use ghosts::GHOST_LIMIT;
 use ledger::Ledger;
 pub use load::Loading;
 use predict::Expiries;
-pub use prompt::{Prompt, TokenPrompt};
+pub use prompt::{HashedPrompt, Prompt, TokenPrompt};
 pub use stats::{IndexStats, WorkerStats};
 use trie::{Match, Trie};
+pub use window::{DumpedWindowBlock, WindowGroup};
 pub use worker::{Copies, LEVELS, MAX_COPIES, ORPHAN_LIMIT, TIERS};
 use worker::{MAX_SLOTS, NO_LANE, Worker};
 
@@ -407,6 +409,9 @@ impl Index {
         self.trie.find(prompt, early_exit, &mut found);
         let mut rows = Vec::with_capacity(found.len());
         directory.rows(&found, &mut rows);
+        if !directory.views().is_empty() {
+            window::cut_rows(&directory, prompt, &mut rows);
+        }
         with(&rows, &|handle| directory.name(handle).cloned())
     }
 

@@ -181,8 +181,9 @@ impl Index {
         worker.ghosts.doubt_evicted();
         worker.demoted_until = worker.demoted_until.max(until);
         worker.demotion = Some(Demotion { until, next: 0 });
+        let windows = self.empty_windows(state, handle);
         drop(guard);
-        drop(orphans);
+        drop((orphans, windows));
     }
 
     /// Demotes a slice; how many blocks of it were not predicted before, None if nothing was left to demote.

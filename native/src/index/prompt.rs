@@ -13,6 +13,11 @@ pub trait Prompt {
     /// At least the first `count` local hashes; `count` is at most `len`.
     fn hashes(&mut self, count: usize) -> &[u64];
 
+    /// Leading blocks that an engine may take from its cache: it always computes the last token.
+    fn usable(&self) -> usize {
+        self.len()
+    }
+
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -31,26 +36,55 @@ impl Prompt for &[u64] {
     }
 }
 
+/// Ready hashes of a prompt of which more is known.
+#[derive(Debug)]
+pub struct HashedPrompt<'a> {
+    pub hashes: &'a [u64],
+    /// See `Prompt::usable`.
+    pub usable: usize,
+}
+
+impl Prompt for HashedPrompt<'_> {
+    fn len(&self) -> usize {
+        self.hashes.len()
+    }
+
+    fn hashes(&mut self, _count: usize) -> &[u64] {
+        self.hashes
+    }
+
+    fn usable(&self) -> usize {
+        self.usable
+    }
+}
+
 /// Token ids, hashed lazily.
 #[derive(Debug)]
 pub struct TokenPrompt<'a> {
     hasher: BlockHasher<'a>,
     tokens: &'a [u8],
     blocks: usize,
+    usable: usize,
     hashes: Vec<u64>,
 }
 
 impl<'a> TokenPrompt<'a> {
     /// A prompt of little-endian token ids.
     pub fn new(hasher: BlockHasher<'a>, tokens: &'a [u8]) -> Self {
-        let blocks = hasher.block_count(tokens.len() / TOKEN_BYTES);
-        Self { hasher, tokens, blocks, hashes: Vec::new() }
+        let count = tokens.len() / TOKEN_BYTES;
+        let blocks = hasher.block_count(count);
+        let usable = blocks.min(count.saturating_sub(1) / hasher.block_size());
+        Self { hasher, tokens, blocks, usable, hashes: Vec::new() }
     }
 }
 
 impl Prompt for TokenPrompt<'_> {
     fn len(&self) -> usize {
         self.blocks
+    }
+
+    fn usable(&self) -> usize {
+        self.usable
     }
 
     fn hashes(&mut self, count: usize) -> &[u64] {

@@ -19,6 +19,9 @@ pub struct WorkerStats {
     pub ghosts: u64,
     pub predictions: u64,
     pub device_copies: u64,
+    pub window_blocks: u64,
+    /// Groups that are neither full attention nor known to have a window: what they lack is not seen.
+    pub unjudged_groups: Vec<u32>,
     pub over_capacity: bool,
     pub incompatible: String,
     pub ignored: [u64; IGNORED],
@@ -54,6 +57,8 @@ impl Index {
             ghosts: worker.ghosts.len() as u64,
             predictions: worker.predictions,
             device_copies: worker.device_copies,
+            window_blocks: worker.windows.as_ref().map_or(0, |windows| windows.len() as u64),
+            unjudged_groups: unjudged(worker),
             over_capacity: rank.over_capacity(worker),
             incompatible: rank.incompatible.clone(),
             ignored: rank.ignored,
@@ -222,6 +227,9 @@ fn check_worker(
     ensure(worker.dropped || predictions == worker.predictions, || {
         "predictions of a worker are counted".into()
     })?;
+    if let Some(windows) = worker.windows.as_ref().filter(|_| !worker.dropped) {
+        windows.check()?;
+    }
     ensure(worker.ghosts.len() <= GHOST_LIMIT, || "ghosts are bounded".into())?;
     ensure(worker.orphans.len() <= ORPHAN_LIMIT, || "orphans are bounded".into())?;
     for (engine_hash, orphan) in worker.orphans.iter() {
@@ -233,6 +241,11 @@ fn check_worker(
         ensure(parent.is_none_or(|counts| counts.is_empty()), || "no orphan's parent is bound".into())?;
     }
     Ok(())
+}
+
+fn unjudged(worker: &Worker) -> Vec<u32> {
+    let others = worker.groups.iter().filter(|(_, full)| !full).map(|(group, _)| *group);
+    others.filter(|&group| worker.windows.as_ref().is_none_or(|windows| !windows.judges(group))).collect()
 }
 
 fn ensure(good: bool, what: impl FnOnce() -> String) -> Result<(), String> {

@@ -24,6 +24,7 @@ use super::extent::Extent;
 use super::ghosts::{Above, Ghost, Ghosts};
 use super::run::Run;
 use super::trie::MAX_RUN;
+use super::window::WindowGroups;
 use crate::slab::Slab;
 use crate::table::{Slot, Table, mix};
 
@@ -488,6 +489,8 @@ pub struct Worker {
     pub filling: Option<PresenceId>,
     /// Where the bound takes next.
     pub idle: Idle,
+    /// Groups with a sliding window, if there are any.
+    pub windows: Option<Box<WindowGroups>>,
     /// Under way: what is to become predictions.
     pub demotion: Option<Demotion>,
     /// Under way: who copies the content.
@@ -840,5 +843,6 @@ impl Worker {
             + self.demoted.bytes()
             + self.detached.allocation_size()
             + self.idle.bytes()
+            + self.windows.as_ref().map_or(0, |windows| windows.bytes())
     }
 }

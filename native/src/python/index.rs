@@ -12,8 +12,8 @@ use super::{DETACH_ABOVE_BYTES, applied, fault_name};
 use crate::events::{Batch, Event, FaultKind, Removed, Stored};
 use crate::hashing::hashes_from_bytes;
 use crate::index::{
-    self, Bounds, Copies, DumpedBlock, DumpedOrphan, LEVELS, LoadError, Row, WorkerDump, WorkerName,
-    WorkerOptions,
+    self, Bounds, Copies, DumpedBlock, DumpedOrphan, DumpedWindowBlock, HashedPrompt, LEVELS, LoadError, Row,
+    WindowGroup, WorkerDump, WorkerName, WorkerOptions,
 };
 use crate::wire;
 
@@ -158,10 +158,12 @@ impl BlockIndex {
         block_hashes: &Bound<'py, PyAny>,
         now: f64,
         early_exit: bool,
+        usable: Option<usize>,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let py = block_hashes.py();
-        let find = |mut hashes: &[u64]| {
-            self.index.find(&mut hashes, now, early_exit, |rows, _| self.columns(py, rows))
+        let find = |hashes: &[u64]| {
+            let mut prompt = HashedPrompt { hashes, usable: usable.unwrap_or(hashes.len()) };
+            self.index.find(&mut prompt, now, early_exit, |rows, _| self.columns(py, rows))
         };
         match block_hashes.cast::<PyBytes>() {
             Ok(bytes) => match hashes_from_bytes(bytes.as_bytes()) {
@@ -193,6 +195,8 @@ impl BlockIndex {
             stats.ghosts,
             stats.predictions,
             stats.device_copies,
+            stats.window_blocks,
+            stats.unjudged_groups,
             stats.over_capacity,
             stats.incompatible,
             stats.ignored.to_vec(),
@@ -248,7 +252,14 @@ impl BlockIndex {
     }
 }
 
+/// Engine hash, sequence hash, copies.
+pub type WindowBlocks = Vec<(u64, u64, Vec<CopiesTuple>)>;
+
+/// Group, tokens of its window, tokens a block.
+pub type Windows = Vec<(u32, u32, u32)>;
+
 /// A dump from its columns.
+#[allow(clippy::too_many_arguments)]
 pub fn read_dump(
     epoch: u64,
     last_event_id: Option<u64>,
@@ -256,6 +267,8 @@ pub fn read_dump(
     blocks: Blocks,
     orphans: Orphans,
     incompatible: String,
+    windows: Windows,
+    window_blocks: WindowBlocks,
 ) -> WorkerDump {
     let blocks = blocks.into_iter().map(|(engine_hash, parent, local_hash, counts)| DumpedBlock {
         engine_hash,
@@ -268,7 +281,13 @@ pub fn read_dump(
         DumpedOrphan { engine_hash, parent_engine_hash, local_hash, counts: counts_from_python(counts) }
     });
     let (blocks, orphans) = (blocks.collect(), orphans.collect());
-    WorkerDump { epoch, last_event_id, groups, blocks, orphans, incompatible }
+    let windows =
+        windows.into_iter().map(|(number, window, block_size)| WindowGroup { number, window, block_size });
+    let window_blocks = window_blocks.into_iter().map(|(engine_hash, sequence_hash, counts)| {
+        DumpedWindowBlock { engine_hash, sequence_hash, counts: counts_from_python(counts) }
+    });
+    let (windows, window_blocks) = (windows.collect(), window_blocks.collect());
+    WorkerDump { epoch, last_event_id, groups, blocks, orphans, windows, window_blocks, incompatible }
 }
 
 /// Why a dump was not loaded, as a Python exception.
@@ -300,6 +319,7 @@ fn read_event(event: &Bound<'_, PyAny>) -> PyResult<Event> {
             tier: get("tier")?.extract()?,
             group: get("group")?.extract()?,
             full_attention: get("full_attention")?.extract()?,
+            window: get("window")?.extract()?,
             lora_id: get("lora_id")?.extract()?,
             lora_name: get("lora_name")?.extract()?,
             cache_salt: get("cache_salt")?.extract()?,
@@ -334,6 +354,7 @@ fn decode_batch<'py>(payload: &Bound<'py, PyBytes>) -> PyResult<Bound<'py, PyTup
                 fields.set_item("tier", stored.tier)?;
                 fields.set_item("group", stored.group)?;
                 fields.set_item("full_attention", stored.full_attention)?;
+                fields.set_item("window", stored.window)?;
                 fields.set_item("lora_id", stored.lora_id)?;
                 fields.set_item("lora_name", stored.lora_name)?;
                 fields.set_item("cache_salt", stored.cache_salt)?;

@@ -8,7 +8,9 @@ use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyTuple};
 
 use super::codec::{Pool, decode_error};
-use super::index::{BlockIndex, Blocks, Name, Orphans, counts_to_python, load_error, read_dump};
+use super::index::{
+    BlockIndex, Blocks, Name, Orphans, WindowBlocks, Windows, counts_to_python, load_error, read_dump,
+};
 use crate::codec::{self, Identity};
 use crate::index::{self, WorkerDump, WorkerName, WorkerRank};
 
@@ -51,6 +53,10 @@ impl Cut {
             let counts = counts_to_python(&orphan.counts);
             (orphan.engine_hash, orphan.parent_engine_hash, orphan.local_hash, counts)
         });
+        let windows = dump.windows.iter().map(|group| (group.number, group.window, group.block_size));
+        let window_blocks = dump.window_blocks.iter();
+        let window_blocks = window_blocks
+            .map(|block| (block.engine_hash, block.sequence_hash, counts_to_python(&block.counts)));
         let columns = (
             dump.epoch,
             dump.last_event_id,
@@ -58,6 +64,8 @@ impl Cut {
             blocks.collect::<Vec<_>>(),
             orphans.collect::<Vec<_>>(),
             dump.incompatible.clone(),
+            windows.collect::<Vec<_>>(),
+            window_blocks.collect::<Vec<_>>(),
         );
         columns.into_pyobject(py).map(Some)
     }
@@ -133,8 +141,11 @@ impl Loading {
         blocks: Blocks,
         orphans: Orphans,
         incompatible: String,
+        windows: Windows,
+        window_blocks: WindowBlocks,
     ) -> PyResult<Self> {
-        let dump = read_dump(epoch, last_event_id, groups, blocks, orphans, incompatible);
+        let dump =
+            read_dump(epoch, last_event_id, groups, blocks, orphans, incompatible, windows, window_blocks);
         let worker = (worker.0.to_string(), worker.1);
         Self::begin(py, index, worker, dump, None, false)
     }

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvscout.v1 import types_pb2 as kvscout_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvscout/v1/events.proto\x12\nkvscout.v1\x1a\x16kvscout/v1/types.proto\"\xb5\x02\n\x0cKvEventBatch\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\r\n\x05\x65\x61gle\x18\x07 \x01(\x08\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x15\n\x08\x65vent_id\x18\t \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x11made_unix_seconds\x18\n \x01(\x01\x12#\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x13.kvscout.v1.KvEvent\x12\x18\n\x0blast_digest\x18\x0c \x01(\x06H\x01\x88\x01\x01\x12\x11\n\tresend_id\x18\r \x01(\x04\x42\x0b\n\t_event_idB\x0e\n\x0c_last_digest\"\xeb\x01\n\x07KvEvent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.kvscout.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.kvscout.v1.BlocksRemovedH\x00\x12+\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x18.kvscout.v1.CacheClearedH\x00\x12(\n\x05reset\x18\x04 \x01(\x0b\x32\x17.kvscout.v1.SourceResetH\x00\x12\'\n\x05state\x18\x05 \x01(\x0b\x32\x16.kvscout.v1.StateChunkH\x00\x42\x06\n\x04kind\"\xe9\x01\n\x0c\x42locksStored\x12\x15\n\rengine_hashes\x18\x01 \x03(\x06\x12\x1f\n\x12parent_engine_hash\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x14\n\x0clocal_hashes\x18\x03 \x03(\x06\x12\x1e\n\x04tier\x18\x04 \x01(\x0e\x32\x10.kvscout.v1.Tier\x12\r\n\x05group\x18\x05 \x01(\r\x12\x31\n\x0e\x61ttention_kind\x18\x06 \x01(\x0e\x32\x19.kvscout.v1.AttentionKind\x12\x12\n\nblock_size\x18\x07 \x01(\rB\x15\n\x13_parent_engine_hash\"U\n\rBlocksRemoved\x12\x15\n\rengine_hashes\x18\x01 \x03(\x06\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.kvscout.v1.Tier\x12\r\n\x05group\x18\x03 \x01(\r\"\x0e\n\x0c\x43\x61\x63heCleared\"\r\n\x0bSourceReset\"\x82\x02\n\nStateChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\x08\x12&\n\x06groups\x18\x03 \x03(\x0b\x32\x16.kvscout.v1.CacheGroup\x12\"\n\x04runs\x18\x04 \x03(\x0b\x32\x14.kvscout.v1.StateRun\x12/\n\x0e\x66urther_copies\x18\x05 \x03(\x0b\x32\x17.kvscout.v1.StateCopies\x12(\n\x07orphans\x18\x06 \x03(\x0b\x32\x17.kvscout.v1.StateOrphan\x12\x1a\n\x12history_incomplete\x18\x07 \x01(\x08\x12\x14\n\x0cincompatible\x18\x08 \x01(\t\"N\n\nCacheGroup\x12\r\n\x05group\x18\x01 \x01(\r\x12\x31\n\x0e\x61ttention_kind\x18\x02 \x01(\x0e\x32\x19.kvscout.v1.AttentionKind\"\xa8\x01\n\x08StateRun\x12\x1c\n\x0fparent_position\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0clocal_hashes\x18\x02 \x03(\x06\x12\x15\n\rengine_hashes\x18\x03 \x03(\x06\x12\x0e\n\x06\x63opies\x18\x04 \x03(\r\x12\x1e\n\x04tier\x18\x05 \x01(\x0e\x32\x10.kvscout.v1.Tier\x12\r\n\x05group\x18\x06 \x01(\rB\x12\n\x10_parent_position\"^\n\x0bStateCopies\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.kvscout.v1.Tier\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0e\n\x06\x63opies\x18\x04 \x01(\r\"{\n\x0bStateOrphan\x12\x13\n\x0b\x65ngine_hash\x18\x01 \x01(\x06\x12\x1a\n\x12parent_engine_hash\x18\x02 \x01(\x06\x12\x12\n\nlocal_hash\x18\x03 \x01(\x06\x12\'\n\x06\x63opies\x18\x04 \x03(\x0b\x32\x17.kvscout.v1.StateCopies*b\n\rAttentionKind\x12\x1e\n\x1a\x41TTENTION_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41TTENTION_KIND_FULL\x10\x01\x12\x18\n\x14\x41TTENTION_KIND_OTHER\x10\x02\x42\x31Z/github.com/kvscout/kvscout/clients/go/kvscoutv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvscout/v1/events.proto\x12\nkvscout.v1\x1a\x16kvscout/v1/types.proto\"\xb5\x02\n\x0cKvEventBatch\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\r\n\x05\x65\x61gle\x18\x07 \x01(\x08\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x15\n\x08\x65vent_id\x18\t \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x11made_unix_seconds\x18\n \x01(\x01\x12#\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x13.kvscout.v1.KvEvent\x12\x18\n\x0blast_digest\x18\x0c \x01(\x06H\x01\x88\x01\x01\x12\x11\n\tresend_id\x18\r \x01(\x04\x42\x0b\n\t_event_idB\x0e\n\x0c_last_digest\"\xeb\x01\n\x07KvEvent\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.kvscout.v1.BlocksStoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.kvscout.v1.BlocksRemovedH\x00\x12+\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x18.kvscout.v1.CacheClearedH\x00\x12(\n\x05reset\x18\x04 \x01(\x0b\x32\x17.kvscout.v1.SourceResetH\x00\x12\'\n\x05state\x18\x05 \x01(\x0b\x32\x16.kvscout.v1.StateChunkH\x00\x42\x06\n\x04kind\"\x81\x02\n\x0c\x42locksStored\x12\x15\n\rengine_hashes\x18\x01 \x03(\x06\x12\x1f\n\x12parent_engine_hash\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x14\n\x0clocal_hashes\x18\x03 \x03(\x06\x12\x1e\n\x04tier\x18\x04 \x01(\x0e\x32\x10.kvscout.v1.Tier\x12\r\n\x05group\x18\x05 \x01(\r\x12\x31\n\x0e\x61ttention_kind\x18\x06 \x01(\x0e\x32\x19.kvscout.v1.AttentionKind\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x16\n\x0esliding_window\x18\x08 \x01(\rB\x15\n\x13_parent_engine_hash\"U\n\rBlocksRemoved\x12\x15\n\rengine_hashes\x18\x01 \x03(\x06\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.kvscout.v1.Tier\x12\r\n\x05group\x18\x03 \x01(\r\"\x0e\n\x0c\x43\x61\x63heCleared\"\r\n\x0bSourceReset\"\xb7\x02\n\nStateChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\x08\x12&\n\x06groups\x18\x03 \x03(\x0b\x32\x16.kvscout.v1.CacheGroup\x12\"\n\x04runs\x18\x04 \x03(\x0b\x32\x14.kvscout.v1.StateRun\x12/\n\x0e\x66urther_copies\x18\x05 \x03(\x0b\x32\x17.kvscout.v1.StateCopies\x12(\n\x07orphans\x18\x06 \x03(\x0b\x32\x17.kvscout.v1.StateOrphan\x12\x1a\n\x12history_incomplete\x18\x07 \x01(\x08\x12\x14\n\x0cincompatible\x18\x08 \x01(\t\x12\x33\n\rwindow_blocks\x18\t \x03(\x0b\x32\x1c.kvscout.v1.StateWindowBlock\"z\n\nCacheGroup\x12\r\n\x05group\x18\x01 \x01(\r\x12\x31\n\x0e\x61ttention_kind\x18\x02 \x01(\x0e\x32\x19.kvscout.v1.AttentionKind\x12\x16\n\x0esliding_window\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\"\xa8\x01\n\x08StateRun\x12\x1c\n\x0fparent_position\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x0clocal_hashes\x18\x02 \x03(\x06\x12\x15\n\rengine_hashes\x18\x03 \x03(\x06\x12\x0e\n\x06\x63opies\x18\x04 \x03(\r\x12\x1e\n\x04tier\x18\x05 \x01(\x0e\x32\x10.kvscout.v1.Tier\x12\r\n\x05group\x18\x06 \x01(\rB\x12\n\x10_parent_position\"^\n\x0bStateCopies\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.kvscout.v1.Tier\x12\r\n\x05group\x18\x03 \x01(\r\x12\x0e\n\x06\x63opies\x18\x04 \x01(\r\"{\n\x0bStateOrphan\x12\x13\n\x0b\x65ngine_hash\x18\x01 \x01(\x06\x12\x1a\n\x12parent_engine_hash\x18\x02 \x01(\x06\x12\x12\n\nlocal_hash\x18\x03 \x01(\x06\x12\'\n\x06\x63opies\x18\x04 \x03(\x0b\x32\x17.kvscout.v1.StateCopies\"g\n\x10StateWindowBlock\x12\x13\n\x0b\x65ngine_hash\x18\x01 \x01(\x06\x12\x15\n\rsequence_hash\x18\x02 \x01(\x06\x12\'\n\x06\x63opies\x18\x03 \x03(\x0b\x32\x17.kvscout.v1.StateCopies*b\n\rAttentionKind\x12\x1e\n\x1a\x41TTENTION_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41TTENTION_KIND_FULL\x10\x01\x12\x18\n\x14\x41TTENTION_KIND_OTHER\x10\x02\x42\x31Z/github.com/kvscout/kvscout/clients/go/kvscoutv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,28 +33,30 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvscout.v1.events_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z/github.com/kvscout/kvscout/clients/go/kvscoutv1'
-  _globals['_ATTENTIONKIND']._serialized_start=1700
-  _globals['_ATTENTIONKIND']._serialized_end=1798
+  _globals['_ATTENTIONKIND']._serialized_start=1926
+  _globals['_ATTENTIONKIND']._serialized_end=2024
   _globals['_KVEVENTBATCH']._serialized_start=64
   _globals['_KVEVENTBATCH']._serialized_end=373
   _globals['_KVEVENT']._serialized_start=376
   _globals['_KVEVENT']._serialized_end=611
   _globals['_BLOCKSSTORED']._serialized_start=614
-  _globals['_BLOCKSSTORED']._serialized_end=847
-  _globals['_BLOCKSREMOVED']._serialized_start=849
-  _globals['_BLOCKSREMOVED']._serialized_end=934
-  _globals['_CACHECLEARED']._serialized_start=936
-  _globals['_CACHECLEARED']._serialized_end=950
-  _globals['_SOURCERESET']._serialized_start=952
-  _globals['_SOURCERESET']._serialized_end=965
-  _globals['_STATECHUNK']._serialized_start=968
-  _globals['_STATECHUNK']._serialized_end=1226
-  _globals['_CACHEGROUP']._serialized_start=1228
-  _globals['_CACHEGROUP']._serialized_end=1306
-  _globals['_STATERUN']._serialized_start=1309
-  _globals['_STATERUN']._serialized_end=1477
-  _globals['_STATECOPIES']._serialized_start=1479
-  _globals['_STATECOPIES']._serialized_end=1573
-  _globals['_STATEORPHAN']._serialized_start=1575
-  _globals['_STATEORPHAN']._serialized_end=1698
+  _globals['_BLOCKSSTORED']._serialized_end=871
+  _globals['_BLOCKSREMOVED']._serialized_start=873
+  _globals['_BLOCKSREMOVED']._serialized_end=958
+  _globals['_CACHECLEARED']._serialized_start=960
+  _globals['_CACHECLEARED']._serialized_end=974
+  _globals['_SOURCERESET']._serialized_start=976
+  _globals['_SOURCERESET']._serialized_end=989
+  _globals['_STATECHUNK']._serialized_start=992
+  _globals['_STATECHUNK']._serialized_end=1303
+  _globals['_CACHEGROUP']._serialized_start=1305
+  _globals['_CACHEGROUP']._serialized_end=1427
+  _globals['_STATERUN']._serialized_start=1430
+  _globals['_STATERUN']._serialized_end=1598
+  _globals['_STATECOPIES']._serialized_start=1600
+  _globals['_STATECOPIES']._serialized_end=1694
+  _globals['_STATEORPHAN']._serialized_start=1696
+  _globals['_STATEORPHAN']._serialized_end=1819
+  _globals['_STATEWINDOWBLOCK']._serialized_start=1821
+  _globals['_STATEWINDOWBLOCK']._serialized_end=1924
 # @@protoc_insertion_point(module_scope)

@@ -36,7 +36,9 @@ class _AttentionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attenti
     ATTENTION_KIND_FULL: _AttentionKind.ValueType  # 1
     """Full attention (also MLA and sink full attention): the group's blocks decide prefix hits."""
     ATTENTION_KIND_OTHER: _AttentionKind.ValueType  # 2
-    """Anything else (sliding window, state-space, ...): not indexed."""
+    """Anything else (sliding window, state-space, ...): shortens prefix hits if it has a `sliding_window`, else not
+    indexed.
+    """
 
 class AttentionKind(_AttentionKind, metaclass=_AttentionKindEnumTypeWrapper):
     """What kind of attention a KV cache group serves."""
@@ -46,7 +48,9 @@ ATTENTION_KIND_UNSPECIFIED: AttentionKind.ValueType  # 0
 ATTENTION_KIND_FULL: AttentionKind.ValueType  # 1
 """Full attention (also MLA and sink full attention): the group's blocks decide prefix hits."""
 ATTENTION_KIND_OTHER: AttentionKind.ValueType  # 2
-"""Anything else (sliding window, state-space, ...): not indexed."""
+"""Anything else (sliding window, state-space, ...): shortens prefix hits if it has a `sliding_window`, else not
+indexed.
+"""
 Global___AttentionKind: _TypeAlias = AttentionKind  # noqa: Y015
 
 @_typing.final
@@ -197,6 +201,7 @@ class BlocksStored(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     ATTENTION_KIND_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    SLIDING_WINDOW_FIELD_NUMBER: _builtins.int
     parent_engine_hash: _builtins.int
     """The engine's hash of the block before the run; unset = the run starts at the beginning of a prompt."""
     tier: _types_pb2.Tier.ValueType
@@ -207,15 +212,20 @@ class BlocksStored(_message.Message):
     """Kind of the group; unset = not told."""
     block_size: _builtins.int
     """Tokens a block, if the engine's full blocks have another size than the registration says: then no hashes follow,
-    and readers find the worker incompatible. Unset = the message's `block_size`.
+    and readers find the worker incompatible. Of a group with a sliding window, its own block size. Unset = the
+    message's `block_size`.
     """
+    sliding_window: _builtins.int
+    """Tokens that a token sees, in a group with a sliding window. Unset = it has none."""
     @_builtins.property
     def engine_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The engine's own hashes of the blocks, opaque identifiers. Length n."""
 
     @_builtins.property
     def local_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Local hashes of the blocks. Length n; empty = the blocks are known already and change their tier."""
+        """Local hashes of the blocks. Length n; empty = the blocks are known already and change their tier, or their
+        prefixes follow from those that full attention stored in the same message.
+        """
 
     def __init__(
         self,
@@ -227,10 +237,11 @@ class BlocksStored(_message.Message):
         group: _builtins.int = ...,
         attention_kind: Global___AttentionKind.ValueType = ...,
         block_size: _builtins.int = ...,
+        sliding_window: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_engine_hash", b"_parent_engine_hash", "parent_engine_hash", b"parent_engine_hash"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_engine_hash", b"_parent_engine_hash", "attention_kind", b"attention_kind", "block_size", b"block_size", "engine_hashes", b"engine_hashes", "group", b"group", "local_hashes", b"local_hashes", "parent_engine_hash", b"parent_engine_hash", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_engine_hash", b"_parent_engine_hash", "attention_kind", b"attention_kind", "block_size", b"block_size", "engine_hashes", b"engine_hashes", "group", b"group", "local_hashes", b"local_hashes", "parent_engine_hash", b"parent_engine_hash", "sliding_window", b"sliding_window", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent_engine_hash: _TypeAlias = _typing.Literal["parent_engine_hash"]  # noqa: Y015
     _WhichOneofArgType__parent_engine_hash: _TypeAlias = _typing.Literal["_parent_engine_hash", b"_parent_engine_hash"]  # noqa: Y015
@@ -323,6 +334,7 @@ class StateChunk(_message.Message):
     ORPHANS_FIELD_NUMBER: _builtins.int
     HISTORY_INCOMPLETE_FIELD_NUMBER: _builtins.int
     INCOMPATIBLE_FIELD_NUMBER: _builtins.int
+    WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Number of this chunk, from 0."""
     last: _builtins.bool
@@ -349,6 +361,10 @@ class StateChunk(_message.Message):
     def orphans(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateOrphan]:
         """Blocks whose parent the source never had, by engine hash."""
 
+    @_builtins.property
+    def window_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateWindowBlock]:
+        """What groups with a sliding window hold, by engine hash."""
+
     def __init__(
         self,
         *,
@@ -360,10 +376,11 @@ class StateChunk(_message.Message):
         orphans: _abc.Iterable[Global___StateOrphan] | None = ...,
         history_incomplete: _builtins.bool = ...,
         incompatible: _builtins.str = ...,
+        window_blocks: _abc.Iterable[Global___StateWindowBlock] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["further_copies", b"further_copies", "groups", b"groups", "history_incomplete", b"history_incomplete", "incompatible", b"incompatible", "index", b"index", "last", b"last", "orphans", b"orphans", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["further_copies", b"further_copies", "groups", b"groups", "history_incomplete", b"history_incomplete", "incompatible", b"incompatible", "index", b"index", "last", b"last", "orphans", b"orphans", "runs", b"runs", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -377,19 +394,27 @@ class CacheGroup(_message.Message):
 
     GROUP_FIELD_NUMBER: _builtins.int
     ATTENTION_KIND_FIELD_NUMBER: _builtins.int
+    SLIDING_WINDOW_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Group number."""
     attention_kind: Global___AttentionKind.ValueType
     """Its kind."""
+    sliding_window: _builtins.int
+    """Tokens that a token sees; unset = it has no sliding window."""
+    block_size: _builtins.int
+    """Tokens a block, if it has a sliding window."""
     def __init__(
         self,
         *,
         group: _builtins.int = ...,
         attention_kind: Global___AttentionKind.ValueType = ...,
+        sliding_window: _builtins.int = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_kind", b"attention_kind", "group", b"group"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_kind", b"attention_kind", "block_size", b"block_size", "group", b"group", "sliding_window", b"sliding_window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -516,3 +541,35 @@ class StateOrphan(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StateOrphan: _TypeAlias = StateOrphan  # noqa: Y015
+
+@_typing.final
+class StateWindowBlock(_message.Message):
+    """A block in groups with a sliding window."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_HASH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_HASH_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    engine_hash: _builtins.int
+    """The engine's own hash."""
+    sequence_hash: _builtins.int
+    """Sequence hash of the prefix that ends with the block."""
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCopies]:
+        """Its copies; at least one."""
+
+    def __init__(
+        self,
+        *,
+        engine_hash: _builtins.int = ...,
+        sequence_hash: _builtins.int = ...,
+        copies: _abc.Iterable[Global___StateCopies] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "engine_hash", b"engine_hash", "sequence_hash", b"sequence_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateWindowBlock: _TypeAlias = StateWindowBlock  # noqa: Y015

@@ -99,6 +99,7 @@ class FindMatchesRequest(_message.Message):
     EARLY_EXIT_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -119,6 +120,11 @@ class FindMatchesRequest(_message.Message):
     """Identifies the request in the answers of StreamFindMatches; unused in FindMatches."""
     traceparent: _builtins.str
     """W3C trace context of the request, in StreamFindMatches, whose metadata are those of many; unset = it is not traced."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompt, with block_hashes: an engine computes the last one again, so that it takes at most
+    (prompt_tokens - 1) / block_size blocks from its cache, which moves the windows of hybrid models. Unset = there
+    are more than the hashes tell.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt. A trailing partial block is ignored."""
@@ -146,10 +152,11 @@ class FindMatchesRequest(_message.Message):
         early_exit: _builtins.bool = ...,
         id: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_size", b"block_size", "eagle", b"eagle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "eagle", b"eagle", "early_exit", b"early_exit", "id", b"id", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "eagle", b"eagle", "early_exit", b"early_exit", "id", b"id", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "prompt_tokens", b"prompt_tokens", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__block_size: _TypeAlias = _typing.Literal["block_size"]  # noqa: Y015
     _WhichOneofArgType__block_size: _TypeAlias = _typing.Literal["_block_size", b"_block_size"]  # noqa: Y015
@@ -610,6 +617,8 @@ class SourceStatus(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     REPLAY_ENDPOINT_FIELD_NUMBER: _builtins.int
     WRONG_RANK_FIELD_NUMBER: _builtins.int
+    WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
+    UNJUDGED_GROUPS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model."""
     tenant: _builtins.str
@@ -662,6 +671,8 @@ class SourceStatus(_message.Message):
     """Where lost events are asked for: a ZMQ address; empty = nowhere, or over the transport itself."""
     wrong_rank: _builtins.int
     """Batches dropped because they name another rank."""
+    window_blocks: _builtins.int
+    """Blocks held in cache groups with a sliding window; they shorten overlaps, and are none of `blocks`."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -670,6 +681,12 @@ class SourceStatus(_message.Message):
     def ignored(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Events that were not indexed, by reason (such as "skipped_group", "bad_length", "hash_conflict",
         "unknown_removed", "unnamed_lora").
+        """
+
+    @_builtins.property
+    def unjudged_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Cache groups that are neither full attention nor known to have a sliding window, such as state-space ones: what
+        they lack is not seen, so that overlaps may be too long.
         """
 
     def __init__(
@@ -703,10 +720,12 @@ class SourceStatus(_message.Message):
         endpoint: _builtins.str = ...,
         replay_endpoint: _builtins.str = ...,
         wrong_rank: _builtins.int = ...,
+        window_blocks: _builtins.int = ...,
+        unjudged_groups: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "_open_seconds", b"_open_seconds", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "open_seconds", b"open_seconds", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "_open_seconds", b"_open_seconds", "applied", b"applied", "blocks", b"blocks", "demotions", b"demotions", "dropped", b"dropped", "endpoint", b"endpoint", "epoch", b"epoch", "gaps", b"gaps", "ghosts", b"ghosts", "hidden", b"hidden", "ignored", b"ignored", "lag_batches", b"lag_batches", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "malformed", b"malformed", "model", b"model", "open_seconds", b"open_seconds", "orphans", b"orphans", "over_capacity", b"over_capacity", "reason", b"reason", "replay_endpoint", b"replay_endpoint", "replays", b"replays", "resets", b"resets", "state", b"state", "states", b"states", "tenant", b"tenant", "transport", b"transport", "worker", b"worker", "wrong_rank", b"wrong_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "_open_seconds", b"_open_seconds", "applied", b"applied", "blocks", b"blocks", "demotions", b"demotions", "dropped", b"dropped", "endpoint", b"endpoint", "epoch", b"epoch", "gaps", b"gaps", "ghosts", b"ghosts", "hidden", b"hidden", "ignored", b"ignored", "lag_batches", b"lag_batches", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "malformed", b"malformed", "model", b"model", "open_seconds", b"open_seconds", "orphans", b"orphans", "over_capacity", b"over_capacity", "reason", b"reason", "replay_endpoint", b"replay_endpoint", "replays", b"replays", "resets", b"resets", "state", b"state", "states", b"states", "tenant", b"tenant", "transport", b"transport", "unjudged_groups", b"unjudged_groups", "window_blocks", b"window_blocks", "worker", b"worker", "wrong_rank", b"wrong_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_event_age_seconds: _TypeAlias = _typing.Literal["last_event_age_seconds"]  # noqa: Y015
     _WhichOneofArgType__last_event_age_seconds: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds"]  # noqa: Y015

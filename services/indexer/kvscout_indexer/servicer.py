@@ -71,6 +71,8 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         """
         if request.token_ids and request.block_hashes:
             raise InvalidArgument("give token_ids or block_hashes, not both", field="token_ids")
+        if request.token_ids and request.prompt_tokens:
+            raise InvalidArgument("goes with block_hashes", field="prompt_tokens")
         found = self._indexer.pools.find(
             tenant or DEFAULT_TENANT,
             request.model,
@@ -81,7 +83,9 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             return indexer_pb2.FindMatchesResponse()
         key, index = found
         hashes = _hashes(request, key)
-        overlaps = index.find_matches(hashes, now=time.monotonic(), early_exit=request.early_exit)
+        overlaps = index.find_matches(
+            hashes, now=time.monotonic(), early_exit=request.early_exit, usable=_usable(request, key)
+        )
         incomplete = self._indexer.pools.incomplete(key)
         return indexer_pb2.FindMatchesResponse(
             overlaps=overlaps_to_proto(overlaps),
@@ -218,6 +222,14 @@ def _hashes(request: indexer_pb2.FindMatchesRequest, key: PoolKey) -> bytes:
         if request.block_hashes and getattr(request, name):
             raise InvalidArgument("goes with token_ids only: block_hashes carry it already", field=name)
     return array("Q", request.block_hashes).tobytes()
+
+
+def _usable(request: indexer_pb2.FindMatchesRequest, key: PoolKey) -> int | None:
+    """Blocks of a request's prompt that an engine takes from its cache at most; None: its length is not told."""
+    tokens = len(request.token_ids) or request.prompt_tokens
+    if request.prompt_tokens and request.prompt_tokens < len(request.block_hashes) * key.block_size:
+        raise InvalidArgument("fewer than the blocks of block_hashes have", field="prompt_tokens")
+    return (tokens - 1) // key.block_size if tokens else None
 
 
 def _routed(prompt: indexer_pb2.RoutedPrompt) -> RoutedPrompt:

@@ -18,6 +18,8 @@ NOTHING_HELD = WorkerStats(
     ghosts=0,
     predictions=0,
     device_copies=0,
+    window_blocks=0,
+    unjudged_groups=(),
     over_capacity=False,
     incompatible="",
     ignored={},
@@ -149,6 +151,8 @@ def source_status(
         orphans=stats.orphans,
         hidden=stats.hidden,
         ghosts=stats.ghosts,
+        window_blocks=stats.window_blocks,
+        unjudged_groups=stats.unjudged_groups,
         ignored={str(kind): count for kind, count in stats.ignored.items()},
         over_capacity=stats.over_capacity,
     )

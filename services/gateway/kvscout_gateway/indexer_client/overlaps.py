@@ -20,7 +20,7 @@ from kvscout_common.wire_fields import bytes_field
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import HelperDown, Member
 from kvscout_gateway.indexer_client.indexers import Indexers, Replicas
-from kvscout_gateway.request.prompt import Geometry
+from kvscout_gateway.request.prompt import HASH_BYTES, Geometry
 
 Answers: TypeAlias = "tuple[indexer_pb2.FindMatchesResponse | None, ...]"
 """By shard; None = it did not answer."""
@@ -76,8 +76,15 @@ class OverlapQuery:
         self._timeout = timeout_seconds
         self._resync = resync
 
-    async def find(self, model: str, tenant: str, hashes: Mapping[Geometry, bytes]) -> Found:
-        """The overlaps of a prompt with every cache; nothing is asked for a prompt without a complete block."""
+    async def find(self, model: str, tenant: str, hashes: Mapping[Geometry, bytes], *, prompt_tokens: int = 0) -> Found:
+        """The overlaps of a prompt with every cache; nothing is asked for a prompt without a complete block.
+
+        Args:
+            model: Whose caches.
+            tenant: Whose they are.
+            hashes: The prompt's local hashes, packed, for each geometry.
+            prompt_tokens: Its length, which tells what an engine with sliding windows can use; 0 = not known.
+        """
         pools = [pool for pool in hashes if hashes[pool]]
         shards = self._indexers.shards
         if not pools or not shards:
@@ -89,6 +96,8 @@ class OverlapQuery:
                 tenant=tenant,
                 block_size=pool.block_size,
                 eagle=pool.eagle,
+                # Who sends hashes may have told any length.
+                prompt_tokens=prompt_tokens if prompt_tokens >= _tokens_in(hashes[pool], pool) else 0,
                 traceparent=tracing.traceparent(),
             ).SerializeToString()
             + bytes_field(indexer_pb2.FindMatchesRequest.BLOCK_HASHES_FIELD_NUMBER, hashes[pool])
@@ -144,6 +153,11 @@ def unite(shards: Iterable[types_pb2.Overlaps]) -> types_pb2.Overlaps:
         faster = _fill(united, column, parts, faster)
     _fill(united, "predicted_blocks", parts, [part.device_blocks for part in parts])
     return united
+
+
+def _tokens_in(hashes: bytes, pool: Geometry) -> int:
+    """Tokens of a prompt's complete blocks."""
+    return len(hashes) // HASH_BYTES * pool.block_size
 
 
 def _fill(

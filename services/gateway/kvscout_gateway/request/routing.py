@@ -102,7 +102,9 @@ class RoutingFlow:
         hashed = self._clock()
         if self._wants_overlaps(wish):
             with tracing.span("find_matches", tracing.Kind.CLIENT) as span:
-                asked.found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
+                asked.found = await self._overlaps.find(
+                    asked.target.model, wish.tenant, asked.hashes, prompt_tokens=wish.prompt.isl_tokens
+                )
                 self._count_missed(asked.found)
                 span.tell(degraded=bool(asked.found.problems))
         matched = self._clock()
@@ -154,7 +156,9 @@ class RoutingFlow:
             InvalidArgument, NotFound: As the scheduler answers.
         """
         asked = self._prepare(wish)
-        found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
+        found = await self._overlaps.find(
+            asked.target.model, wish.tenant, asked.hashes, prompt_tokens=wish.prompt.isl_tokens
+        )
         self._count_missed(found)
         kind = scheduler_pb2.SchedulerGetPotentialLoadsRequest
         request = kind(
@@ -227,7 +231,9 @@ class RoutingFlow:
         async def refresh() -> Selection:
             if not self._wants_overlaps(wish):
                 return _selection(asked, wish)
-            found = await self._overlaps.find(asked.target.model, wish.tenant, asked.hashes)
+            found = await self._overlaps.find(
+                asked.target.model, wish.tenant, asked.hashes, prompt_tokens=wish.prompt.isl_tokens
+            )
             return _selection(replace(asked, found=found), wish)
 
         answer, found, booking = await self._placing.place(
