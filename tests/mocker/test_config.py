@@ -65,3 +65,10 @@ def test_the_command_reads_the_environment_and_explains_what_is_wrong() -> None:
     result = CliRunner().invoke(main, [], env={"kvscout_mocker_max_model_len": "70000"})
     assert result.exit_code == 2
     assert "max_model_len: 70000 tokens do not fit" in result.output
+
+
+def test_the_groups_of_a_hybrid_model_share_the_blocks() -> None:
+    config = parse("--num-gpu-blocks", "65", "--sliding-window", "128")
+    assert (config.engine.sliding_window, config.engine.max_model_len) == (128, 32 * 16)
+    with pytest.raises(ConfigError, match="sliding_window"):
+        parse("--sliding-window", "1")

@@ -1,6 +1,7 @@
 """The recordings of a real vLLM 0.32.0: the engine, given the same requests, caches and reports the same.
 
-Both engines had 65 blocks (one is vLLM's null block) of 32 tokens and at most 16 requests in a batch.
+Both engines had 65 blocks (one is vLLM's null block; the hybrid one had 79) of 32 tokens and at most 16 requests in a
+batch.
 """
 
 from __future__ import annotations
@@ -92,17 +93,18 @@ def request_of(call: dict[str, Any]) -> RecordedRequest:
 class Replay:
     """Gives recorded calls to an engine; requests that ran side by side are submitted side by side."""
 
-    def __init__(self, max_num_batched_tokens: int) -> None:
+    def __init__(self, max_num_batched_tokens: int, *, num_gpu_blocks: int = 65, sliding_window: int = 0) -> None:
         self.engine = Engine(
             EngineConfig(
                 block_size=BLOCK_SIZE,
-                num_gpu_blocks=65,
+                num_gpu_blocks=num_gpu_blocks,
                 max_num_seqs=16,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=1024,
                 max_waiting=1000,
                 vocab_size=4096,
                 cost=StepCost(0.0, 0.0, 0.0),
+                sliding_window=sliding_window,
             )
         )
         self.payloads: list[bytes] = []
@@ -172,3 +174,48 @@ def test_the_engine_caches_and_reports_what_vllm_did(
         their_batch, our_batch = theirs.batch(their_payload), ours.batch(our_payload)
         assert list(map(list, our_batch)) == list(map(list, their_batch)), f"fields of batch {seq}"
         assert our_batch == their_batch, f"batch {seq}"
+
+
+def test_the_hybrid_engine_caches_and_reports_what_vllm_did() -> None:
+    name = "vllm-0.32.0-sliding-window"
+    calls = recorded_calls(name)
+    replay = Replay(4096, num_gpu_blocks=79, sliding_window=64)
+    replay.run(calls)
+
+    reported = {
+        int(call["i"]): call["usage"]["prompt_tokens_details"]["cached_tokens"] for call in calls if "usage" in call
+    }
+    assert replay.cached == reported
+    assert any(reported.values())
+
+    theirs, ours = GroupEvents(), GroupEvents()
+    batches = recorded_batches(name)
+    assert len(batches) == len(replay.payloads)
+    for seq, (their_payload, our_payload) in enumerate(zip(batches, replay.payloads, strict=True)):
+        assert ours.batch(our_payload) == theirs.batch(their_payload), f"batch {seq}"
+
+
+class GroupEvents:
+    """What batches say, with hashes replaced by what they stand for: full attention tells, after the windows."""
+
+    def __init__(self) -> None:
+        self._names: dict[int | None, str] = {None: ""}
+
+    def batch(self, payload: bytes) -> list[tuple[object, ...]]:
+        _, events, _ = msgpack.unpackb(payload)
+        for event in events:
+            if event.get("kv_cache_spec_kind") == "full_attention":
+                self._name(event)
+        return [self._plain(event) for event in events]
+
+    def _name(self, event: dict[str, Any]) -> None:
+        name = self._names[event["parent_block_hash"]]
+        for index, block_hash in enumerate(event["block_hashes"]):
+            tokens = event["token_ids"][index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+            name = self._names[block_hash] = f"{name}/{tokens}{event['extra_keys'][index]}"
+
+    def _plain(self, event: dict[str, Any]) -> tuple[object, ...]:
+        names = [self._names[block_hash] for block_hash in event.get("block_hashes", [])]
+        above = self._names[event.get("parent_block_hash")]
+        others = {key: value for key, value in event.items() if key not in ("block_hashes", "parent_block_hash")}
+        return names, above, others

@@ -34,16 +34,26 @@ from kvscout_mocker.sequence import Sequence
 class BlockTable:
     """The blocks that one running request references, in the order of its tokens."""
 
-    __slots__ = ("block_ids", "registered")
+    __slots__ = ("block_ids", "registered", "tokens", "window_ends", "window_ids", "window_registered")
 
     def __init__(self) -> None:
         self.block_ids: list[int] = []
         self.registered = 0
         """How many of them, from the front, are registered under their hash."""
+        self.tokens = 0
+        """That have slots; of a hybrid model, as what follows."""
+        self.window_ids: list[int] = []
+        """Of the window group; 0 = it is not needed any more."""
+        self.window_registered = 0
+        self.window_ends: tuple[int, ...] = ()
+        """Before these blocks windows are cached."""
 
 
 class BlockManager:
     """All physical blocks of one rank and the events that their life causes."""
+
+    _group = 0
+    """Of full attention."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """Start with every block free and nothing cached.
@@ -120,15 +130,8 @@ class BlockManager:
         """
         if not self.fits(table, tokens, prefix):
             return False
-        for block in prefix:
-            if self._references[block] == 0:
-                del self._free[block]
-            self._references[block] += 1
-        missing = self._missing(table, tokens, prefix)
-        table.block_ids.extend(prefix)
-        table.registered += len(prefix)
-        for _ in range(missing):
-            table.block_ids.append(self._take())
+        self._reference(prefix)
+        self._extend(table, tokens, prefix)
         self.register(sequence, table, tokens if filled_tokens is None else filled_tokens)
         return True
 
@@ -142,7 +145,7 @@ class BlockManager:
             self._hashes[block] = block_hash
             self._copies.setdefault(block_hash, []).append(block)
         table.registered = full_blocks
-        self._events.append(_stored(sequence, first, full_blocks))
+        self._events.append(stored_event(sequence, first, full_blocks, self._group))
 
     def release(self, table: BlockTable) -> None:
         """Drop all references of a request and empty its table; the blocks stay cached until needed."""
@@ -158,7 +161,7 @@ class BlockManager:
     def report_prefix(self, sequence: Sequence, blocks: int) -> None:
         """Emit a Stored event for blocks that were hit (`kv_cache_report_mode: full`); no copy is made."""
         if blocks:
-            self._events.append(_stored(sequence, 0, blocks))
+            self._events.append(stored_event(sequence, 0, blocks, self._group))
 
     def reset(self) -> bool:
         """Forget every cached block; refused (False) while a request references one."""
@@ -194,6 +197,21 @@ class BlockManager:
         assert sum(map(len, self._copies.values())) == len(held), "a block is listed twice"
         assert all(self._copies.values()), "a hash without a copy"
 
+    def _reference(self, blocks: Seq[int]) -> None:
+        """Adds a request's reference to blocks that it hits."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._free[block]
+            self._references[block] += 1
+
+    def _extend(self, table: BlockTable, tokens: int, prefix: Seq[int]) -> None:
+        """Gives a request what it hits, and free blocks for the rest."""
+        missing = self._missing(table, tokens, prefix)
+        table.block_ids.extend(prefix)
+        table.registered += len(prefix)
+        for _ in range(missing):
+            table.block_ids.append(self._take())
+
     def _missing(self, table: BlockTable, tokens: int, prefix: Seq[int]) -> int:
         return -(-tokens // self.block_size) - len(table.block_ids) - len(prefix)
 
@@ -207,11 +225,12 @@ class BlockManager:
             holders.remove(block)
             if not holders:
                 del self._copies[evicted]
-            self._events.append(BlockRemoved(evicted))
+            self._events.append(BlockRemoved(evicted, self._group))
         return block
 
 
-def _stored(sequence: Sequence, first: int, end: int) -> BlockStored:
+def stored_event(sequence: Sequence, first: int, end: int, group: int) -> BlockStored:
+    """That the blocks first..end-1 of a sequence are cached in a group."""
     scope = sequence.scope
     return BlockStored(
         block_hashes=sequence.block_hashes[first:end],
@@ -222,4 +241,5 @@ def _stored(sequence: Sequence, first: int, end: int) -> BlockStored:
         lora_name=scope.lora_name or None,
         extra_keys=[scope.extra_keys(index) for index in range(first, end)],
         session_id=scope.session_id or None,
+        group=group,
     )

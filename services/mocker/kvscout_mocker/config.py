@@ -67,6 +67,8 @@ class EngineConfig:
     vocab_size: int
     """Generated token ids are below it."""
     cost: StepCost
+    sliding_window: int = 0
+    """Tokens that a token sees in a second cache group; 0: there is none."""
 
 
 class Role(StrEnum):
@@ -196,6 +198,7 @@ def config_from_flags(
     waiting_timeout_seconds: float,
     block_size: int,
     num_gpu_blocks: int,
+    sliding_window: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
@@ -222,7 +225,9 @@ def config_from_flags(
     Raises:
         ConfigError: Naming the flag that is out of range or contradicts another.
     """
-    capacity = (num_gpu_blocks - 1) * block_size
+    # The groups of a hybrid model share the blocks, and a prompt may be computed in one step.
+    usable_blocks = (num_gpu_blocks - 1) // (2 if sliding_window else 1)
+    capacity = usable_blocks * block_size
     last_rank = dp_size - 1
     checks: tuple[tuple[str, bool, str], ...] = (
         ("model", bool(model), "must not be empty"),
@@ -235,8 +240,9 @@ def config_from_flags(
         (
             "max_model_len",
             max_model_len <= capacity,
-            f"{max_model_len} tokens do not fit the {num_gpu_blocks - 1} usable blocks of {block_size}",
+            f"{max_model_len} tokens do not fit the {usable_blocks} usable blocks of {block_size}",
         ),
+        ("sliding_window", sliding_window != 1, "must be 0, or at least 2 tokens"),
         ("events_port", events_port + last_rank <= 65_535, "the last rank's port is above 65535"),
         ("replay_port", replay_port + last_rank <= 65_535, "the last rank's port is above 65535"),
         (
@@ -283,6 +289,7 @@ def config_from_flags(
             max_model_len=max_model_len or min(DEFAULT_MAX_MODEL_LEN, capacity),
             max_waiting=max_waiting,
             vocab_size=vocab_size,
+            sliding_window=sliding_window,
             cost=StepCost(
                 base_seconds=step_base_ms / 1e3 / speedup,
                 prefill_seconds_per_token=prefill_us_per_token / 1e6 / speedup,
@@ -415,6 +422,12 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=click.IntRange(min=2),
         default=4096,
         help="KV blocks of one rank, including vLLM's null block.",
+    ),
+    _flag(
+        "--sliding-window",
+        type=click.IntRange(min=0),
+        default=0,
+        help="Tokens of the sliding window in every other layer, as of a hybrid model; 0 = full attention only.",
     ),
     _flag("--max-num-seqs", type=_COUNT, default=256, help="Requests in a batch."),
     _flag("--max-num-batched-tokens", type=_COUNT, default=2048, help="Tokens in a step."),

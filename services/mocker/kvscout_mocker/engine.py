@@ -27,6 +27,7 @@ from kvscout_common.errors import InternalError, ResourceExhausted
 from kvscout_mocker.block_manager import BlockManager, BlockTable
 from kvscout_mocker.config import EngineConfig
 from kvscout_mocker.events import Event
+from kvscout_mocker.hybrid_blocks import HybridBlockManager
 from kvscout_mocker.sequence import Sequence
 from kvscout_mocker.tokenizer import RESERVED_TOKENS
 
@@ -147,7 +148,11 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.blocks = BlockManager(config.num_gpu_blocks, config.block_size)
+        self.blocks = (
+            HybridBlockManager(config.num_gpu_blocks, config.block_size, config.sliding_window)
+            if config.sliding_window
+            else BlockManager(config.num_gpu_blocks, config.block_size)
+        )
         self.counters = EngineCounters()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []

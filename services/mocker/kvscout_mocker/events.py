@@ -14,9 +14,8 @@ from typing import NamedTuple
 import msgpack
 
 MEDIUM = "GPU"
-GROUP_INDEX = 0
-"""The one KV cache group of a model with full attention in every layer."""
-SPEC_KIND = "full_attention"
+FULL_ATTENTION_KIND = "full_attention"
+SLIDING_WINDOW_KIND = "sliding_window"
 
 
 class EventFormat(StrEnum):
@@ -46,14 +45,23 @@ class BlockStored(NamedTuple):
     block_size: int
     lora_id: int | None
     lora_name: str | None
-    extra_keys: list[list[str] | None]
+    extra_keys: list[list[str] | None] | None
     session_id: str | None = None
+    group: int = 0
+    sliding_window: int | None = None
+    """Tokens that a token sees; None: all."""
+
+    @property
+    def kind(self) -> str:
+        """Of its group."""
+        return FULL_ATTENTION_KIND if self.sliding_window is None else SLIDING_WINDOW_KIND
 
 
 class BlockRemoved(NamedTuple):
     """One physical copy of a block was evicted."""
 
     block_hash: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +110,13 @@ class EventEncoder:
                     "lora_id": event.lora_id,
                     "medium": MEDIUM,
                     "lora_name": event.lora_name,
-                    "extra_keys": event.extra_keys,
-                    "group_idx": GROUP_INDEX,
-                    "kv_cache_spec_kind": SPEC_KIND,
                 }
+                if event.extra_keys is not None:
+                    fields["extra_keys"] = event.extra_keys
+                fields["group_idx"] = event.group
+                fields["kv_cache_spec_kind"] = event.kind
+                if event.sliding_window is not None:
+                    fields["kv_cache_spec_sliding_window"] = event.sliding_window
                 if event.session_id is not None:
                     fields["session_id"] = event.session_id
                 return fields
@@ -114,7 +125,7 @@ class EventEncoder:
                     "type": "BlockRemoved",
                     "block_hashes": [self._hash(event.block_hash)],
                     "medium": MEDIUM,
-                    "group_idx": GROUP_INDEX,
+                    "group_idx": event.group,
                 }
             case AllBlocksCleared():
                 return {"type": "AllBlocksCleared"}
@@ -132,12 +143,12 @@ class EventEncoder:
                     MEDIUM,
                     event.lora_name,
                     event.extra_keys,
-                    GROUP_INDEX,
-                    SPEC_KIND,
-                    None,
+                    event.group,
+                    event.kind,
+                    event.sliding_window,
                 ]
             case BlockRemoved():
-                return ["BlockRemoved", [self._hash(event.block_hash)], MEDIUM, GROUP_INDEX]
+                return ["BlockRemoved", [self._hash(event.block_hash)], MEDIUM, event.group]
             case AllBlocksCleared():
                 return ["AllBlocksCleared"]
 
