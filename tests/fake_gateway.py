@@ -156,8 +156,6 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GatewayGetPotentialLoadsRequest, context: Any
     ) -> scheduler_pb2.GetPotentialLoadsResponse:
         self._take("GetPotentialLoads", request)
-        if request.role != types_pb2.ROLE_AGGREGATED:
-            return scheduler_pb2.GetPotentialLoadsResponse()
         rank = types_pb2.WorkerRank(worker_id="w0")
         return scheduler_pb2.GetPotentialLoadsResponse(
             loads=[scheduler_pb2.WorkerLoad(worker=rank, potential_prefill_tokens=64, active_requests=1, busy=True)]

@@ -264,11 +264,13 @@ def test_a_list_of_commands_cuts_no_sentence() -> None:
 
 
 def test_loads_of_every_role_are_shown(gateway: FakeGateway) -> None:
-    heading, line = kvscout(gateway, "loads", "--model", "m").stdout.splitlines()
-    assert (heading.split()[0], line.split()) == ("worker", ["w0/0", "aggregated", "1", "0", "0", "–", "busy"])
-    [load] = json.loads(kvscout(gateway, "loads", "--json").stdout)
-    assert (load["role"], load["active_requests"], load["busy"]) == ("aggregated", 1, True)
-    assert not json.loads(kvscout(gateway, "loads", "--role", "decode", "--json").stdout)
+    heading, *lines = kvscout(gateway, "loads", "--model", "m").stdout.splitlines()
+    assert heading.split()[:2] == ["worker", "role"]
+    roles = ["aggregated", "prefill", "decode"]
+    assert [line.split() for line in lines] == [["w0/0", role, "1", "0", "0", "–", "busy"] for role in roles]
+    [load] = json.loads(kvscout(gateway, "loads", "--role", "decode", "--json").stdout)
+    assert (load["role"], load["active_requests"], load["busy"]) == ("decode", 1, True)
+    assert gateway.last.role == types_pb2.ROLE_DECODE
 
 
 def test_dump_prints_a_line_a_worker_or_every_chunk_and_writes_them_to_a_file(
