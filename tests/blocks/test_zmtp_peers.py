@@ -21,7 +21,7 @@ from kvscout_common.worker import EventEndpoint, WorkerRank
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the intake is native")
 
-OPENED = zmtp.greeting() + zmtp.ready()
+OPENED = zmtp.greeting() + zmtp.ready() + zmtp.command(b"PONG")
 Scene = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -86,7 +86,7 @@ async def test_a_ping_is_answered_with_its_context_though_it_comes_amid_a_messag
     async def scene(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ping = zmtp.command(b"PING", b"\0\0context")
         writer.write(OPENED + zmtp.frame(b"topic", zmtp.MORE) + ping + zmtp.frame(b"\0" * 8, zmtp.MORE))
-        await reader.readuntil(zmtp.command(b"SUBSCRIBE"))
+        await reader.readuntil(zmtp.command(b"SUBSCRIBE") + zmtp.command(b"PING", b"\0\0"))
         answers.append(await reader.readexactly(len(pong)))
         writer.write(zmtp.frame(b"payload"))
         await reader.read()
@@ -96,6 +96,27 @@ async def test_a_ping_is_answered_with_its_context_though_it_comes_amid_a_messag
         await world.until_told(2)
         subscription.close()
     assert (world.told, answers) == (["connected", 0], [pong])
+
+
+async def test_it_is_connected_once_its_subscription_came(world: IntakeWorld) -> None:
+    subscribed = asyncio.Event()
+
+    async def scene(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(zmtp.greeting() + zmtp.ready())
+        await reader.readuntil(zmtp.command(b"SUBSCRIBE") + zmtp.command(b"PING", b"\0\0"))
+        # An engine whose thread does not get to it: what it publishes now goes to nobody.
+        await asyncio.sleep(0.1)
+        assert not world.told
+        writer.write(zmtp.command(b"PONG"))
+        subscribed.set()
+        await reader.read()
+
+    async with peer(scene) as endpoint:
+        subscription = world.subscribe(endpoint)
+        await subscribed.wait()
+        await world.until_told(1)
+        subscription.close()
+    assert world.told == ["connected"]
 
 
 async def test_bytes_that_come_one_by_one_make_the_same_messages(world: IntakeWorld) -> None:

@@ -36,6 +36,8 @@ pub enum Turn {
     Goes,
     /// Whoever takes the messages wants no more of them for now.
     Stalled,
+    /// It is taken for open: nothing is wrong but that no PING was answered.
+    Opened,
     /// The peer is gone, or was given up.
     Ended,
     Refused(Refusal),
@@ -268,7 +270,14 @@ impl Connection {
     pub fn tick(&mut self, now: Instant) -> (Turn, Instant) {
         if !self.is_open() {
             let until = self.since + STAGE;
-            return (if until <= now { Turn::Ended } else { Turn::Waits }, until);
+            if until > now {
+                return (Turn::Waits, until);
+            }
+            return if self.session.assume_open() {
+                (Turn::Opened, self.ping_at)
+            } else {
+                (Turn::Ended, until)
+            };
         }
         if self.ping_at <= now {
             // Who does not read them does not answer either.
@@ -309,10 +318,10 @@ mod tests {
     use super::*;
 
     const LONGEST: usize = 4 * UNFINISHED;
-    /// A greeting of ZMTP 3.1, and READY of a PUB.
+    /// A greeting of ZMTP 3.1, READY of a PUB, and the answer to a PING.
     const HANDSHAKE: &[u8] = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01NULL\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\
         \0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\
-        \x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB";
+        \x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB\x04\x05\x04PONG";
 
     /// A connection, its engine's end, and what it told.
     struct World {
@@ -390,6 +399,16 @@ mod tests {
         bytes.extend((length as u64).to_be_bytes());
         bytes.resize(bytes.len() + length, 0);
         bytes
+    }
+
+    #[test]
+    fn an_engine_that_answers_no_ping_is_taken_for_open_after_a_while() {
+        let mut world = World::new();
+        assert_eq!(world.say(&HANDSHAKE[..HANDSHAKE.len() - 7], 0.0), Turn::Waits);
+        assert_eq!(world.tick(4.9), Turn::Waits);
+        assert!(!world.connection.is_open());
+        assert_eq!(world.tick(5.0), Turn::Opened);
+        assert!(world.connection.is_open());
     }
 
     #[test]

@@ -154,6 +154,10 @@ impl Sockets {
         let mut index = 0;
         while let Some((_, connection)) = self.connections.get_mut(index) {
             let (turn, at) = connection.tick(context.now);
+            if turn == Turn::Opened {
+                (self.tries, self.unconnected) = (0, false);
+                leave(Notice::Connected);
+            }
             if self.outlives(index, turn, context, leave) {
                 next = Some(next.map_or(at, |next| next.min(at)));
                 index += 1;
@@ -179,7 +183,7 @@ impl Sockets {
         leave: &mut dyn FnMut(Notice),
     ) -> bool {
         let refusal = match turn {
-            Turn::Waits | Turn::Goes | Turn::Stalled => return true,
+            Turn::Waits | Turn::Goes | Turn::Stalled | Turn::Opened => return true,
             Turn::Ended => None,
             Turn::Refused(refusal) => Some(refusal.0),
         };

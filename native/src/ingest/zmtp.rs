@@ -44,7 +44,7 @@ pub enum Message<'a> {
 /// What comes next in a connection.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Step<'a> {
-    /// The handshake is done: messages may come.
+    /// The peer knows what we subscribed to: no message passes us by from here on.
     Opened,
     Message(Message<'a>),
     /// Nothing before so many bytes more.
@@ -55,6 +55,8 @@ pub enum Step<'a> {
 enum Phase {
     Greeting,
     Handshake,
+    /// Until an answer to the PING behind the subscription shows that this came.
+    Subscribing,
     Open,
 }
 
@@ -97,7 +99,16 @@ impl Session {
         self.phase == Phase::Open
     }
 
-    /// Asks for a sign of life, and to be forgotten if none of ours comes for so long.
+    /// Takes it for granted that a subscription came, after a while: not every peer answers PINGs. Whether there was one.
+    pub fn assume_open(&mut self) -> bool {
+        let subscribing = self.phase == Phase::Subscribing;
+        if subscribing {
+            self.phase = Phase::Open;
+        }
+        subscribing
+    }
+
+    /// Asks for a sign of life, and to be forgotten if none of ours comes for so long; 0: not.
     pub fn ping(&mut self, ttl_seconds: u16) {
         let ttl = ttl_seconds.saturating_mul(10).to_be_bytes();
         self.command(b"PING", &[&ttl]);
@@ -123,6 +134,9 @@ impl Session {
                 Ok(header) => header,
                 Err(missing) => return Ok((done, Step::Wants(missing))),
             };
+            if flags & COMMAND == 0 && self.assume_open() {
+                return Ok((done, Step::Opened));
+            }
             let end = self.end_of_frame(flags, start, length)?;
             let Some(body) = rest.get(self.scanned + start..end) else {
                 return Ok((done, Step::Wants(end - rest.len())));
@@ -214,8 +228,13 @@ impl Session {
                     let kind = kind.escape_ascii();
                     return Err(Refusal(format!("a socket of type \"{kind}\", and not PUB or XPUB")));
                 }
-                self.phase = Phase::Open;
+                self.phase = Phase::Subscribing;
                 self.subscribe();
+                self.ping(0);
+                Ok(false)
+            }
+            (Phase::Subscribing, b"PONG") => {
+                self.phase = Phase::Open;
                 Ok(true)
             }
             (Phase::Handshake, b"ERROR") => {
@@ -223,7 +242,7 @@ impl Session {
                 let reason = reason[..reason.len().min(255)].escape_ascii();
                 Err(Refusal(format!("an error instead of a handshake ({reason})")))
             }
-            (Phase::Open, b"PING") => {
+            (Phase::Subscribing | Phase::Open, b"PING") => {
                 if self.out.len() > UNSENT {
                     return Err(Refusal("more PINGs than it reads answers".into()));
                 }
@@ -232,7 +251,7 @@ impl Session {
                 Ok(false)
             }
             // Others are of no concern to a subscriber.
-            (Phase::Open, _) => Ok(false),
+            (Phase::Subscribing | Phase::Open, _) => Ok(false),
             (_, name) => {
                 Err(Refusal(format!("a command {} before the handshake was done", name.escape_ascii())))
             }
@@ -358,6 +377,7 @@ mod tests {
             greeting(1),
             ready("XPUB"),
             ping.clone(),
+            frame(COMMAND, b"\x04PONG"),
             batch(7, &[b'x'; 300]),
             frame(MORE, b"topic"),
             ping,
@@ -392,9 +412,25 @@ mod tests {
             let (_, out) = read("topic", &[greeting(minor), ready("PUB")].concat(), 9).expect("a handshake");
             assert_eq!(
                 out,
-                [frame(COMMAND, b"\x05READY\x0bSocket-Type\0\0\0\x03SUB"), subscription].concat()
+                [
+                    frame(COMMAND, b"\x05READY\x0bSocket-Type\0\0\0\x03SUB"),
+                    subscription,
+                    frame(COMMAND, b"\x04PING\0\0")
+                ]
+                .concat()
             );
         }
+    }
+
+    #[test]
+    fn it_is_open_once_the_subscription_came_which_a_pong_or_a_message_shows() {
+        let shaken = [greeting(1), ready("PUB")].concat();
+        let after = |bytes: &[u8]| read("", &[&shaken, bytes].concat(), 7).expect("a handshake").0;
+        assert!(after(b"").is_empty());
+        assert!(after(&frame(COMMAND, b"\x04PING\0\0")).is_empty());
+        assert_eq!(after(&frame(COMMAND, b"\x04PONG").repeat(2)), ["Opened"]);
+        assert_eq!(after(&batch(3, b"x"))[0], "Opened");
+        assert_eq!(after(&batch(3, b"x")).len(), 2);
     }
 
     #[test]
