@@ -42,7 +42,7 @@ async def test_kv_reuses_at_least_twice_the_tokens_of_round_robin_without_errors
         out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     result = json.loads(out)
-    for policy in ("round-robin", "kv"):
+    for policy in ("round-robin", "kv-time"):
         summary = result["policies"][policy]
         assert (summary["requests"], summary["errors"], summary["refused"]) == (82, 0, 0)
         assert (summary["unreported"], summary["abandoned_turns"]) == (0, 0)

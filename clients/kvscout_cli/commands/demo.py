@@ -24,7 +24,7 @@ from kvscout_cli.topology import Mockers, Topology
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import SectionedCommand
 
-POLICIES = ("round-robin", "kv")
+POLICIES = ("round-robin", "kv-time")
 AGGREGATED, DISAGGREGATED = "aggregated", "disaggregated"
 
 SESSIONS_PER_SECOND = MultiTurn().sessions_per_second
@@ -130,8 +130,8 @@ def command(
     """Compare kv-aware routing with round-robin on this machine, or with --disagg prefill and decode apart.
 
     Starts indexer, scheduler, gateway and simulated engines as real processes, replays the same sessions through the
-    gateway under round-robin and under kv, each on a fresh stack, and prints what the engines and the client measured.
-    Takes about 75 seconds.
+    gateway under round-robin and under kv-time, the default policy, each on a fresh stack, and prints what the engines
+    and the client measured. Takes about 75 seconds.
     """
     if sessions is not None and duration is not None:
         raise click.UsageError("Give --sessions or --duration, not both.")
