@@ -100,6 +100,10 @@ RECORDINGS = [
     Recording("vllm-0.32.0-sliding-window", 32, compared=64, after_reset=(0, 0, 0), salts=6, hits=32, shortened=14),
     # Five of six layers, each a group of its own, have a window of 100 tokens; chunks of 128 tokens.
     Recording("vllm-0.32.0-six-groups", 32, compared=64, after_reset=(1, 4, 0), salts=4, hits=28, shortened=15),
+    # Every other layer has a window of 300 tokens, and what ends every 96 is kept.
+    Recording("vllm-0.32.0-sliding-window-300", 32, compared=76, after_reset=(0, 0), salts=3, hits=44, shortened=1),
+    # Every other layer has a window of 33 tokens; chunks of 96 tokens.
+    Recording("vllm-0.32.0-sliding-window-33", 32, compared=78, after_reset=(0,), salts=5, hits=39, shortened=14),
 ]
 
 
