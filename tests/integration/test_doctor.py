@@ -108,8 +108,9 @@ async def world(folder: Path) -> AsyncIterator[World]:
         indexer, scheduler, other, engine, untold = await enter(
             together(
                 running("kvscout_indexer.main"),
-                running("kvscout_scheduler.main"),
-                running("kvscout_scheduler.main"),
+                # Draws among idle workers, so that each gets its share of what it fails.
+                running("kvscout_scheduler.main", "--router-mode", "kv"),
+                running("kvscout_scheduler.main", "--router-mode", "kv"),
                 running_mocker(),
                 running_mocker("--prompt-tokens-details", "never"),
             )
