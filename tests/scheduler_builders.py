@@ -7,8 +7,7 @@ import time
 from random import Random
 from typing import Any
 
-from kvscout_common.identity import ALL_TENANTS
-from kvscout_common.worker import Role, WorkerRank, WorkerSpec
+from kvscout_common.worker import ALL_TENANTS, Role, WorkerRank, WorkerSpec
 from kvscout_scheduler.active_load import MakeLoad
 from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps

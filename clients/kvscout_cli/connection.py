@@ -19,8 +19,7 @@ from kvscout_common.doctor.gathering import Gathering
 from kvscout_common.doctor.snapshot import Kind, Snapshot
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.flags import SectionedOption, client_flags, flag
-from kvscout_common.registry import ALL_TENANTS
-from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 
 CONNECTION = "Connection"
 

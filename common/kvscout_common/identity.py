@@ -40,9 +40,8 @@ from kvscout_common.errors import ConfigError, PermissionDenied, Unauthenticated
 from kvscout_common.followed_file import FollowedFile, read_yaml
 from kvscout_common.running_calls import ENDLESS
 from kvscout_common.tenant_limits import Limit, TenantLimits, TenantTable, read_limits
-from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 
-ALL_TENANTS = "*"
 MAX_BYTES = 1024 * 1024
 """Of a tokens file."""
 _KEYS = frozenset({"token", "sha256", "role", "tenant", "name"})

@@ -26,7 +26,8 @@ from prometheus_client.registry import Collector
 
 from kvscout_common.endings import tell_panic
 from kvscout_common.errors import PermissionDenied, Unauthenticated
-from kvscout_common.identity import ALL_TENANTS, TokenTable
+from kvscout_common.identity import TokenTable
+from kvscout_common.worker import ALL_TENANTS
 
 log = logging.getLogger("kvscout.metrics")
 

@@ -24,11 +24,9 @@ from typing import NamedTuple, Protocol
 from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.errors import FailedPrecondition, NotFound
 from kvscout_common.tenant_limits import Limit, TenantLimits
-from kvscout_common.worker import WorkerSpec
+from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 
 log = logging.getLogger("kvscout.registry")
-
-ALL_TENANTS = "*"
 
 
 class WorkerName(NamedTuple):

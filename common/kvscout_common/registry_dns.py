@@ -24,11 +24,11 @@ from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
 from kvscout_common.engine_http import asking_engines
 from kvscout_common.engine_query import ask_engine
 from kvscout_common.errors import ConfigError, InvalidArgument, Unavailable
-from kvscout_common.registry import ALL_TENANTS, Registry, Source
+from kvscout_common.registry import Registry, Source
 from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.transport.http import HttpClient
-from kvscout_common.worker import WorkerSpec
+from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 from kvscout_common.worker_template import WorkerTemplate, fields_of
 
 log = logging.getLogger("kvscout.registry")

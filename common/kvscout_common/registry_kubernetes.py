@@ -31,10 +31,10 @@ from kvscout_common.kubernetes.access import KubernetesAccess, find_access
 from kvscout_common.kubernetes.listing import ListWatch, api_session
 from kvscout_common.kubernetes.objects import InferencePool, ObjectProblem, Pod
 from kvscout_common.kubernetes.selection import PodWorker, Selection
-from kvscout_common.registry import ALL_TENANTS, Registry, Source, WorkerName
+from kvscout_common.registry import Registry, Source, WorkerName
 from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.transport.http import HttpClient
-from kvscout_common.worker import WorkerSpec
+from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 
 log = logging.getLogger("kvscout.registry")
 

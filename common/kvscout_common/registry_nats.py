@@ -27,10 +27,10 @@ from nats.js.kv import KV_DEL, KeyValue
 
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
-from kvscout_common.registry import ALL_TENANTS, DECLARED, Entry, Registry, Source, WorkerName, require_writable
+from kvscout_common.registry import DECLARED, Entry, Registry, Source, WorkerName, require_writable
 from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.worker import WorkerSpec
+from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 from kvscout_common.worker_bucket import CALL_SECONDS, Renewal, Stored, WorkerBucket, decode
 
 log = logging.getLogger("kvscout.registry")

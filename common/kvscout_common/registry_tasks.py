@@ -11,8 +11,9 @@ from kvscout.v1 import types_pb2
 from kvscout_common.config import ServerConfig
 from kvscout_common.engine_discovery import Discovery
 from kvscout_common.registrar import OwnRegistrar, Registrar
-from kvscout_common.registry import ALL_TENANTS, Registry
+from kvscout_common.registry import Registry
 from kvscout_common.service_info import TenantWarning, Warned
+from kvscout_common.worker import ALL_TENANTS
 from kvscout_common.workers_file import WorkersFile
 
 if TYPE_CHECKING:

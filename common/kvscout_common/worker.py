@@ -20,6 +20,8 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.plain_text import name_problem, text_problem
 
 DEFAULT_TENANT = "default"
+ALL_TENANTS = "*"
+"""In place of a tenant's name, where it may be every one."""
 MAX_RANKS: Final = 1024
 """Data-parallel ranks of one worker."""
 

@@ -12,8 +12,8 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity import current_identity
 from kvscout_common.pages import page_token, read_page_token
 from kvscout_common.registrar import OwnRegistrar, Registrar
-from kvscout_common.registry import ALL_TENANTS, Registry, WorkerName
-from kvscout_common.worker import DEFAULT_TENANT, WorkerSpec
+from kvscout_common.registry import Registry, WorkerName
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
 
 MAX_LEASE_SECONDS = 86_400

@@ -26,8 +26,9 @@ from kvscout import v1
 from kvscout.ext_proc.v3 import ext_proc_pb2
 from kvscout.v1 import events_pb2, scheduler_pb2, workers_pb2
 from kvscout_common.hashing import native_available
-from kvscout_common.identity import ALL_TENANTS, ALLOWED, AccessRole
+from kvscout_common.identity import ALLOWED, AccessRole
 from kvscout_common.transport import Transport
+from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.front.endpoint_picker.access_log import SERVICE as ACCESS_LOG
 from kvscout_gateway.front.endpoint_picker.wire import SERVICE as PICKER
 from kvscout_gateway.front.openai.access import TENANT_HEADER

@@ -18,10 +18,9 @@ from scheduler_builders import BLOCK, MODEL, ManualClock, loads, worker
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.config import ServerConfig
 from kvscout_common.hashing import native_available
-from kvscout_common.identity import ALL_TENANTS
 from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
-from kvscout_common.worker import WorkerRank
+from kvscout_common.worker import ALL_TENANTS, WorkerRank
 from kvscout_scheduler.operation_messages import MAX_OPERATIONS
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv, LeastLoaded

@@ -59,6 +59,7 @@ from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import EventBatch
 from kvscout_blocks.index.slices import Work
+from kvscout_common.errors import InvalidArgument
 from kvscout_common.worker import CopyMode, WorkerRank, WorkerSpec
 
 GHOST_LIMIT = 65_536
@@ -382,3 +383,19 @@ class BlockIndex(Protocol):
             AssertionError: Naming the first violation.
         """
         ...
+
+
+def require_limits(block_size: int, max_blocks: int, max_predicted_blocks: int, prune_ratio: float) -> None:
+    """Checks what an index is constructed with.
+
+    Raises:
+        InvalidArgument: A value is out of range.
+    """
+    if block_size < 1:
+        raise InvalidArgument("must be at least 1 token", field="block_size")
+    if max_blocks < 0:
+        raise InvalidArgument("must not be negative", field="max_blocks")
+    if max_predicted_blocks < 1:
+        raise InvalidArgument("must be at least 1", field="max_predicted_blocks")
+    if not 0 < prune_ratio <= 1:
+        raise InvalidArgument("must be above 0 and at most 1", field="prune_ratio")

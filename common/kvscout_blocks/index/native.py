@@ -43,6 +43,7 @@ from kvscout_blocks.index.block_index import (
     Overlaps,
     WorkerOptions,
     WorkerStats,
+    require_limits,
 )
 from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_blocks.index.slices import at_once, in_slices
@@ -70,14 +71,7 @@ class NativeIndex:
         max_predicted_blocks: int = DEFAULT_MAX_PREDICTED_BLOCKS,
         prune_ratio: float = DEFAULT_PRUNE_RATIO,
     ) -> None:
-        if block_size < 1:
-            raise InvalidArgument("must be at least 1 token", field="block_size")
-        if max_blocks < 0:
-            raise InvalidArgument("must not be negative", field="max_blocks")
-        if max_predicted_blocks < 1:
-            raise InvalidArgument("must be at least 1", field="max_predicted_blocks")
-        if not 0 < prune_ratio <= 1:
-            raise InvalidArgument("must be above 0 and at most 1", field="prune_ratio")
+        require_limits(block_size, max_blocks, max_predicted_blocks, prune_ratio)
         self._index = kvscout_native.BlockIndex(block_size, eagle, max_blocks, max_predicted_blocks, prune_ratio)
 
     @property

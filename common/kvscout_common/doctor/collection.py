@@ -34,10 +34,9 @@ from kvscout_common.engine_http import NoAnswer, asking_engines
 from kvscout_common.engine_query import ask_engine
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable, Unimplemented
 from kvscout_common.plain_text import printable
-from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.tls_probe import tls_trouble
 from kvscout_common.transport.http import HttpClient
-from kvscout_common.worker import WorkerSpec
+from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto
 
 AT_ONCE = 32

@@ -14,7 +14,7 @@ from kvscout_common.doctor.collection import Collection, Named
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.snapshot import RankName, Service, Snapshot
 from kvscout_common.errors import KvscoutError
-from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.worker import ALL_TENANTS
 
 MAX_WATCHED = 64
 """Schedulers and tenants whose decisions are watched; more are left out."""

@@ -25,11 +25,11 @@ from kvscout_common.engine_discovery import Discovery
 from kvscout_common.engine_facts import lacks_event_endpoints
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
-from kvscout_common.registry import ALL_TENANTS, Registry
+from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import file_warnings
 from kvscout_common.service_info import TenantWarning, Warned
 from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.worker import DEFAULT_TENANT, Transport, WorkerRank, WorkerSpec
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Transport, WorkerRank, WorkerSpec
 from kvscout_common.workers_file import WorkersFile
 
 log = logging.getLogger("kvscout.bridge")

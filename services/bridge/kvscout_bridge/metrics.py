@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from kvscout_bridge.bridge import Bridge
 from kvscout_bridge.rank import BridgedRank
-from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.worker import ALL_TENANTS
 
 _SOURCE = ["tenant", "model", "worker", "dp_rank"]
 _COUNTERS: dict[str, tuple[str, Callable[[BridgedRank], float]]] = {

@@ -30,9 +30,9 @@ from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.channel import call
 from kvscout_common.enum_words import word_of
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
-from kvscout_common.registry import ALL_TENANTS, DECLARED, Entry, Registry, Source, WorkerName
+from kvscout_common.registry import DECLARED, Entry, Registry, Source, WorkerName
 from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.worker import WorkerSpec
+from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
 from kvscout_gateway.listed_specs import ListedSpecs
 from kvscout_gateway.peer import LEARNED, Peer, source_of

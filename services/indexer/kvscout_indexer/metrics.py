@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvscout.v1 import indexer_pb2
-from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.worker import ALL_TENANTS
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.status import index_status, source_status
 from kvscout_indexer.stream_metrics import stream_metrics

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
 from kvscout_blocks.index.native import NativeQueries
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
-from kvscout_common.registry import ALL_TENANTS
-from kvscout_common.worker import PoolKey, WorkerRank, WorkerSpec
+from kvscout_common.worker import ALL_TENANTS, PoolKey, WorkerRank, WorkerSpec
 
 
 class Pools:

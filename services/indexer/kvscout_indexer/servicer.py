@@ -13,10 +13,9 @@ from kvscout_blocks.index.block_index import Overlaps
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.identity import current_identity
-from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.service_info import service_info
 from kvscout_common.statuses import status_code
-from kvscout_common.worker import DEFAULT_TENANT, PoolKey, WorkerRank
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, PoolKey, WorkerRank
 from kvscout_common.worker_rpcs import WorkerRpcs, required_id
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.routed import RoutedPrompt

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.registry import ALL_TENANTS
-from kvscout_common.worker import DEFAULT_TENANT, Role
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Role
 from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps
 
 HASH_BYTES = 8

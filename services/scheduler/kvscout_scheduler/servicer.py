@@ -16,10 +16,10 @@ from kvscout_common.hashing import native_available
 from kvscout_common.identity import AccessRole, current_identity
 from kvscout_common.pages import page_token, read_page_token
 from kvscout_common.raw_messages import parse_message
-from kvscout_common.registry import ALL_TENANTS, Registry
+from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.service_info import service_info
-from kvscout_common.worker import DEFAULT_TENANT, Role
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Role
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
 from kvscout_common.worker_rpcs import WorkerRpcs
 from kvscout_scheduler import native_load, translate

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from kvscout_common.errors import KvscoutError, ResourceExhausted
-from kvscout_common.registry import ALL_TENANTS
+from kvscout_common.worker import ALL_TENANTS
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.request import RequestKey, SelectionRequest
 

@@ -15,8 +15,8 @@ from kvscout_common.doctor.diagnosis import diagnose
 from kvscout_common.doctor.gathering import Decisions, Gathering
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.snapshot import Kind, Service
-from kvscout_common.registry import ALL_TENANTS
 from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.worker import ALL_TENANTS
 from kvscout_common.worker_rpcs import WorkerRpcs
 from kvscout_gateway.front.dashboard import document
 from kvscout_gateway.front.dashboard.history import SPAN_SECONDS, History, Totals

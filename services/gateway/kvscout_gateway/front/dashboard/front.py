@@ -7,8 +7,9 @@ from typing import Final
 
 from kvscout_common.endpoints import is_loopback
 from kvscout_common.errors import PermissionDenied
-from kvscout_common.identity import ALL_TENANTS, TokenTable
+from kvscout_common.identity import TokenTable
 from kvscout_common.transport.http import HttpCall
+from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.front.dashboard.dashboard import Dashboard
 from kvscout_gateway.front.dashboard.page import page
 from kvscout_gateway.front.openai.access import Caller, header

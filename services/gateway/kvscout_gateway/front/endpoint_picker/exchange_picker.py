@@ -21,10 +21,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvscout_common import tracing
 from kvscout_common.errors import FailedPrecondition, KvscoutError, PermissionDenied, Unavailable
-from kvscout_common.identity import ALL_TENANTS, current_identity
+from kvscout_common.identity import current_identity
 from kvscout_common.log_lines import about_request
 from kvscout_common.transport.http import Dialect
-from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_gateway.catalog import Serving, TenantView
 from kvscout_gateway.engines.failure import EngineFailed, fault_of_status
 from kvscout_gateway.engines.usage import usage_of_stream

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from kvscout_common.errors import InvalidArgument, PermissionDenied, Unauthenticated
-from kvscout_common.identity import ALL_TENANTS, ANONYMOUS, AccessRole, Identity, TokenTable
+from kvscout_common.identity import ANONYMOUS, AccessRole, Identity, TokenTable
 from kvscout_common.plain_text import name_problem
 from kvscout_common.transport.http import Headers
-from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 
 TENANT_HEADER: Final = "x-kvscout-tenant"
 """Names the tenant where the key is for all of them."""

@@ -12,9 +12,10 @@ from prometheus_client.exposition import choose_encoder
 from kvscout.v1 import types_pb2
 from kvscout_common import tracing
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
-from kvscout_common.identity import ALL_TENANTS, TokenTable
+from kvscout_common.identity import TokenTable
 from kvscout_common.tenant_limits import Limit
 from kvscout_common.transport.http import HttpCall, HttpRefused, SinkGone, SinkStalled
+from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.front.dashboard.front import EVENTS, METHOD, PAGE, DashboardFront
 from kvscout_gateway.front.openai.access import Caller, caller_of, header
 from kvscout_gateway.front.openai.body import JsonBody, parsed
