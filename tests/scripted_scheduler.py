@@ -32,12 +32,16 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.heard: list[str] = []
         """What was asked on streams, such as "free r"."""
         self.unary: list[str] = []
+        self.statuses = 0
+        """How often it was asked for its status."""
         self.refuses: Exception | None = None
         """Raised by every rpc."""
         self.goes_on = asyncio.Event()
         """Cleared = it hangs."""
         self.goes_on.set()
         self.draining = False
+        self.line_ends = asyncio.Event()
+        """Set = unary calls that wait in line have done so for too long."""
         self._waiting: dict[str, tuple[int, Any]] = {}
         self._contexts: list[Any] = []
         self._writing = asyncio.Lock()
@@ -141,7 +145,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
     async def SelectAndReserve(self, request: Any, context: Any) -> scheduler_pb2.SelectResponse:
         await self._unary(f"select_and_reserve {request.request_id}")
         if request.model == FULL:
-            await asyncio.Event().wait()
+            await self.line_ends.wait()
+            raise errors.DeadlineExceeded("Deadline Exceeded")
         self.booked[request.request_id] = "unary"
         return _selected("unary")
 
@@ -151,6 +156,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         return scheduler_pb2.FreeResponse(outcome=scheduler_pb2.FREE_OUTCOME_FREED)
 
     async def GetStatus(self, request: Any, context: Any) -> scheduler_pb2.SchedulerGetStatusResponse:
+        self.statuses += 1
         await self._unary("")
         return scheduler_pb2.SchedulerGetStatusResponse(service=types_pb2.ServiceInfo(draining=self.draining))
 

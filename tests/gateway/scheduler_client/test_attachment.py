@@ -21,7 +21,7 @@ from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.indexer_client.overlaps import NOTHING_FOUND
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.scheduler_client import attachment
+from kvscout_gateway.scheduler_client import attachment, link
 from kvscout_gateway.scheduler_client.attachment import Attachment
 from kvscout_gateway.scheduler_client.booking import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.scheduler_client.bookings import Bookings
@@ -100,9 +100,9 @@ async def ask(world: World, request_id: str, *, model: str = "m", timeout: float
         return selection
 
     ref = scheduler_pb2.RequestRef(model=model, request_id=request_id)
-    asking = Asking(selection, ref, time.monotonic() + line.get("wait", 20.0), refresh)
-    link: SchedulerLink = world.schedulers.members[line.get("member", 0)].stub
-    return await link.place(asking, timeout=timeout)
+    asking = Asking(selection, ref, time.monotonic() + line.get("wait", 20.0), refresh, owned=line.get("owned", True))
+    member: SchedulerMember = world.schedulers.members[line.get("member", 0)]
+    return await member.stub.place(asking, timeout=timeout)
 
 
 async def test_what_a_scheduler_does_not_know_is_booked_there_again_with_its_phase() -> None:
@@ -259,6 +259,19 @@ async def test_who_waits_too_long_is_refused_and_freed() -> None:
         with pytest.raises(WaitedTooLong):
             await ask(made, "r", model=FULL, timeout=0.2, wait=0.4)
         await until(lambda: "free r" in made.scripted[0].heard)
+
+
+async def test_who_waits_too_long_by_the_clock_of_the_scheduler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call for somebody else, whose deadline passes at the scheduler a moment before it does here."""
+    monkeypatch.setattr(link, "ALIVE_SECONDS", 0.01)
+    async with world() as made:
+        scripted = made.scripted[0]
+        await until(lambda: made.attached == [True])
+        asking = asyncio.create_task(ask(made, "r", model=FULL, timeout=0.05, owned=False))
+        await until(lambda: scripted.statuses > 1)  # after the first answer it counts as waiting
+        scripted.line_ends.set()
+        with pytest.raises(WaitedTooLong):
+            await asking
 
 
 async def test_who_waits_at_a_scheduler_that_goes_asks_anew() -> None:
