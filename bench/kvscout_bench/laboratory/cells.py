@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvscout_bench.laboratory.bound import Bound, lower_bound
 from kvscout_bench.laboratory.measures import Measures, Objective, measure
 from kvscout_bench.laboratory.simulation import Cluster, Simulation
-from kvscout_bench.laboratory.workload import Burst, Workload, at_rate, in_bursts
+from kvscout_bench.laboratory.workload import Burst, Workload, at_rate, in_bursts, led
 from kvscout_common.errors import ConfigError
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.settings import SchedulerSettings
@@ -77,6 +77,7 @@ class Bench:
         cluster: What serves it.
         objective: What counts.
         burst: How requests bunch together; None = as they come.
+        lead_seconds: So long before the others comes the first one.
         on_run: Called with a text before each run.
         on_done: Called with the number of requests ended in this run, while it runs.
     """
@@ -88,10 +89,12 @@ class Bench:
         *,
         objective: Objective = Objective(),
         burst: Burst | None = None,
+        lead_seconds: float = 0.0,
         on_run: Callable[[str], None] = lambda _: None,
         on_done: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._burst = burst
+        self._lead_seconds = lead_seconds
         self._workload = workload
         self._cluster = cluster.validate()
         self._objective = objective.validate()
@@ -111,6 +114,7 @@ class Bench:
         workload = at_rate(self._workload, rate)
         if self._burst is not None:
             workload = in_bursts(workload, self._burst)
+        workload = led(workload, self._lead_seconds)
         simulation = Simulation(workload, self._cluster, settings, self._policies, on_done=self._on_done)
         run = simulation.run()
         simulation.check_idle()

@@ -201,6 +201,12 @@ def in_bursts(workload: Workload, burst: Burst) -> Workload:
     return _restarted(workload, starts)
 
 
+def led(workload: Workload, seconds: float) -> Workload:
+    """The same flows, the first one so long before the others: its worker has computed its prompt when they come."""
+    first, *others = (flow.start_seconds for flow in workload.flows)
+    return _restarted(workload, [first, *(start + seconds for start in others)])
+
+
 def _restarted(workload: Workload, starts: Sequence[float]) -> Workload:
     flows = tuple(flow._replace(start_seconds=start) for flow, start in zip(workload.flows, starts, strict=True))
     return replace(workload, flows=flows)

@@ -68,6 +68,7 @@ _TIME = click.FloatRange(min=0)
 )
 @option("--burst", type=click.FloatRange(1, 5), default=1.0, help="Rate of bursts, in mean rates; 1: none.")
 @option("--burst-seconds", type=_POSITIVE, default=30.0, show_default=True, help="From burst to burst.")
+@option("--lead-seconds", type=_TIME, default=0.0, help="So long before the others comes the first flow.")
 @option(
     "--kv-tokens",
     "kv_tokens",
@@ -125,6 +126,7 @@ def command(
     loads: tuple[float, ...],
     burst: float,
     burst_seconds: float,
+    lead_seconds: float,
     kv_tokens: tuple[int, ...],
     max_num_batched_tokens: int,
     max_num_seqs: int,
@@ -187,6 +189,7 @@ def command(
                 each,
                 objective=objective,
                 burst=bursts,
+                lead_seconds=lead_seconds,
                 on_run=partial(on_run, made.requests),
                 on_done=on_done,
             )

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from laboratory_worlds import ENGINE, mixed
 
 from kvscout_bench.laboratory.cells import Bench, Cell, Contender
+from kvscout_bench.laboratory.generators import SharedPrompt, shared_prompt
 from kvscout_bench.laboratory.measures import Objective
 from kvscout_bench.laboratory.report import as_json, markdown
 from kvscout_bench.laboratory.simulation import Cluster
@@ -74,6 +75,14 @@ def test_where_kv_saturates_is_between_what_it_carries_and_what_it_does_not() ->
     below, above = (bench.run(contender("kv").settings, rate * factor) for factor in (0.5, 3.0))
     assert below.ttft.mean < 5 * below.bound_ttft_mean
     assert above.ttft.mean > 5 * above.bound_ttft_mean
+
+
+def test_a_system_prompt_that_is_warm_on_one_worker_fills_that_worker_with_kv_and_not_with_kv_time() -> None:
+    questions = shared_prompt(SharedPrompt(requests=500, prompt_tokens=32_768))
+    bench = Bench(questions, Cluster(workers=20), lead_seconds=10)
+    hottest = {policy: bench.run(contender(policy).settings, 24).hottest for policy in ("kv-time", "kv")}
+    assert hottest["kv-time"] < 2
+    assert hottest["kv"] > 5
 
 
 def test_the_command_prints_the_same_table_each_time() -> None:

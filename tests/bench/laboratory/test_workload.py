@@ -14,7 +14,7 @@ from kvscout_bench.laboratory.generators import Agents, SharedPrompt, agents, co
 from kvscout_bench.laboratory.index import LateIndex
 from kvscout_bench.laboratory.latencies import Latencies
 from kvscout_bench.laboratory.worker import EngineSettings
-from kvscout_bench.laboratory.workload import Burst, Workload, at_rate, from_sessions, from_trace, in_bursts
+from kvscout_bench.laboratory.workload import Burst, Workload, at_rate, from_sessions, from_trace, in_bursts, led
 from kvscout_bench.trace import TraceRequest
 from kvscout_bench.workload import MultiTurn, multi_turn
 from kvscout_common.errors import ConfigError
@@ -90,6 +90,13 @@ def test_another_rate_and_bursts_keep_order_and_mean() -> None:
     assert bursts.flow_rate == pytest.approx(10.0, rel=0.15)
     early = sum(start / 2.0 % 1.0 < 0.2 for start in starts)
     assert early / len(starts) == pytest.approx(0.8, abs=0.1)
+
+
+def test_the_first_flow_may_come_long_before_the_others_which_keep_their_rhythm() -> None:
+    made = mixed(test_seed(), 20)
+    first, *others = (flow.start_seconds for flow in made.flows)
+    assert [flow.start_seconds for flow in led(made, 10.0).flows] == [first, *(start + 10.0 for start in others)]
+    assert led(made, 0.0) == made
 
 
 @pytest.mark.parametrize(
