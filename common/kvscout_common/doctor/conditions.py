@@ -186,6 +186,13 @@ REMOVALS_LOST = _warning(
     "Correct total_kv_blocks if it is too low; else `ResetWorker` of the indexer begins anew with the worker.",
 )
 
+GROUPS_UNJUDGED = _note(
+    "groups-unjudged",
+    "A model has cache groups that events do not tell enough of, such as state-space layers: what these have dropped "
+    "is not seen, and overlaps may be too long.",
+    "Watch the worker's prediction error in `kvscout status`: it says how often that happens.",
+)
+
 # Whether what is predicted comes true
 
 TOKENS_DIFFER = _error(

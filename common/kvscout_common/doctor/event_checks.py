@@ -12,6 +12,7 @@ from kvscout_common.doctor.conditions import (
     EVENTS_SILENT,
     EVENTS_UNREACHABLE,
     EVENTS_UNREADABLE,
+    GROUPS_UNJUDGED,
     HISTORY_INCOMPLETE,
     LORA_UNNAMED,
     NATS_UNREACHABLE,
@@ -111,6 +112,8 @@ def _contents(source: indexer_pb2.SourceStatus, where: str) -> Iterator[Symptom]
         yield Symptom(EVENTS_UNREADABLE, f"{where}: {source.malformed:,} batches or events could not be decoded")
     if source.over_capacity:
         yield Symptom(REMOVALS_LOST, f"{where}: {source.blocks:,} blocks")
+    if groups := source.unjudged_groups:
+        yield Symptom(GROUPS_UNJUDGED, f"{where}: group{'s' * (len(groups) > 1)} {', '.join(map(str, groups))}")
 
 
 def _port(endpoint: str) -> str:

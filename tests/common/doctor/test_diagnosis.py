@@ -101,6 +101,12 @@ def test_an_engine_that_answers_and_does_not_tell_is_a_note() -> None:
     assert found(gateway(), engines=(engine,)).keys() == {"untold"}
 
 
+def test_cache_groups_that_cannot_be_judged_are_named_in_a_note() -> None:
+    live = source(indexer_pb2.SOURCE_STATE_LIVE, unjudged_groups=[2, 5])
+    finding = found(gateway(), indexer(live))["groups-unjudged"]
+    assert (finding.severity, finding.evidence) == (Severity.NOTE, ("worker w/0 at indexer i:1: groups 2, 5",))
+
+
 def test_a_warning_that_no_check_explains_is_passed_on_and_one_that_is_explained_is_not() -> None:
     warnings = ["worker w/0 is blind at indexer i:1: no event", "worker v: its engine is not known yet"]
     blind = indexer(source(indexer_pb2.SOURCE_STATE_BLIND, reason="2 requests were served"))
