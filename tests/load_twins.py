@@ -12,6 +12,7 @@ from kvscout_common.hashing import native_available
 from kvscout_scheduler.active_load import ActiveLoad, Limits, ReferenceLoad, Scores, SlotLoad
 from kvscout_scheduler.cost import Lane, Question
 from kvscout_scheduler.overlaps import AnyOverlaps
+from kvscout_scheduler.time_cost import TimeQuestion
 
 MakeLoad = Callable[..., ActiveLoad]
 T = TypeVar("T")
@@ -102,7 +103,7 @@ class SideBySide:
         scores = [twin.score(question, overlaps, slots) for twin in self._twins]
         for column in COLUMNS:
             assert_same([list(getattr(each, column)) for each in scores])
-        return scores[-1]
+        return SameScores(scores)
 
     def check_invariants(self, allocations: Iterable[Pair]) -> None:
         pairs = list(allocations)
@@ -115,7 +116,22 @@ class SideBySide:
         return assert_same([ask(twin) for twin in self._twins])
 
 
-COLUMNS = ("device_blocks", "effective_blocks", "prefill_tokens", "decode_blocks", "costs")
+class SameScores:
+    """Scores of all twins, whose columns are equal."""
+
+    def __init__(self, scores: list[Scores]) -> None:
+        self._scores = scores
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scores[-1], name)
+
+    def seconds(self, question: TimeQuestion) -> Sequence[float]:
+        costs = [each.seconds(question) for each in self._scores]
+        assert_same([list(each) for each in costs])
+        return costs[-1]
+
+
+COLUMNS = ("device_blocks", "effective_blocks", "cached_tokens", "prefill_tokens", "decode_blocks", "costs")
 
 
 def assert_same(answers: list[T]) -> T:

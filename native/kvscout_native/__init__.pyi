@@ -6,9 +6,10 @@ Nothing but the module that pairs with a section below imports it:
 * token ids as JSON: `kvscout_common.token_json`; the twin is `token_json_reference`.
 * index: `kvscout_blocks.index.native`; `kvscout_blocks.index.block_index` documents what the methods do, the twin is
   `reference_index`.
-* load: `kvscout_scheduler.native_load`; the twins are `kvscout_scheduler.active_load`, `prefix_tree` and `cost`.
+* load: `kvscout_scheduler.native_load`; the twins are `kvscout_scheduler.active_load`, `prefix_tree`, `cost` and `time_cost`.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -317,13 +318,14 @@ class Overlaps:
     def within(self, blocks: int) -> bool:
         """Whether no row says more than a prompt has."""
 
-class Scores:
-    """The columns of one decision, one entry a candidate; a getter makes a new list."""
+class Costs:
+    """What each candidate costs."""
 
     def __len__(self) -> int: ...
-    def cost(self, index: int) -> float: ...
-    def overlap(self, index: int) -> tuple[int, float]:
-        """Device blocks and effective blocks of one candidate."""
+    def at(self, index: int) -> float: ...
+    @property
+    def values(self) -> list[float]:
+        """Made anew."""
 
     def draw(self, temperature: float, uniform: float) -> int:
         """The candidate that a number in 0 .. 1 draws at a temperature above 0."""
@@ -331,16 +333,42 @@ class Scores:
     def least(self) -> list[int]:
         """Indexes of the least cost, ascending."""
 
+class Scores:
+    """The columns of one decision, one entry a candidate; a getter makes a new list."""
+
+    def overlap(self, index: int) -> tuple[int, float]:
+        """Device blocks and effective blocks of one candidate."""
+
     @property
     def device_blocks(self) -> list[int]: ...
     @property
     def effective_blocks(self) -> list[float]: ...
     @property
+    def cached_tokens(self) -> list[float]: ...
+    @property
     def prefill_tokens(self) -> list[float]: ...
     @property
     def decode_blocks(self) -> list[int]: ...
-    @property
-    def costs(self) -> list[float]: ...
+    def costs(self) -> Costs: ...
+    def seconds(
+        self,
+        table: array[float],
+        row_of: array[int],
+        now: float,
+        weight: float,
+        own_seconds: float,
+        decode_seconds: float,
+    ) -> Costs:
+        """Costs by the rows of a table.
+
+        Args:
+            table: Eight numbers a row, see `kvscout_scheduler.time_cost.TimeRow`.
+            row_of: Number of its row, by slot.
+            now: On the clock of the table.
+            weight: Of prompts against decoding.
+            own_seconds: A token of the prompt.
+            decode_seconds: A token of context that is decoded beside it.
+        """
 
 class ActiveLoad:
     """Load columns of one pool; a getter makes a new list."""

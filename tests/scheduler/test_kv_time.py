@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from load_twins import SideBySide
 from scheduler_builders import MODEL, ManualClock, key, overlaps, scheduler, test_seed, worker
 
 from kvscout_common.errors import KvscoutError
@@ -24,7 +25,7 @@ BLOCKS = 64
 
 
 class World:
-    """A scheduler under `kv-time`, whose engines compute as fast as is said."""
+    """A scheduler under `kv-time`, whose engines compute as fast as is said; both twins must give the same costs."""
 
     def __init__(self, *workers: str, **fields: Any) -> None:
         self.policy = KvTime()
@@ -34,6 +35,7 @@ class World:
             clock=self.clock,
             policy="kv-time",
             policies=PolicyRegistry({"kv-time": lambda: self.policy}),
+            make_load=SideBySide,
         )
         self.placed: list[str] = []
         """Workers of the bookings so far."""

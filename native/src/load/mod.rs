@@ -1,6 +1,6 @@
 //! Active load of one pool of workers, and what it costs to put a request on each of them.
 //!
-//! The twin of `kvscout_scheduler.active_load`, `prefix_tree` and `cost`: numbers by worker slot, the prefixes that
+//! The twin of `kvscout_scheduler.active_load`, `prefix_tree`, `cost` and `time_cost`: numbers by worker slot, the prefixes that
 //! active requests share, and the columns of one decision. Knows slots, hashes and overlaps, no request and no clock.
 
 mod holders;
@@ -8,11 +8,13 @@ pub mod messages;
 mod names;
 mod overlaps;
 mod score;
+mod time_cost;
 mod tree;
 
 use names::Names;
 pub use overlaps::{Columns, Overlaps, Row};
-pub use score::{Question, Scores};
+pub use score::{Costs, Question, Scores};
+pub use time_cost::{Row as TimeRow, TimeQuestion};
 use tree::PrefixTree;
 
 /// Workers whose block hashes are comparable.

@@ -23,19 +23,28 @@ pub struct Question<'a> {
 }
 
 /// One entry a candidate, in the order of the slots asked about.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Scores {
+    pub slots: Vec<u32>,
     pub device_blocks: Vec<u32>,
     pub effective_blocks: Vec<f64>,
+    pub cached_tokens: Vec<f64>,
     pub prefill_tokens: Vec<f64>,
     pub decode_blocks: Vec<i64>,
-    pub costs: Vec<f64>,
+    pub isl_tokens: f64,
+    block_size: f64,
+    overlap_score_weight: f64,
+    scale: f64,
 }
+
+/// What each candidate costs.
+#[derive(Debug)]
+pub struct Costs(pub Vec<f64>);
 
 impl ActiveLoad {
     /// Scores slots; None: all that are arranged, by rank.
     pub fn score(&self, slots: Option<&[u32]>, question: &Question<'_>) -> Scores {
-        let Question { isl_tokens, overlap_score_weight: weight, scale, .. } = *question;
+        let Question { overlap_score_weight, scale, .. } = *question;
         let size = self.requests.len();
         // By slot; the weighted overlap only where it is not that of the device.
         let mut device = vec![0_u32; size];
@@ -59,22 +68,24 @@ impl ActiveLoad {
             self.shared(question.lane, question.hashes, |slot, blocks| shared[slot as usize] = blocks as u32);
         }
         let block_size = f64::from(question.lane.block_size);
-        let isl = f64::from(isl_tokens);
-        let request_blocks = i64::from(isl_tokens.div_ceil(question.lane.block_size));
-        let slots = slots.unwrap_or(&self.order).iter().map(|&slot| slot as usize);
+        let isl_tokens = f64::from(question.isl_tokens);
+        let request_blocks = i64::from(question.isl_tokens.div_ceil(question.lane.block_size));
+        let asked = slots.unwrap_or(&self.order);
+        let slots = asked.iter().map(|&slot| slot as usize);
         // Column by column: each is one simple loop.
         let device_blocks: Vec<u32> = slots.clone().map(|slot| device[slot]).collect();
-        let effective_blocks: Vec<f64> = match (weight, weighted.is_empty()) {
+        let effective_blocks: Vec<f64> = match (overlap_score_weight, weighted.is_empty()) {
             (0.0, _) => vec![0.0; slots.len()],
             (_, true) => device_blocks.iter().map(|&blocks| f64::from(blocks)).collect(),
             (_, false) => slots.clone().map(|slot| weighted[slot]).collect(),
         };
+        let cached_tokens: Vec<f64> =
+            effective_blocks.iter().map(|effective| (effective * block_size).min(isl_tokens)).collect();
         let prefill_tokens: Vec<f64> = slots
             .clone()
-            .zip(&effective_blocks)
-            .map(|(slot, effective)| {
-                let have = effective * block_size;
-                let missing = if question.charge_prefill && have < isl { isl - have } else { 0.0 };
+            .zip(&cached_tokens)
+            .map(|(slot, cached)| {
+                let missing = if question.charge_prefill { isl_tokens - cached } else { 0.0 };
                 self.prefill_tokens[slot] as f64 + missing
             })
             .collect();
@@ -84,36 +95,53 @@ impl ActiveLoad {
                 .collect(),
             false => vec![0; slots.len()],
         };
-        let costs = match weight {
-            0.0 => decode_blocks.iter().map(|&decode| scale * decode as f64).collect(),
-            _ => prefill_tokens
-                .iter()
-                .zip(&decode_blocks)
-                .map(|(prefill, &decode)| scale * (weight * (prefill / block_size) + decode as f64))
-                .collect(),
-        };
-        Scores { device_blocks, effective_blocks, prefill_tokens, decode_blocks, costs }
+        Scores {
+            slots: asked.to_vec(),
+            device_blocks,
+            effective_blocks,
+            cached_tokens,
+            prefill_tokens,
+            decode_blocks,
+            isl_tokens,
+            block_size,
+            overlap_score_weight,
+            scale,
+        }
     }
 }
 
 impl Scores {
+    /// Prefill and decode, in blocks.
+    pub fn costs(&self) -> Costs {
+        let &Self { block_size, overlap_score_weight: weight, scale, .. } = self;
+        let decode_blocks = self.decode_blocks.iter().map(|&blocks| blocks as f64);
+        Costs(match weight {
+            0.0 => decode_blocks.map(|decode| scale * decode).collect(),
+            _ => (self.prefill_tokens.iter())
+                .zip(decode_blocks)
+                .map(|(prefill, decode)| scale * (weight * (prefill / block_size) + decode))
+                .collect(),
+        })
+    }
+}
+
+impl Costs {
     /// The candidates of least cost, ascending; none of no candidates.
     pub fn least(&self) -> Vec<usize> {
-        let least =
-            self.costs.iter().fold(f64::INFINITY, |least, &cost| if cost < least { cost } else { least });
-        let ties = self.costs.iter().enumerate().filter(|&(_, &cost)| cost == least);
+        let least = self.0.iter().fold(f64::INFINITY, |least, &cost| if cost < least { cost } else { least });
+        let ties = self.0.iter().enumerate().filter(|&(_, &cost)| cost == least);
         ties.map(|(candidate, _)| candidate).collect()
     }
 
     /// The candidate that a number in 0 .. 1 draws at a temperature above 0: softmax over range-normalised costs, as in
     /// `kvscout_scheduler.choose`; None of no candidates.
     pub fn draw(&self, temperature: f64, uniform: f64) -> Option<usize> {
-        let finite = || self.costs.iter().copied().filter(|cost| cost.is_finite());
+        let finite = || self.0.iter().copied().filter(|cost| cost.is_finite());
         let (least, most) =
             (finite().fold(f64::INFINITY, f64::min), finite().fold(f64::NEG_INFINITY, f64::max));
         // Halved first: the range of two finite costs may be infinite, that of their halves is not.
         let (least, span) = (least / 2.0, most / 2.0 - least / 2.0);
-        let weights: Vec<f64> = (self.costs.iter())
+        let weights: Vec<f64> = (self.0.iter())
             .map(|&cost| match (least.is_finite(), cost.is_finite()) {
                 (false, _) => 1.0,
                 (true, false) => 0.0,
@@ -171,10 +199,10 @@ mod tests {
         let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], &columns).unwrap();
         let scores = load.score(None, &question(&[], Some(&overlaps)));
         assert_eq!(scores.device_blocks, [2, 5, 0]);
-        assert_eq!(scores.costs, [18.0, 45.0, 20.0]);
-        assert_eq!(scores.least(), [0]);
+        assert_eq!(scores.costs().0, [18.0, 45.0, 20.0]);
+        assert_eq!(scores.costs().least(), [0]);
         let some = load.score(Some(&[1, 0]), &question(&[], Some(&overlaps)));
-        assert_eq!((some.costs, some.decode_blocks), (vec![20.0, 45.0], vec![10, 40]));
+        assert_eq!((some.costs().0, some.decode_blocks), (vec![20.0, 45.0], vec![10, 40]));
     }
 
     #[test]
@@ -183,12 +211,12 @@ mod tests {
         load.add(1, LANE, &[1, 2, 3], 0, 0);
         let scores = load.score(None, &question(&[1, 2, 9], None));
         assert_eq!(scores.decode_blocks, [10, 10, 11]);
-        assert_eq!(scores.least(), [0, 1]);
+        assert_eq!(scores.costs().least(), [0, 1]);
     }
 
     #[test]
     fn a_temperature_draws_by_cost() {
-        let costs = |costs: &[f64]| Scores { costs: costs.to_vec(), ..Scores::default() };
+        let costs = |costs: &[f64]| Costs(costs.to_vec());
         let even = costs(&[3.0; 4]);
         assert_eq!([0.0, 0.3, 0.6, 0.99].map(|uniform| even.draw(1.0, uniform)), [0, 1, 2, 3].map(Some));
         let uneven = costs(&[f64::INFINITY, 1e300, -1e300]);
@@ -205,7 +233,7 @@ mod tests {
         let load = load();
         let scores =
             load.score(None, &Question { overlap_score_weight: 0.0, ..question(&[], Some(&overlaps)) });
-        assert_eq!(scores.costs, [10.0; 3]);
+        assert_eq!(scores.costs().0, [10.0; 3]);
         assert_eq!((scores.device_blocks[0], scores.effective_blocks[0]), (9, 0.0));
     }
 }

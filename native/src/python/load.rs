@@ -1,5 +1,6 @@
 //! Python binding of `load`.
 
+use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyAssertionError, PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -7,7 +8,7 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::hashing::hashes_from_bytes;
 use crate::load::messages::{self, Name, Operation, Select, Selected};
-use crate::load::{self, Columns, Lane, Limits, Question};
+use crate::load::{self, Columns, Lane, Limits, Question, TimeQuestion, TimeRow};
 
 /// Messages above this many bytes may take longer than about 50 µs, so they release the GIL.
 const DETACH_ABOVE_BYTES: usize = 128 * 1024;
@@ -186,6 +187,38 @@ impl ActiveLoad {
     }
 }
 
+/// What each candidate costs; see the stub.
+#[pyclass(frozen, module = "kvscout_native")]
+struct Costs {
+    costs: load::Costs,
+}
+
+#[pymethods]
+impl Costs {
+    fn __len__(&self) -> usize {
+        self.costs.0.len()
+    }
+
+    fn at(&self, index: usize) -> PyResult<f64> {
+        let cost = self.costs.0.get(index).copied();
+        cost.ok_or_else(|| PyIndexError::new_err("no such candidate"))
+    }
+
+    fn draw(&self, temperature: f64, uniform: f64) -> PyResult<usize> {
+        let drawn = self.costs.draw(temperature, uniform);
+        drawn.ok_or_else(|| PyIndexError::new_err("there are no candidates"))
+    }
+
+    fn least(&self) -> Vec<usize> {
+        self.costs.least()
+    }
+
+    #[getter]
+    fn values(&self) -> Vec<f64> {
+        self.costs.0.clone()
+    }
+}
+
 /// The columns of one decision; see the stub.
 #[pyclass(frozen, module = "kvscout_native")]
 struct Scores {
@@ -194,13 +227,32 @@ struct Scores {
 
 #[pymethods]
 impl Scores {
-    fn __len__(&self) -> usize {
-        self.scores.costs.len()
+    fn costs(&self) -> Costs {
+        Costs { costs: self.scores.costs() }
     }
 
-    fn cost(&self, index: usize) -> PyResult<f64> {
-        let cost = self.scores.costs.get(index).copied();
-        cost.ok_or_else(|| PyIndexError::new_err("no such candidate"))
+    #[allow(clippy::too_many_arguments)] // the fields of one question, as the twin takes them
+    fn seconds(
+        &self,
+        py: Python<'_>,
+        table: PyBuffer<f64>,
+        row_of: PyBuffer<u32>,
+        now: f64,
+        weight: f64,
+        own_seconds: f64,
+        decode_seconds: f64,
+    ) -> PyResult<Costs> {
+        let (Some(table), Some(row_of)) = (table.as_slice(py), row_of.as_slice(py)) else {
+            return Err(PyValueError::new_err("a table in one piece"));
+        };
+        let row = |slot: u32| {
+            let start = row_of.get(slot as usize)?.get() as usize * TimeRow::LENGTH;
+            let numbers = table.get(start..start + TimeRow::LENGTH)?;
+            Some(TimeRow::new(std::array::from_fn(|column| numbers[column].get())))
+        };
+        let question = TimeQuestion { now, weight, own_seconds, decode_seconds };
+        let costs = self.scores.seconds(&question, row);
+        costs.map(|costs| Costs { costs }).ok_or_else(|| PyIndexError::new_err("a slot without a row"))
     }
 
     fn overlap(&self, index: usize) -> PyResult<(u32, f64)> {
@@ -209,15 +261,6 @@ impl Scores {
             return Err(PyIndexError::new_err("no such candidate"));
         };
         Ok((device, effective))
-    }
-
-    fn draw(&self, temperature: f64, uniform: f64) -> PyResult<usize> {
-        let drawn = self.scores.draw(temperature, uniform);
-        drawn.ok_or_else(|| PyIndexError::new_err("there are no candidates"))
-    }
-
-    fn least(&self) -> Vec<usize> {
-        self.scores.least()
     }
 
     #[getter]
@@ -231,6 +274,11 @@ impl Scores {
     }
 
     #[getter]
+    fn cached_tokens(&self) -> Vec<f64> {
+        self.scores.cached_tokens.clone()
+    }
+
+    #[getter]
     fn prefill_tokens(&self) -> Vec<f64> {
         self.scores.prefill_tokens.clone()
     }
@@ -238,11 +286,6 @@ impl Scores {
     #[getter]
     fn decode_blocks(&self) -> Vec<i64> {
         self.scores.decode_blocks.clone()
-    }
-
-    #[getter]
-    fn costs(&self) -> Vec<f64> {
-        self.scores.costs.clone()
     }
 }
 
@@ -393,6 +436,7 @@ fn number_result(py: Python<'_>, id: u64, kind: u32, number: u32) -> Bound<'_, P
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ActiveLoad>()?;
     module.add_class::<Allocation>()?;
+    module.add_class::<Costs>()?;
     module.add_class::<Scores>()?;
     module.add_class::<Overlaps>()?;
     module.add_function(wrap_pyfunction!(lifecycle_operations, module)?)?;

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from kvscout_scheduler.cost import Lane, LoadColumns, Question, ReferenceScores
 from kvscout_scheduler.overlaps import AnyOverlaps
 from kvscout_scheduler.prefix_tree import Node, PrefixTree
+from kvscout_scheduler.time_cost import TimeQuestion
 
 
 class Allocation(Protocol):
@@ -62,6 +63,9 @@ class Scores(Protocol):
     def effective_blocks(self) -> Sequence[float]: ...
 
     @property
+    def cached_tokens(self) -> Sequence[float]: ...
+
+    @property
     def prefill_tokens(self) -> Sequence[float]: ...
 
     @property
@@ -69,6 +73,8 @@ class Scores(Protocol):
 
     @property
     def costs(self) -> Sequence[float]: ...
+
+    def seconds(self, question: TimeQuestion) -> Sequence[float]: ...
 
     def overlap(self, index: int) -> tuple[int, float]: ...
 

@@ -13,6 +13,7 @@ from kvscout_scheduler.cost import DEFAULT_TIER_WEIGHTS, Lane, Question, TierWei
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import Prompt, SelectionRequest
+from kvscout_scheduler.time_cost import TimeQuestion
 
 T = TypeVar("T")
 
@@ -74,6 +75,11 @@ class Candidates:
         return len(self.slots)
 
     @property
+    def places(self) -> tuple[WorkerRank, ...]:
+        """Rank of each slot of the pool, see `Pool.places`."""
+        return self._pool.places
+
+    @property
     def ranks(self) -> list[WorkerRank]:
         """Ranks, ascending."""
         return [self._pool.ranks[slot] for slot in self.slots]
@@ -116,18 +122,10 @@ class Candidates:
         """Overlap as the cost counts it: slower tiers weighted, 0 where the overlap score weight is 0."""
         return self._scores.effective_blocks
 
-    @cached_property
+    @property
     def cached_tokens(self) -> Sequence[float]:
         """Prompt tokens that each has, slower tiers weighted; at most the prompt."""
-        isl, lane_of = self.request.isl_tokens, self._pool.lane_of
-        if len(self._prompts) == 1:
-            (lane,) = self._prompts
-            size = lane.block_size
-            return [min(isl, blocks * size) if blocks else 0 for blocks in self.effective_blocks]
-        return [
-            min(isl, blocks * lane_of[slot].block_size)
-            for slot, blocks in zip(self.slots, self.effective_blocks, strict=True)
-        ]
+        return self._scores.cached_tokens
 
     @cached_property
     def kv_usage(self) -> Sequence[float]:
@@ -158,6 +156,14 @@ class Candidates:
     def kv_costs(self) -> Sequence[float]:
         """Cost of `kvscout_scheduler.cost`; where block sizes differ, in blocks of the smallest."""
         return self._scores.costs
+
+    def seconds(self, question: TimeQuestion) -> Sequence[float]:
+        """Cost of `kvscout_scheduler.time_cost`.
+
+        Args:
+            question: With a row for each slot of the pool.
+        """
+        return self._scores.seconds(question)
 
     def overlap(self, index: int) -> tuple[int, float]:
         """`device_blocks` and `effective_blocks` of one candidate."""
@@ -240,6 +246,11 @@ class LaneScores:
         return self._merged(lambda scores: scores.effective_blocks)
 
     @cached_property
+    def cached_tokens(self) -> Sequence[float]:
+        """See `Scores`."""
+        return self._merged(lambda scores: scores.cached_tokens)
+
+    @cached_property
     def prefill_tokens(self) -> Sequence[float]:
         """See `Scores`."""
         return self._merged(lambda scores: scores.prefill_tokens)
@@ -253,6 +264,10 @@ class LaneScores:
     def costs(self) -> Sequence[float]:
         """See `Scores`."""
         return self._merged(lambda scores: scores.costs)
+
+    def seconds(self, question: TimeQuestion) -> Sequence[float]:
+        """See `Scores`."""
+        return self._merged(lambda scores: scores.seconds(question))
 
     def overlap(self, index: int) -> tuple[int, float]:
         """See `Scores`."""

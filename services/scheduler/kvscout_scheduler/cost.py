@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from kvscout_scheduler.overlaps import Overlaps
+from kvscout_scheduler.time_cost import TimeQuestion, time_costs
 
 T = TypeVar("T", int, float)
 
@@ -117,16 +118,18 @@ class ReferenceScores:
         return spread(self._overlaps, column, self._slots, self._slot_of)
 
     @cached_property
+    def cached_tokens(self) -> Sequence[float]:
+        """Prompt tokens that each has, slower tiers weighted; at most the prompt."""
+        isl, block_size = self._question.isl_tokens, self._question.lane.block_size
+        return [min(isl, blocks * block_size) for blocks in self.effective_blocks]
+
+    @cached_property
     def prefill_tokens(self) -> Sequence[float]:
         """Prompt tokens that each worker has to compute, this request's included."""
-        active = self._load.prefill_tokens
+        active, isl = self._load.prefill_tokens, self._question.isl_tokens
         if not self._question.charge_prefill:
             return [active[slot] for slot in self._slots]
-        isl, block_size = self._question.isl_tokens, self._question.lane.block_size
-        return [
-            active[slot] + (isl - cached if (cached := blocks * block_size) < isl else 0)
-            for slot, blocks in zip(self._slots, self.effective_blocks, strict=True)
-        ]
+        return [active[slot] + (isl - cached) for slot, cached in zip(self._slots, self.cached_tokens, strict=True)]
 
     @cached_property
     def decode_blocks(self) -> Sequence[int]:
@@ -147,6 +150,10 @@ class ReferenceScores:
             scale * (weight * (tokens / block_size) + blocks)
             for tokens, blocks in zip(self.prefill_tokens, self.decode_blocks, strict=True)
         ]
+
+    def seconds(self, question: TimeQuestion) -> Sequence[float]:
+        """Cost of each worker in seconds, `time_cost`."""
+        return time_costs(question, self._question.isl_tokens, self._slots, self.cached_tokens)
 
     def overlap(self, index: int) -> tuple[int, float]:
         """`device_blocks` and `effective_blocks` of one worker."""

@@ -15,6 +15,7 @@ from kvscout_scheduler.active_load import ActiveLoad, ReferenceLoad, SlotLoad
 from kvscout_scheduler.choose import Ranked
 from kvscout_scheduler.cost import Question
 from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps, PackedOverlaps
+from kvscout_scheduler.time_cost import TimeQuestion
 
 if TYPE_CHECKING or native_available():
     import kvscout_native
@@ -141,6 +142,11 @@ class NativeScores:
         return self._core.effective_blocks
 
     @cached_property
+    def cached_tokens(self) -> Sequence[float]:
+        """See `Scores`."""
+        return self._core.cached_tokens
+
+    @cached_property
     def prefill_tokens(self) -> Sequence[float]:
         """See `Scores`."""
         return self._core.prefill_tokens
@@ -153,7 +159,11 @@ class NativeScores:
     @property
     def costs(self) -> NativeCosts:
         """See `Scores`."""
-        return NativeCosts(self._core)
+        return NativeCosts(self._core.costs())
+
+    def seconds(self, question: TimeQuestion) -> NativeCosts:
+        """See `Scores`."""
+        return NativeCosts(self._core.seconds(*question))
 
 
 class NativeCosts(Ranked):
@@ -161,7 +171,7 @@ class NativeCosts(Ranked):
 
     __slots__ = ("_core",)
 
-    def __init__(self, core: kvscout_native.Scores) -> None:
+    def __init__(self, core: kvscout_native.Costs) -> None:
         self._core = core
 
     def least(self) -> Sequence[int]:
@@ -176,7 +186,7 @@ class NativeCosts(Ranked):
         return len(self._core)
 
     def __iter__(self) -> Iterator[float]:
-        return iter(self._core.costs)
+        return iter(self._core.values)
 
     @overload
     def __getitem__(self, index: int) -> float: ...
@@ -186,5 +196,5 @@ class NativeCosts(Ranked):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, int):
-            return self._core.cost(index if index >= 0 else len(self._core) + index)
-        return self._core.costs[index]
+            return self._core.at(index if index >= 0 else len(self._core) + index)
+        return self._core.values[index]

@@ -61,6 +61,8 @@ class Pool:
         self.id = pool_id
         self.load = make_load(track_blocks=track_blocks)
         self.order: list[int] = []
+        self.places: tuple[WorkerRank, ...] = ()
+        """Rank at each slot, of those not in use the last one; another tuple after each change."""
         self.slot_of: dict[tuple[str, int], int] = {}
         self.slots_of: dict[str, list[int]] = {}
         """Slots of each worker, by rank."""
@@ -269,6 +271,7 @@ class Pool:
         for slot in self.order:
             self.lanes.setdefault(self.lane_of[slot], []).append(slot)
             self.slots_of.setdefault(self.ranks[slot].worker_id, []).append(slot)
+        self.places = tuple(self.ranks)
         self.load.arrange(self.slot_of, self.order)
         self.changed = True
 

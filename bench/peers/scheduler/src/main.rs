@@ -52,7 +52,7 @@ impl Pool {
         self.next += 1;
         let overlaps = Overlaps::parse(overlaps).expect("a message");
         let scores = self.load.score(None, &question(hashes, &overlaps));
-        let slot = scores.least()[0] as u32;
+        let slot = scores.costs().least()[0] as u32;
         let uncached = (hashes.len() as i64) * 16 - scores.effective_blocks[slot as usize] as i64 * 16;
         let mut allocation: Allocation = self.load.add(slot, LANE, hashes, 0, uncached);
         self.load.remove(&mut allocation);
@@ -61,7 +61,7 @@ impl Pool {
 
     /// Scores all workers.
     fn score(&self, asked: &Asked, overlaps: &Overlaps) -> usize {
-        self.load.score(None, &question(&asked.hashes, overlaps)).least().len()
+        self.load.score(None, &question(&asked.hashes, overlaps)).costs().least().len()
     }
 }
 

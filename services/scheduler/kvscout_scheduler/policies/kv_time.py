@@ -6,6 +6,7 @@ latencies. Until anything is known they are those of a large model on current ac
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,6 +16,7 @@ from kvscout_scheduler.facts import End, Facts
 from kvscout_scheduler.policies.policy import Policy
 from kvscout_scheduler.rates import Line, Mean
 from kvscout_scheduler.request import RequestKey
+from kvscout_scheduler.time_cost import HORIZON_SECONDS, ROW, TimeQuestion, TimeRow
 
 PREFILL: Final = (0.01, 50e-6, 4_096.0)
 """What is believed at first: seconds of a prefill without tokens, seconds a token, and where that holds."""
@@ -27,13 +29,9 @@ PACES: Final = (0.1, 10.0)
 DECODE_WEIGHT: Final = 0.25
 """Of a second between tokens, in seconds before the first: they are shared out over many tokens, and go by while
 something is being read."""
-HORIZON_SECONDS: Final = 20.0
-"""For how long it counts how busy a worker was."""
 MOST_USED: Final = 0.999
-MOST_CROWDED: Final = 7.0
-"""So many times a prompt counts at most."""
-MOST_OVERDUE_SECONDS: Final = 5.0
-"""What a prefill that takes longer than it should can add: nobody may have told of its end."""
+IDLE: Final = TimeRow()
+"""The first row, of all workers that nothing is known of."""
 
 
 class _Request:
@@ -52,7 +50,7 @@ class _Request:
 
 
 class _Worker:
-    """What is under way on one worker rank, as far as bookings tell."""
+    """What is under way on one worker rank, as far as bookings tell; `TimeRow` has what is not explained here."""
 
     __slots__ = (
         "behind",
@@ -63,13 +61,15 @@ class _Worker:
         "prefilled",
         "prefills",
         "requests",
+        "row",
         "seen",
         "since",
         "tokens",
         "used",
     )
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, row: int, now: float) -> None:
+        self.row = row
         self.prefills: dict[RequestKey, _Request] = {}
         """Requests without a first token, in order of booking."""
         self.tokens = 0
@@ -77,19 +77,14 @@ class _Worker:
         self.since = now
         """When the first of them could begin."""
         self.due_at = now
-        """When it should be done."""
         self.behind = 0.0
-        """Seconds of prefill of those behind it."""
         self.requests = 0
         self.contexts = 0
-        """Σ prompt tokens of all requests, shared ones counted each time: each request reads its own at every step."""
         self.pace_mean = Mean(1.0, 1.0, kept=0.95)
         self.pace = 1.0
-        """What prefills take here, in what they take in the pool."""
         self.prefilled = 0.0
         """Seconds of all prefills so far: those that decode had to wait meanwhile."""
         self.used = 0.0
-        """Share of the time lately in which there was a prompt to compute, as of `seen`; below 1."""
         self.seen = now
 
     def look(self, now: float) -> None:
@@ -106,17 +101,20 @@ class _Worker:
             self.due_at = self.since + first
             self.behind = self.pace * (prefill.base * len(self.prefills) + prefill.slope * self.tokens) - first
 
-    def ahead(self, now: float) -> float:
-        """Seconds of prefill that are left of what is booked."""
-        if not self.prefills:
-            return 0.0
-        left = self.due_at - now
-        return self.behind + (left if left > 0 else min(-left, MOST_OVERDUE_SECONDS))
-
-    def crowding(self, now: float) -> float:
-        """1 / (1 − `used`) at a time."""
-        passed = 1.0 + (now - self.seen) / HORIZON_SECONDS
-        return min(MOST_CROWDED, passed / (1.0 - self.used if self.prefills else passed - self.used))
+    def write(self, table: array[float]) -> None:
+        """Writes its row of a table."""
+        ROW.pack_into(
+            table,
+            self.row * ROW.size,
+            self.behind,
+            self.due_at,
+            self.pace,
+            self.used,
+            self.seen,
+            self.contexts,
+            self.requests,
+            len(self.prefills),
+        )
 
 
 class KvTime(Policy):
@@ -145,47 +143,31 @@ class KvTime(Policy):
         self.output = Mean(OUTPUT_TOKENS)
         self._workers: dict[WorkerRank, _Worker] = {}
         self._requests: dict[RequestKey, _Request] = {}
-        self._slots: list[int] | None = None
-        """Of the last candidates."""
-        self._known: list[_Worker] = []
-        """Their workers."""
+        self._table = array("d", IDLE)
+        """What is known of workers, a row each; see `time_cost`."""
+        self._unused: list[int] = []
+        """Rows of workers that went."""
+        self._places: tuple[WorkerRank, ...] | None = None
+        """Of the pool when `_row_of` was made."""
+        self._row_of = array("I")
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
-        request, now, weight = candidates.request, candidates.now, candidates.settings.overlap_score_weight
-        isl, own, decode = request.isl_tokens, *self._rates(candidates)
-        costs = []
-        # Read for every worker of every request: `ahead` and `crowding` are written out.
-        for worker, cached in zip(self._of(candidates), candidates.cached_tokens, strict=True):
-            passed = 1.0 + (now - worker.seen) / HORIZON_SECONDS
-            if worker.prefills:
-                left = worker.due_at - now
-                ahead = worker.behind + (left if left > 0 else min(-left, MOST_OVERDUE_SECONDS))
-                crowding = passed / (1.0 - worker.used)
-            else:
-                ahead = 0.0
-                crowding = passed / (passed - worker.used)
-            costs.append(
-                weight * (ahead + min(crowding, MOST_CROWDED) * worker.pace * own * (isl - cached))
-                + decode * (worker.contexts + worker.requests * isl)
-            )
-        return costs
+        return candidates.seconds(self._question(candidates))
 
     def describe(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
-        isl, now = candidates.request.isl_tokens, candidates.now
-        own, decode = self._rates(candidates)
-        worker = self._of(candidates)[index]
-        seconds = worker.pace * own * (isl - candidates.cached_tokens[index])
-        others = decode * (worker.contexts + worker.requests * isl)
+        isl, now, question = candidates.request.isl_tokens, candidates.now, self._question(candidates)
+        row = question.row(candidates.slots[index])
+        seconds = row.pace * question.own_seconds * (isl - candidates.cached_tokens[index])
+        others = question.decode_seconds * (row.contexts + row.requests * isl)
         return (
-            f"{worker.ahead(now):.3g} s of prompts ahead, {seconds:.3g} s of its own that count "
-            f"{worker.crowding(now):.3g} times, {others:.3g} s for decoding beside others, cost {costs[index]:.3g} s"
+            f"{row.ahead(now):.3g} s of prompts ahead, {seconds:.3g} s of its own that count "
+            f"{row.crowding(now):.3g} times, {others:.3g} s for decoding beside others, cost {costs[index]:.3g} s"
         )
 
     def booked(self, facts: Facts, now: float) -> None:
         worker = self._workers.get(facts.rank)
         if worker is None:
-            worker = self._workers[facts.rank] = _Worker(now)
-            self._slots = None
+            worker = self._workers[facts.rank] = _Worker(self._new_row(), now)
         worker.look(now)
         if not worker.prefills:
             worker.since = now
@@ -195,12 +177,15 @@ class KvTime(Policy):
         worker.requests += 1
         worker.contexts += facts.isl_tokens
         worker.plan(self.prefill)
+        worker.write(self._table)
 
     def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
         request = self._requests.get(facts.key)
         if request is not None:
+            worker = request.worker
             self._prefilled(request, facts.key, now, learn=True)
-            request.contexts, request.prefilled = request.worker.contexts, request.worker.prefilled
+            request.contexts, request.prefilled = worker.contexts, worker.prefilled
+            worker.write(self._table)
 
     def ended(self, facts: Facts, end: End, now: float) -> None:
         request = self._requests.pop(facts.key, None)
@@ -218,25 +203,36 @@ class KvTime(Policy):
                 self.decode.add(contexts, step)
         worker.requests -= 1
         worker.contexts -= facts.isl_tokens
+        worker.write(self._table)
         if not worker.requests and len(self._workers) > 2 * len(self._requests) + 1_024:
             # Workers come and go under new names.
             del self._workers[facts.rank]
-            self._slots = None
+            self._unused.append(worker.row)
+            self._places = None
 
-    def _rates(self, candidates: Candidates) -> tuple[float, float]:
-        """Seconds a token of this request's prompt, and a token of context that is decoded beside it."""
-        request = candidates.request
-        output = request.expected_output_tokens or self.output.value
-        own = self.prefill.slope if request.charge_prefill else 0.0
-        return own, DECODE_WEIGHT * output * self.decode.slope
+    def _question(self, candidates: Candidates) -> TimeQuestion:
+        """What is known when a request asks."""
+        request, places = candidates.request, candidates.places
+        if places is not self._places:
+            known = map(self._workers.get, places)
+            self._row_of = array("I", [0 if worker is None else worker.row for worker in known])
+            self._places = places
+        return TimeQuestion(
+            self._table,
+            self._row_of,
+            candidates.now,
+            candidates.settings.overlap_score_weight,
+            self.prefill.slope if request.charge_prefill else 0.0,
+            DECODE_WEIGHT * (request.expected_output_tokens or self.output.value) * self.decode.slope,
+        )
 
-    def _of(self, candidates: Candidates) -> list[_Worker]:
-        """The workers of candidates."""
-        if candidates.slots is not self._slots:
-            idle = _Worker(candidates.now)
-            self._known = [self._workers.get(rank, idle) for rank in candidates.ranks]
-            self._slots = candidates.slots
-        return self._known
+    def _new_row(self) -> int:
+        """For a worker that is not known."""
+        self._places = None
+        if self._unused:
+            return self._unused.pop()
+        self._table.extend(IDLE)
+        return len(self._table) // len(IDLE) - 1
 
     def _prefilled(self, request: _Request, key: RequestKey, now: float, *, learn: bool) -> None:
         """A request computes its prompt no more."""

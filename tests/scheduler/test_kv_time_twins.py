@@ -1,0 +1,127 @@
+"""`kv-time` over both twins of the load: equal costs, bit for bit, and so equal decisions, whatever is asked."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from scheduler_builders import BLOCK, MODEL, ManualClock, key, scheduler, test_seed, worker
+
+from kvscout_common.errors import KvscoutError
+from kvscout_common.hashing import native_available
+from kvscout_common.worker import WorkerSpec
+from kvscout_scheduler.active_load import ReferenceLoad
+from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps
+from kvscout_scheduler.request import ConfigOverride, Prompt, SelectionRequest, pack_hashes
+from kvscout_scheduler.scheduler import Scheduler
+
+SPECS = [worker(f"w{number}", dp_size=1 + number % 3) for number in range(6)]
+OTHER_BLOCKS = worker("w0", block_size=3 * BLOCK)
+
+pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: there is nothing to compare")
+
+
+class Pair:
+    """Two schedulers that are told the same."""
+
+    def __init__(self, seed: int) -> None:
+        from kvscout_scheduler.native_load import NativeLoad
+
+        self.rng, self.clock = Random(seed), ManualClock()
+        self.each: list[Scheduler] = [
+            scheduler(clock=self.clock, seed=seed, make_load=make, policy="kv-time")
+            for make in (ReferenceLoad, NativeLoad)
+        ]
+        self.here: dict[str, WorkerSpec] = {}
+        self.booked: list[str] = []
+        self.decided = 0
+
+    def come_or_go(self) -> None:
+        """One worker comes, or goes and leaves its slots to the next, or comes with blocks of another size."""
+        spec = self.rng.choice(SPECS)
+        if spec.worker_id == OTHER_BLOCKS.worker_id and self.rng.random() < 0.3:
+            spec = OTHER_BLOCKS
+        old = self.here.pop(spec.worker_id, None)
+        if old is None:
+            self.here[spec.worker_id] = spec
+        for made in self.each:
+            if old is None:
+                made.workers.worker_added(spec)
+            else:
+                made.workers.worker_removed(old, "removed")
+
+    def request(self, number: int) -> SelectionRequest:
+        """Anything that may be asked."""
+        rng = self.rng
+        blocks, tail = rng.randrange(60), rng.randrange(1, BLOCK)
+        hashes = pack_hashes([rng.choice((1, 2)) for _ in range(blocks)])
+        ids = [spec.worker_id for spec in SPECS]
+        return SelectionRequest(
+            MODEL,
+            blocks * BLOCK + tail,
+            Prompt(hashes, BLOCK, None, self.overlaps(blocks)),
+            (Prompt(hashes[: blocks // 3 * 8], 3 * BLOCK),),
+            request_id=f"r{number}",
+            pinned_worker_id=rng.choice(ids) if rng.random() < 0.1 else "",
+            excluded_worker_ids=frozenset(rng.sample(ids, 2)) if rng.random() < 0.1 else frozenset(),
+            override=ConfigOverride(
+                overlap_score_weight=rng.choice((None, None, 0.0, 0.3, 7.7)),
+                router_temperature=rng.choice((None, None, 0.0, 0.1, 3.0)),
+                seed=rng.choice((None, 5)),
+            ),
+            expected_output_tokens=rng.choice((0, 0, 1, 700)),
+            charge_prefill=rng.random() < 0.8,
+            explain=rng.random() < 0.3,
+        )
+
+    def overlaps(self, blocks: int) -> AnyOverlaps:
+        rows = self.rng.randrange(8)
+        if not rows or not blocks:
+            return NO_OVERLAPS
+        device = [self.rng.randrange(blocks + 1) for _ in range(rows)]
+        host = [self.rng.randint(faster, blocks) for faster in device] if self.rng.random() < 0.5 else []
+        ids = [f"w{self.rng.randrange(7)}" for _ in range(rows)]
+        return Overlaps(ids, [self.rng.randrange(3) for _ in range(rows)], device, host)
+
+    def ask(self, number: int) -> None:
+        """Selects, and books or not."""
+        asked, books = self.request(number), self.rng.random() < 0.7
+        answers = []
+        for made in self.each:
+            try:
+                answers.append((made.select_and_reserve if books else made.select)(asked))
+            except KvscoutError as error:
+                answers.append((type(error), str(error)))
+        assert answers[0] == answers[1]
+        if isinstance(answers[0], Decision):
+            self.decided += 1
+            if books:
+                self.booked.append(asked.request_id)
+
+    def go_on(self) -> None:
+        """Something becomes of a request."""
+        if self.booked and self.rng.random() < 0.5:
+            name = self.booked.pop(self.rng.randrange(len(self.booked)))
+            tokens = self.rng.choice((0, 1, 2, 300))
+            for made in self.each:
+                made.free(key(name), output_tokens=tokens)
+        elif self.booked:
+            name = self.rng.choice(self.booked)
+            for made in self.each:
+                try:
+                    made.mark_prefill_complete(key(name))
+                except KvscoutError:
+                    # Its worker is gone.
+                    assert key(name) not in made.bookings
+
+
+def test_both_twins_give_equal_costs_and_decide_the_same() -> None:
+    pair = Pair(test_seed())
+    acts = [pair.ask, pair.ask, lambda _: pair.go_on(), lambda _: pair.go_on(), lambda _: pair.come_or_go()]
+    for number in range(1_500):
+        pair.rng.choices(acts, (4, 4, 4, 4, 1))[0](number)
+        pair.clock.advance(pair.rng.choice((0.0, 0.0, 1e-9, 0.013, 0.2, 3.0, 1e5)))
+    assert pair.decided > 300
+    for made in pair.each:
+        made.check_invariants()
