@@ -26,23 +26,21 @@ const SHRUNK_BELOW: usize = 64;
 struct Bucket([u64; WIDTH]);
 
 impl Bucket {
-    /// Bit i is set where entry i, shifted, equals a value.
+    /// A byte an entry, of which the highest bit is set where the entry begins with a fragment; the others are 0.
     #[inline]
-    fn equal(&self, shift: u32, value: u64) -> u32 {
-        self.0
-            .iter()
-            .enumerate()
-            .fold(0, |bits, (slot, entry)| bits | u32::from(entry >> shift == value) << slot)
+    fn beginning_with<const PAYLOAD: u32>(&self, fragment: u64) -> u64 {
+        // In 32 bits, and a byte each: the widths that every processor compares several of at once.
+        let equal = |entry: u64| (entry >> PAYLOAD) as u32 == fragment as u32;
+        u64::from_le_bytes(self.0.map(|entry| if equal(entry) { 0x80 } else { 0 }))
     }
 
     #[inline]
     fn free(&self) -> Option<usize> {
-        let free = self.equal(0, 0);
-        (free != 0).then(|| free.trailing_zeros() as usize)
+        self.0.iter().position(|&entry| entry == 0)
     }
 }
 
-/// A table whose payloads have `PAYLOAD` bits.
+/// A table whose payloads have `PAYLOAD` bits, at least 32.
 #[derive(Debug)]
 pub struct Table<const PAYLOAD: u32> {
     buckets: Vec<Bucket>,
@@ -114,9 +112,9 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
         let mut at = self.home(fragment);
         loop {
             let bucket = &self.buckets[at];
-            let mut candidates = bucket.equal(PAYLOAD, fragment);
+            let mut candidates = bucket.beginning_with::<PAYLOAD>(fragment);
             while candidates != 0 {
-                let entry = candidates.trailing_zeros() as usize;
+                let entry = candidates.trailing_zeros() as usize / 8;
                 let payload = bucket.0[entry] & Self::mask();
                 // Fragment 0 equals that of an empty entry, whose payload is 0.
                 if payload != 0 && is(payload) {
@@ -158,9 +156,9 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
         let mut at = self.home(fragment);
         loop {
             let bucket = &mut self.buckets[at];
-            let mut candidates = bucket.equal(PAYLOAD, fragment);
+            let mut candidates = bucket.beginning_with::<PAYLOAD>(fragment);
             while candidates != 0 {
-                let entry = candidates.trailing_zeros() as usize;
+                let entry = candidates.trailing_zeros() as usize / 8;
                 let there = bucket.0[entry] & Self::mask();
                 if there != 0 && is(there) {
                     return Some((Slot { bucket: at, entry }, there));

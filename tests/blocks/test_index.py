@@ -169,16 +169,33 @@ def test_ghosts_are_bounded_and_the_oldest_are_forgotten(index_factory: IndexFac
     index.check_invariants()
 
 
-def test_a_block_that_came_back_leaves_its_place_among_the_ghosts_empty(index_factory: IndexFactory) -> None:
+def test_a_block_that_came_back_keeps_its_place_among_the_ghosts(index_factory: IndexFactory) -> None:
     index = new(index_factory)
     for _ in range(2):
         for first in range(0, GHOST_LIMIT, 1024):
             hashes = tuple(range(first, first + 1024))
             apply(index, *(run(h) for h in hashes), Removed(hashes))
     apply(index, *(run(h) for h in range(1024)))
-    assert index.stats().ghosts == GHOST_LIMIT - 1024
-    apply(index, *(run(h) for h in range(10**6, 10**6 + 1000)), Removed(tuple(range(10**6, 10**6 + 1000))))
-    assert index.stats().ghosts == GHOST_LIMIT - 24
+    assert index.stats().ghosts == GHOST_LIMIT
+    new_ones = tuple(range(10**6, 10**6 + 1000))
+    apply(index, *(run(h) for h in new_ones), Removed(new_ones))
+    assert index.stats().ghosts == GHOST_LIMIT
+    apply(index, Stored((1024,), tier=Tier.HOST))
+    assert ignored(index, Ignored.UNKNOWN_MOVED) == 0, "only places of blocks that came back were taken"
+    index.check_invariants()
+
+
+def test_a_block_that_came_back_and_is_forgotten_is_no_ghost_again(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    apply(index, run(1), Removed((1,)), run(1))
+    index.demote(W0, ttl_seconds=1, now=0.0)
+    settle(index, 2.0)
+    apply(index, Stored((1,), tier=Tier.HOST))
+    assert ignored(index, Ignored.UNKNOWN_MOVED) == 1
+    # Nor where nobody knows what was above it.
+    apply(index, run(5, 6), Removed((6,)), run(6, parent=5), Removed((5,)))
+    apply(index, Removed((6,)), Stored((6,), tier=Tier.HOST))
+    assert ignored(index, Ignored.UNKNOWN_MOVED) == 2
     index.check_invariants()
 
 

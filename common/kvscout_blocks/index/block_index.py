@@ -168,6 +168,7 @@ class WorkerStats:
     """Of these, the ones below a hole."""
     orphans: int
     ghosts: int
+    """Blocks that went last and have a place, those that were stored again since included."""
     predictions: int
     device_copies: int
     """Σ device counts over blocks and groups, orphans included."""

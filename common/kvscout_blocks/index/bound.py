@@ -46,7 +46,7 @@ def enforce(everyone: Sequence[Holdings], max_blocks: int) -> int:
     while left > 0:
         largest = max(everyone, key=_entries)
         left -= _drop_idle(largest, largest.nodes, left)
-    for _ in range(sum(len(holdings.ghosts) for holdings in everyone) - max_blocks):
+    for _ in range(sum(len(holdings.gone) for holdings in everyone) - max_blocks):
         max(everyone, key=_ghosts).forget_oldest_ghost()
     return surplus - left
 
@@ -56,7 +56,7 @@ def _entries(holdings: Holdings) -> int:
 
 
 def _ghosts(holdings: Holdings) -> int:
-    return len(holdings.ghosts)
+    return len(holdings.gone)
 
 
 def _drop_unmatchable(holdings: Holdings, surplus: int) -> int:

@@ -112,8 +112,8 @@ class Holdings:
         self.waiting: dict[int, dict[int, None]] = {}
         """Parent hash → orphans that wait for it, in order."""
         self.ghosts: dict[int, Ghost] = {}
-        self._gone: deque[Ghost] = deque()
-        """What went, oldest first, with those that came back since."""
+        self.gone: deque[Ghost] = deque()
+        """What went, oldest first, with those that came back since: they keep their places."""
         self.demoted: dict[int, Node] = {}
         self.demoted_until = 0.0
         self.demoting_until: float | None = None
@@ -259,12 +259,10 @@ class Holdings:
             ghost.tiers = ()
 
     def forget_oldest_ghost(self) -> None:
-        """Forgets one, of which there must be any."""
-        while True:
-            oldest = self._gone.popleft()
-            if self.ghosts.get(oldest.engine_hash) is oldest:
-                del self.ghosts[oldest.engine_hash]
-                return
+        """Gives the place of the oldest one away, of which there must be any."""
+        oldest = self.gone.popleft()
+        if self.ghosts.get(oldest.engine_hash) is oldest:
+            del self.ghosts[oldest.engine_hash]
 
     def _doubt_evicted(self) -> None:
         """It is no longer known which of the blocks that the bound dropped the engine has."""
@@ -382,7 +380,7 @@ class Holdings:
             self.orphans.clear()
             self.waiting.clear()
             self.ghosts.clear()
-            self._gone.clear()
+            self.gone.clear()
         return budget - left
 
     @property
@@ -497,12 +495,10 @@ class Holdings:
         self.tree.release(node)
         if parent is None and above.parent is not None:
             return
-        if len(self._gone) >= GHOST_LIMIT:
-            oldest = self._gone.popleft()
-            if self.ghosts.get(oldest.engine_hash) is oldest:
-                del self.ghosts[oldest.engine_hash]
+        if len(self.gone) >= GHOST_LIMIT:
+            self.forget_oldest_ghost()
         ghost = self.ghosts[engine_hash] = Ghost(engine_hash, parent, node.local, tiers)
-        self._gone.append(ghost)
+        self.gone.append(ghost)
 
     def _drop_orphan(self, engine_hash: int) -> None:
         parent = self.orphans.pop(engine_hash).parent

@@ -617,7 +617,7 @@ class ReferenceIndex:
             blocks=holdings.held,
             hidden=holdings.hidden(),
             orphans=len(holdings.orphans),
-            ghosts=len(holdings.ghosts),
+            ghosts=len(holdings.gone),
             predictions=len(holdings.predictions),
             device_copies=holdings.device_copies,
             window_blocks=len(holdings.windows) if holdings.windows is not None else 0,
@@ -634,14 +634,14 @@ class ReferenceIndex:
     def stats(self) -> IndexStats:
         """See `BlockIndex.stats`."""
         everyone = [known.holdings for known in self._workers.values()]
-        bindings = sum(len(h.blocks) + len(h.orphans) + len(h.ghosts) for h in everyone)
+        bindings = sum(len(h.blocks) + len(h.orphans) + len(h.gone) for h in everyone)
         return IndexStats(
             blocks=self._tree.held,
             memberships=sum(h.held for h in everyone),
             workers=sum(1 for h in everyone if h.held),
             orphans=sum(len(h.orphans) for h in everyone),
             hidden=sum(h.hidden() for h in everyone),
-            ghosts=sum(len(h.ghosts) for h in everyone),
+            ghosts=sum(len(h.gone) for h in everyone),
             predictions=len(self._predictions),
             bytes=self._tree.nodes * _NODE_BYTES + bindings * _BINDING_BYTES,
             evicted=self._evicted,
@@ -665,7 +665,7 @@ class ReferenceIndex:
         """See `BlockIndex.check_invariants`."""
         visible = [known.holdings for known in self._workers.values()]
         state_dump.check_holdings(self._tree, visible, list(self._dropped))
-        for counted in (sum(h.entries for h in visible), sum(len(h.ghosts) for h in visible)):
+        for counted in (sum(h.entries for h in visible), sum(len(h.gone) for h in visible)):
             assert not self._max_blocks or counted <= self._max_blocks, "max_blocks is kept"
         assert len(self._predictions) == sum(len(h.predictions) for h in visible), "predictions are counted"
         assert self._live == sum(h.bit for h in visible), "live slots are those of the workers"
@@ -724,7 +724,7 @@ class ReferenceIndex:
             self._added = 0
             self._tree.round += 1
         everyone = [known.holdings for known in self._workers.values()]
-        if max(sum(h.entries for h in everyone), sum(len(h.ghosts) for h in everyone)) > self._max_blocks:
+        if max(sum(h.entries for h in everyone), sum(len(h.gone) for h in everyone)) > self._max_blocks:
             for holdings in everyone:
                 self._complete(holdings)
             self._evicted += bound.enforce(everyone, self._max_blocks)

@@ -220,7 +220,7 @@ def _check_worker(holdings: Holdings, attached: set[Node]) -> None:
     kinds = (holdings.blocks, holdings.orphans, holdings.ghosts, holdings.demoted)
     known = [engine_hash for kind in kinds for engine_hash in kind]
     assert len(known) == len(set(known)), "an engine hash is known in one way"
-    assert len(holdings.ghosts) <= GHOST_LIMIT, "ghosts are bounded"
+    assert len(holdings.ghosts) <= len(holdings.gone) <= GHOST_LIMIT, "ghosts are bounded"
     assert len(holdings.orphans) <= ORPHAN_LIMIT, "orphans are bounded"
     levels: dict[Node, int] = {}
     device_copies = 0

@@ -105,7 +105,7 @@ impl Index {
         {
             // As many at once as keep it in step with the others.
             let some = (all - self.bounds.max_blocks).div_ceil(slots.len());
-            (0..some).for_each(|_| state.ledger.worker_mut(slot).forget_oldest_ghost());
+            (0..some).for_each(|_| state.ledger.worker_mut(slot).ghosts.forget_oldest());
             all -= some;
         }
         all
@@ -238,10 +238,13 @@ impl Ledger {
     /// The engine named it, so it has them all. Where the prefix is not whole any more nothing comes back.
     pub fn restore_evicted(&mut self, slot: u32, engine_hash: u64) -> u64 {
         let worker = self.worker_mut(slot);
+        if !worker.ghosts.has_evicted() || worker.locate(engine_hash).is_some() {
+            return 0;
+        }
         let mut chain = Vec::new();
         let mut above = None;
         let mut step = engine_hash;
-        while let Some(&mut ghost) = worker.ghost_mut(step)
+        while let Some(ghost) = worker.ghosts.get(step)
             && ghost.tiers > 0
             && chain.len() < worker.ghosts.len()
         {
@@ -282,9 +285,7 @@ impl Ledger {
             }
         }
         for ghost in chain {
-            if let Some(ghost) = self.worker_mut(slot).ghost_mut(ghost.engine_hash) {
-                ghost.tiers = 0;
-            }
+            self.worker_mut(slot).ghosts.set_tiers(ghost.engine_hash, 0);
         }
         refused
     }

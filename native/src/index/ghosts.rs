@@ -1,17 +1,23 @@
 //! Blocks that went, of one worker: what it takes to put one back below its parent.
 //!
 //! ```text
-//! ring   oldest ─▶ [engine hash | parent's engine hash | local hash] ... ◀─ youngest
-//!                    ▲ by its number, from the worker's table
+//! places   oldest ─▶ [engine hash | parent's engine hash | local hash | older one of its bucket] ... ◀─ youngest
+//! buckets  [youngest of these hashes] [ ... ]         as far as somebody asked
 //! ```
 //!
-//! Nothing of the trie is kept for them. A block that comes back leaves its place in the ring empty. Those that the
-//! `max_blocks` bound dropped are *evicted*: the engine still has them.
+//! Most engines never ask for a ghost, and a block that goes has its line of cache taken away by the next ones soon: so
+//! one that goes is written down and nothing else. Buckets are brought in step by who asks. A place is taken again once
+//! there are `GHOST_LIMIT` younger ones; a chain ends where it comes to a ghost without a place. A block that is stored
+//! again keeps its place, too: a ghost counts only while its hash is not bound. Those that the `max_blocks` bound
+//! dropped are *evicted*: the engine still has them.
 
-use std::collections::VecDeque;
+use crate::table::mix;
 
-/// Blocks that went last and are remembered, for each worker rank.
+/// Blocks that went last and are remembered, for each worker rank: a power of two.
 pub const GHOST_LIMIT: usize = 65_536;
+
+/// Places that there are at first.
+const FIRST_PLACES: usize = 16;
 
 /// What a block was below.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,88 +38,236 @@ pub struct Ghost {
     pub tiers: u8,
 }
 
+/// A ghost in 32 bytes.
+#[derive(Debug, Default, Clone, Copy)]
+struct Place {
+    engine_hash: u64,
+    local: u64,
+    /// Engine hash of the block above.
+    above: u64,
+    /// Number of the next older one of its bucket, without its upper half.
+    older: u32,
+    tiers: u8,
+    began: bool,
+    /// It came back, or it is not known any more what was above it.
+    is_over: bool,
+}
+
 /// The ghosts; see the module.
 #[derive(Debug, Default)]
 pub struct Ghosts {
-    /// None: it came back.
-    ring: VecDeque<Option<Ghost>>,
-    /// Number of the oldest one, which wraps around.
-    first: u32,
-    live: usize,
+    secret: u64,
+    /// By number, a power of two of them.
+    places: Vec<Place>,
+    /// As many as there are places, or none yet.
+    buckets: Vec<u32>,
+    /// Numbers in use: from the oldest one's to before the next one's.
+    first: u64,
+    next: u64,
+    /// Numbers before this are in buckets.
+    in_buckets: u64,
+    /// Places of evicted ones.
+    evicted: usize,
 }
 
 impl Ghosts {
+    /// None; the secret scatters the buckets.
+    pub fn new(secret: u64) -> Self {
+        Self { secret, ..Self::default() }
+    }
+
+    /// How many places are in use.
     pub fn len(&self) -> usize {
-        self.live
+        (self.next - self.first) as usize
     }
 
-    /// The ghost of a number that is in use.
-    #[inline]
-    pub fn get(&self, number: u32) -> Option<&Ghost> {
-        self.ring.get(number.wrapping_sub(self.first) as usize)?.as_ref()
+    /// Whether there may be ghosts that the engine still has.
+    pub fn has_evicted(&self) -> bool {
+        self.evicted > 0
     }
 
-    /// The engine hashes of the oldest places, for which the next ones may take them.
-    pub fn oldest(&self, places: usize) -> impl Iterator<Item = u64> + '_ {
-        let over = (self.ring.len() + places).saturating_sub(GHOST_LIMIT);
-        self.ring.iter().take(over).flatten().map(|ghost| ghost.engine_hash)
+    /// The ghost that an engine hash is, if that is not bound.
+    pub fn get(&mut self, engine_hash: u64) -> Option<Ghost> {
+        let place = self.find(engine_hash)?;
+        let above = if place.began { Above::Root } else { Above::Block(place.above) };
+        Some(Ghost { engine_hash, local: place.local, above, tiers: place.tiers })
     }
 
-    /// The same, to change it.
-    pub fn get_mut(&mut self, number: u32) -> Option<&mut Ghost> {
-        self.ring.get_mut(number.wrapping_sub(self.first) as usize)?.as_mut()
+    /// Tells where the engine still has a block.
+    pub fn set_tiers(&mut self, engine_hash: u64, tiers: u8) {
+        let Some(place) = self.find(engine_hash) else { return };
+        let before = std::mem::replace(&mut place.tiers, tiers);
+        self.evicted = self.evicted + usize::from(tiers > 0) - usize::from(before > 0);
     }
 
     /// It is no longer known which of the evicted ones the engine has.
     pub fn doubt_evicted(&mut self) {
-        self.ring.iter_mut().flatten().for_each(|ghost| ghost.tiers = 0);
+        if self.has_evicted() {
+            self.places.iter_mut().for_each(|place| place.tiers = 0);
+            self.evicted = 0;
+        }
     }
 
-    /// Takes the oldest one, and its number.
-    pub fn take_oldest(&mut self) -> Option<(u32, Ghost)> {
-        while !self.ring.is_empty() {
-            let oldest = self.pop();
-            if oldest.is_some() {
-                return oldest;
+    /// Takes one out that comes back by its name, or is known otherwise.
+    pub fn take(&mut self, engine_hash: u64) -> Option<Ghost> {
+        let ghost = self.get(engine_hash)?;
+        self.set_tiers(engine_hash, 0);
+        self.find(engine_hash)?.is_over = true;
+        Some(ghost)
+    }
+
+    /// Gives the place of the oldest one away.
+    pub fn forget_oldest(&mut self) {
+        if self.has_evicted() {
+            let oldest = self.first;
+            self.evicted -= usize::from(self.place(oldest).tiers > 0);
+        }
+        self.first += 1;
+    }
+
+    /// Adds the youngest; its hash is bound no more.
+    #[inline]
+    pub fn push(&mut self, ghost: Ghost) {
+        if self.len() == self.places.len() {
+            if self.len() < GHOST_LIMIT {
+                self.grow();
+            } else {
+                self.forget_oldest();
             }
         }
-        None
+        let Ghost { engine_hash, local, above, tiers } = ghost;
+        let (began, above) = match above {
+            Above::Root => (true, 0),
+            Above::Block(above) => (false, above),
+        };
+        *self.place(self.next) = Place { engine_hash, local, above, older: 0, tiers, began, is_over: false };
+        self.next += 1;
+        self.evicted += usize::from(tiers > 0);
     }
 
-    /// Takes the oldest place, if there are as many as may be: its number, and the ghost unless it came back.
-    pub fn make_room(&mut self) -> Option<(u32, Ghost)> {
-        if self.ring.len() < GHOST_LIMIT {
+    fn place(&mut self, number: u64) -> &mut Place {
+        let mask = self.places.len() - 1;
+        &mut self.places[number as usize & mask]
+    }
+
+    fn bucket(&mut self, engine_hash: u64) -> &mut u32 {
+        let bits = self.buckets.len().ilog2();
+        &mut self.buckets[(mix(engine_hash, self.secret) >> (64 - bits)) as usize]
+    }
+
+    /// The place of the youngest ghost with an engine hash.
+    fn find(&mut self, engine_hash: u64) -> Option<&mut Place> {
+        if self.len() == 0 {
             return None;
         }
-        self.pop()
+        self.fill_buckets();
+        let mut number = *self.bucket(engine_hash);
+        let mut newest = self.next - 1;
+        loop {
+            // What has no place any more is older than all; with half a number, once in 2^32 it looks younger.
+            let age = (newest as u32).wrapping_sub(number);
+            let Some(at) = newest.checked_sub(u64::from(age)).filter(|&at| at >= self.first) else {
+                return None;
+            };
+            let place = *self.place(at);
+            if place.engine_hash == engine_hash {
+                return Some(self.place(at)).filter(|place| !place.is_over);
+            }
+            if at == self.first {
+                return None;
+            }
+            (number, newest) = (place.older, at - 1);
+        }
     }
 
-    /// Takes the oldest place.
-    fn pop(&mut self) -> Option<(u32, Ghost)> {
-        let number = self.first;
-        let oldest = self.ring.pop_front()?;
-        self.first = number.wrapping_add(1);
-        self.live -= usize::from(oldest.is_some());
-        oldest.map(|ghost| (number, ghost))
+    /// Puts those into buckets that are in none.
+    fn fill_buckets(&mut self) {
+        if self.buckets.len() < self.places.len() {
+            // With the number of none any more.
+            self.buckets = vec![(self.first as u32).wrapping_sub(1); self.places.len()];
+            self.in_buckets = self.first;
+        }
+        for number in self.in_buckets.max(self.first)..self.next {
+            let engine_hash = self.place(number).engine_hash;
+            let older = std::mem::replace(self.bucket(engine_hash), number as u32);
+            self.place(number).older = older;
+        }
+        self.in_buckets = self.next;
     }
 
-    /// Adds the youngest; its number.
-    #[inline]
-    pub fn push(&mut self, ghost: Ghost) -> u32 {
-        let number = self.first.wrapping_add(self.ring.len() as u32);
-        self.ring.push_back(Some(ghost));
-        self.live += 1;
-        number
-    }
-
-    /// Takes one out, which comes back or is known otherwise.
-    pub fn take(&mut self, number: u32) -> Option<Ghost> {
-        let ghost = self.ring.get_mut(number.wrapping_sub(self.first) as usize)?.take();
-        self.live -= usize::from(ghost.is_some());
-        ghost
+    fn grow(&mut self) {
+        let size = (2 * self.places.len()).max(FIRST_PLACES);
+        let old = std::mem::replace(&mut self.places, vec![Place::default(); size]);
+        let first = self.first;
+        for number in first..first + old.len() as u64 {
+            *self.place(number) = old[number as usize & (old.len() - 1)];
+        }
     }
 
     pub fn bytes(&self) -> usize {
-        self.ring.capacity() * size_of::<Option<Ghost>>()
+        self.places.len() * size_of::<Place>() + self.buckets.len() * size_of::<u32>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::{HashMap, VecDeque};
+
+    #[test]
+    fn remembers_like_a_queue_and_a_map_under_random_operations() {
+        let mut state = 3_u64;
+        let mut random = move |below: u64| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) % below
+        };
+        let mut ghosts = Ghosts::new(7);
+        let mut places: VecDeque<(u64, u64)> = VecDeque::new();
+        let mut youngest: HashMap<u64, Ghost> = HashMap::new();
+        for step in 0..400_000_u64 {
+            let engine_hash = random(GHOST_LIMIT as u64 * 2);
+            match random(100) {
+                0 => {
+                    assert_eq!(
+                        ghosts.take(engine_hash).map(|ghost| ghost.local),
+                        youngest.remove(&engine_hash).map(|ghost| ghost.local)
+                    );
+                }
+                1 => {
+                    ghosts.set_tiers(engine_hash, 0);
+                    youngest.entry(engine_hash).and_modify(|ghost| ghost.tiers = 0);
+                }
+                2 if !places.is_empty() => {
+                    ghosts.forget_oldest();
+                    forget(&mut places, &mut youngest);
+                }
+                _ => {
+                    let above = if step % 3 == 0 { Above::Root } else { Above::Block(step + 1) };
+                    let ghost = Ghost { engine_hash, local: step, above, tiers: u8::from(step % 1000 == 0) };
+                    ghosts.push(ghost);
+                    if places.len() == GHOST_LIMIT {
+                        forget(&mut places, &mut youngest);
+                    }
+                    places.push_back((engine_hash, step));
+                    youngest.insert(engine_hash, ghost);
+                }
+            }
+            assert_eq!(ghosts.len(), places.len());
+            if step % 7 == 0 {
+                let asked = random(GHOST_LIMIT as u64 * 2);
+                let told = |ghost: Ghost| (ghost.local, ghost.above, ghost.tiers);
+                assert_eq!(ghosts.get(asked).map(told), youngest.get(&asked).copied().map(told));
+            }
+        }
+        assert!(ghosts.len() > GHOST_LIMIT / 2);
+        ghosts.doubt_evicted();
+        assert!(!ghosts.has_evicted());
+    }
+
+    fn forget(places: &mut VecDeque<(u64, u64)>, youngest: &mut HashMap<u64, Ghost>) {
+        let Some((engine_hash, local)) = places.pop_front() else { return };
+        if youngest.get(&engine_hash).is_some_and(|ghost| ghost.local == local) {
+            youngest.remove(&engine_hash);
+        }
     }
 }

@@ -218,7 +218,7 @@ impl Ledger {
             return false;
         };
         self.worker_mut(slot).demoted.remove(oldest);
-        self.unbind(slot, oldest);
+        self.forget(slot, oldest);
         true
     }
 
@@ -243,7 +243,7 @@ impl Ledger {
         self.worker_mut(slot).device_copies += u64::from(rose && to.tier == 0);
     }
 
-    /// Binds an unknown engine hash, or a ghost, to a block.
+    /// Binds an engine hash that is not bound to a block.
     pub fn bind(&mut self, slot: u32, node: NodeId, offset: u32, engine_hash: u64, counts: Counts) {
         let presence = self.presence(slot, node);
         let part = self.part(slot, presence);
@@ -272,8 +272,15 @@ impl Ledger {
         self.put_bindings(slot, presence, offset, vec![Binding { engine_hash, counts }]);
     }
 
+    /// Ends a binding that leaves nothing behind; its copies must be gone.
+    pub fn forget(&mut self, slot: u32, engine_hash: u64) {
+        self.unbind(slot, engine_hash);
+        // Nor is it what it was before it was bound.
+        self.worker_mut(slot).ghosts.take(engine_hash);
+    }
+
     /// Ends a binding; its copies must be gone.
-    pub fn unbind(&mut self, slot: u32, engine_hash: u64) {
+    fn unbind(&mut self, slot: u32, engine_hash: u64) {
         // The table finds the entry through `own` and `odd`, so it goes first.
         let Some((presence, offset)) = self.worker_mut(slot).leave(engine_hash) else { return };
         if self.part(slot, presence).is_odd(offset) {
@@ -375,7 +382,7 @@ impl Ledger {
             return Some(Refused::default());
         }
         let Some((presence, offset)) = worker.locate(engine_hash) else {
-            return worker.take_ghost(engine_hash).map(|ghost| self.put_back(slot, ghost, to));
+            return worker.ghosts.take(engine_hash).map(|ghost| self.put_back(slot, ghost, to));
         };
         self.add_bound_copy(slot, presence, offset, engine_hash, to);
         let twin_limit = self.adopt(slot, engine_hash);
@@ -512,17 +519,21 @@ impl Ledger {
         let local = self.trie.shard(shard_of(node)).read().nodes[index_of(node)].local[offset as usize];
         self.note_name(slot, presence, offset);
         self.unbind(slot, engine_hash);
-        if let Some(above) = above {
-            self.worker_mut(slot).remember(Ghost { engine_hash, local, above, tiers });
+        let ghosts = &mut self.worker_mut(slot).ghosts;
+        match above {
+            Some(above) => ghosts.push(Ghost { engine_hash, local, above, tiers }),
+            None => drop(ghosts.take(engine_hash)),
         }
     }
 
     fn remove_one(&mut self, slot: u32, engine_hash: u64, group: u32, tier: u8) -> bool {
         let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else {
-            if let Some(ghost) = self.worker_mut(slot).ghost_mut(engine_hash) {
-                let evicted = ghost.tiers >> tier & 1 == 1;
-                ghost.tiers &= !(1 << tier);
-                return evicted;
+            let worker = self.worker_mut(slot);
+            if worker.ghosts.has_evicted()
+                && let Some(ghost) = worker.ghosts.get(engine_hash)
+            {
+                worker.ghosts.set_tiers(engine_hash, ghost.tiers & !(1 << tier));
+                return ghost.tiers >> tier & 1 == 1;
             }
             return self.remove_orphan_copy(slot, engine_hash, group, tier);
         };
@@ -602,15 +613,13 @@ impl Ledger {
 
     /// Forgets a ghost or demoted hash; false if the hash has copies.
     fn drop_memory_of(&mut self, slot: u32, engine_hash: u64) -> bool {
-        let Some((presence, offset)) = self.worker(slot).locate(engine_hash) else {
-            self.worker_mut(slot).take_ghost(engine_hash);
-            return true;
-        };
-        if !self.worker(slot).counts(engine_hash, presence, offset).is_empty() {
+        if let Some((presence, offset)) = self.worker(slot).locate(engine_hash)
+            && !self.worker(slot).counts(engine_hash, presence, offset).is_empty()
+        {
             return false;
         }
         self.worker_mut(slot).demoted.remove(engine_hash);
-        self.unbind(slot, engine_hash);
+        self.forget(slot, engine_hash);
         true
     }
 

@@ -10,7 +10,7 @@
 //! A block is *plain* if one engine hash is bound to it, and on each tier it has one copy in every
 //! full-attention group or none at all: then the sets say all. Other blocks are *odd*: `Worker::odd` has
 //! their counts, and of the tier sets only the one of their level contains them. A hash that is bound
-//! without a copy is demoted. What was removed is a ghost: the table has its number, no presence knows it.
+//! without a copy is demoted. What was removed is a ghost.
 
 use std::sync::Arc;
 
@@ -58,11 +58,10 @@ pub type PresenceId = u32;
 /// Engine hashes looked up at once, so that their cache misses overlap.
 pub const BATCH: usize = 16;
 
-/// Bits of a table's payload: the depth modulo `MAX_RUN` and the presence, or with one more the number of a ghost.
+/// Bits of a table's payload: the depth modulo `MAX_RUN` and the presence.
 const DEPTH_BITS: u32 = MAX_RUN.ilog2();
 const PRESENCE_BITS: u32 = 26;
-const GHOST: u64 = 1 << (DEPTH_BITS + PRESENCE_BITS);
-const PAYLOAD_BITS: u32 = DEPTH_BITS + PRESENCE_BITS + 1;
+const PAYLOAD_BITS: u32 = DEPTH_BITS + PRESENCE_BITS;
 
 /// Presences of one worker: above 10 GB of them.
 pub const MAX_PRESENCES: PresenceId = (1 << PRESENCE_BITS) - 1;
@@ -497,12 +496,6 @@ pub struct Worker {
     pub cuts: Vec<Arc<Mutex<Cut>>>,
 }
 
-/// The number of the ghost that a payload names, if it names one.
-#[inline]
-fn ghost_number(payload: u64) -> Option<u32> {
-    (payload & GHOST != 0).then_some(payload as u32)
-}
-
 /// The presence and the offset that a payload names.
 #[inline]
 fn place(presences: &Slab<Presence>, payload: u64) -> (PresenceId, u32) {
@@ -513,16 +506,7 @@ fn place(presences: &Slab<Presence>, payload: u64) -> (PresenceId, u32) {
 
 /// Whether a payload is that of an engine hash.
 #[inline]
-fn names(
-    presences: &Slab<Presence>,
-    odd: &OddBlocks,
-    ghosts: &Ghosts,
-    payload: u64,
-    engine_hash: u64,
-) -> bool {
-    if let Some(number) = ghost_number(payload) {
-        return ghosts.get(number).is_some_and(|ghost| ghost.engine_hash == engine_hash);
-    }
+fn names(presences: &Slab<Presence>, odd: &OddBlocks, payload: u64, engine_hash: u64) -> bool {
     let (presence, offset) = place(presences, payload);
     let part = &presences[presence];
     part.own.get(offset as usize) == Some(&engine_hash)
@@ -534,7 +518,7 @@ impl Worker {
     pub fn new(device_lane: u32, secret: u64) -> Self {
         let mut lanes = [NO_LANE; LEVELS];
         lanes[0] = device_lane;
-        Self { lanes, secret, ..Self::default() }
+        Self { lanes, secret, ghosts: Ghosts::new(secret), ..Self::default() }
     }
 
     fn payload(presence: PresenceId, depth: u32) -> u64 {
@@ -558,50 +542,12 @@ impl Worker {
     /// Where an engine hash is bound, demoted ones included.
     #[inline]
     pub fn locate(&self, engine_hash: u64) -> Option<(PresenceId, u32)> {
-        let (_, payload) = self.find(engine_hash)?;
-        (payload & GHOST == 0).then(|| place(&self.presences, payload))
+        self.find(engine_hash).map(|(_, payload)| place(&self.presences, payload))
     }
 
     fn find(&self, engine_hash: u64) -> Option<(Slot, u64)> {
-        let is = |payload| names(&self.presences, &self.odd, &self.ghosts, payload, engine_hash);
+        let is = |payload| names(&self.presences, &self.odd, payload, engine_hash);
         self.table.find(self.hash(engine_hash), is)
-    }
-
-    /// Takes a ghost out.
-    pub fn take_ghost(&mut self, engine_hash: u64) -> Option<Ghost> {
-        let (slot, payload) = self.find(engine_hash)?;
-        let ghost = self.ghosts.take(ghost_number(payload)?);
-        self.table.remove(slot);
-        ghost
-    }
-
-    /// Makes an unknown engine hash the youngest ghost.
-    pub fn remember(&mut self, ghost: Ghost) {
-        let oldest = self.ghosts.make_room();
-        self.leave_ghost(oldest);
-        let hash = self.hash(ghost.engine_hash);
-        let number = self.ghosts.push(ghost);
-        self.table.insert(hash, GHOST | u64::from(number));
-    }
-
-    /// The ghost that an engine hash is.
-    pub fn ghost_mut(&mut self, engine_hash: u64) -> Option<&mut Ghost> {
-        let (_, payload) = self.find(engine_hash)?;
-        self.ghosts.get_mut(ghost_number(payload)?)
-    }
-
-    /// Forgets the oldest ghost.
-    pub fn forget_oldest_ghost(&mut self) {
-        let oldest = self.ghosts.take_oldest();
-        self.leave_ghost(oldest);
-    }
-
-    fn leave_ghost(&mut self, taken: Option<(u32, Ghost)>) {
-        if let Some((number, ghost)) = taken
-            && let Some(slot) = self.table.slot_of(self.hash(ghost.engine_hash), GHOST | u64::from(number))
-        {
-            self.table.remove(slot);
-        }
     }
 
     /// Turns blocks of a run into ghosts, the last one first; of the first one it is told what is above it, if
@@ -615,34 +561,28 @@ impl Worker {
         above: Option<Above>,
         tiers: u8,
     ) {
-        self.warm(self.ghosts.oldest(local.len()));
         for (offset, &local) in (first..first + local.len() as u32).zip(local).rev() {
             let part = &self.presences[presence];
             let engine_hash = part.own[offset as usize];
             let above =
                 if offset > first { Some(Above::Block(part.own[offset as usize - 1])) } else { above };
-            if above.is_some() {
-                let oldest = self.ghosts.make_room();
-                self.leave_ghost(oldest);
-            }
-            let part = &self.presences[presence];
             let payload = Self::payload(presence, part.start + offset);
-            let Some(slot) = self.table.slot_of(self.hash(engine_hash), payload) else { continue };
+            if let Some(slot) = self.table.slot_of(self.hash(engine_hash), payload) {
+                self.table.remove(slot);
+            }
             match above {
-                Some(above) => {
-                    let number = self.ghosts.push(Ghost { engine_hash, local, above, tiers });
-                    self.table.replace(slot, GHOST | u64::from(number));
-                }
-                None => self.table.remove(slot),
+                Some(above) => self.ghosts.push(Ghost { engine_hash, local, above, tiers }),
+                // What it was before it was bound does not count again.
+                None => drop(self.ghosts.take(engine_hash)),
             }
         }
     }
 
     /// Binds engine hashes to offsets whose `own` has them already; how many were not bound anywhere, until
-    /// the first one that was. Ghosts among them come back.
+    /// the first one that was.
     #[inline]
     pub fn enter(&mut self, engine: &[u64], presence: PresenceId, offset: u32) -> u32 {
-        let Self { table, presences, odd, ghosts, secret, .. } = self;
+        let Self { table, presences, odd, secret, .. } = self;
         table.reserve(engine.len());
         let depth = presences[presence].start + offset;
         let warm = |table: &Table<PAYLOAD_BITS>, batch: &[u64]| {
@@ -653,12 +593,10 @@ impl Worker {
         for batch in engine.chunks(BATCH) {
             warm(table, batch);
             for &engine_hash in batch {
-                let is = |payload| names(presences, odd, ghosts, payload, engine_hash);
+                let is = |payload| names(presences, odd, payload, engine_hash);
                 let payload = Self::payload(presence, depth + entered);
-                if let Some((slot, there)) = table.find_or_insert(mix(engine_hash, *secret), payload, is) {
-                    let Some(number) = ghost_number(there) else { return entered };
-                    ghosts.take(number);
-                    table.replace(slot, payload);
+                if table.find_or_insert(mix(engine_hash, *secret), payload, is).is_some() {
+                    return entered;
                 }
                 entered += 1;
             }
@@ -685,7 +623,7 @@ impl Worker {
 
     /// Ends the binding of an engine hash in the table; where it was. `own` and `odd` are the caller's.
     pub fn leave(&mut self, engine_hash: u64) -> Option<(PresenceId, u32)> {
-        let (slot, payload) = self.find(engine_hash).filter(|(_, payload)| payload & GHOST == 0)?;
+        let (slot, payload) = self.find(engine_hash)?;
         self.table.remove(slot);
         Some(place(&self.presences, payload))
     }
@@ -765,7 +703,7 @@ impl Worker {
 
     /// Engine hashes bound, demoted ones included.
     pub fn bindings(&self) -> usize {
-        self.table.len() - self.ghosts.len()
+        self.table.len()
     }
 
     /// Bound hashes with copies, and orphans: what the `max_blocks` bound counts, besides ghosts.
