@@ -166,9 +166,7 @@ impl Ghosts {
         loop {
             // What has no place any more is older than all; with half a number, once in 2^32 it looks younger.
             let age = (newest as u32).wrapping_sub(number);
-            let Some(at) = newest.checked_sub(u64::from(age)).filter(|&at| at >= self.first) else {
-                return None;
-            };
+            let at = newest.checked_sub(u64::from(age)).filter(|&at| at >= self.first)?;
             let place = *self.place(at);
             if place.engine_hash == engine_hash {
                 return Some(self.place(at)).filter(|place| !place.is_over);

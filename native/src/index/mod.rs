@@ -304,7 +304,7 @@ impl Index {
             let some = worker.demoted.take(left);
             left -= some.len();
             for engine_hash in some {
-                state.ledger.forget(slot, engine_hash);
+                state.ledger.unbind(slot, engine_hash);
             }
             waiting |= !state.ledger.worker(slot).demoted.is_empty();
         }

@@ -218,7 +218,7 @@ impl Ledger {
             return false;
         };
         self.worker_mut(slot).demoted.remove(oldest);
-        self.forget(slot, oldest);
+        self.unbind(slot, oldest);
         true
     }
 
@@ -273,14 +273,14 @@ impl Ledger {
     }
 
     /// Ends a binding that leaves nothing behind; its copies must be gone.
-    pub fn forget(&mut self, slot: u32, engine_hash: u64) {
-        self.unbind(slot, engine_hash);
+    pub fn unbind(&mut self, slot: u32, engine_hash: u64) {
+        self.end_binding(slot, engine_hash);
         // Nor is it what it was before it was bound.
         self.worker_mut(slot).ghosts.take(engine_hash);
     }
 
     /// Ends a binding; its copies must be gone.
-    fn unbind(&mut self, slot: u32, engine_hash: u64) {
+    fn end_binding(&mut self, slot: u32, engine_hash: u64) {
         // The table finds the entry through `own` and `odd`, so it goes first.
         let Some((presence, offset)) = self.worker_mut(slot).leave(engine_hash) else { return };
         if self.part(slot, presence).is_odd(offset) {
@@ -518,7 +518,7 @@ impl Ledger {
         let above = self.name_above(slot, presence, offset);
         let local = self.trie.shard(shard_of(node)).read().nodes[index_of(node)].local[offset as usize];
         self.note_name(slot, presence, offset);
-        self.unbind(slot, engine_hash);
+        self.end_binding(slot, engine_hash);
         let ghosts = &mut self.worker_mut(slot).ghosts;
         match above {
             Some(above) => ghosts.push(Ghost { engine_hash, local, above, tiers }),
@@ -619,7 +619,7 @@ impl Ledger {
             return false;
         }
         self.worker_mut(slot).demoted.remove(engine_hash);
-        self.forget(slot, engine_hash);
+        self.unbind(slot, engine_hash);
         true
     }
 
