@@ -124,7 +124,9 @@ def random_event(rng: random.Random, known: list[int]) -> Event:
     hashes = tuple(rng.getrandbits(64) for _ in range(length))
     known.extend(hashes)
     if kind < 8:
-        return Stored(tuple(rng.sample(known, 1)), tier=Tier(rng.randrange(4)), group=group)
+        # Which kind a group is of does not change.
+        moved = Stored(tuple(rng.sample(known, 1)), tier=Tier(rng.randrange(4)), group=group)
+        return replace(moved, full_attention=False, window=8) if group == 3 else moved
     # Mostly what an engine sends; else masked, short, unnamed or of another size.
     size = 4 if rng.random() < 0.97 else rng.choice([2, 8])
     tokens = length * size + rng.choice([0] * 12 + [-1, 1, -size])

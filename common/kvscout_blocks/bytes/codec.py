@@ -335,10 +335,12 @@ def _stored_to_proto(event: Stored, pool: PoolKey, adapters: Mapping[int, str]) 
         message.attention_kind = (
             events_pb2.ATTENTION_KIND_FULL if event.full_attention else events_pb2.ATTENTION_KIND_OTHER
         )
-    message.sliding_window = event.window
     has_content = bool(event.tokens or event.local_hashes)
+    # Blocks that move often come without their size: then they do not tell what there is to know of their group.
+    window = event.window if has_content or event.block_size else 0
+    message.sliding_window = window
     verdict = judge_content(event, pool.block_size, pool.eagle, adapters) if has_content else None
-    if event.window:
+    if window:
         # Its prefixes most often follow from other groups.
         has_content = has_content and verdict is None
         verdict = None

@@ -37,7 +37,9 @@ fn stored(rules: Rules<'_>, event: &Stored) -> Writer {
     let moved = event.tokens.is_empty() && event.local_hashes.is_empty();
     let verdict = if moved { None } else { rules.judge_content(event) };
     let content = !moved && verdict.is_none();
-    if verdict.is_none() || event.window > 0 {
+    // Blocks that move often come without their size: then they do not tell what there is to know of their group.
+    let window = if moved && event.block_size == 0 { 0 } else { event.window };
+    if verdict.is_none() || window > 0 {
         message.packed_fixed64(1, &event.engine_hashes);
         if content {
             if let Some(parent) = event.parent {
@@ -52,11 +54,11 @@ fn stored(rules: Rules<'_>, event: &Stored) -> Writer {
     if event.full_attention != (event.group == 0) {
         message.varint(6, if event.full_attention { FULL_ATTENTION } else { OTHER_ATTENTION });
     }
-    let other_size = event.window > 0 && event.block_size as usize != rules.block_size;
+    let other_size = window > 0 && event.block_size as usize != rules.block_size;
     if other_size || verdict == Some(Ignored::BlockSize) {
         message.varint(7, u64::from(event.block_size));
     }
-    message.varint(8, u64::from(event.window));
+    message.varint(8, u64::from(window));
     message
 }
 
