@@ -9,11 +9,11 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 use hashbrown::HashMap;
-use parking_lot::RwLockUpgradableReadGuard;
 
 use super::nodes::{NodeEntry, Nodes, Refs, index_of, node_id, shard_of};
 use super::run::Run;
 use super::trie::{self, Node, Trie};
+use super::waiting;
 use super::worker::{LEVELS, MAX_PRESENCES, NO_LANE, NodeId, Presence, PresenceId, TIERS, Worker};
 use crate::slab::Slab;
 use smallvec::{SmallVec, smallvec};
@@ -265,7 +265,7 @@ impl Ledger {
             if entry.first_child == 0 && alone && spare > 0 {
                 let blocks = local.len().min(spare);
                 entry.refs.resize(len as usize + blocks);
-                RwLockUpgradableReadGuard::upgrade(held).nodes[parent].extend(&local[..blocks]);
+                waiting::upgrade(held).nodes[parent].extend(&local[..blocks]);
                 return (above, len, blocks as u32);
             }
             start = entry.start;
@@ -281,7 +281,7 @@ impl Ledger {
         let node = self.nodes.insert(shard, entry);
         let run = Node::new(parent, start, Run::from(&local[..blocks]));
         black_box(held.nodes.get(index_of(node)).is_none());
-        RwLockUpgradableReadGuard::upgrade(held).attach(index_of(node), run);
+        waiting::upgrade(held).attach(index_of(node), run);
         (node, 0, blocks as u32)
     }
 
@@ -315,7 +315,7 @@ impl Ledger {
                 self.nodes.reparent(child, tail);
             }
             let indices: Vec<_> = children.iter().map(|&child| index_of(child)).collect();
-            self.trie.shard(shard).write().split_tail(index_of(node), at, index_of(tail), &indices);
+            waiting::write(self.trie.shard(shard)).split_tail(index_of(node), at, index_of(tail), &indices);
             self.rename_detached(node, tail);
         } else {
             entry.start = start + at;
@@ -325,7 +325,7 @@ impl Ledger {
                 NodeEntry { parent, start, refs: head_refs, end: head_end, ..NodeEntry::default() },
             );
             self.nodes.reparent(node, head);
-            self.trie.shard(shard).write().split_head(index_of(node), at, index_of(head));
+            waiting::write(self.trie.shard(shard)).split_head(index_of(node), at, index_of(head));
         }
         for (slot, presence) in presences {
             self.worker(slot).cuts.iter().for_each(|cut| cut.lock().split(tail_end, head_end));
@@ -519,7 +519,7 @@ impl Ledger {
                         more.prediction.truncate(live as usize);
                     }
                 }
-                self.trie.shard(shard_of(node)).write().nodes[index_of(node)].truncate(live);
+                waiting::write(self.trie.shard(shard_of(node))).nodes[index_of(node)].truncate(live);
                 return;
             }
             let entry = self.nodes.remove(node);

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::dump::{DumpedBlock, DumpedOrphan, LoadError, WorkerDump, check};
 use super::ledger::{Cursor, Ledger, ROOT};
 use super::store::Target;
+use super::waiting;
 use super::window::WindowGroups;
 use super::worker::device_copies;
 use super::{Index, SLICE, State, TIERS, WorkerName, WorkerRank};
@@ -115,7 +116,7 @@ impl Index {
             return false;
         };
         let old = std::mem::replace(&mut state.ranks[handle].slot, loading.slot);
-        self.directory.write().replace(
+        waiting::write(&self.directory).replace(
             &state.ledger.worker(old).lanes,
             &state.ledger.worker(loading.slot).lanes,
             handle,

@@ -27,6 +27,7 @@ mod run;
 mod stats;
 mod store;
 mod trie;
+mod waiting;
 mod window;
 mod worker;
 
@@ -213,7 +214,7 @@ impl Index {
             return handle;
         }
         let rank = WorkerRank::from(name);
-        let handle = self.directory.write().add(rank.clone());
+        let handle = waiting::write(&self.directory).add(rank.clone());
         let slot = self.new_slot(&mut state, handle);
         let entry = Rank {
             slot,
@@ -235,7 +236,7 @@ impl Index {
         let Some(handle) = state.handles.remove(&name) else { return false };
         let rank = state.ranks.take(handle);
         self.drop_slot(&mut state, rank.slot);
-        self.directory.write().remove(handle);
+        waiting::write(&self.directory).remove(handle);
         true
     }
 
@@ -339,7 +340,7 @@ impl Index {
     }
 
     fn new_slot(&self, state: &mut State, handle: Handle) -> u32 {
-        let worker = Box::new(Worker::new(self.directory.write().open(handle, 0), self.secret));
+        let worker = Box::new(Worker::new(waiting::write(&self.directory).open(handle, 0), self.secret));
         let workers = &mut state.ledger.workers;
         match state.free_slots.pop() {
             Some(slot) => {
@@ -356,7 +357,7 @@ impl Index {
 
     /// Hides a slot's content; `drain` frees it.
     fn drop_slot(&self, state: &mut State, slot: u32) {
-        self.directory.write().hide(&state.ledger.worker(slot).lanes);
+        waiting::write(&self.directory).hide(&state.ledger.worker(slot).lanes);
         self.drop_hidden(state, slot);
     }
 
@@ -383,7 +384,7 @@ impl Index {
             budget = budget.saturating_sub(state.ledger.drain(slot, budget) + 1);
             let worker = state.ledger.worker(slot);
             if worker.presences.is_empty() {
-                self.directory.write().free(&worker.lanes);
+                waiting::write(&self.directory).free(&worker.lanes);
                 state.garbage.extend(state.ledger.workers[slot as usize].take().map(|worker| *worker));
                 state.free_slots.push(slot);
                 state.dropped.pop_front();
@@ -404,7 +405,7 @@ impl Index {
     ) -> R {
         self.queries.fetch_add(1, Ordering::Relaxed);
         self.expire(now);
-        let directory = self.directory.read();
+        let directory = waiting::read(&self.directory);
         let mut found: Vec<Match> = Vec::with_capacity(64);
         self.trie.find(prompt, early_exit, &mut found);
         let mut rows = Vec::with_capacity(found.len());
@@ -422,7 +423,7 @@ impl Index {
 
     fn open_slot_level(&self, state: &mut State, slot: u32, worker: Handle, level: usize) {
         if state.ledger.worker(slot).lanes[level] == NO_LANE {
-            let lane = self.directory.write().open(worker, level);
+            let lane = waiting::write(&self.directory).open(worker, level);
             state.ledger.open_level(slot, level, lane);
             state.ledger.fill(slot, SLICE);
         }

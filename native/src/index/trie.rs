@@ -23,12 +23,13 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crossbeam_utils::CachePadded;
-use parking_lot::{RwLock, RwLockUpgradableReadGuard};
+use parking_lot::RwLock;
 use smallvec::SmallVec;
 
 use super::lane_set::LaneSet;
 use super::prompt::Prompt;
 use super::run::Run;
+use super::waiting;
 use crate::slab::Slab;
 use crate::table::{Table, mix};
 
@@ -308,7 +309,7 @@ impl Trie {
     pub fn set_reach(&self, shard: usize, index: NodeIndex, reaches: impl IntoIterator<Item = (u32, u32)>) {
         let held = self.shard(shard).upgradable_read();
         black_box(held.nodes[index].partial.len() + held.nodes[index].any.words());
-        let mut shard = RwLockUpgradableReadGuard::upgrade(held);
+        let mut shard = waiting::upgrade(held);
         let node = &mut shard.nodes[index];
         reaches.into_iter().for_each(|(lane, reach)| node.set_reach(lane, reach));
     }
@@ -318,7 +319,7 @@ impl Trie {
         let held = self.shard(shard).upgradable_read();
         let node = &held.nodes[index];
         black_box(held.child(node.parent, node.local[0]));
-        RwLockUpgradableReadGuard::upgrade(held).detach(index)
+        waiting::upgrade(held).detach(index)
     }
 
     /// What every lane has of a prompt; lanes that have nothing are left out.
@@ -331,7 +332,7 @@ impl Trie {
         }
         let round = self.round();
         let first = prompt.hashes(1)[0];
-        let shard = self.shard(Self::shard_of(first)).read();
+        let shard = waiting::read(self.shard(Self::shard_of(first)));
         let mut index = shard.child(0, first);
         if index == 0 {
             return;

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs;
+use std::hint;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
@@ -44,7 +45,8 @@ pub struct Bench<I: Index> {
     next_continued: u64,
     /// What workers removed last, and may be remembered, were continuations.
     is_steady: bool,
-    second: SecondThread,
+    second: OtherThread,
+    third: OtherThread,
 }
 
 /// What `load` answers.
@@ -59,7 +61,8 @@ pub struct Loaded<I: Index> {
 impl<I: Index> Bench<I> {
     pub fn load(fixture: Fixture) -> Result<Loaded<I>, Failure> {
         let index = Arc::new(I::new(fixture.workers + 1));
-        let second = SecondThread::new();
+        // Before anything is loaded, after which threads are told their cores.
+        let (second, third) = (OtherThread::new(), OtherThread::new());
         let rss_before = resident_bytes()?;
         let started = Instant::now();
         let memberships = fill(&fixture, &*index)?;
@@ -75,6 +78,7 @@ impl<I: Index> Bench<I> {
             next_continued: 0,
             is_steady: false,
             second,
+            third,
         };
         Ok(Loaded { bench, memberships, seconds, rss_before, rss_after })
     }
@@ -115,7 +119,8 @@ impl<I: Index> Bench<I> {
             },
             "store_4" => self.continue_prompts(length)?.0.report(workload, &[]),
             "remove_4" => self.continue_prompts(length)?.1.report(workload, &[]),
-            "find_busy" => self.find_busy(length)?,
+            "find_busy" => self.find_busy(workload, length)?,
+            "find_crowded" => self.find_crowded(workload, length)?,
             "remove_worker" => {
                 let (times, removal) = self.remove_worker()?;
                 times.report(workload, &[("removal_ns", removal.as_nanos() as f64)])
@@ -319,7 +324,23 @@ impl<I: Index> Bench<I> {
         (stores, removes)
     }
 
-    fn find_busy(&mut self, length: Duration) -> Result<Value, Failure> {
+    /// `find_busy`, with a third thread that never rests, on the writer's core.
+    fn find_crowded(&mut self, workload: &str, length: Duration) -> Result<Value, Failure> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        self.third.start(Box::new(move || {
+            while !stopped.load(Ordering::Relaxed) {
+                hint::spin_loop();
+            }
+            Ok(())
+        }));
+        let answer = self.find_busy(workload, length);
+        stop.store(true, Ordering::Relaxed);
+        self.third.wait()?;
+        answer
+    }
+
+    fn find_busy(&mut self, workload: &str, length: Duration) -> Result<Value, Failure> {
         let (mut cycle, removes) = self.continuations();
         cycle.extend(removes);
         let cycle = Arc::new(cycle);
@@ -353,7 +374,7 @@ impl<I: Index> Bench<I> {
         }
         self.index.tidy();
         let more = [("idle_rate", idle.rate()), ("writer_rate", events as f64 / busy_seconds)];
-        Ok(busy.report("find_busy", &more))
+        Ok(busy.report(workload, &more))
     }
 
     /// Finds for a few milliseconds.
@@ -424,13 +445,13 @@ impl<I: Index> Bench<I> {
 }
 
 /// A thread for jobs, one at a time, which exists before any of them.
-struct SecondThread {
+struct OtherThread {
     jobs: Sender<Job>,
     done: Receiver<Result<(), Failure>>,
     finished: Arc<AtomicBool>,
 }
 
-impl SecondThread {
+impl OtherThread {
     fn new() -> Self {
         let (jobs, queue) = channel::<Job>();
         let (answers, done) = channel();
