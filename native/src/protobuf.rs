@@ -81,7 +81,20 @@ impl<'a> Reader<'a> {
     }
 
     /// A number, at any place of a message.
+    #[inline]
     pub fn varint(&mut self) -> Option<u64> {
+        if let Some(byte) = self.single_byte() { Some(u64::from(byte)) } else { self.long_varint() }
+    }
+
+    /// The first byte, if it is a number by itself, as nearly all tags and lengths are.
+    #[inline]
+    fn single_byte(&mut self) -> Option<u8> {
+        let (&byte, rest) = self.rest.split_first().filter(|(byte, _)| **byte < 0x80)?;
+        self.rest = rest;
+        Some(byte)
+    }
+
+    fn long_varint(&mut self) -> Option<u64> {
         let mut value = 0u64;
         for shift in (0..64).step_by(7) {
             let (&byte, rest) = self.rest.split_first()?;
@@ -96,9 +109,13 @@ impl<'a> Reader<'a> {
     }
 
     /// A tag or a length: other readers, too, refuse one that is longer than 32 bits need, even by zeros.
+    #[inline]
     fn short_varint(&mut self) -> Option<u32> {
+        if let Some(byte) = self.single_byte() {
+            return Some(u32::from(byte));
+        }
         let before = self.rest.len();
-        let value = self.varint()?;
+        let value = self.long_varint()?;
         (before - self.rest.len() <= 5).then_some(u32::try_from(value).ok()?)
     }
 

@@ -245,10 +245,10 @@ impl Scores {
         let (Some(table), Some(row_of)) = (table.as_slice(py), row_of.as_slice(py)) else {
             return Err(PyValueError::new_err("a table in one piece"));
         };
+        let (rows, _) = table.as_chunks::<{ TimeRow::LENGTH }>();
         let row = |slot: u32| {
-            let start = row_of.get(slot as usize)?.get() as usize * TimeRow::LENGTH;
-            let numbers = table.get(start..start + TimeRow::LENGTH)?;
-            Some(TimeRow::new(std::array::from_fn(|column| numbers[column].get())))
+            let numbers = rows.get(row_of.get(slot as usize)?.get() as usize)?;
+            Some(TimeRow::new(numbers.each_ref().map(|number| number.get())))
         };
         let question = TimeQuestion { now, weight, own_seconds, decode_seconds };
         let costs = self.scores.seconds(&question, row);

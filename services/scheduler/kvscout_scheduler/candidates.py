@@ -70,6 +70,7 @@ class Candidates:
         self.now = now
         self._pool = pool
         self._prompts = prompts
+        self._scored: Scores | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -194,9 +195,15 @@ class Candidates:
         """The prompt as hashed for a lane."""
         return self._prompts[lane]
 
-    @cached_property
+    @property
     def _scores(self) -> Scores:
         """What the load says of the candidates."""
+        # Once a request: `cached_property` takes a lock to compute, in Python 3.11.
+        if self._scored is None:
+            self._scored = self._compute_scores()
+        return self._scored
+
+    def _compute_scores(self) -> Scores:
         if len(self._prompts) == 1:
             (lane,) = self._prompts
             return self._score(lane, None if self.slots is self._pool.order else self.slots, lane.block_size)

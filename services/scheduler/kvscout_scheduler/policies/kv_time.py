@@ -24,7 +24,8 @@ DECODE: Final = (0.01, 20e-9, 50_000.0)
 """Seconds of a decode step without contexts, seconds a token of context, and where that holds."""
 OUTPUT_TOKENS: Final = 250.0
 """Of a request, until any was counted."""
-PACES: Final = (0.1, 10.0)
+LEAST_PACE: Final = 0.1
+MOST_PACE: Final = 10.0
 """Where a worker's pace is, in that of all."""
 DECODE_WEIGHT: Final = 0.25
 """Of a second between tokens, in seconds before the first: they are shared out over many tokens, and go by while
@@ -70,8 +71,8 @@ class _Worker:
 
     def __init__(self, row: int, now: float) -> None:
         self.row = row
-        self.prefills: dict[RequestKey, _Request] = {}
-        """Requests without a first token, in order of booking."""
+        self.prefills: dict[_Request, None] = {}
+        """Those without a first token, in order of booking."""
         self.tokens = 0
         """Σ of theirs."""
         self.since = now
@@ -89,15 +90,17 @@ class _Worker:
 
     def look(self, now: float) -> None:
         """Brings `used` up to a time."""
-        passed = max(0.0, now - self.seen) / HORIZON_SECONDS
-        # Never 1, whatever is rounded: nothing is crowded without end.
-        self.used = min(MOST_USED, (self.used + (passed if self.prefills else 0.0)) / (1.0 + passed))
+        passed = (now - self.seen) / HORIZON_SECONDS
+        if passed > 0.0:
+            used = (self.used + (passed if self.prefills else 0.0)) / (1.0 + passed)
+            # Never 1, whatever is rounded: nothing is crowded without end.
+            self.used = used if used < MOST_USED else MOST_USED
         self.seen = now
 
     def plan(self, prefill: Line) -> None:
         """Says when its prefills should be done, by what is known of how long they take."""
         if self.prefills:
-            first = self.pace * prefill.at(next(iter(self.prefills.values())).tokens)
+            first = self.pace * prefill.at(next(iter(self.prefills)).tokens)
             self.due_at = self.since + first
             self.behind = self.pace * (prefill.base * len(self.prefills) + prefill.slope * self.tokens) - first
 
@@ -172,7 +175,7 @@ class KvTime(Policy):
         if not worker.prefills:
             worker.since = now
         request = self._requests[facts.key] = _Request(worker, facts.uncached_tokens)
-        worker.prefills[facts.key] = request
+        worker.prefills[request] = None
         worker.tokens += facts.uncached_tokens
         worker.requests += 1
         worker.contexts += facts.isl_tokens
@@ -183,7 +186,7 @@ class KvTime(Policy):
         request = self._requests.get(facts.key)
         if request is not None:
             worker = request.worker
-            self._prefilled(request, facts.key, now, learn=True)
+            self._prefilled(request, now, learn=True)
             request.contexts, request.prefilled = worker.contexts, worker.prefilled
             worker.write(self._table)
 
@@ -193,13 +196,13 @@ class KvTime(Policy):
             return
         worker = request.worker
         # The end of a prompt computed for another worker. Other ends say nothing of it: a failure may be quick.
-        self._prefilled(request, facts.key, now, learn=end.freed and end.output_tokens == 1)
+        self._prefilled(request, now, learn=end.freed and end.output_tokens == 1)
         if end.freed and end.output_tokens:
             self.output.add(end.output_tokens)
             if request.contexts >= 0 and end.output_tokens > 1:
                 contexts = (request.contexts + worker.contexts) / 2
                 seconds = max(0.0, end.decode_seconds - (worker.prefilled - request.prefilled))
-                step = min(seconds / (end.output_tokens - 1), PACES[1] * self.decode.at(contexts))
+                step = min(seconds / (end.output_tokens - 1), MOST_PACE * self.decode.at(contexts))
                 self.decode.add(contexts, step)
         worker.requests -= 1
         worker.contexts -= facts.isl_tokens
@@ -234,22 +237,21 @@ class KvTime(Policy):
         self._table.extend(IDLE)
         return len(self._table) // len(IDLE) - 1
 
-    def _prefilled(self, request: _Request, key: RequestKey, now: float, *, learn: bool) -> None:
+    def _prefilled(self, request: _Request, now: float, *, learn: bool) -> None:
         """A request computes its prompt no more."""
         worker = request.worker
-        if key not in worker.prefills:
+        if request not in worker.prefills:
             return
         worker.look(now)
-        del worker.prefills[key]
+        del worker.prefills[request]
         worker.tokens -= request.tokens
         if learn:
-            low, high = PACES
             expected = self.prefill.at(request.tokens)
             # Who was stopped for an hour says little of how fast it is.
-            took = min(max(0.0, now - worker.since), high * expected)
+            took = min(max(0.0, now - worker.since), MOST_PACE * expected)
             self.prefill.add(request.tokens, took)
             worker.prefilled += worker.pace * self.prefill.slope * request.tokens
-            worker.pace_mean.add(max(low, took / expected), expected)
+            worker.pace_mean.add(max(LEAST_PACE, took / expected), expected)
             worker.pace = worker.pace_mean.value
         worker.since = now
         worker.plan(self.prefill)
