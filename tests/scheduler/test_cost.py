@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from itertools import chain
 from random import Random
 
 import pytest
@@ -14,6 +16,7 @@ from kvscout_scheduler.choose import choose
 from kvscout_scheduler.cost import Lane, Question, TierWeights
 from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps
 from kvscout_scheduler.request import pack_hashes
+from kvscout_scheduler.time_cost import TimeQuestion, TimeRow
 
 LANE = Lane(16, eagle=False)
 IDS = ("a", "b", "c")
@@ -91,6 +94,16 @@ def test_a_prediction_counts_where_it_reaches_further_than_the_device(load: Acti
 def test_the_last_row_of_a_worker_holds_and_strangers_are_left_out(load: ActiveLoad) -> None:
     overlaps = Overlaps(("b", "nobody", "b", "a"), (0, 0, 0, 1), (1, 2, 3, 4))
     assert list(load.score(Question(LANE, b"", 160), overlaps, None).device_blocks) == [0, 3, 0]
+
+
+def test_seconds_follow_from_the_rows_of_workers_and_one_without_a_row_is_an_error(load: ActiveLoad) -> None:
+    rows = (TimeRow(), TimeRow(behind=0.5, due_at=3.0, pace=2.0, used=0.5, contexts=90.0, requests=2.0, prefills=2.0))
+    question = TimeQuestion(array("d", chain(*rows)), array("I", [0, 1]), 2.0, 1.0, 0.001, 1e-4)
+    scores = load.score(Question(LANE, b"", 100), device(2, 1), [1, 0])
+    # 1.5 s are ahead; its own 84 ms count twice for the pace, and 2.2 times for the crowd.
+    assert list(scores.seconds(question)) == pytest.approx([1.5 + 2.2 * 2 * 0.084 + 0.029, 0.068])
+    with pytest.raises(IndexError):
+        load.score(Question(LANE, b"", 100), device(2), None).seconds(question)
 
 
 @pytest.mark.skipif(not native_available(), reason="the extension is not built: there is nothing to compare")
