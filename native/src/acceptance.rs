@@ -5,7 +5,7 @@
 use hashbrown::HashMap;
 use std::borrow::Cow;
 
-use crate::events::Stored;
+use crate::events::{Batch, Stored};
 use crate::hashing::{BlockHasher, MmSpan, mm_hash, token_bytes};
 use crate::index::Ignored;
 
@@ -45,17 +45,17 @@ impl Rules<'_> {
     }
 
     /// Local hashes of the blocks of an event that `judge_content` accepted, one a block.
-    pub fn local_hashes<'e>(&self, event: &'e Stored) -> Cow<'e, [u64]> {
+    pub fn local_hashes<'b>(&self, batch: &'b Batch, event: &Stored) -> Cow<'b, [u64]> {
         if !event.local_hashes.is_empty() {
-            return Cow::Borrowed(&event.local_hashes);
+            return Cow::Borrowed(batch.hashes(event.local_hashes));
         }
-        let lora = match event.lora_name.as_str() {
+        let lora = match batch.text(event.lora_name) {
             "" if event.lora_id != 0 => self.adapters.get(&event.lora_id).map_or("", String::as_str),
             name => name,
         };
-        let salt = if event.parent.is_none() { event.cache_salt.as_str() } else { "" };
-        let spans: Vec<MmSpan> = event
-            .mm_items
+        let salt = if event.parent.is_none() { batch.text(event.cache_salt) } else { "" };
+        let spans: Vec<MmSpan> = batch
+            .mm_items(event.mm_items)
             .iter()
             .take(event.engine_hashes.len())
             .enumerate()
@@ -65,10 +65,10 @@ impl Rules<'_> {
         let with_lookahead;
         let tokens = match event.lookahead {
             Some(token) if self.eagle && !event.pairs => {
-                with_lookahead = [&event.tokens[..], &[token]].concat();
-                &with_lookahead
+                with_lookahead = [batch.tokens(event.tokens), &[token]].concat();
+                &with_lookahead[..]
             }
-            _ => &event.tokens,
+            _ => batch.tokens(event.tokens),
         };
         let hashes = BlockHasher::new(self.block_size, lora, salt, &spans, self.eagle)
             .map_or_else(|_| Vec::new(), |hasher| hasher.local_hashes(&token_bytes(tokens)));

@@ -4,7 +4,7 @@
 //! bytes: fields that are known are decoded where they stand, others are stepped over. An event that cannot
 //! be read costs itself; bytes that are no msgpack, or no batch, cost the batch.
 
-use crate::events::{Batch, Event, FaultKind, Removed, Stored};
+use crate::events::{Batch, Event, FaultKind, Removed, Span, Stored};
 use crate::hashing::engine_hash_of_bytes;
 
 /// Larger payloads are refused before they are read.
@@ -242,12 +242,19 @@ fn for_each_field<'a>(
 
 /// Decodes one payload.
 pub fn decode_batch(payload: &[u8]) -> Result<Batch, Malformed> {
+    let mut batch = Batch::default();
+    decode_into(&mut batch, payload)?;
+    Ok(batch)
+}
+
+/// Decodes one payload into a batch, in place of what that contains.
+pub fn decode_into(batch: &mut Batch, payload: &[u8]) -> Result<(), Malformed> {
+    batch.clear();
     let malformed = |field, message: String| Malformed { field, message };
     if payload.len() > MAX_PAYLOAD_BYTES {
         return Err(malformed("payload", format!("{} bytes, more than {MAX_PAYLOAD_BYTES}", payload.len())));
     }
     let mut reader = Reader { bytes: payload, at: 0, max_array: payload.len().min(MAX_ARRAY) };
-    let mut batch = Batch::default();
     let (mut events, mut rank) = (None, None);
     let read = (|| {
         let head = reader.value()?;
@@ -272,7 +279,7 @@ pub fn decode_batch(payload: &[u8]) -> Result<Batch, Malformed> {
                 batch.faults.clear();
                 events = reader.elements()?;
                 for _ in 0..events.unwrap_or(0) {
-                    read_event(reader, &mut batch)?;
+                    read_event(reader, batch)?;
                 }
                 Ok(())
             }
@@ -296,7 +303,7 @@ pub fn decode_batch(payload: &[u8]) -> Result<Batch, Malformed> {
         Some(Value::Int(rank)) if (0..1 << 31).contains(&rank) => Some(rank as u32),
         _ => return Err(malformed("data_parallel_rank", "not a rank".into())),
     };
-    Ok(batch)
+    Ok(())
 }
 
 /// Reads one event into the batch, or the fault that it is.
@@ -312,8 +319,8 @@ fn read_event(reader: &mut Reader<'_>, batch: &mut Batch) -> Read<()> {
         }
     };
     let read = match tag {
-        b"BlockStored" => read_stored(reader, head).map(|stored| Event::Stored(Box::new(stored))),
-        b"BlockRemoved" => read_removed(reader, head).map(Event::Removed),
+        b"BlockStored" => read_stored(reader, head, batch).map(Event::Stored),
+        b"BlockRemoved" => read_removed(reader, head, batch).map(Event::Removed),
         b"AllBlocksCleared" => for_each_field(reader, head, &[], |_, _| Ok(())).map(|()| Event::Cleared),
         _ => {
             *reader = start;
@@ -370,7 +377,7 @@ fn read_tag<'a>(reader: &mut Reader<'a>) -> Read<(Option<&'a [u8]>, Value<'a>)> 
     }
 }
 
-fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>) -> Read<Stored> {
+fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>, batch: &mut Batch) -> Read<Stored> {
     let mut stored = Stored { full_attention: true, ..Stored::default() };
     let mut seen = [false; STORED_FIELDS.len()];
     let mut kind = None;
@@ -383,9 +390,9 @@ fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>) -> Read<Stored> {
     for_each_field(reader, head, names, |reader, field| {
         seen[field] = true;
         match field {
-            0 => read_hashes(reader, &mut stored.engine_hashes)?,
+            0 => stored.engine_hashes = read_hashes(reader, batch)?,
             1 => stored.parent = read_optional_hash(reader)?,
-            2 => (stored.pairs, stored.lookahead) = read_tokens(reader, &mut stored.tokens)?,
+            2 => (stored.tokens, stored.pairs, stored.lookahead) = read_tokens(reader, batch)?,
             3 => match read_scalar(reader)? {
                 Value::Int(size) if (0..1 << 31).contains(&size) => stored.block_size = size as u32,
                 _ => return bad("block_size is no size"),
@@ -396,7 +403,7 @@ fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>) -> Read<Stored> {
                 _ => return bad("lora_id is no number"),
             },
             5 => stored.tier = read_tier(reader)?,
-            6 => stored.lora_name = read_text(reader, "lora_name")?,
+            6 => stored.lora_name = batch.add_text(read_text(reader, "lora_name")?),
             7 => {
                 extra_keys = Some(*reader);
                 reader.skip()?;
@@ -434,25 +441,25 @@ fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>) -> Read<Stored> {
         stored.window = u32::try_from(tokens).unwrap_or(0);
     }
     if let Some(mut keys) = extra_keys {
-        read_extra_keys(&mut keys, &mut stored)?;
+        read_extra_keys(&mut keys, &mut stored, batch)?;
     }
-    if let (None, "", Some(mut salt)) = (stored.parent, stored.cache_salt.as_str(), salt) {
-        stored.cache_salt = read_text(&mut salt, "cache_salt")?;
+    if let (None, true, Some(mut salt)) = (stored.parent, stored.cache_salt.is_empty(), salt) {
+        stored.cache_salt = batch.add_text(read_text(&mut salt, "cache_salt")?);
     }
     if let (false, Some(mut tokens)) = (stored.pairs, lookahead) {
-        stored.lookahead = read_lookahead(&mut tokens, &stored)?;
+        stored.lookahead = read_lookahead(&mut tokens, &stored, batch.tokens(stored.tokens))?;
     }
     Ok(stored)
 }
 
-fn read_removed<'a>(reader: &mut Reader<'a>, head: Value<'a>) -> Read<Removed> {
+fn read_removed<'a>(reader: &mut Reader<'a>, head: Value<'a>, batch: &mut Batch) -> Read<Removed> {
     let mut removed = Removed::default();
     let mut seen = false;
     for_each_field(reader, head, &REMOVED_FIELDS, |reader, field| {
         match field {
             0 => {
                 seen = true;
-                read_hashes(reader, &mut removed.engine_hashes)?;
+                removed.engine_hashes = read_hashes(reader, batch)?;
             }
             1 => removed.tier = read_tier(reader)?,
             _ => removed.group = read_group(reader)?,
@@ -488,10 +495,11 @@ fn read_optional_hash(reader: &mut Reader<'_>) -> Read<Option<u64>> {
     }
 }
 
-fn read_hashes(reader: &mut Reader<'_>, hashes: &mut Vec<u64>) -> Read<()> {
-    hashes.clear();
+fn read_hashes(reader: &mut Reader<'_>, batch: &mut Batch) -> Read<Span> {
     let Some(length) = reader.elements()? else { return bad("block_hashes is no array") };
-    hashes.reserve_exact(length);
+    let hashes = &mut batch.hashes;
+    let start = hashes.len();
+    hashes.reserve(length);
     for _ in 0..length {
         if let Some([0xcf, number @ ..]) = reader.bytes.get(reader.at..).and_then(<[u8]>::first_chunk::<9>) {
             hashes.push(u64::from_be_bytes(*number));
@@ -500,7 +508,7 @@ fn read_hashes(reader: &mut Reader<'_>, hashes: &mut Vec<u64>) -> Read<()> {
         }
         hashes.push(hash_of(read_scalar(reader)?)?);
     }
-    Ok(())
+    Ok(Span::since(start, hashes))
 }
 
 fn token_of(value: Value<'_>) -> Read<u32> {
@@ -512,17 +520,19 @@ fn token_of(value: Value<'_>) -> Read<u32> {
 }
 
 /// Token ids, whether they came as EAGLE pairs, and then the last pair's second.
-fn read_tokens(reader: &mut Reader<'_>, tokens: &mut Vec<u32>) -> Read<(bool, Option<u32>)> {
-    tokens.clear();
+fn read_tokens(reader: &mut Reader<'_>, batch: &mut Batch) -> Read<(Span, bool, Option<u32>)> {
+    let tokens = &mut batch.tokens;
+    let start = tokens.len();
     let Some(length) = reader.elements()? else { return bad("token_ids is no array") };
     let first = *reader;
     if length > 0 && matches!({ *reader }.value()?, Value::Array(_)) {
-        return read_pairs(reader, length, tokens);
+        let last = read_pairs(reader, length, tokens)?;
+        return Ok((Span::since(start, tokens), true, last));
     }
     *reader = first;
-    tokens.resize(length, 0);
+    tokens.resize(start + length, 0);
     let mut rest = &reader.bytes[reader.at..];
-    for token in tokens.iter_mut() {
+    for token in &mut tokens[start..] {
         if let Some((number, bytes)) = rest.first_chunk().and_then(short_unsigned) {
             *token = number;
             rest = &rest[bytes..];
@@ -533,7 +543,7 @@ fn read_tokens(reader: &mut Reader<'_>, tokens: &mut Vec<u32>) -> Read<(bool, Op
         }
     }
     reader.at = reader.bytes.len() - rest.len();
-    Ok((false, None))
+    Ok((Span::since(start, tokens), false, None))
 }
 
 /// The integer that begins these bytes, if it has one of the forms that tokens have, and its length.
@@ -554,8 +564,9 @@ fn short_unsigned(bytes: &[u8; 8]) -> Option<(u32, usize)> {
     Some(((number as u32 & !of_tag) | (u32::from(tag) & of_tag), 1 + following as usize))
 }
 
-fn read_pairs(reader: &mut Reader<'_>, length: usize, tokens: &mut Vec<u32>) -> Read<(bool, Option<u32>)> {
-    tokens.reserve_exact(length + 1);
+/// The tokens of EAGLE pairs; the last pair's second.
+fn read_pairs(reader: &mut Reader<'_>, length: usize, tokens: &mut Vec<u32>) -> Read<Option<u32>> {
+    tokens.reserve(length + 1);
     let mut last: Option<u32> = None;
     for _ in 0..length {
         if reader.elements()? != Some(2) {
@@ -569,10 +580,10 @@ fn read_pairs(reader: &mut Reader<'_>, length: usize, tokens: &mut Vec<u32>) -> 
         last = Some(token_of(read_scalar(reader)?)?);
     }
     tokens.extend(last);
-    Ok((true, last))
+    Ok(last)
 }
 
-fn read_lookahead(reader: &mut Reader<'_>, stored: &Stored) -> Read<Option<u32>> {
+fn read_lookahead(reader: &mut Reader<'_>, stored: &Stored, tokens: &[u32]) -> Read<Option<u32>> {
     let Some(length) = ({
         let mut head = *reader;
         match head.value()? {
@@ -592,23 +603,22 @@ fn read_lookahead(reader: &mut Reader<'_>, stored: &Stored) -> Read<Option<u32>>
     let size = stored.block_size as usize;
     let blocks = stored.engine_hashes.len();
     // One token a block, or the tokens after the last block: the blocks' own tokens tell which.
-    let starts =
-        stored.tokens.iter().skip(size).step_by(size.max(1)).take(if size > 0 { usize::MAX } else { 0 });
+    let starts = tokens.iter().skip(size).step_by(size.max(1)).take(if size > 0 { usize::MAX } else { 0 });
     let one_a_block =
         following.len() == blocks && blocks > 0 && following[..blocks - 1].iter().eq(starts.take(blocks - 1));
     Ok(if one_a_block { following.last() } else { following.first() }.copied())
 }
 
-fn read_text(reader: &mut Reader<'_>, name: &str) -> Read<String> {
+fn read_text<'a>(reader: &mut Reader<'a>, name: &str) -> Read<&'a str> {
     match read_scalar(reader)? {
-        Value::Nil => Ok(String::new()),
+        Value::Nil => Ok(""),
         value => text_of(value, name),
     }
 }
 
-fn text_of(value: Value<'_>, name: &str) -> Read<String> {
+fn text_of<'a>(value: Value<'a>, name: &str) -> Read<&'a str> {
     let Value::Str(bytes) = value else { return bad(format!("{name} is no string")) };
-    std::str::from_utf8(bytes).map(Into::into).or_else(|_| bad(format!("{name} is no UTF-8")))
+    std::str::from_utf8(bytes).or_else(|_| bad(format!("{name} is no UTF-8")))
 }
 
 fn read_tier(reader: &mut Reader<'_>) -> Read<u8> {
@@ -636,7 +646,7 @@ fn read_group(reader: &mut Reader<'_>) -> Read<u32> {
 }
 
 /// The salt and each block's multimodal ids, from what else entered the engine's block hashes.
-fn read_extra_keys(reader: &mut Reader<'_>, stored: &mut Stored) -> Read<()> {
+fn read_extra_keys(reader: &mut Reader<'_>, stored: &mut Stored, batch: &mut Batch) -> Read<()> {
     if { *reader }.value()? == Value::Nil {
         return Ok(());
     }
@@ -657,12 +667,12 @@ fn read_extra_keys(reader: &mut Reader<'_>, stored: &mut Stored) -> Read<()> {
             keys -= 1;
             match reader.value()? {
                 Value::Array(2) => {
-                    ids.push(text_of(read_scalar(reader)?, "the id of a multimodal item")?);
+                    ids.push(text_of(read_scalar(reader)?, "the id of a multimodal item")?.to_owned());
                     reader.skip()?;
                 }
-                Value::Str(key) if key == stored.lora_name.as_bytes() => {}
+                Value::Str(key) if key == batch.text(stored.lora_name).as_bytes() => {}
                 Value::Str(key) if first && position == 0 && !salted => {
-                    stored.cache_salt = text_of(Value::Str(key), "the salt")?;
+                    stored.cache_salt = batch.add_text(text_of(Value::Str(key), "the salt")?);
                     salted = true;
                 }
                 _ => return bad(format!("extra_keys of block {position} has a key out of place")),
@@ -671,7 +681,7 @@ fn read_extra_keys(reader: &mut Reader<'_>, stored: &mut Stored) -> Read<()> {
         items.push(ids);
     }
     if items.iter().any(|ids| !ids.is_empty()) {
-        stored.mm_items = items;
+        stored.mm_items = batch.add_mm_items(items);
     }
     Ok(())
 }

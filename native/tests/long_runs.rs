@@ -66,6 +66,7 @@ fn long_branching_prompts_agree_with_a_model() {
         let prompt = known[random.below(known.len())].clone();
         let chain = sequence_hashes(prompt.iter().copied());
         let held = &mut model[worker];
+        let mut batch = Batch::default();
         let event = match random.below(20) {
             0..8 => {
                 // From the root, or from any block that is held: others would be ghosts or orphans.
@@ -74,13 +75,13 @@ fn long_branching_prompts_agree_with_a_model() {
                 let from = starts[random.below(starts.len())];
                 let to = from + 1 + random.below(prompt.len() - from);
                 chain[from..to].iter().for_each(|hash| *held.entry(*hash).or_default() += 1);
-                Event::Stored(Box::new(Stored {
-                    engine_hashes: chain[from..to].to_vec(),
+                Event::Stored(Stored {
+                    engine_hashes: batch.add_hashes(&chain[from..to]),
                     parent: (from > 0).then(|| chain[from - 1]),
-                    local_hashes: prompt[from..to].to_vec(),
+                    local_hashes: batch.add_hashes(&prompt[from..to]),
                     full_attention: true,
                     ..Stored::default()
-                }))
+                })
             }
             8..19 => {
                 let from = random.below(prompt.len());
@@ -98,6 +99,7 @@ fn long_branching_prompts_agree_with_a_model() {
                         }
                     }
                 }
+                let engine_hashes = batch.add_hashes(&engine_hashes);
                 Event::Removed(Removed { engine_hashes, tier: 0, group: 0 })
             }
             _ if random.below(4) == 0 => {
@@ -109,7 +111,8 @@ fn long_branching_prompts_agree_with_a_model() {
                 continue;
             }
         };
-        index.apply(name(worker), &Batch { events: vec![event], ..Batch::default() }, 0, None);
+        batch.events.push(event);
+        index.apply(name(worker), &batch, 0, None);
         for prompt in &known {
             let chain = sequence_hashes(prompt.iter().copied());
             let mut expected: Vec<(String, u32)> = (0..WORKERS)

@@ -13,18 +13,23 @@ fn name(worker_id: &str) -> WorkerName<'_> {
     WorkerName { worker_id, dp_rank: 0 }
 }
 
-fn stored(parent: Option<u64>, engine: &[u64], local: &[u64]) -> Event {
-    Event::Stored(Box::new(Stored {
-        engine_hashes: engine.to_vec(),
-        parent,
-        local_hashes: local.to_vec(),
-        full_attention: true,
-        ..Stored::default()
-    }))
+fn stored(parent: Option<u64>, engine: &[u64], local: &[u64]) -> Batch {
+    let mut batch = Batch::default();
+    let (engine_hashes, local_hashes) = (batch.add_hashes(engine), batch.add_hashes(local));
+    let stored = Stored { engine_hashes, parent, local_hashes, full_attention: true, ..Stored::default() };
+    batch.events.push(Event::Stored(stored));
+    batch
 }
 
-fn apply(index: &Index, worker: &str, event: Event) {
-    index.apply(name(worker), &Batch { events: vec![event], ..Batch::default() }, 0, None);
+fn removed(engine: &[u64]) -> Batch {
+    let mut batch = Batch::default();
+    let engine_hashes = batch.add_hashes(engine);
+    batch.events.push(Event::Removed(Removed { engine_hashes, tier: 0, group: 0 }));
+    batch
+}
+
+fn apply(index: &Index, worker: &str, batch: Batch) {
+    index.apply(name(worker), &batch, 0, None);
 }
 
 #[test]
@@ -69,7 +74,7 @@ fn queries_during_writes_see_no_more_than_was_held() {
             assert!(index.remove_rank(name("passing")));
             let mut gone = chain[100..200].to_vec();
             gone.push(other);
-            apply(&index, "busy", Event::Removed(Removed { engine_hashes: gone, tier: 0, group: 0 }));
+            apply(&index, "busy", removed(&gone));
             index.maintain(0.0, 4096);
         }
         done.store(true, Ordering::Relaxed);

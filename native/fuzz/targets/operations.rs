@@ -5,7 +5,7 @@
 #![no_main]
 
 use arbitrary::{Arbitrary, Result, Unstructured};
-use kvscout_native::events::{Batch, Event, Removed, Stored};
+use kvscout_native::events::{Batch, Event, Removed, Span, Stored};
 use kvscout_native::index::{Index, WorkerOptions};
 use kvscout_native_fuzz::{check, found, index, name};
 use libfuzzer_sys::fuzz_target;
@@ -44,14 +44,12 @@ fn place(byte: u8) -> (u8, u32) {
     (byte % 4, u32::from(byte / 4 % 3))
 }
 
-fn stored(parent: Option<u64>, engine: &[u8], content: &[u8], at: u8) -> Event {
+fn stored(batch: &mut Batch, parent: Option<u64>, engine: &[u8], content: &[u8], at: u8) -> Event {
     let (tier, group) = place(at);
-    let (engine_hashes, local_hashes) = (
-        engine.iter().copied().map(engine_hash).collect(),
-        content.iter().copied().map(local_hash).collect(),
-    );
+    let engine_hashes = named(batch, engine);
+    let local_hashes = batch.add_hashes(&prompt(content));
     let full_attention = group < 2;
-    Event::Stored(Box::new(Stored {
+    Event::Stored(Stored {
         engine_hashes,
         parent,
         tier,
@@ -59,7 +57,12 @@ fn stored(parent: Option<u64>, engine: &[u8], content: &[u8], at: u8) -> Event {
         full_attention,
         local_hashes,
         ..Stored::default()
-    }))
+    })
+}
+
+fn named(batch: &mut Batch, engine: &[u8]) -> Span {
+    let hashes: Vec<u64> = engine.iter().copied().map(engine_hash).collect();
+    batch.add_hashes(&hashes)
 }
 
 fn prompt(content: &[u8]) -> Vec<u64> {
@@ -90,21 +93,28 @@ fn run(bytes: &[u8]) -> Result<()> {
             break;
         }
         let worker = name(WORKERS[usize::from(input.arbitrary::<u8>()?) % WORKERS.len()]);
-        let apply = |event| {
-            index.apply(worker, &Batch { events: vec![event], ..Batch::default() }, 0, None);
+        let mut batch = Batch::default();
+        let apply = |mut batch: Batch, event| {
+            batch.events.push(event);
+            index.apply(worker, &batch, 0, None);
         };
         match input.arbitrary()? {
             Call::Stored { parent, engine, content, place } => {
                 let blocks = engine.len().min(content.len());
-                apply(stored(parent.map(engine_hash), &engine[..blocks], &content[..blocks], place));
+                let parent = parent.map(engine_hash);
+                let event = stored(&mut batch, parent, &engine[..blocks], &content[..blocks], place);
+                apply(batch, event);
             }
-            Call::Moved { engine, place } => apply(stored(None, &engine, &[], place)),
+            Call::Moved { engine, place } => {
+                let event = stored(&mut batch, None, &engine, &[], place);
+                apply(batch, event);
+            }
             Call::Removed { engine, place: at } => {
                 let (tier, group) = place(at);
-                let engine_hashes = engine.into_iter().map(engine_hash).collect();
-                apply(Event::Removed(Removed { engine_hashes, tier, group }));
+                let engine_hashes = named(&mut batch, &engine);
+                apply(batch, Event::Removed(Removed { engine_hashes, tier, group }));
             }
-            Call::Cleared => apply(Event::Cleared),
+            Call::Cleared => apply(batch, Event::Cleared),
             Call::Reset => index.reset(worker),
             Call::RemoveRank => {
                 index.remove_rank(worker);

@@ -18,13 +18,14 @@ static QUERIES: LazyLock<Queries> = LazyLock::new(|| {
     let local = BlockHasher::new(4, "", "", &[], false).expect("a block size").local_hashes(&tokens);
     for (worker, blocks) in [("a", 10), ("b", 4), ("c", 1)] {
         index.add_worker(name(worker), WorkerOptions::default());
-        let stored = Stored {
-            engine_hashes: local[..blocks].to_vec(),
-            local_hashes: local[..blocks].to_vec(),
+        let mut batch = Batch::default();
+        let hashes = batch.add_hashes(&local[..blocks]);
+        batch.events.push(Event::Stored(Stored {
+            engine_hashes: hashes,
+            local_hashes: hashes,
             full_attention: true,
             ..Stored::default()
-        };
-        let batch = Batch { events: vec![Event::Stored(Box::new(stored))], ..Batch::default() };
+        }));
         index.apply(name(worker), &batch, 0, None);
     }
     let queries = Queries::default();

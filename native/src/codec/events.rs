@@ -2,7 +2,7 @@
 
 use super::decode::{DecodeError, fields, invalid, narrow, read_fixed64, text, tier_from_wire};
 use super::{FULL_ATTENTION, Identity, OTHER_ATTENTION, VERSION};
-use crate::events::{Batch, Event, FaultKind, Removed, Stored};
+use crate::events::{Batch, Event, FaultKind, Removed, Span, Stored};
 use crate::protobuf::Field;
 
 /// Events of one source, as a publisher sent them.
@@ -52,9 +52,9 @@ pub fn decode_events(message: &[u8]) -> Result<Published, DecodeError> {
         })?;
         let read = match kind {
             Some((1, bytes)) => {
-                stored(bytes, published.identity.block_size).map(|event| Event::Stored(Box::new(event)))
+                stored(bytes, published.identity.block_size, &mut published.batch).map(Event::Stored)
             }
-            Some((2, bytes)) => removed(bytes).map(Event::Removed),
+            Some((2, bytes)) => removed(bytes, &mut published.batch).map(Event::Removed),
             Some((3, _)) => Ok(Event::Cleared),
             Some((4, _)) if place == 0 => {
                 published.reset = true;
@@ -75,16 +75,12 @@ pub fn decode_events(message: &[u8]) -> Result<Published, DecodeError> {
     Ok(published)
 }
 
-fn stored(message: &[u8], block_size: u32) -> Result<Stored, DecodeError> {
+fn stored(message: &[u8], block_size: u32, batch: &mut Batch) -> Result<Stored, DecodeError> {
     let mut event = Stored { block_size, ..Stored::default() };
     let (mut kind, mut foreign) = (0, 0);
     fields("stored", message, |number, field| {
         match (number, field) {
-            (1, Field::Bytes(value)) => read_fixed64("engine_hashes", value, &mut event.engine_hashes)?,
-            (1, Field::Fixed64(value)) => event.engine_hashes.push(value),
             (2, Field::Fixed64(value)) => event.parent = Some(value),
-            (3, Field::Bytes(value)) => read_fixed64("local_hashes", value, &mut event.local_hashes)?,
-            (3, Field::Fixed64(value)) => event.local_hashes.push(value),
             (4, Field::Varint(value)) => event.tier = tier_from_wire(value)?,
             (5, Field::Varint(value)) => event.group = narrow("group", value)?,
             (6, Field::Varint(value)) => kind = value,
@@ -94,6 +90,8 @@ fn stored(message: &[u8], block_size: u32) -> Result<Stored, DecodeError> {
         }
         Ok(())
     })?;
+    event.engine_hashes = hashes("engine_hashes", 1, message, batch)?;
+    event.local_hashes = hashes("local_hashes", 3, message, batch)?;
     event.full_attention = match kind {
         FULL_ATTENTION => true,
         OTHER_ATTENTION => false,
@@ -107,9 +105,7 @@ fn stored(message: &[u8], block_size: u32) -> Result<Stored, DecodeError> {
     }
     if event.window == 0 && event.block_size != block_size {
         event.foreign = true;
-        // One token stands for the content that is not there: a tier change has none.
-        event.tokens = vec![0];
-        event.local_hashes.clear();
+        event.local_hashes = Span::default();
     }
     if !event.local_hashes.is_empty() && event.local_hashes.len() != event.engine_hashes.len() {
         return Err(invalid("local_hashes", "not one a block"));
@@ -117,17 +113,30 @@ fn stored(message: &[u8], block_size: u32) -> Result<Stored, DecodeError> {
     Ok(event)
 }
 
-fn removed(message: &[u8]) -> Result<Removed, DecodeError> {
-    let mut event = Removed { engine_hashes: Vec::new(), tier: 0, group: 0 };
+/// The values of a field, which may come in pieces and between others: so each field is read by itself.
+fn hashes(name: &'static str, wanted: u32, message: &[u8], batch: &mut Batch) -> Result<Span, DecodeError> {
+    let start = batch.hashes.len();
+    fields(name, message, |number, field| {
+        match field {
+            Field::Bytes(value) if number == wanted => read_fixed64(name, value, &mut batch.hashes)?,
+            Field::Fixed64(value) if number == wanted => batch.hashes.push(value),
+            _ => {}
+        }
+        Ok(())
+    })?;
+    Ok(Span::since(start, &batch.hashes))
+}
+
+fn removed(message: &[u8], batch: &mut Batch) -> Result<Removed, DecodeError> {
+    let mut event = Removed::default();
     fields("removed", message, |number, field| {
         match (number, field) {
-            (1, Field::Bytes(value)) => read_fixed64("engine_hashes", value, &mut event.engine_hashes)?,
-            (1, Field::Fixed64(value)) => event.engine_hashes.push(value),
             (2, Field::Varint(value)) => event.tier = tier_from_wire(value)?,
             (3, Field::Varint(value)) => event.group = narrow("group", value)?,
             _ => {}
         }
         Ok(())
     })?;
+    event.engine_hashes = hashes("engine_hashes", 1, message, batch)?;
     Ok(event)
 }

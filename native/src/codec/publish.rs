@@ -21,8 +21,8 @@ pub fn encode_events(
     for event in &batch.events {
         let mut kind = Writer::default();
         match event {
-            Event::Stored(event) => kind.bytes(1, stored(rules, event).as_bytes()),
-            Event::Removed(event) => kind.bytes(2, removed(event).as_bytes()),
+            Event::Stored(event) => kind.bytes(1, stored(rules, batch, event).as_bytes()),
+            Event::Removed(event) => kind.bytes(2, removed(batch, event).as_bytes()),
             Event::Cleared => kind.bytes(3, b""),
         }
         message.bytes(11, kind.as_bytes());
@@ -32,20 +32,20 @@ pub fn encode_events(
 
 /// What cannot be indexed is sent without its hashes: it still teaches the kind of its group. A group with a window
 /// keeps them: their prefixes most often follow from other groups.
-fn stored(rules: Rules<'_>, event: &Stored) -> Writer {
+fn stored(rules: Rules<'_>, batch: &Batch, event: &Stored) -> Writer {
     let mut message = Writer::default();
-    let moved = event.tokens.is_empty() && event.local_hashes.is_empty();
+    let moved = !event.has_content();
     let verdict = if moved { None } else { rules.judge_content(event) };
     let content = !moved && verdict.is_none();
     // Blocks that move often come without their size: then they do not tell what there is to know of their group.
     let window = if moved && event.block_size == 0 { 0 } else { event.window };
     if verdict.is_none() || window > 0 {
-        message.packed_fixed64(1, &event.engine_hashes);
+        message.packed_fixed64(1, batch.hashes(event.engine_hashes));
         if content {
             if let Some(parent) = event.parent {
                 message.present_fixed64(2, parent);
             }
-            message.packed_fixed64(3, &rules.local_hashes(event));
+            message.packed_fixed64(3, &rules.local_hashes(batch, event));
         }
         message.varint(4, tier_to_wire(event.tier));
     }
@@ -62,9 +62,9 @@ fn stored(rules: Rules<'_>, event: &Stored) -> Writer {
     message
 }
 
-fn removed(event: &Removed) -> Writer {
+fn removed(batch: &Batch, event: &Removed) -> Writer {
     let mut message = Writer::default();
-    message.packed_fixed64(1, &event.engine_hashes);
+    message.packed_fixed64(1, batch.hashes(event.engine_hashes));
     message.varint(2, tier_to_wire(event.tier));
     message.varint(3, u64::from(event.group));
     message

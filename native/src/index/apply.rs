@@ -75,8 +75,8 @@ impl Index {
                 _ if !state.ranks[worker].incompatible.is_empty() => {
                     count(state, worker, Ignored::Incompatible, 1)
                 }
-                Event::Stored(stored) => self.stored(state, worker, stored),
-                Event::Removed(removed) => self.removed(state, worker, removed),
+                Event::Stored(stored) => self.stored(state, worker, batch, stored),
+                Event::Removed(removed) => self.removed(state, worker, batch, removed),
             }
             state.ledger.finish();
             // Event by event, since each Cleared takes a slot.
@@ -115,11 +115,11 @@ impl Index {
         self.show_windows(state, worker);
     }
 
-    fn stored(&self, state: &mut State, worker: Handle, event: &Stored) {
+    fn stored(&self, state: &mut State, worker: Handle, batch: &Batch, event: &Stored) {
         let slot = state.ranks[worker].slot;
         let full_groups = state.ledger.worker(slot).full_groups.len();
         if !state.ledger.learn_group(slot, event.group, event.full_attention, GROUP_LIMIT) {
-            match self.window_stored(state, worker, event) {
+            match self.window_stored(state, worker, batch, event) {
                 Some(refused) => count(state, worker, Ignored::WindowLimit, refused),
                 None => count(state, worker, Ignored::SkippedGroup, 1),
             }
@@ -129,9 +129,9 @@ impl Index {
             self.show_windows(state, worker);
         }
         let to = Target { group: event.group, tier: event.tier, set: state.ranks[worker].options.set_copies };
-        if event.tokens.is_empty() && event.local_hashes.is_empty() {
+        if !event.has_content() {
             self.open_level(state, worker, usize::from(to.tier));
-            for &engine_hash in &event.engine_hashes {
+            for &engine_hash in batch.hashes(event.engine_hashes) {
                 match state.ledger.store_known(slot, engine_hash, to) {
                     Some(refused) => count_refused(state, worker, refused),
                     None => count(state, worker, Ignored::UnknownMoved, 1),
@@ -155,17 +155,17 @@ impl Index {
             }
             return;
         }
-        let local = rules.local_hashes(event);
+        let local = rules.local_hashes(batch, event);
         self.open_level(state, worker, usize::from(to.tier));
-        let refused = state.ledger.store(slot, event.parent, &event.engine_hashes, &local, to);
+        let refused = state.ledger.store(slot, event.parent, batch.hashes(event.engine_hashes), &local, to);
         count_refused(state, worker, refused);
     }
 
-    fn removed(&self, state: &mut State, worker: Handle, event: &Removed) {
+    fn removed(&self, state: &mut State, worker: Handle, batch: &Batch, event: &Removed) {
         let slot = state.ranks[worker].slot;
         let unknown = if !state.ledger.worker(slot).groups.contains(&(event.group, false)) {
-            state.ledger.remove(slot, &event.engine_hashes, event.group, event.tier)
-        } else if let Some(unknown) = window::removed(&mut state.ledger, slot, event) {
+            state.ledger.remove(slot, batch.hashes(event.engine_hashes), event.group, event.tier)
+        } else if let Some(unknown) = window::removed(&mut state.ledger, slot, batch, event) {
             unknown
         } else {
             count(state, worker, Ignored::SkippedGroup, 1);
@@ -176,6 +176,9 @@ impl Index {
 }
 
 fn count_refused(state: &mut State, worker: Handle, refused: Refused) {
+    if refused == Refused::default() {
+        return;
+    }
     count(state, worker, Ignored::HashConflict, refused.conflicts);
     count(state, worker, Ignored::OrphanLimit, refused.orphan_limit);
     count(state, worker, Ignored::TwinLimit, refused.twin_limit);
@@ -183,5 +186,7 @@ fn count_refused(state: &mut State, worker: Handle, refused: Refused) {
 }
 
 fn count(state: &mut State, worker: Handle, reason: Ignored, number: u64) {
-    state.ranks[worker].ignored[reason as usize] += number;
+    if number > 0 {
+        state.ranks[worker].ignored[reason as usize] += number;
+    }
 }

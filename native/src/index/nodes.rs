@@ -224,14 +224,15 @@ mod tests {
     const W: WorkerName<'_> = WorkerName { worker_id: "w", dp_rank: 0 };
 
     fn store(index: &Index, engine: &[u64], local: &[u64]) -> u64 {
-        let event = Stored {
-            engine_hashes: engine.to_vec(),
-            local_hashes: local.to_vec(),
+        let mut batch = Batch::default();
+        let (engine_hashes, local_hashes) = (batch.add_hashes(engine), batch.add_hashes(local));
+        batch.events.push(Event::Stored(Stored {
+            engine_hashes,
+            local_hashes,
             full_attention: true,
             ..Stored::default()
-        };
-        let events = vec![Event::Stored(Box::new(event))];
-        index.apply(W, &Batch { events, ..Batch::default() }, 0, None);
+        }));
+        index.apply(W, &batch, 0, None);
         index.worker_stats(W).expect("it is known").ignored[Ignored::IndexFull as usize]
     }
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 use parking_lot::Mutex;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::events::Event;
+use crate::events::{Batch, Event};
 use crate::index::{Index, WorkerRank};
 use crate::wire;
 
@@ -137,8 +137,9 @@ impl Bypass {
         resume
     }
 
-    /// Applies a batch if it is the usual case. One that is declined belongs after all that waits already.
-    pub fn offer(&self, event_id: u64, payload: &[u8]) -> Offered {
+    /// Applies a batch if it is the usual case; it is read into `batch`, whatever that contains. One that is declined
+    /// belongs after all that waits already.
+    pub fn offer(&self, event_id: u64, payload: &[u8], batch: &mut Batch) -> Offered {
         let mut state = self.state.lock();
         if state.closed {
             return Offered::Closed;
@@ -151,20 +152,15 @@ impl Bypass {
             state.stop();
             return Offered::Declined;
         }
-        let batch = match wire::decode_batch(payload) {
-            Ok(batch)
-                if batch.faults.is_empty()
-                    && batch.dp_rank.is_none_or(|rank| rank == self.worker.dp_rank)
-                    && !batch.events.iter().any(|event| matches!(event, Event::Cleared)) =>
-            {
-                batch
-            }
-            _ => {
-                state.stop();
-                return Offered::Declined;
-            }
-        };
-        let applied = self.index.apply(self.worker.name(), &batch, 0, Some(event_id));
+        let usual = wire::decode_into(batch, payload).is_ok()
+            && batch.faults.is_empty()
+            && batch.dp_rank.is_none_or(|rank| rank == self.worker.dp_rank)
+            && !batch.events.contains(&Event::Cleared);
+        if !usual {
+            state.stop();
+            return Offered::Declined;
+        }
+        let applied = self.index.apply(self.worker.name(), batch, 0, Some(event_id));
         progress.position.last_id = event_id;
         progress.position.digests.push_back((event_id, xxh3_64(payload)));
         let excess = progress.position.digests.len().saturating_sub(DIGESTS_KEPT);

@@ -17,6 +17,7 @@ use super::bypass::Bypass;
 use super::mailbox::Mailbox;
 use super::place::Place;
 use super::source::{Context, Sockets, split};
+use crate::events::Batch;
 
 /// Bytes read from one socket before the others get their turn.
 const SCRATCH: usize = 256 * 1024;
@@ -119,6 +120,7 @@ impl Intake {
             registry: poll.registry().try_clone()?,
             poll,
             scratch: vec![0; SCRATCH],
+            batch: Batch::default(),
             unfinished: 0,
             sources: HashMap::new(),
             ready: VecDeque::new(),
@@ -233,6 +235,7 @@ struct Thread {
     registry: Registry,
     /// What is read, by turns of everybody.
     scratch: Vec<u8>,
+    batch: Batch,
     /// Bytes held of messages that are not complete.
     unfinished: usize,
     sources: HashMap<usize, Watched>,
@@ -363,6 +366,7 @@ impl Thread {
         let mut context = Context {
             registry: &self.registry,
             scratch: &mut self.scratch,
+            batch: &mut self.batch,
             unfinished: &mut self.unfinished,
             now,
         };

@@ -11,6 +11,7 @@ use super::connection::{Connection, News, Turn, UNFINISHED_IN_ALL};
 use super::intake::Notice;
 use super::place::{Listener, Place};
 use super::zmtp::Message;
+use crate::events::Batch;
 use crate::rpc::socket::Stream;
 
 /// Between two tries to connect: at first, doubled up to.
@@ -36,6 +37,8 @@ fn token(number: usize, slot: usize) -> Token {
 pub struct Context<'a> {
     pub registry: &'a Registry,
     pub scratch: &'a mut [u8],
+    /// Into which messages are decoded.
+    pub batch: &'a mut Batch,
     /// Bytes that all connections hold of messages that are not complete.
     pub unfinished: &'a mut usize,
     pub now: Instant,
@@ -135,7 +138,8 @@ impl Sockets {
             let (was_open, held) = (connection.is_open(), connection.held());
             let others = *context.unfinished - held;
             let room = UNFINISHED_IN_ALL.saturating_sub(others);
-            let turn = connection.turn(context.scratch, room, context.now, |news| take(bypass, leave, news));
+            let turn = connection
+                .turn(context.scratch, room, context.now, |news| take(bypass, context.batch, leave, news));
             *context.unfinished = others + connection.held();
             if connection.is_open() && !was_open {
                 (self.tries, self.unconnected) = (0, false);
@@ -260,11 +264,11 @@ impl Sockets {
 }
 
 /// Applies what came, or leaves it to the event loop; whether more is wanted.
-fn take(bypass: &Bypass, leave: &mut dyn FnMut(Notice), news: News<'_>) -> bool {
+fn take(bypass: &Bypass, batch: &mut Batch, leave: &mut dyn FnMut(Notice), news: News<'_>) -> bool {
     let notice = match news {
         News::Opened => Notice::Connected,
         News::Message(Message::Malformed(lengths)) => Notice::Malformed(lengths),
-        News::Message(Message::Batch { seq, payload }) => match bypass.offer(seq, payload) {
+        News::Message(Message::Batch { seq, payload }) => match bypass.offer(seq, payload, batch) {
             Offered::Applied | Offered::Closed => return true,
             Offered::Stopped => Notice::Stopped,
             Offered::Declined => Notice::Message { event_id: seq, payload: payload.to_vec() },

@@ -48,7 +48,7 @@ impl Batch {
 
     #[getter]
     fn cleared(&self) -> bool {
-        self.batch.events.iter().any(|event| matches!(event, Event::Cleared))
+        self.batch.events.contains(&Event::Cleared)
     }
 
     #[getter]

@@ -117,9 +117,12 @@ impl BlockIndex {
         epoch: u64,
         event_id: Option<u64>,
     ) -> PyResult<(usize, usize, bool, String)> {
-        let events = events.try_iter()?.map(|event| read_event(&event?)).collect::<PyResult<_>>()?;
-        let faults = vec![(FaultKind::BadEvent, String::new()); faults];
-        let batch = Batch { events, faults, ..Batch::default() };
+        let mut batch =
+            Batch { faults: vec![(FaultKind::BadEvent, String::new()); faults], ..Batch::default() };
+        for event in events.try_iter()? {
+            let event = read_event(&event?, &mut batch)?;
+            batch.events.push(event);
+        }
         Ok(applied(self.index.apply(worker.get(), &batch, epoch, event_id)))
     }
 
@@ -302,33 +305,34 @@ pub fn load_error(py: Python<'_>, worker: WorkerName<'_>, error: LoadError) -> P
 }
 
 /// An event of `kvscout_blocks.bytes.events`.
-fn read_event(event: &Bound<'_, PyAny>) -> PyResult<Event> {
+fn read_event(event: &Bound<'_, PyAny>, batch: &mut Batch) -> PyResult<Event> {
     let get = |name: &str| event.getattr(name);
+    let hashes = |name: &str| get(name)?.extract::<Vec<u64>>();
     match event.get_type().name()?.to_str()? {
         "Cleared" => Ok(Event::Cleared),
         "Removed" => Ok(Event::Removed(Removed {
-            engine_hashes: get("engine_hashes")?.extract()?,
+            engine_hashes: batch.add_hashes(&hashes("engine_hashes")?),
             tier: get("tier")?.extract()?,
             group: get("group")?.extract()?,
         })),
-        _ => Ok(Event::Stored(Box::new(Stored {
-            engine_hashes: get("engine_hashes")?.extract()?,
+        _ => Ok(Event::Stored(Stored {
+            engine_hashes: batch.add_hashes(&hashes("engine_hashes")?),
             parent: get("parent")?.extract()?,
-            tokens: get("tokens")?.extract()?,
+            tokens: batch.add_tokens(&get("tokens")?.extract::<Vec<u32>>()?),
             block_size: get("block_size")?.extract()?,
             tier: get("tier")?.extract()?,
             group: get("group")?.extract()?,
             full_attention: get("full_attention")?.extract()?,
             window: get("window")?.extract()?,
             lora_id: get("lora_id")?.extract()?,
-            lora_name: get("lora_name")?.extract()?,
-            cache_salt: get("cache_salt")?.extract()?,
-            mm_items: get("mm_items")?.extract()?,
+            lora_name: batch.add_text(&get("lora_name")?.extract::<String>()?),
+            cache_salt: batch.add_text(&get("cache_salt")?.extract::<String>()?),
+            mm_items: batch.add_mm_items(get("mm_items")?.extract::<Vec<Vec<String>>>()?),
             pairs: get("pairs")?.extract()?,
             lookahead: get("lookahead")?.extract()?,
-            local_hashes: get("local_hashes")?.extract()?,
+            local_hashes: batch.add_hashes(&hashes("local_hashes")?),
             foreign: get("foreign")?.extract()?,
-        }))),
+        })),
     }
 }
 
@@ -339,26 +343,26 @@ fn decode_batch<'py>(payload: &Bound<'py, PyBytes>) -> PyResult<Bound<'py, PyTup
     let batch = wire::decode_batch(payload.as_bytes())
         .map_err(|error| errors::malformed(py, error.field, error.message))?;
     let events = PyList::empty(py);
-    for event in batch.events {
+    for event in &batch.events {
         match event {
             Event::Cleared => events.append(("cleared",))?,
             Event::Removed(Removed { engine_hashes, tier, group }) => {
-                events.append(("removed", engine_hashes, tier, group))?;
+                events.append(("removed", batch.hashes(*engine_hashes), tier, group))?;
             }
             Event::Stored(stored) => {
                 let fields = PyDict::new(py);
-                fields.set_item("engine_hashes", stored.engine_hashes)?;
+                fields.set_item("engine_hashes", batch.hashes(stored.engine_hashes))?;
                 fields.set_item("parent", stored.parent)?;
-                fields.set_item("tokens", stored.tokens)?;
+                fields.set_item("tokens", batch.tokens(stored.tokens))?;
                 fields.set_item("block_size", stored.block_size)?;
                 fields.set_item("tier", stored.tier)?;
                 fields.set_item("group", stored.group)?;
                 fields.set_item("full_attention", stored.full_attention)?;
                 fields.set_item("window", stored.window)?;
                 fields.set_item("lora_id", stored.lora_id)?;
-                fields.set_item("lora_name", stored.lora_name)?;
-                fields.set_item("cache_salt", stored.cache_salt)?;
-                fields.set_item("mm_items", stored.mm_items)?;
+                fields.set_item("lora_name", batch.text(stored.lora_name))?;
+                fields.set_item("cache_salt", batch.text(stored.cache_salt))?;
+                fields.set_item("mm_items", batch.mm_items(stored.mm_items))?;
                 fields.set_item("pairs", stored.pairs)?;
                 fields.set_item("lookahead", stored.lookahead)?;
                 events.append(("stored", fields))?;

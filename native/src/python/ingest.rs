@@ -8,6 +8,7 @@ use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyList};
 
 use super::index::BlockIndex;
+use crate::events::Batch;
 use crate::index::{WorkerName, WorkerRank};
 use crate::ingest::{self, Address, Notice, Offered, Place, Position};
 
@@ -45,7 +46,7 @@ impl Bypass {
     }
 
     fn offer(&self, event_id: u64, payload: &[u8]) -> &'static str {
-        match self.bypass.offer(event_id, payload) {
+        match self.bypass.offer(event_id, payload, &mut Batch::default()) {
             Offered::Applied => "applied",
             Offered::Stopped => "stopped",
             Offered::Declined => "declined",

@@ -110,19 +110,26 @@ impl Index for Kvscout {
     }
 
     fn stored(&self, worker: u64, parent: Option<u64>, blocks: &[Block]) -> Input {
+        let (engine, local): (Vec<u64>, Vec<u64>) =
+            blocks.iter().map(|block| (block.engine, block.local)).unzip();
+        let mut batch = Batch::with_hashes(2 * blocks.len());
         let stored = Stored {
-            engine_hashes: blocks.iter().map(|block| block.engine).collect(),
-            local_hashes: blocks.iter().map(|block| block.local).collect(),
+            engine_hashes: batch.add_hashes(&engine),
+            local_hashes: batch.add_hashes(&local),
             parent,
             block_size: BLOCK_SIZE,
             full_attention: true,
             ..Stored::default()
         };
-        input(worker, Event::Stored(Box::new(stored)))
+        batch.events.push(Event::Stored(stored));
+        Input { worker, content: Content::Batch(batch) }
     }
 
     fn removed(&self, worker: u64, engine: Vec<u64>) -> Input {
-        input(worker, Event::Removed(Removed { engine_hashes: engine, ..Removed::default() }))
+        let mut batch = Batch::with_hashes(engine.len());
+        let engine_hashes = batch.add_hashes(&engine);
+        batch.events.push(Event::Removed(Removed { engine_hashes, ..Removed::default() }));
+        Input { worker, content: Content::Batch(batch) }
     }
 
     fn payload(&self, worker: u64, bytes: Vec<u8>) -> Option<Input> {
@@ -161,10 +168,6 @@ impl Index for Kvscout {
 
 fn hasher() -> BlockHasher<'static> {
     BlockHasher::new(BLOCK_SIZE as usize, "", "", &[], false).expect("a block has tokens")
-}
-
-fn input(worker: u64, event: Event) -> Input {
-    Input { worker, content: Content::Batch(Batch { events: vec![event], ..Batch::default() }) }
 }
 
 fn main() -> io::Result<()> {

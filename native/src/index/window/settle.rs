@@ -25,6 +25,7 @@ impl Index {
         &self,
         state: &mut State,
         worker: Handle,
+        batch: &Batch,
         event: &Stored,
     ) -> Option<u64> {
         let slot = state.ranks[worker].slot;
@@ -35,7 +36,7 @@ impl Index {
         let set = state.ranks[worker].options.set_copies;
         let limit = if self.bounds.max_blocks > 0 { self.bounds.max_blocks } else { WINDOW_LIMIT };
         let windows = state.ledger.worker_mut(slot).windows.as_mut()?;
-        Some(windows.store(&event.engine_hashes, event.group, event.tier, set, limit))
+        Some(windows.store(batch.hashes(event.engine_hashes), event.group, event.tier, set, limit))
     }
 
     /// Notes a group's window the first time it is told; whether it has one that can be judged.
@@ -125,8 +126,7 @@ impl Index {
         let Some(windows) = &state.ledger.worker(rank.slot).windows else { return };
         for event in &batch.events {
             let Event::Stored(event) = event else { continue };
-            let has_content = !event.tokens.is_empty() || !event.local_hashes.is_empty();
-            if !windows.judges(event.group) || !has_content || rules.judge_content(event).is_some() {
+            if !windows.judges(event.group) || !event.has_content() || rules.judge_content(event).is_some() {
                 continue;
             }
             let mut above = None;
@@ -137,7 +137,8 @@ impl Index {
                 let Some(key) = known.or_else(held) else { continue };
                 above = Some(key);
             }
-            for (&engine_hash, &local) in event.engine_hashes.iter().zip(&*rules.local_hashes(event)) {
+            let engine = batch.hashes(event.engine_hashes);
+            for (&engine_hash, &local) in engine.iter().zip(&*rules.local_hashes(batch, event)) {
                 let key = *above.insert(extend_sequence(above, local));
                 keys.entry(engine_hash).or_insert(key);
             }
@@ -146,10 +147,10 @@ impl Index {
 }
 
 /// Drops a copy of each block in a group with a window; how many had none, None if the group has no window.
-pub fn removed(ledger: &mut Ledger, slot: u32, event: &Removed) -> Option<u64> {
+pub fn removed(ledger: &mut Ledger, slot: u32, batch: &Batch, event: &Removed) -> Option<u64> {
     let windows = ledger.worker_mut(slot).windows.as_mut()?;
     windows.place_of(event.group)?;
-    Some(windows.remove(&event.engine_hashes, event.group, event.tier))
+    Some(windows.remove(batch.hashes(event.engine_hashes), event.group, event.tier))
 }
 
 impl Ledger {
