@@ -13,15 +13,12 @@ from kvscout_common.errors import InternalError, KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_scheduler.candidates import Candidates
 from kvscout_scheduler.choose import Ranked
-from kvscout_scheduler.facts import End, Facts
 from kvscout_scheduler.policies.policy import Policy
 
 T = TypeVar("T")
 
 _warnings = RateLimitedLog(logging.getLogger("kvscout.scheduler"))
 """A policy that fails, fails each request."""
-
-_OBSERVING = ("booked", "prefill_completed", "ended")
 
 
 class CheckedPolicy:
@@ -44,13 +41,11 @@ class CheckedPolicy:
             raise
         except Exception as error:
             raise self._blamed(error) from error
-        methods = {name: getattr(self._policy, name, None) for name in _OBSERVING}
-        self._told = {name: method for name, method in methods.items() if callable(method)}
-
-    @property
-    def observes(self) -> bool:
+        listening = {what: getattr(self._policy, what, None) for what in ("booked", "prefill_completed", "ended")}
+        self.observes = any(map(callable, listening.values()))
         """Whether it wants to be told of anything."""
-        return bool(self._told)
+        self.booked, self.prefill_completed, self.ended = (self._telling(*each) for each in listening.items())
+        """See `Observer`."""
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         """See `Policy`."""
@@ -68,18 +63,6 @@ class CheckedPolicy:
         """See `Policy`."""
         return self._asked(_text, self._policy.reason, candidates, costs, index)
 
-    def booked(self, facts: Facts, now: float) -> None:
-        """See `Observer`."""
-        self._tell("booked", facts, now)
-
-    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
-        """See `Observer`."""
-        self._tell("prefill_completed", facts, ttft_seconds, now)
-
-    def ended(self, facts: Facts, end: End, now: float) -> None:
-        """See `Observer`."""
-        self._tell("ended", facts, end, now)
-
     def _asked(
         self, check: Callable[[Any, Candidates], T], ask: Callable[..., Any], candidates: Candidates, *more: Any
     ) -> T:
@@ -94,15 +77,19 @@ class CheckedPolicy:
         _warnings.warning(self._name, "policy %s failed a request", self._name, error=error)
         return InternalError(f"policy {self._name!r} failed: {type(error).__name__}")
 
-    def _tell(self, what: str, *facts: object) -> None:
-        listen = self._told.get(what)
-        if listen is None:
-            return
-        try:
-            listen(*facts)
-        except Exception as error:
-            name = (self._name, what)
-            _warnings.warning(name, "policy %s failed when it was told: %s", self._name, what, error=error)
+    def _telling(self, what: str, listen: Any) -> Callable[..., None]:
+        """How it is told of something: every request has this done three times."""
+        if not callable(listen):
+            return lambda *_: None
+
+        def tell(*facts: object) -> None:
+            try:
+                listen(*facts)
+            except Exception as error:
+                name = (self._name, what)
+                _warnings.warning(name, "policy %s failed when it was told: %s", self._name, what, error=error)
+
+        return tell
 
 
 def _column(given: Sequence[float], candidates: Candidates) -> Sequence[float]:
