@@ -21,6 +21,9 @@ const MAX_LOAD: usize = 6;
 /// A table shrinks when it is full to less than the reciprocal: little is left to move, for those who wait meanwhile.
 const SHRUNK_BELOW: usize = 64;
 
+/// One of more buckets, 4 MB, does only once it is empty: reading all of it takes longer than anybody is to wait.
+const READ_AT_ONCE: usize = 1 << 16;
+
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(align(64))]
 struct Bucket([u64; WIDTH]);
@@ -203,7 +206,8 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
             }
         }
         self.len -= 1;
-        if self.len * SHRUNK_BELOW < self.buckets.len() * MAX_LOAD && self.buckets.len() > WIDTH {
+        let is_spare = self.len * SHRUNK_BELOW < self.buckets.len() * MAX_LOAD && self.buckets.len() > WIDTH;
+        if is_spare && (self.len == 0 || self.buckets.len() <= READ_AT_ONCE) {
             self.rebuild(self.len * 2 / MAX_LOAD);
         }
     }
@@ -221,7 +225,7 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
         let old = std::mem::replace(&mut self.buckets, vec![Bucket::default(); buckets.max(2)]);
         // Of a table that shrinks most buckets are empty.
         let filled = old.iter().filter(|bucket| bucket.0.iter().fold(0, |any, entry| any | entry) != 0);
-        for entry in filled.flat_map(|bucket| bucket.0).filter(|&entry| entry != 0) {
+        for entry in filled.flat_map(|bucket| bucket.0).filter(|&entry| entry != 0).take(self.len) {
             let mut at = self.home(entry >> PAYLOAD);
             loop {
                 if let Some(free) = self.buckets[at].free() {
