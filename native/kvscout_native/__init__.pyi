@@ -76,7 +76,7 @@ class BlockIndex:
 
     ::
 
-        query ──▶ directory (lane → worker) ──▶ trie (runs of blocks, lanes and their reach)
+        query ──▶ directory (seat → worker) ──▶ trie (runs of blocks, seats and their reach)
         event ──▶ ledger (engine hashes, counts, ghosts, orphans) ──▶ one node of the trie at a time
 
     Any number of queries run during a write, one write at a time; a query during a write may see a mixture

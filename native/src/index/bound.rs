@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use hashbrown::HashSet;
 
 use super::ghosts::Above;
-use super::ledger::{Cursor, Ledger, ROOT};
+use super::ledger::{Ledger, ROOT, Tip};
 use super::nodes::{index_of, shard_of};
 use super::worker::{Copies, Counts, NodeId, PresenceId, TIERS, Worker, device_copies};
 use super::{Index, SLICE, State};
@@ -257,7 +257,7 @@ impl Ledger {
                 Above::Block(parent) => step = parent,
             }
             if let Some((presence, offset)) = worker.locate(step) {
-                above = Some(Cursor { node: worker.presences[presence].node, next: offset + 1 });
+                above = Some(Tip { node: worker.presences[presence].node, next: offset + 1 });
                 break;
             }
         }
@@ -279,7 +279,7 @@ impl Ledger {
                     refused += self.adopt(slot, ghost.engine_hash);
                     // Orphans may have cut the run.
                     let Some((presence, offset)) = self.worker(slot).locate(ghost.engine_hash) else { break };
-                    above = Cursor { node: self.part(slot, presence).node, next: offset + 1 };
+                    above = Tip { node: self.part(slot, presence).node, next: offset + 1 };
                     chain.pop();
                 }
             }

@@ -1,7 +1,7 @@
-//! Which worker and level each lane belongs to, and the workers' names: what a query reads besides the trie.
+//! Which worker and level each seat belongs to, and the workers' names: what a query reads besides the trie.
 //!
-//! Dropping a worker's content takes its lanes out of here, which hides it from all queries at once; the
-//! lanes are used again when the content is out of the trie.
+//! Dropping a worker's content takes its seats out of here, which hides it from all queries at once; the
+//! seats are used again when the content is out of the trie.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use hashbrown::{Equivalent, HashMap};
 
 use super::trie::Match;
 use super::window::View;
-use super::worker::{LEVELS, NO_LANE, PREDICTED};
+use super::worker::{LEVELS, NO_SEAT, PREDICTED};
 use crate::slab::Slab;
 
 /// A data-parallel rank of a worker.
@@ -56,19 +56,19 @@ pub struct Row {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Lane {
-    /// 0: the lane is free, or what it has is being taken out.
+struct Seat {
+    /// 0: the seat is free, or what it has is being taken out.
     worker: Handle,
     level: usize,
 }
 
-/// The lanes and the names.
+/// The seats and the names.
 #[derive(Debug, Default)]
 pub struct Directory {
-    lanes: Vec<Lane>,
+    seats: Vec<Seat>,
     free: Vec<u32>,
     names: Slab<WorkerRank>,
-    /// Lanes in use on levels above the device.
+    /// Seats in use on levels above the device.
     upper: usize,
     /// Of workers with window groups.
     views: HashMap<Handle, View>,
@@ -87,39 +87,39 @@ impl Directory {
         self.names.remove(worker);
     }
 
-    /// A lane for a worker's level; of handle 0, one that no query sees.
+    /// A seat for a worker's level; of handle 0, one that no query sees.
     pub fn open(&mut self, worker: Handle, level: usize) -> u32 {
-        let lane = Lane { worker, level };
+        let seat = Seat { worker, level };
         self.upper += usize::from(worker != 0 && level > 0);
         if let Some(number) = self.free.pop() {
-            self.lanes[number as usize] = lane;
+            self.seats[number as usize] = seat;
             return number;
         }
-        self.lanes.push(lane);
-        self.lanes.len() as u32 - 1
+        self.seats.push(seat);
+        self.seats.len() as u32 - 1
     }
 
-    /// Hides what lanes have from now on.
-    pub fn hide(&mut self, lanes: &[u32; LEVELS]) {
-        for &lane in lanes.iter().filter(|&&lane| lane != NO_LANE) {
-            let lane = &mut self.lanes[lane as usize];
-            self.views.remove(&lane.worker);
-            self.upper -= usize::from(lane.worker != 0 && lane.level > 0);
-            lane.worker = 0;
+    /// Hides what seats have from now on.
+    pub fn hide(&mut self, seats: &[u32; LEVELS]) {
+        for &seat in seats.iter().filter(|&&seat| seat != NO_SEAT) {
+            let seat = &mut self.seats[seat as usize];
+            self.views.remove(&seat.worker);
+            self.upper -= usize::from(seat.worker != 0 && seat.level > 0);
+            seat.worker = 0;
         }
     }
 
-    /// Shows hidden lanes of a worker in place of those that it had.
+    /// Shows hidden seats of a worker in place of those that it had.
     pub fn replace(&mut self, old: &[u32; LEVELS], new: &[u32; LEVELS], worker: Handle) {
         self.hide(old);
-        for &lane in new.iter().filter(|&&lane| lane != NO_LANE) {
-            let lane = &mut self.lanes[lane as usize];
-            lane.worker = worker;
-            self.upper += usize::from(lane.level > 0);
+        for &seat in new.iter().filter(|&&seat| seat != NO_SEAT) {
+            let seat = &mut self.seats[seat as usize];
+            seat.worker = worker;
+            self.upper += usize::from(seat.level > 0);
         }
     }
 
-    /// Shows what a worker's window groups hold, until its lanes are hidden.
+    /// Shows what a worker's window groups hold, until its seats are hidden.
     pub fn show_windows(&mut self, worker: Handle, view: View) {
         self.views.insert(worker, view);
     }
@@ -129,15 +129,15 @@ impl Directory {
         &self.views
     }
 
-    /// Frees lanes that have nothing any more.
-    pub fn free(&mut self, lanes: &[u32; LEVELS]) {
-        self.free.extend(lanes.iter().filter(|&&lane| lane != NO_LANE));
+    /// Frees seats that have nothing any more.
+    pub fn free(&mut self, seats: &[u32; LEVELS]) {
+        self.free.extend(seats.iter().filter(|&&seat| seat != NO_SEAT));
     }
 
-    /// One row a worker from what its lanes have.
+    /// One row a worker from what its seats have.
     pub fn rows(&self, found: &[Match], rows: &mut Vec<Row>) {
         if self.upper == 0 {
-            let live = found.iter().map(|found| (self.lanes[found.lane as usize].worker, found.blocks));
+            let live = found.iter().map(|found| (self.seats[found.seat as usize].worker, found.blocks));
             rows.extend(
                 live.filter(|&(worker, _)| worker != 0)
                     .map(|(worker, blocks)| Row { worker, blocks: [blocks; LEVELS] }),
@@ -146,18 +146,18 @@ impl Directory {
         }
         let mut places = vec![u32::MAX; self.names.highest() as usize + 1];
         for found in found {
-            let lane = self.lanes[found.lane as usize];
-            if lane.worker == 0 {
+            let seat = self.seats[found.seat as usize];
+            if seat.worker == 0 {
                 continue;
             }
-            let place = &mut places[lane.worker as usize];
+            let place = &mut places[seat.worker as usize];
             if *place == u32::MAX {
                 *place = rows.len() as u32;
-                rows.push(Row { worker: lane.worker, blocks: [0; LEVELS] });
+                rows.push(Row { worker: seat.worker, blocks: [0; LEVELS] });
             }
-            rows[*place as usize].blocks[lane.level] = found.blocks;
+            rows[*place as usize].blocks[seat.level] = found.blocks;
         }
-        // A level without a lane has what the faster one has; one with a lane never has less.
+        // A level without a seat has what the faster one has; one with a seat never has less.
         for row in rows {
             for level in 1..PREDICTED {
                 row.blocks[level] = row.blocks[level].max(row.blocks[level - 1]);

@@ -1,14 +1,14 @@
 //! Blocks that went, of one worker: what it takes to put one back below its parent.
 //!
 //! ```text
-//! places   oldest ─▶ [engine hash | parent's engine hash | local hash | older one of its bucket] ... ◀─ youngest
+//! graves   oldest ─▶ [engine hash | parent's engine hash | local hash | older one of its bucket] ... ◀─ youngest
 //! buckets  [youngest of these hashes] [ ... ]         as far as somebody asked
 //! ```
 //!
 //! Most engines never ask for a ghost, and a block that goes has its line of cache taken away by the next ones soon: so
-//! one that goes is written down and nothing else. Buckets are brought in step by who asks. A place is taken again once
-//! there are `GHOST_LIMIT` younger ones; a chain ends where it comes to a ghost without a place. A block that is stored
-//! again keeps its place, too: a ghost counts only while its hash is not bound. Those that the `max_blocks` bound
+//! one that goes is written down and nothing else. Buckets are brought in step by who asks. A grave is taken again once
+//! there are `GHOST_LIMIT` younger ones; a chain ends where it comes to one that was. A block that is stored
+//! again keeps its grave, too: a ghost counts only while its hash is not bound. Those that the `max_blocks` bound
 //! dropped are *evicted*: the engine still has them.
 
 use crate::table::mix;
@@ -16,8 +16,8 @@ use crate::table::mix;
 /// Blocks that went last and are remembered, for each worker rank: a power of two.
 pub const GHOST_LIMIT: usize = 65_536;
 
-/// Places that there are at first.
-const FIRST_PLACES: usize = 16;
+/// Graves that there are at first.
+const FIRST_GRAVES: usize = 16;
 
 /// What a block was below.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub struct Ghost {
 
 /// A ghost in 32 bytes.
 #[derive(Debug, Default, Clone, Copy)]
-struct Place {
+struct Grave {
     engine_hash: u64,
     local: u64,
     /// Engine hash of the block above.
@@ -58,15 +58,15 @@ struct Place {
 pub struct Ghosts {
     secret: u64,
     /// By number, a power of two of them.
-    places: Vec<Place>,
-    /// As many as there are places, or none yet.
+    graves: Vec<Grave>,
+    /// As many as there are graves, or none yet.
     buckets: Vec<u32>,
     /// Numbers in use: from the oldest one's to before the next one's.
     first: u64,
     next: u64,
     /// Numbers before this are in buckets.
     in_buckets: u64,
-    /// Places of evicted ones.
+    /// Graves of evicted ones.
     evicted: usize,
 }
 
@@ -76,7 +76,7 @@ impl Ghosts {
         Self { secret, ..Self::default() }
     }
 
-    /// How many places are in use.
+    /// How many graves are in use.
     pub fn len(&self) -> usize {
         (self.next - self.first) as usize
     }
@@ -88,22 +88,22 @@ impl Ghosts {
 
     /// The ghost that an engine hash is, if that is not bound.
     pub fn get(&mut self, engine_hash: u64) -> Option<Ghost> {
-        let place = self.find(engine_hash)?;
-        let above = if place.began { Above::Root } else { Above::Block(place.above) };
-        Some(Ghost { engine_hash, local: place.local, above, tiers: place.tiers })
+        let grave = self.find(engine_hash)?;
+        let above = if grave.began { Above::Root } else { Above::Block(grave.above) };
+        Some(Ghost { engine_hash, local: grave.local, above, tiers: grave.tiers })
     }
 
     /// Tells where the engine still has a block.
     pub fn set_tiers(&mut self, engine_hash: u64, tiers: u8) {
-        let Some(place) = self.find(engine_hash) else { return };
-        let before = std::mem::replace(&mut place.tiers, tiers);
+        let Some(grave) = self.find(engine_hash) else { return };
+        let before = std::mem::replace(&mut grave.tiers, tiers);
         self.evicted = self.evicted + usize::from(tiers > 0) - usize::from(before > 0);
     }
 
     /// It is no longer known which of the evicted ones the engine has.
     pub fn doubt_evicted(&mut self) {
         if self.has_evicted() {
-            self.places.iter_mut().for_each(|place| place.tiers = 0);
+            self.graves.iter_mut().for_each(|grave| grave.tiers = 0);
             self.evicted = 0;
         }
     }
@@ -116,11 +116,11 @@ impl Ghosts {
         Some(ghost)
     }
 
-    /// Gives the place of the oldest one away.
+    /// Gives the grave of the oldest one away.
     pub fn forget_oldest(&mut self) {
         if self.has_evicted() {
             let oldest = self.first;
-            self.evicted -= usize::from(self.place(oldest).tiers > 0);
+            self.evicted -= usize::from(self.grave(oldest).tiers > 0);
         }
         self.first += 1;
     }
@@ -128,7 +128,7 @@ impl Ghosts {
     /// Adds the youngest; its hash is bound no more.
     #[inline]
     pub fn push(&mut self, ghost: Ghost) {
-        if self.len() == self.places.len() {
+        if self.len() == self.graves.len() {
             if self.len() < GHOST_LIMIT {
                 self.grow();
             } else {
@@ -140,14 +140,14 @@ impl Ghosts {
             Above::Root => (true, 0),
             Above::Block(above) => (false, above),
         };
-        *self.place(self.next) = Place { engine_hash, local, above, older: 0, tiers, began, is_over: false };
+        *self.grave(self.next) = Grave { engine_hash, local, above, older: 0, tiers, began, is_over: false };
         self.next += 1;
         self.evicted += usize::from(tiers > 0);
     }
 
-    fn place(&mut self, number: u64) -> &mut Place {
-        let mask = self.places.len() - 1;
-        &mut self.places[number as usize & mask]
+    fn grave(&mut self, number: u64) -> &mut Grave {
+        let mask = self.graves.len() - 1;
+        &mut self.graves[number as usize & mask]
     }
 
     fn bucket(&mut self, engine_hash: u64) -> &mut u32 {
@@ -155,8 +155,8 @@ impl Ghosts {
         &mut self.buckets[(mix(engine_hash, self.secret) >> (64 - bits)) as usize]
     }
 
-    /// The place of the youngest ghost with an engine hash.
-    fn find(&mut self, engine_hash: u64) -> Option<&mut Place> {
+    /// The grave of the youngest ghost with an engine hash.
+    fn find(&mut self, engine_hash: u64) -> Option<&mut Grave> {
         if self.len() == 0 {
             return None;
         }
@@ -167,43 +167,43 @@ impl Ghosts {
             // What has no place any more is older than all; with half a number, once in 2^32 it looks younger.
             let age = (newest as u32).wrapping_sub(number);
             let at = newest.checked_sub(u64::from(age)).filter(|&at| at >= self.first)?;
-            let place = *self.place(at);
-            if place.engine_hash == engine_hash {
-                return Some(self.place(at)).filter(|place| !place.is_over);
+            let grave = *self.grave(at);
+            if grave.engine_hash == engine_hash {
+                return Some(self.grave(at)).filter(|grave| !grave.is_over);
             }
             if at == self.first {
                 return None;
             }
-            (number, newest) = (place.older, at - 1);
+            (number, newest) = (grave.older, at - 1);
         }
     }
 
     /// Puts those into buckets that are in none.
     fn fill_buckets(&mut self) {
-        if self.buckets.len() < self.places.len() {
+        if self.buckets.len() < self.graves.len() {
             // With the number of none any more.
-            self.buckets = vec![(self.first as u32).wrapping_sub(1); self.places.len()];
+            self.buckets = vec![(self.first as u32).wrapping_sub(1); self.graves.len()];
             self.in_buckets = self.first;
         }
         for number in self.in_buckets.max(self.first)..self.next {
-            let engine_hash = self.place(number).engine_hash;
+            let engine_hash = self.grave(number).engine_hash;
             let older = std::mem::replace(self.bucket(engine_hash), number as u32);
-            self.place(number).older = older;
+            self.grave(number).older = older;
         }
         self.in_buckets = self.next;
     }
 
     fn grow(&mut self) {
-        let size = (2 * self.places.len()).max(FIRST_PLACES);
-        let old = std::mem::replace(&mut self.places, vec![Place::default(); size]);
+        let size = (2 * self.graves.len()).max(FIRST_GRAVES);
+        let old = std::mem::replace(&mut self.graves, vec![Grave::default(); size]);
         let first = self.first;
         for number in first..first + old.len() as u64 {
-            *self.place(number) = old[number as usize & (old.len() - 1)];
+            *self.grave(number) = old[number as usize & (old.len() - 1)];
         }
     }
 
     pub fn bytes(&self) -> usize {
-        self.places.len() * size_of::<Place>() + self.buckets.len() * size_of::<u32>()
+        self.graves.len() * size_of::<Grave>() + self.buckets.len() * size_of::<u32>()
     }
 }
 

@@ -14,20 +14,20 @@ use super::nodes::{NodeEntry, Nodes, Refs, index_of, node_id, shard_of};
 use super::run::Run;
 use super::trie::{self, Node, Trie};
 use super::waiting;
-use super::worker::{LEVELS, MAX_PRESENCES, NO_LANE, NodeId, Presence, PresenceId, TIERS, Worker};
+use super::worker::{LEVELS, MAX_PRESENCES, NO_SEAT, NodeId, Presence, PresenceId, TIERS, Worker};
 use crate::slab::Slab;
 use smallvec::{SmallVec, smallvec};
 
 /// Where a chain goes on: below a block, or at the root.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cursor {
+pub struct Tip {
     /// 0: the root.
     pub node: NodeId,
     /// Offset in the node after the last block.
     pub next: u32,
 }
 
-pub const ROOT: Cursor = Cursor { node: 0, next: 0 };
+pub const ROOT: Tip = Tip { node: 0, next: 0 };
 
 /// Runs shorter than this grow, whatever has to be copied for it.
 const GROWING: u32 = 256;
@@ -60,9 +60,9 @@ pub struct Ledger {
     /// Predictions of workers that are not dropped.
     pub live_predictions: u64,
     /// Where the chain that is being stored stands; splits keep it right.
-    pub cursor: Cursor,
-    /// The chain's cursor while another block is placed.
-    pub side_cursor: Option<Cursor>,
+    pub tip: Tip,
+    /// The chain's tip while another block is placed.
+    pub side_tip: Option<Tip>,
     /// (node, offset) → the engine hash that was bound there until the event in hand removed it.
     pub names_gone: HashMap<(NodeId, u32), u64>,
     /// Entries that came back after the bound had dropped them, since that was asked last.
@@ -83,8 +83,8 @@ impl Ledger {
             blocks: 0,
             predictions: Slab::default(),
             live_predictions: 0,
-            cursor: ROOT,
-            side_cursor: None,
+            tip: ROOT,
+            side_tip: None,
             names_gone: HashMap::new(),
             restored: 0,
             dirty: Vec::new(),
@@ -220,11 +220,11 @@ impl Ledger {
         }
     }
 
-    /// Finds or makes the next blocks of a chain, from the cursor, and moves it.
+    /// Finds or makes the next blocks of a chain, from the tip, and moves it.
     ///
     /// Returns the node, the offset of the first block and how many there are, at least 1.
     pub fn advance(&mut self, slot: u32, local: &[u64]) -> (NodeId, u32, u32) {
-        let Cursor { node, next } = self.cursor;
+        let Tip { node, next } = self.tip;
         let (node, offset, blocks) = if node == 0 {
             self.descend(slot, Trie::shard_of(local[0]), 0, local)
         } else if next < self.nodes[node].len() {
@@ -241,7 +241,7 @@ impl Ledger {
         } else {
             self.descend(slot, shard_of(node), node, local)
         };
-        self.cursor = Cursor { node, next: offset + blocks };
+        self.tip = Tip { node, next: offset + blocks };
         (node, offset, blocks)
     }
 
@@ -331,12 +331,12 @@ impl Ledger {
             self.worker(slot).cuts.iter().for_each(|cut| cut.lock().split(tail_end, head_end));
             self.split_presence(slot, presence, at, head, tail, parent, new_tail);
         }
-        for cursor in std::iter::once(&mut self.cursor).chain(&mut self.side_cursor) {
-            if cursor.node == node {
-                *cursor = if cursor.next <= at {
-                    Cursor { node: head, ..*cursor }
+        for tip in std::iter::once(&mut self.tip).chain(&mut self.side_tip) {
+            if tip.node == node {
+                *tip = if tip.next <= at {
+                    Tip { node: head, ..*tip }
                 } else {
-                    Cursor { node: tail, next: cursor.next - at }
+                    Tip { node: tail, next: tip.next - at }
                 };
             }
         }
@@ -471,7 +471,7 @@ impl Ledger {
         if reach == before {
             return false;
         }
-        let (len, lane) = (entry.len(), worker.lanes[level]);
+        let (len, seat) = (entry.len(), worker.seats[level]);
         let worker = self.worker_mut(slot);
         worker.presences[presence].set_reach_on(level, reach);
         worker.rooted[level] = worker.rooted[level] + u64::from(reach) - u64::from(before);
@@ -479,7 +479,7 @@ impl Ledger {
             let round = self.trie.round();
             self.worker_mut(slot).note_idle(level, presence, before, round);
         }
-        self.trie.set_reach(shard_of(node), index_of(node), [(lane, reach)]);
+        self.trie.set_reach(shard_of(node), index_of(node), [(seat, reach)]);
         (reach == len) != (before == len)
     }
 
@@ -610,9 +610,9 @@ impl Ledger {
         self.disown_children(slot, presence, node);
         self.unhang(slot, presence, self.nodes[node].parent);
         let part = std::mem::take(self.part_mut(slot, presence));
-        let lanes = self.worker(slot).lanes;
-        let lanes = lanes.into_iter().filter(|&lane| lane != NO_LANE).map(|lane| (lane, 0));
-        self.trie.set_reach(shard_of(part.node), index_of(part.node), lanes);
+        let seats = self.worker(slot).seats;
+        let seats = seats.into_iter().filter(|&seat| seat != NO_SEAT).map(|seat| (seat, 0));
+        self.trie.set_reach(shard_of(part.node), index_of(part.node), seats);
         let entry = &mut self.nodes[part.node];
         let mut taken = 0;
         let end = part.bound.end().max(part.more.as_ref().map_or(0, |more| more.predicted.end()));
@@ -635,13 +635,13 @@ impl Ledger {
         taken
     }
 
-    /// Gives a worker's level a lane, which `fill` computes.
+    /// Gives a worker's level a seat, which `fill` computes.
     ///
     /// Nothing is on the level yet that is not on a faster one, which answers for it until then.
-    pub fn open_level(&mut self, slot: u32, level: usize, lane: u32) {
+    pub fn open_level(&mut self, slot: u32, level: usize, seat: u32) {
         debug_assert!(level < LEVELS);
         let worker = self.worker_mut(slot);
-        worker.lanes[level] = lane;
+        worker.seats[level] = seat;
         if !worker.presences.is_empty() {
             worker.filling = Some(0);
         }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::dump::{DumpedBlock, DumpedOrphan, LoadError, WorkerDump, check};
-use super::ledger::{Cursor, Ledger, ROOT};
+use super::ledger::{Ledger, ROOT, Tip};
 use super::store::Target;
 use super::waiting;
 use super::window::WindowGroups;
@@ -117,8 +117,8 @@ impl Index {
         };
         let old = std::mem::replace(&mut state.ranks[handle].slot, loading.slot);
         waiting::write(&self.directory).replace(
-            &state.ledger.worker(old).lanes,
-            &state.ledger.worker(loading.slot).lanes,
+            &state.ledger.worker(old).seats,
+            &state.ledger.worker(loading.slot).seats,
             handle,
         );
         self.drop_hidden(state, old);
@@ -239,12 +239,12 @@ impl Ledger {
         let anchor = above
             .and_then(|above| blocks[above].engine_hash)
             .and_then(|parent| self.worker(slot).locate(parent));
-        self.cursor = anchor.map_or(ROOT, |(presence, offset)| Cursor {
+        self.tip = anchor.map_or(ROOT, |(presence, offset)| Tip {
             node: self.part(slot, presence).node,
             next: offset + 1,
         });
-        if !self.has_room(self.cursor.node, &path) {
-            self.cursor = ROOT;
+        if !self.has_room(self.tip.node, &path) {
+            self.tip = ROOT;
             return false;
         }
         let mut place = (0, 0);
@@ -254,7 +254,7 @@ impl Ledger {
             done += blocks as usize;
             place = (node, offset + blocks - 1);
         }
-        self.cursor = ROOT;
+        self.tip = ROOT;
         if !self.make_room_for_twin(slot, place.0, place.1) {
             self.doubt(place.0);
             return true;

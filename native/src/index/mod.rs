@@ -1,7 +1,7 @@
 //! The block index: which worker rank holds which leading blocks of a prompt.
 //!
 //! ```text
-//! query ──▶ directory (lane → worker) ──▶ trie (runs of blocks, lanes and their reach)     any number at once
+//! query ──▶ directory (seat → worker) ──▶ trie (runs of blocks, seats and their reach)     any number at once
 //! event ──▶ ledger (engine hashes, counts, ghosts, orphans) ──▶ one node of the trie at a time     one at once
 //! ```
 //!
@@ -17,13 +17,13 @@ mod directory;
 mod dump;
 mod extent;
 mod ghosts;
-mod lane_set;
 mod ledger;
 mod load;
 mod nodes;
 mod predict;
 mod prompt;
 mod run;
+mod seat_set;
 mod stats;
 mod store;
 mod trie;
@@ -54,7 +54,7 @@ pub use stats::{IndexStats, WorkerStats};
 use trie::{Match, Trie};
 pub use window::{DumpedWindowBlock, WindowGroup};
 pub use worker::{Copies, LEVELS, MAX_COPIES, ORPHAN_LIMIT, TIERS};
-use worker::{MAX_SLOTS, NO_LANE, Worker};
+use worker::{MAX_SLOTS, NO_SEAT, Worker};
 
 use crate::slab::Slab;
 
@@ -357,7 +357,7 @@ impl Index {
 
     /// Hides a slot's content; `drain` frees it.
     fn drop_slot(&self, state: &mut State, slot: u32) {
-        waiting::write(&self.directory).hide(&state.ledger.worker(slot).lanes);
+        waiting::write(&self.directory).hide(&state.ledger.worker(slot).seats);
         self.drop_hidden(state, slot);
     }
 
@@ -384,7 +384,7 @@ impl Index {
             budget = budget.saturating_sub(state.ledger.drain(slot, budget) + 1);
             let worker = state.ledger.worker(slot);
             if worker.presences.is_empty() {
-                waiting::write(&self.directory).free(&worker.lanes);
+                waiting::write(&self.directory).free(&worker.seats);
                 state.garbage.extend(state.ledger.workers[slot as usize].take().map(|worker| *worker));
                 state.free_slots.push(slot);
                 state.dropped.pop_front();
@@ -422,9 +422,9 @@ impl Index {
     }
 
     fn open_slot_level(&self, state: &mut State, slot: u32, worker: Handle, level: usize) {
-        if state.ledger.worker(slot).lanes[level] == NO_LANE {
-            let lane = waiting::write(&self.directory).open(worker, level);
-            state.ledger.open_level(slot, level, lane);
+        if state.ledger.worker(slot).seats[level] == NO_SEAT {
+            let seat = waiting::write(&self.directory).open(worker, level);
+            state.ledger.open_level(slot, level, seat);
             state.ledger.fill(slot, SLICE);
         }
     }

@@ -10,7 +10,7 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
-use super::ledger::{Cursor, Ledger, Prediction, ROOT};
+use super::ledger::{Ledger, Prediction, ROOT, Tip};
 use super::worker::{Counts, Demotion, PREDICTED, PresenceId, TIERS, device_copies};
 use super::{Index, SLICE, State, WorkerName};
 
@@ -136,19 +136,18 @@ impl Index {
         let mut budget = local.len() + SLICE;
         self.expire_slice(state, now, &mut budget);
         self.open_level(state, worker, PREDICTED);
-        state.ledger.cursor = ROOT;
+        state.ledger.tip = ROOT;
         let mut added = 0;
         let mut done = 0;
         while done < local.len() {
             let (node, offset, blocks) = state.ledger.advance(slot, &local[done..]);
             for offset in offset..offset + blocks {
-                added +=
-                    u64::from(predict_block(state, slot, Cursor { node, next: offset }, now + ttl_seconds));
+                added += u64::from(predict_block(state, slot, Tip { node, next: offset }, now + ttl_seconds));
             }
             state.ledger.doubt(node);
             done += blocks as usize;
         }
-        state.ledger.cursor = ROOT;
+        state.ledger.tip = ROOT;
         state.ledger.finish();
         self.prune_predictions(state, added as usize + SLICE);
         self.publish_next_expiry(state);
@@ -305,16 +304,16 @@ fn demote_presence(state: &mut State, slot: u32, presence: PresenceId, end: u32,
             ledger.set_tiers(slot, presence, offset, [false; TIERS]);
         }
         if level == 0 {
-            added += u64::from(predict_block(state, slot, Cursor { node, next: offset }, until));
+            added += u64::from(predict_block(state, slot, Tip { node, next: offset }, until));
         }
     }
     added
 }
 
 /// Predicts one block that the worker has not on the device; whether it was not predicted before.
-fn predict_block(state: &mut State, slot: u32, block: Cursor, expiry: f64) -> bool {
+fn predict_block(state: &mut State, slot: u32, block: Tip, expiry: f64) -> bool {
     let ledger = &mut state.ledger;
-    let Cursor { node, next: offset } = block;
+    let Tip { node, next: offset } = block;
     if let Some(presence) = ledger.nodes[node].presence(slot) {
         let part = ledger.part(slot, presence);
         if part.is_predicted(offset) {

@@ -7,7 +7,7 @@ use hashbrown::HashMap;
 use super::apply::IGNORED;
 use super::nodes::{Refs, index_of, shard_of};
 use super::trie::MAX_RUN;
-use super::worker::{LEVELS, NO_LANE, NodeId, PREDICTED, TIERS, Worker, device_copies, level_of};
+use super::worker::{LEVELS, NO_SEAT, NodeId, PREDICTED, TIERS, Worker, device_copies, level_of};
 use super::{GHOST_LIMIT, Index, ORPHAN_LIMIT, State, WorkerName};
 
 /// State of one worker rank; as in `kvscout_blocks.index.block_index.WorkerStats`.
@@ -206,10 +206,10 @@ fn check_worker(
             ensure(part.reach_on(level) == reach, || format!("{}: reach on level {level}", at()))?;
             rooted[level] += u64::from(reach);
             let shard = ledger.trie.shard(shard_of(part.node)).read();
-            let seen = shard.nodes[index_of(part.node)].reach(worker.lanes[level]);
+            let seen = shard.nodes[index_of(part.node)].reach(worker.seats[level]);
             ensure(seen == reach, || format!("{}: queries see {seen} of {reach} on level {level}", at()))?;
         }
-        let mut unopened = (0..TIERS).filter(|&tier| worker.lanes[tier] == NO_LANE);
+        let mut unopened = (0..TIERS).filter(|&tier| worker.seats[tier] == NO_SEAT);
         ensure(unopened.all(|tier| part.tier(tier).is_none_or(super::extent::Extent::is_empty)), || {
             format!("{}: levels are open", at())
         })?;

@@ -7,11 +7,11 @@ use hashbrown::HashMap;
 use smallvec::SmallVec;
 
 use super::ghosts::{Above, Ghost};
-use super::ledger::{Cursor, Ledger, ROOT};
+use super::ledger::{Ledger, ROOT, Tip};
 use super::nodes::{index_of, shard_of};
 use super::trie::Trie;
 use super::worker::{
-    BATCH, Binding, Counts, NO_LANE, NodeId, ORPHAN_LIMIT, Odd, PREDICTED, PresenceId, TIERS, TWIN_LIMIT,
+    BATCH, Binding, Counts, NO_SEAT, NodeId, ORPHAN_LIMIT, Odd, PREDICTED, PresenceId, TIERS, TWIN_LIMIT,
     add_copy, device_copies, drop_copy, level_of,
 };
 
@@ -65,7 +65,7 @@ impl Ledger {
             Some(parent) => self.worker(slot).locate(parent).map(|(presence, offset)| {
                 let node = self.part(slot, presence).node;
                 self.warm_below(slot, presence, node);
-                Cursor { node, next: offset + 1 }
+                Tip { node, next: offset + 1 }
             }),
         };
         if !self.has_room(above.map_or(0, |above| above.node), local) {
@@ -74,10 +74,10 @@ impl Ledger {
         let rest = match (above, parent) {
             (None, Some(parent)) => self.store_orphans(slot, parent, engine, local, to),
             (above, _) => {
-                self.cursor = above.unwrap_or(ROOT);
+                self.tip = above.unwrap_or(ROOT);
                 let rest = self.store_chain(slot, engine, local, to);
-                self.touch(self.cursor.node);
-                self.cursor = ROOT;
+                self.touch(self.tip.node);
+                self.tip = ROOT;
                 rest
             }
         };
@@ -98,7 +98,7 @@ impl Ledger {
         self.nodes.have_room(shard, local.len())
     }
 
-    /// Stores blocks from the cursor on.
+    /// Stores blocks from the tip on.
     fn store_chain(&mut self, slot: u32, engine: &[u64], local: &[u64], to: Target) -> Refused {
         let mut refused = Refused::default();
         let mut done = 0;
@@ -654,8 +654,8 @@ impl Ledger {
         while let Some(parent) = arrived.pop() {
             while let Some((child, orphan)) = self.worker_mut(slot).orphans.take_waiting(parent) {
                 let Some((presence, offset)) = self.worker(slot).locate(parent) else { continue };
-                // The chain that is being stored goes on where it was: splits move the saved cursor too.
-                let below = Cursor { node: self.part(slot, presence).node, next: offset + 1 };
+                // The chain that is being stored goes on where it was: splits move the saved tip too.
+                let below = Tip { node: self.part(slot, presence).node, next: offset + 1 };
                 let (node, offset) = self.place_below(slot, below, orphan.local);
                 if !self.make_room_for_twin(slot, node, offset) {
                     self.worker_mut(slot).device_copies -= device_copies(&orphan.counts);
@@ -671,13 +671,13 @@ impl Ledger {
         refused
     }
 
-    /// Finds or makes one block below another, without moving the chain's cursor.
-    pub fn place_below(&mut self, slot: u32, below: Cursor, local: u64) -> (NodeId, u32) {
-        let chain = self.cursor;
-        self.cursor = below;
-        self.side_cursor = Some(chain);
+    /// Finds or makes one block below another, without moving the chain's tip.
+    pub fn place_below(&mut self, slot: u32, below: Tip, local: u64) -> (NodeId, u32) {
+        let chain = self.tip;
+        self.tip = below;
+        self.side_tip = Some(chain);
         let (node, offset, _) = self.advance(slot, &[local]);
-        self.cursor = self.side_cursor.take().unwrap_or(ROOT);
+        self.tip = self.side_tip.take().unwrap_or(ROOT);
         (node, offset)
     }
 
@@ -722,7 +722,7 @@ impl Ledger {
 
     /// Ends the prediction of a block, if there is one.
     pub fn cancel_prediction(&mut self, slot: u32, presence: PresenceId, offset: u32) {
-        debug_assert!(self.worker(slot).lanes[PREDICTED] != NO_LANE);
+        debug_assert!(self.worker(slot).seats[PREDICTED] != NO_SEAT);
         let part = self.part_mut(slot, presence);
         if !part.is_predicted(offset) {
             return;

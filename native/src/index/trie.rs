@@ -2,17 +2,17 @@
 //!
 //! ```text
 //! shard (by first local hash)
-//!   node 1  [a b c d]      any {0,1,2}  full {0,1}  partial [(2, 3)]     lane 2 ends at block c
+//!   node 1  [a b c d]      any {0,1,2}  full {0,1}  partial [(2, 3)]     seat 2 ends at block c
 //!     ├ node 2  [e f]      any {0}      full {0}
 //!     └ node 3  [g]        any {1}      full {1}
 //! ```
 //!
-//! A *lane* is one worker on one level (device; host or faster; ...): what it holds below the first hole is
+//! A *seat* is one worker on one level (device; host or faster; ...): what it holds below the first hole is
 //! invisible here. Invariants:
 //!
-//! 1. `full` and the lanes of `partial` are disjoint, `any` is both together.
-//! 2. A partial lane's reach is in 1 .. run length - 1, a full lane's is the run length.
-//! 3. A lane in a node's `any` is in its parent's `full`: along a path the lanes only become fewer.
+//! 1. `full` and the seats of `partial` are disjoint, `any` is both together.
+//! 2. A partial seat's reach is in 1 .. run length - 1, a full seat's is the run length.
+//! 3. A seat in a node's `any` is in its parent's `full`: along a path the seats only become fewer.
 //! 4. Siblings differ in their first local hash, by which `children` finds them.
 //!
 //! A writer holds the lock of one shard for one node's change at a time, so readers wait for no more than that. What
@@ -26,9 +26,9 @@ use crossbeam_utils::CachePadded;
 use parking_lot::RwLock;
 use smallvec::SmallVec;
 
-use super::lane_set::LaneSet;
 use super::prompt::Prompt;
 use super::run::Run;
+use super::seat_set::SeatSet;
 use super::waiting;
 use crate::slab::Slab;
 use crate::table::{Table, mix};
@@ -53,8 +53,8 @@ pub struct Node {
     /// Depth of the first block.
     pub start: u32,
     pub local: Run<u64>,
-    any: LaneSet,
-    full: LaneSet,
+    any: SeatSet,
+    full: SeatSet,
     partial: SmallVec<[(u32, u32); 2]>,
     /// The round in which it was used last; never before one below it.
     used: AtomicU32,
@@ -66,8 +66,8 @@ impl Node {
             parent,
             start,
             local,
-            any: LaneSet::default(),
-            full: LaneSet::default(),
+            any: SeatSet::default(),
+            full: SeatSet::default(),
             partial: SmallVec::new(),
             used: AtomicU32::new(0),
         }
@@ -78,26 +78,26 @@ impl Node {
         self.local.len() as u32
     }
 
-    /// How many blocks from the first one a lane has.
-    pub fn reach(&self, lane: u32) -> u32 {
-        if self.full.contains(lane) {
+    /// How many blocks from the first one a seat has.
+    pub fn reach(&self, seat: u32) -> u32 {
+        if self.full.contains(seat) {
             return self.len();
         }
-        self.partial.iter().find(|(partial, _)| *partial == lane).map_or(0, |(_, reach)| *reach)
+        self.partial.iter().find(|(partial, _)| *partial == seat).map_or(0, |(_, reach)| *reach)
     }
 
-    /// Sets how many blocks from the first one a lane has.
-    pub fn set_reach(&mut self, lane: u32, reach: u32) {
-        let position = self.partial.iter().position(|(partial, _)| *partial == lane);
+    /// Sets how many blocks from the first one a seat has.
+    pub fn set_reach(&mut self, seat: u32, reach: u32) {
+        let position = self.partial.iter().position(|(partial, _)| *partial == seat);
         if reach == 0 {
-            self.any.remove(lane);
+            self.any.remove(seat);
         } else {
-            self.any.insert(lane);
+            self.any.insert(seat);
         }
         if reach == self.len() {
-            self.full.insert(lane);
+            self.full.insert(seat);
         } else {
-            self.full.remove(lane);
+            self.full.remove(seat);
         }
         match (position, reach > 0 && reach < self.len()) {
             (Some(position), true) => self.partial[position].1 = reach,
@@ -107,7 +107,7 @@ impl Node {
                     self.partial = SmallVec::new();
                 }
             }
-            (None, true) => self.partial.push((lane, reach)),
+            (None, true) => self.partial.push((seat, reach)),
             (None, false) => {}
         }
     }
@@ -115,19 +115,19 @@ impl Node {
     /// Appends blocks; nobody has them yet.
     pub fn extend(&mut self, local: &[u64]) {
         let len = self.len();
-        for lane in std::mem::take(&mut self.full).iter() {
-            self.partial.push((lane, len));
+        for seat in std::mem::take(&mut self.full).iter() {
+            self.partial.push((seat, len));
         }
         self.local.extend(local);
     }
 
-    /// Drops the blocks from `len` on, which no lane has.
+    /// Drops the blocks from `len` on, which no seat has.
     pub fn truncate(&mut self, len: u32) {
         self.local.truncate(len as usize);
         let full = &mut self.full;
-        self.partial.retain(|&mut (lane, reach)| {
+        self.partial.retain(|&mut (seat, reach)| {
             if reach == len {
-                full.insert(lane);
+                full.insert(seat);
             }
             reach < len
         });
@@ -140,13 +140,13 @@ impl Node {
         tail.used = AtomicU32::new(self.used());
         tail.full = std::mem::replace(&mut self.full, self.any.clone());
         tail.any = tail.full.clone();
-        for (lane, reach) in std::mem::take(&mut self.partial) {
+        for (seat, reach) in std::mem::take(&mut self.partial) {
             if reach < at {
-                self.full.remove(lane);
-                self.partial.push((lane, reach));
+                self.full.remove(seat);
+                self.partial.push((seat, reach));
             } else if reach > at {
-                tail.any.insert(lane);
-                tail.partial.push((lane, reach - at));
+                tail.any.insert(seat);
+                tail.partial.push((seat, reach - at));
             }
         }
         tail
@@ -170,10 +170,10 @@ impl Node {
     }
 }
 
-/// What one lane has of a prompt.
+/// What one seat has of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Match {
-    pub lane: u32,
+    pub seat: u32,
     /// Leading blocks, at least 1.
     pub blocks: u32,
 }
@@ -305,16 +305,16 @@ impl Trie {
         &self.shards[shard]
     }
 
-    /// Sets how many blocks of a node from the first one some lanes have.
+    /// Sets how many blocks of a node from the first one some seats have.
     pub fn set_reach(&self, shard: usize, index: NodeIndex, reaches: impl IntoIterator<Item = (u32, u32)>) {
         let held = self.shard(shard).upgradable_read();
         black_box(held.nodes[index].partial.len() + held.nodes[index].any.words());
         let mut shard = waiting::upgrade(held);
         let node = &mut shard.nodes[index];
-        reaches.into_iter().for_each(|(lane, reach)| node.set_reach(lane, reach));
+        reaches.into_iter().for_each(|(seat, reach)| node.set_reach(seat, reach));
     }
 
-    /// Takes a node out that has no lanes and no children.
+    /// Takes a node out that has no seats and no children.
     pub fn detach(&self, shard: usize, index: NodeIndex) -> Node {
         let held = self.shard(shard).upgradable_read();
         let node = &held.nodes[index];
@@ -322,9 +322,9 @@ impl Trie {
         waiting::upgrade(held).detach(index)
     }
 
-    /// What every lane has of a prompt; lanes that have nothing are left out.
+    /// What every seat has of a prompt; seats that have nothing are left out.
     ///
-    /// With `early_exit` the search ends where one lane is left, whose number is then a lower bound.
+    /// With `early_exit` the search ends where one seat is left, whose number is then a lower bound.
     pub fn find(&self, prompt: &mut impl Prompt, early_exit: bool, found: &mut Vec<Match>) {
         let blocks = prompt.len();
         if blocks == 0 {
@@ -360,11 +360,11 @@ impl Trie {
             } else {
                 0
             };
-            for &(lane, reach) in &node.partial {
-                found.push(Match { lane, blocks: (node.start + reach).min(depth) });
+            for &(seat, reach) in &node.partial {
+                found.push(Match { seat, blocks: (node.start + reach).min(depth) });
             }
             let below = (next != 0).then(|| &shard.nodes[next].any);
-            node.full.for_each_without(below, |lane| found.push(Match { lane, blocks: depth }));
+            node.full.for_each_without(below, |seat| found.push(Match { seat, blocks: depth }));
             if next == 0 {
                 return;
             }

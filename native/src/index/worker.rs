@@ -37,8 +37,8 @@ pub const LEVELS: usize = 5;
 /// The level of predictions: on the device, or predicted.
 pub const PREDICTED: usize = 4;
 
-/// A level on which the worker never had anything, so that it has no lane.
-pub const NO_LANE: u32 = u32::MAX;
+/// A level on which the worker never had anything, so that it has no seat.
+pub const NO_SEAT: u32 = u32::MAX;
 
 /// Orphans kept for each worker rank.
 pub const ORPHAN_LIMIT: usize = 65_536;
@@ -457,8 +457,8 @@ pub struct Demotion {
 /// One worker rank; see the module.
 #[derive(Debug, Default)]
 pub struct Worker {
-    /// One lane a level, or `NO_LANE`.
-    pub lanes: [u32; LEVELS],
+    /// One seat a level, or `NO_SEAT`.
+    pub seats: [u32; LEVELS],
     secret: u64,
     table: Table<PAYLOAD_BITS>,
     pub presences: Slab<Presence>,
@@ -515,10 +515,10 @@ fn names(presences: &Slab<Presence>, odd: &OddBlocks, payload: u64, engine_hash:
 }
 
 impl Worker {
-    pub fn new(device_lane: u32, secret: u64) -> Self {
-        let mut lanes = [NO_LANE; LEVELS];
-        lanes[0] = device_lane;
-        Self { lanes, secret, ghosts: Ghosts::new(secret), ..Self::default() }
+    pub fn new(device_seat: u32, secret: u64) -> Self {
+        let mut seats = [NO_SEAT; LEVELS];
+        seats[0] = device_seat;
+        Self { seats, secret, ghosts: Ghosts::new(secret), ..Self::default() }
     }
 
     fn payload(presence: PresenceId, depth: u32) -> u64 {
@@ -752,7 +752,7 @@ impl Worker {
         tiers.iter().all(|&groups| groups == 0 || groups == all).then(|| tiers.map(|groups| groups > 0))
     }
 
-    /// The slowest level of a tier that has a lane: what is rooted there is rooted on any tier.
+    /// The slowest level of a tier that has a seat: what is rooted there is rooted on any tier.
     pub fn slowest_level(&self) -> usize {
         self.levels().filter(|&level| level < PREDICTED).last().unwrap_or(0)
     }
@@ -762,10 +762,10 @@ impl Worker {
         self.held - self.rooted[self.slowest_level()]
     }
 
-    /// Levels that have a lane.
+    /// Levels that have a seat.
     pub fn levels(&self) -> impl Iterator<Item = usize> + use<> {
-        let lanes = self.lanes;
-        (0..LEVELS).filter(move |&level| lanes[level] != NO_LANE)
+        let seats = self.seats;
+        (0..LEVELS).filter(move |&level| seats[level] != NO_SEAT)
     }
 
     /// Heap memory, in bytes. O(presences).
