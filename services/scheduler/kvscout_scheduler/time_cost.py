@@ -42,18 +42,6 @@ class TimeRow(NamedTuple):
     prefills: float = 0.0
     """Requests without a first token."""
 
-    def ahead(self, now: float) -> float:
-        """Seconds of prefill that are left of what is booked."""
-        if not self.prefills:
-            return 0.0
-        left = self.due_at - now
-        return self.behind + (left if left > 0 else min(-left, MOST_OVERDUE_SECONDS))
-
-    def crowding(self, now: float) -> float:
-        """1 / (1 − `used`) at a time."""
-        passed = 1.0 + (now - self.seen) / HORIZON_SECONDS
-        return min(MOST_CROWDED, passed / (1.0 - self.used if self.prefills else passed - self.used))
-
 
 ROW: Final = Struct(f"{len(TimeRow._fields)}d")
 """One in the table."""
@@ -90,9 +78,28 @@ def time_costs(
         slots: The workers.
         cached_tokens: Of the prompt, on each.
     """
-    _, _, now, weight, own, decode = question
-    return [
-        weight * (row.ahead(now) + row.crowding(now) * row.pace * own * (isl_tokens - cached))
-        + decode * (row.contexts + row.requests * isl_tokens)
-        for row, cached in zip(map(question.row, slots), cached_tokens, strict=True)
-    ]
+    table, row_of, now, weight, own, decode = question
+    rows, costs = list(ROW.iter_unpack(table)), []
+    for slot, cached in zip(slots, cached_tokens, strict=True):
+        behind, due_at, pace, used, seen, contexts, requests, prefills = rows[row_of[slot]]
+        ahead, crowding = ahead_of(behind, due_at, prefills, now), crowding_of(used, seen, prefills, now)
+        costs.append(
+            weight * (ahead + crowding * pace * own * (isl_tokens - cached))
+            + decode * (contexts + requests * isl_tokens)
+        )
+    return costs
+
+
+def ahead_of(behind: float, due_at: float, prefills: float, now: float) -> float:
+    """Seconds of prefill that are left of what is booked; see `TimeRow`."""
+    if not prefills:
+        return 0.0
+    left = due_at - now
+    return behind + (left if left > 0 else min(-left, MOST_OVERDUE_SECONDS))
+
+
+def crowding_of(used: float, seen: float, prefills: float, now: float) -> float:
+    """1 / (1 − `used`) at a time; see `TimeRow`."""
+    passed = 1.0 + (now - seen) / HORIZON_SECONDS
+    crowding = passed / (1.0 - used if prefills else passed - used)
+    return crowding if crowding < MOST_CROWDED else MOST_CROWDED

@@ -16,7 +16,7 @@ from kvscout_scheduler.facts import End, Facts
 from kvscout_scheduler.policies.policy import Policy
 from kvscout_scheduler.rates import Line, Mean
 from kvscout_scheduler.request import RequestKey
-from kvscout_scheduler.time_cost import HORIZON_SECONDS, ROW, TimeQuestion, TimeRow
+from kvscout_scheduler.time_cost import HORIZON_SECONDS, ROW, TimeQuestion, TimeRow, ahead_of, crowding_of
 
 PREFILL: Final = (0.01, 50e-6, 4_096.0)
 """What is believed at first: seconds of a prefill without tokens, seconds a token, and where that holds."""
@@ -162,9 +162,11 @@ class KvTime(Policy):
         row = question.row(candidates.slots[index])
         seconds = row.pace * question.own_seconds * (isl - candidates.cached_tokens[index])
         others = question.decode_seconds * (row.contexts + row.requests * isl)
+        ahead = ahead_of(row.behind, row.due_at, row.prefills, now)
+        crowding = crowding_of(row.used, row.seen, row.prefills, now)
         return (
-            f"{row.ahead(now):.3g} s of prompts ahead, {seconds:.3g} s of its own that count "
-            f"{row.crowding(now):.3g} times, {others:.3g} s for decoding beside others, cost {costs[index]:.3g} s"
+            f"{ahead:.3g} s of prompts ahead, {seconds:.3g} s of its own that count "
+            f"{crowding:.3g} times, {others:.3g} s for decoding beside others, cost {costs[index]:.3g} s"
         )
 
     def booked(self, facts: Facts, now: float) -> None:
