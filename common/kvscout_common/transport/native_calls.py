@@ -74,6 +74,12 @@ class NativeCall:
         """Something came, it has begun, or it has ended."""
         self._room = Notice(self._loop)
         """For what is to be sent."""
+        self._is_full = False
+        """There is none."""
+        self._heard: Callable[[bytes], object] | None = None
+        """Called with messages as they come."""
+        self._misheard: Exception | None = None
+        """What that raised."""
         self._status: tuple[grpc.StatusCode, str, Any] | None = None
         self._headers: Any = None
         self._callbacks: list[Callable[[Any], None]] = []
@@ -103,10 +109,37 @@ class NativeCall:
         if message is None:
             self._raise_for_status()
             return grpc.aio.EOF
+        self._consumed(message)
+        return message if self._deserialize is None else self._deserialize(message)
+
+    async def hear(self, heard: Callable[[bytes], object]) -> None:
+        """See `callbacks.hear`."""
+        self._heard = heard
+        try:
+            while (message := self._inbox.take()) is not None:
+                self._hear(message)
+            while self._status is None and self._misheard is None:
+                await self._news.wait()
+        finally:
+            self._heard = None
+        if self._misheard is not None:
+            raise self._misheard
+        self._raise_for_status()
+
+    def _hear(self, message: bytes) -> None:
+        assert self._heard is not None
+        self._consumed(message)
+        if self._misheard is None:
+            try:
+                self._heard(message)
+            except Exception as error:
+                self._misheard = error
+                self._news.tell()
+
+    def _consumed(self, message: bytes) -> None:
         if self._number is not None:
             self._core.rpc.consumed(self._number, len(message))
             self._core.flush()
-        return message if self._deserialize is None else self._deserialize(message)
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self._answers()
@@ -129,11 +162,25 @@ class NativeCall:
             self._unsent.append(self._bytes(request))
             await self._room.wait()
             return
-        self._again = None
-        room = self._core.rpc.send(self._number, self._bytes(request))
+        self._send(request)
         self._core.flush()
-        if not room:
+        if self._is_full:
             await self._room.wait()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request can be sent at once."""
+        return self._number is not None and not self._is_full
+
+    def send_at_once(self, request: Any) -> None:
+        """Sends a request, for which there is room; to be called from a callback of the loop."""
+        self._send(request)
+        self._core.flush_now()
+
+    def _send(self, request: Any) -> None:
+        assert self._number is not None
+        self._again = None
+        self._is_full = not self._core.rpc.send(self._number, self._bytes(request))
 
     async def done_writing(self) -> None:
         """Says that no more requests come."""
@@ -200,10 +247,10 @@ class NativeCall:
         """See `native_core.Sink`."""
         if kind == ANSWERED:
             _, _, self._headers, message, code, details, trailers = event
-            self._inbox.put(message)
+            self._came(message)
             self._over(_CODES[code], details, trailers)
         elif kind == MESSAGE:
-            self._inbox.put(event[2])
+            self._came(event[2])
         elif kind == END:
             _, _, code, details, trailers, seen = event
             if seen == SEEN_MAYBE or not self._make_again(seen):
@@ -212,7 +259,14 @@ class NativeCall:
             self._headers, self._again = event[2], None
             self._news.tell()
         elif kind == WRITABLE:
+            self._is_full = False
             self._room.tell()
+
+    def _came(self, message: bytes) -> None:
+        if self._heard is None:
+            self._inbox.put(message)
+        else:
+            self._hear(message)
 
     def _over(self, code: grpc.StatusCode, details: str, trailers: Any) -> None:
         if self._number is not None:

@@ -126,6 +126,12 @@ class NativeCore:
             if not self._turning:
                 self.loop.call_soon(self._flush)
 
+    def flush_now(self) -> None:
+        """The same at once, where nobody else will say anything."""
+        self._flushing = True
+        if not self._turning:
+            self._flush()
+
     def finish(self, number: int, status: Status) -> None:
         """Ends a call that came."""
         self.rpc.finish(number, status.code.value[0], status.text, list(status.trailers))
@@ -151,8 +157,7 @@ class NativeCore:
             self._tell()
         finally:
             self._turning = False
-            if self._flushing:
-                self._flush()
+            self._flush()
 
     def _tell(self) -> None:
         for event in self.rpc.turn():
@@ -170,6 +175,8 @@ class NativeCore:
                     sink.on_event(kind, event)
 
     def _flush(self) -> None:
+        if not self._flushing:
+            return
         self._flushing = False
         if not self._closed and self.rpc.flush():
             # Not at once: a peer that answers whatever it is sent would keep the loop here.

@@ -23,6 +23,7 @@ import grpc
 
 from kvscout_common.errors import DeadlineExceeded, KvscoutError, Unavailable
 from kvscout_common.first_status import FirstStatus
+from kvscout_common.transport.callbacks import hear, sends_at_once
 from kvscout_common.wire_fields import bytes_field, number_field
 
 MESSAGE_OPERATIONS = 1024
@@ -103,7 +104,12 @@ class CoalescedStream(ABC, Generic[Result]):
         self._under_way = 0
         """First operation of the message that is under way; 0 = none."""
         self._pace: asyncio.TimerHandle | None = None
+        self._call: Any = None
+        """Once operations may be sent."""
+        self._is_due = False
+        """`_send` is called in the next turn of the loop."""
         self._wake = asyncio.Event()
+        """Has the stream's task write, where that has to be waited for."""
         self._closing = False
         self.ended = False
         self._owed = False
@@ -132,9 +138,9 @@ class CoalescedStream(ABC, Generic[Result]):
         self._pending[operation.id] = self._unsent[operation.id] = operation
         if not self._under_way:
             if awaited:
-                self._wake.set()
+                self._due()
             else:
-                self._loop.call_soon(self._wake.set)
+                self._loop.call_soon(self._due)
         elif self._pace is None:
             self._pace = self._loop.call_later(PACE_SECONDS, self._arrived)
         return operation
@@ -186,6 +192,7 @@ class CoalescedStream(ABC, Generic[Result]):
         try:
             if first:
                 await stream.write(first)
+            self._call = stream
             await self._write(stream, reading)
         except asyncio.CancelledError:
             pass  # `break_off` has said why, or nobody is to know
@@ -201,7 +208,7 @@ class CoalescedStream(ABC, Generic[Result]):
             await asyncio.gather(reading, return_exceptions=True)
 
     def _end(self) -> None:
-        self.ended = True
+        self.ended, self._call = True, None
         self._owed = bool(self._pending)
         if self._pace is not None:
             self._pace.cancel()
@@ -211,6 +218,18 @@ class CoalescedStream(ABC, Generic[Result]):
         self._pending.clear()
         self._unsent.clear()
         self._on_end()
+
+    def _due(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        self._is_due = False
+        if self._closing or not sends_at_once(self._call):
+            self._wake.set()
+        elif self._unsent and not self._under_way:
+            self._call.send_at_once(self._message())
 
     async def _write(self, stream: Any, reading: asyncio.Task[None]) -> None:
         while not reading.done():
@@ -246,22 +265,24 @@ class CoalescedStream(ABC, Generic[Result]):
             self._pace.cancel()
             self._pace = None
         if self._unsent:
-            self._wake.set()
+            self._due()
 
     async def _read(self, stream: Any, status: FirstStatus) -> None:
         try:
-            async for message in stream:
-                self._take(message)
-                while self._sent and self._sent[0][0] <= self._heard:
-                    self._sent.popleft()
-                if self._under_way and self._under_way <= self._heard:
-                    self._arrived()
+            await hear(stream, self._came)
             self.error = Unavailable("the other side ended the stream")
         except grpc.aio.AioRpcError as error:
             self.error = status.of(error)
         finally:
             self._under_way = 0
             self._wake.set()
+
+    def _came(self, message: bytes) -> None:
+        self._take(message)
+        while self._sent and self._sent[0][0] <= self._heard:
+            self._sent.popleft()
+        if self._under_way and self._under_way <= self._heard:
+            self._arrived()
 
     def _answered(self, number: int, result: Result) -> None:
         self._heard = max(self._heard, number)
