@@ -270,6 +270,20 @@ async def test_an_owner_that_promised_heartbeats_is_gone_since_the_last_one() ->
         await silent_of_old.ask({"free": ref("kept")})
 
 
+async def test_an_owner_whose_stream_ends_in_sight_has_all_the_grace_time_however_little_it_had_to_say() -> None:
+    async with service("a") as (core, clock, _, owner):
+        stream = owner()
+        await stream.hello(heartbeat_ms=2000)
+        await stream.ask({"select_and_reserve": wanted("r")})
+        await asyncio.sleep(1.2)  # a step of its patience
+        stream.cancel()
+        await gone(core)
+        clock.advance(9.9)
+        assert core.expire() == 0
+        clock.advance(0.2)
+        assert core.expire() == 1
+
+
 @pytest.mark.parametrize("heartbeat_ms", [99, 60_001])
 async def test_a_heartbeat_out_of_range_is_refused_by_its_name(heartbeat_ms: int) -> None:
     async with service("a") as (_, _, _, owner):

@@ -100,12 +100,14 @@ class LifecycleRpc:
             raise self._ending[reader] from None
         finally:
             pulse.stop()
-            self._ending.pop(reader, None)
+            ended = self._ending.pop(reader, None)
             self._streams.discard(outbox)
             self._readers.discard(reader)
             writer.cancel()
             operations.close()
-            scheduler.disconnect_owner(owner, session, silent_seconds=pulse.silent_seconds)
+            # Whose stream ends in sight was there until now, however little it had to say.
+            silent = pulse.silent_seconds if isinstance(ended, DeadlineExceeded) else 0.0
+            scheduler.disconnect_owner(owner, session, silent_seconds=silent)
 
     def _end(self, reader: asyncio.Task[Any], silent_seconds: float) -> None:
         """Ends the stream of an owner that is not heard any more."""
