@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.engine_facts import ASKED
@@ -22,6 +22,7 @@ from kvscout_common.worker import (
 )
 
 E = TypeVar("E", bound=StrEnum)
+_ROLES: Final = {role: types_pb2.Role.Value(f"ROLE_{role.name}") for role in Role}
 
 
 def enum_from_proto(kind: type[E], wrapper: Any, prefix: str, number: int, unset: E, *, field: str) -> E:
@@ -45,7 +46,7 @@ def role_from_proto(number: int) -> Role:
 
 def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
     """The proto number of a role."""
-    return types_pb2.Role.Value(f"ROLE_{role.name}")
+    return _ROLES[role]
 
 
 def rank_to_proto(rank: WorkerRank) -> types_pb2.WorkerRank:

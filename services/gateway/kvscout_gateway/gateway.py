@@ -63,6 +63,7 @@ from kvscout_gateway.shadow_report import ShadowReport
 from kvscout_gateway.tokens.sources import Tokens
 
 log = logging.getLogger("kvscout.gateway")
+_SYSTEM_RANDOM = random.SystemRandom()
 
 SETTINGS_SECONDS = 5.0
 """How often the scheduler's settings are read."""
@@ -357,4 +358,4 @@ class Gateway:
 
 
 def _draw_attempt() -> int:
-    return random.SystemRandom().randrange(1, 1 << 55) * MAX_TRIES
+    return _SYSTEM_RANDOM.randrange(1, 1 << 55) * MAX_TRIES

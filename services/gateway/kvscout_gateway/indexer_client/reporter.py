@@ -175,12 +175,15 @@ class ReplicaReports:
 
     async def run(self) -> None:
         """Tells for ever."""
+        loop, not_before = asyncio.get_running_loop(), 0.0
         while True:
             await self._wake.wait()
+            if (pause := not_before - loop.time()) > 0:
+                await asyncio.sleep(pause)
             reached = await self.tell()
             if not len(self.queue):
                 self._wake.clear()
-            await asyncio.sleep(LINGER_SECONDS if reached else RETRY_SECONDS)
+            not_before = loop.time() + (LINGER_SECONDS if reached else RETRY_SECONDS)
 
     async def tell(self) -> bool:
         """Sends what fits into a message, one for each model; False if the replica cannot be reached."""

@@ -358,17 +358,18 @@ def _prompt(
 
 def _selection(asked: _Asked, wish: Wish) -> Selection:
     kind = scheduler_pb2.SelectRequest
+    # What is empty is not told: each collection that a message takes over costs more than all plain fields.
     request = kind(
         model=asked.target.model,
         tenant=wish.tenant,
         role=role_to_proto(wish.role),
         request_id=wish.request_id,
         isl_tokens=wish.prompt.isl_tokens,
-        allowed_worker_ids=wish.allowed,
+        allowed_worker_ids=wish.allowed or None,
         pinned_worker_id=wish.pinned,
         pinned_dp_rank=wish.pinned_rank,
-        excluded_worker_ids=wish.excluded,
-        required_labels=wish.required_labels,
+        excluded_worker_ids=wish.excluded or None,
+        required_labels=wish.required_labels or None,
         lora_name=asked.target.lora_name,
         router_config_override=wish.override,
         priority=wish.priority,

@@ -56,7 +56,7 @@ def _check_length(tokens: int, max_prompt_tokens: int, field: str) -> None:
 
 
 def _mm_items(items: Iterable[types_pb2.MultimodalItem]) -> tuple[MmItem, ...]:
-    return tuple(MmItem(item.id, item.offset, item.length or 1) for item in items)
+    return tuple([MmItem(item.id, item.offset, item.length or 1) for item in items])
 
 
 def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int) -> Wish:
@@ -109,7 +109,7 @@ def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int) -> Wis
         allowed=tuple(request.allowed_worker_ids),
         pinned=request.pinned_worker_id,
         pinned_rank=_pinned_rank(request),
-        required_labels=dict(request.required_labels),
+        required_labels=dict(request.required_labels) if request.required_labels else {},
         override=request.router_config_override if request.HasField("router_config_override") else None,
         priority=request.priority,
         expected_output_tokens=request.expected_output_tokens,
@@ -148,7 +148,7 @@ def generate_wish(request: gateway_pb2.GenerateRequest, max_prompt_tokens: int) 
         allowed=tuple(request.allowed_worker_ids),
         pinned=request.pinned_worker_id,
         pinned_rank=_pinned_rank(request),
-        required_labels=dict(request.required_labels),
+        required_labels=dict(request.required_labels) if request.required_labels else {},
         override=request.router_config_override if request.HasField("router_config_override") else None,
         priority=request.priority,
         expected_output_tokens=request.stop_conditions.max_tokens,
@@ -267,7 +267,7 @@ def route_response(placement: Placement) -> gateway_pb2.RouteResponse:
         block_size=placement.block_size,
         cost=placement.cost,
         degraded=bool(placement.degraded),
-        degraded_reasons=placement.degraded,
+        degraded_reasons=placement.degraded or None,
         explanation=placement.explanation,
         booked=placement.booking is not None and placement.booking.scheduler is not None,
     )
