@@ -583,6 +583,7 @@ impl Worker {
     #[inline]
     pub fn enter(&mut self, engine: &[u64], presence: PresenceId, offset: u32) -> u32 {
         let Self { table, presences, odd, secret, .. } = self;
+        table.reserve(engine.len());
         let depth = presences[presence].start + offset;
         let warm = |table: &Table<PAYLOAD_BITS>, batch: &[u64]| {
             let lines = batch.iter().fold(0, |all, &engine_hash| all | table.warm(mix(engine_hash, *secret)));
