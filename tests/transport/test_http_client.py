@@ -1,8 +1,10 @@
 """The HTTP client: connections, what engines may send, and what of it is passed on."""
 
 import asyncio
+import gc
 import math
 import resource
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -415,3 +417,18 @@ async def test_a_client_that_goes_takes_the_engines_request_with_it(client: Http
         await reader.readuntil(b"data: ")
         writer.close()
         await eventually(lambda: _closed(engine))
+
+
+async def test_what_is_left_of_a_closed_client_may_be_collected_by_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    client = connect()
+    async with raw_engine(says_and_waits(stream(tokens(1)))) as engine:
+        answer = await ask(client, engine)
+        await client.close()
+        answer.abort()
+        cycle: list[object] = [client, answer]
+        cycle.append(cycle)
+        del client, answer, cycle
+        await asyncio.to_thread(gc.collect)
+    assert not raised

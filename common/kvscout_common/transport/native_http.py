@@ -10,7 +10,7 @@ can be passed on by the other without Python.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from kvscout_common.transport.http import StreamReport
 from kvscout_common.transport.native_core import HTTP_EVENTS, Http, NativeCore
@@ -41,6 +41,22 @@ class Hearer(Protocol):
         """Something happened; `event` is as the extension's stub says."""
 
 
+class ClosedHttp:
+    """What is left of the extension's `Http` when its core was closed: calls and answers that end after it say so to
+    this."""
+
+    def report(self, answer: int) -> None:
+        """It is over."""
+
+    def write(self, call: int, data: bytes) -> None:
+        """The client has gone."""
+
+    def ignore(self, *_: object) -> None:
+        """What there is nobody to say to."""
+
+    want_body = respond = start = end = handled = keep = tell = resume = abort = close_idle = ignore
+
+
 class HttpCore:
     """One epoll of its own, read by the loop that was running when it was made; see `shared`."""
 
@@ -65,7 +81,7 @@ class HttpCore:
         self._users += 1
 
     def release(self) -> None:
-        """A user needs it no more; the last closes it. Its sockets are closed when nobody refers to it any more."""
+        """A user needs it no more; the last closes it, and its sockets."""
         self._users -= 1
         if self._users == 0:
             self._handle(self.http.flush())
@@ -73,6 +89,9 @@ class HttpCore:
             self.loop.remove_reader(self._fd)
             self._tick_timer.cancel()
             _cores.pop(self.loop, None)
+            self.rpc_cores.clear()
+            # Now, and here: the extension's object must not be left to a garbage collector that runs in another thread.
+            self.http = cast("Http", ClosedHttp())
 
     def flush(self) -> None:
         """Sends what was said, once everybody had their turn."""
