@@ -267,7 +267,7 @@ async def test_who_waits_too_long_by_the_clock_of_the_scheduler_is_refused(monke
     async with world() as made:
         scripted = made.scripted[0]
         await until(lambda: made.attached == [True])
-        asking = asyncio.create_task(ask(made, "r", model=FULL, timeout=0.05, owned=False))
+        asking = asyncio.create_task(ask(made, "r", model=FULL, timeout=1.0, owned=False))
         await until(lambda: scripted.statuses > 1)  # after the first answer it counts as waiting
         scripted.line_ends.set()
         with pytest.raises(WaitedTooLong):
