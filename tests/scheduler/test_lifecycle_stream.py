@@ -231,6 +231,16 @@ async def test_an_owner_that_is_refused_while_the_answer_to_its_hello_is_on_its_
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def ends_in_sight(core: Scheduler, clock: ManualClock, stream: Owner, bookings: int) -> None:
+    """A stream is cancelled, and its bookings end ten seconds later, none earlier."""
+    stream.cancel()
+    await gone(core)
+    clock.advance(9.9)
+    assert core.expire() == 0
+    clock.advance(0.2)
+    assert core.expire() == bookings
+
+
 async def test_s9b_the_bookings_of_an_owner_that_is_gone_end_after_ten_seconds_and_none_earlier() -> None:
     async with service("a", "b") as (core, clock, _, owner):
         stream = owner()
@@ -238,12 +248,7 @@ async def test_s9b_the_bookings_of_an_owner_that_is_gone_end_after_ten_seconds_a
         await stream.ask(*({"select_and_reserve": wanted(f"r{number}")} for number in range(100)))
         clock.advance(1000)
         assert core.expire() == 0, "its stream holds them"
-        stream.cancel()
-        await gone(core)
-        clock.advance(9.9)
-        assert core.expire() == 0
-        clock.advance(0.2)
-        assert core.expire() == 100
+        await ends_in_sight(core, clock, stream, 100)
         assert core.stats.ended == {"owner_gone": 100}
         assert set(loads(core).values()) == {IDLE}
 
@@ -276,12 +281,7 @@ async def test_an_owner_whose_stream_ends_in_sight_has_all_the_grace_time_howeve
         await stream.hello(heartbeat_ms=2000)
         await stream.ask({"select_and_reserve": wanted("r")})
         await asyncio.sleep(1.2)  # a step of its patience
-        stream.cancel()
-        await gone(core)
-        clock.advance(9.9)
-        assert core.expire() == 0
-        clock.advance(0.2)
-        assert core.expire() == 1
+        await ends_in_sight(core, clock, stream, 1)
 
 
 @pytest.mark.parametrize("heartbeat_ms", [99, 60_001])

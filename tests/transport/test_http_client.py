@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -432,3 +433,13 @@ async def test_what_is_left_of_a_closed_client_may_be_collected_by_any_thread(mo
         del client, answer, cycle
         await asyncio.to_thread(gc.collect)
     assert not raised
+
+
+async def test_nobody_waits_for_what_is_read_of_a_closed_client() -> None:
+    client = connect()
+    async with raw_engine(says_and_waits(stream(tokens(1)))) as engine:
+        answer = await ask(client, engine)
+        await client.close()
+        async with asyncio.timeout(20):
+            with suppress(HttpFailed):
+                await answer.relay(Gathered(), Form.PIECES)

@@ -54,7 +54,8 @@ class ClosedHttp:
     def ignore(self, *_: object) -> None:
         """What there is nobody to say to."""
 
-    want_body = respond = start = end = handled = keep = tell = resume = abort = close_idle = ignore
+    want_body = respond = start = end = handled = set_tls = ignore
+    keep = tell = pass_to_call = pass_to_messages = resume = abort = close_idle = ignore
 
 
 class HttpCore:
