@@ -423,16 +423,31 @@ async def test_a_client_that_goes_takes_the_engines_request_with_it(client: Http
 async def test_what_is_left_of_a_closed_client_may_be_collected_by_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    gc.collect()
     client = connect()
-    async with raw_engine(says_and_waits(stream(tokens(1)))) as engine:
-        answer = await ask(client, engine)
+    async with raw_engine(says_and_waits(stream(tokens(1), ends=False))) as engine:
+        answer, read = [await ask(client, engine) for _ in range(2)]
+        relaying = asyncio.create_task(read.relay(Gathered(), Form.PIECES))
+        await asyncio.sleep(0)
         await client.close()
         answer.abort()
-        cycle: list[object] = [client, answer]
+        cycle: list[object] = [client, answer, read, *await asyncio.gather(relaying, return_exceptions=True)]
+        assert isinstance(cycle[-1], HttpFailed)
         cycle.append(cycle)
-        del client, answer, cycle
+        del client, answer, read, relaying, cycle
         await asyncio.to_thread(gc.collect)
     assert not raised
+
+
+async def test_the_end_of_a_client_is_not_that_of_an_answer_which_lasts_as_long_as_its_connection() -> None:
+    client = connect()
+    async with raw_engine(says_and_waits(b"HTTP/1.1 200 OK\r\n\r\nthe beginning")) as engine:
+        answer = await ask(client, engine)
+        relaying = asyncio.create_task(answer.relay(Gathered(), Form.BYTES))
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(HttpFailed):
+            await relaying
 
 
 async def test_nobody_waits_for_what_is_read_of_a_closed_client() -> None:

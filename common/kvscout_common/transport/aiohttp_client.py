@@ -9,6 +9,7 @@ import math
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
@@ -56,6 +57,7 @@ class AiohttpClient:
         )
         self._ending: set[asyncio.Task[None]] = set()
         """Wait for the ends of bodies whose last event came."""
+        self._answers: WeakSet[AiohttpAnswer] = WeakSet()
 
     async def send(self, request: HttpRequest, *, connect_seconds: float) -> AiohttpAnswer:
         """See `http.HttpClient.send`."""
@@ -70,7 +72,9 @@ class AiohttpClient:
                 allow_redirects=False,
                 timeout=timeout,
             )
-        return AiohttpAnswer(response, self._ending)
+        answer = AiohttpAnswer(response, self._ending)
+        self._answers.add(answer)
+        return answer
 
     async def close(self) -> None:
         """See `http.HttpClient.close`."""
@@ -78,6 +82,9 @@ class AiohttpClient:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
+        for answer in self._answers:
+            # A body that lasts until its connection ends would seem to be complete.
+            answer.abort()
         await self._session.close()
 
 

@@ -218,22 +218,23 @@ class NativeAnswer:
     ) -> StreamReport:
         """See `http.HttpAnswer.relay`."""
         self._begins = on_first_output
-        http, number = self._core.http, self._number
+        # Not the core's `http` itself: who is cancelled late would keep it when the core is closed.
+        core, number = self._core, self._number
         noticed = form.value if form is Form.PIECES or self._is_events() else None
         to, first = (sink.sink, sink.first) if isinstance(sink, Preceded) else (sink, b"")
         how = (write_seconds, first, noticed, dialect.value, max_tokens)
         try:
-            if isinstance(to, NativeHttpCall) and to.core is self._core:
-                http.pass_to_call(number, to.number, *how)
+            if isinstance(to, NativeHttpCall) and to.core is core:
+                core.http.pass_to_call(number, to.number, *how)
             elif form is Form.PIECES and isinstance(to, NativeContext) and to.takes_messages:
                 self._context = to
-                self._core.rpc_cores[to.core.rpc] = to.core
-                http.pass_to_messages(number, to.core.rpc, to.number, *how)
+                core.rpc_cores[to.core.rpc] = to.core
+                core.http.pass_to_messages(number, to.core.rpc, to.number, *how)
             else:
-                http.tell(number, *how[2:])
-                self._core.flush()
+                core.http.tell(number, *how[2:])
+                core.flush()
                 await self._pass_to(sink, write_seconds)
-            self._core.flush()
+            core.flush()
             await self._end()
         except BaseException:
             self.abort()

@@ -116,12 +116,12 @@ class NativeServer:
         listener = self._listener
         if listener is None or self._closed.is_set():
             return
-        rpc = self._core.rpc
-        rpc.stop_listening(listener)
-        rpc.leave(listener)
-        self._core.flush()
-        ends_at = self._core.loop.time() + (grace or 0.0)
-        while self._core.loop.time() < ends_at and rpc.stats()["connections"]:
+        core = self._core
+        core.rpc.stop_listening(listener)
+        core.rpc.leave(listener)
+        core.flush()
+        ends_at = core.loop.time() + (grace or 0.0)
+        while core.loop.time() < ends_at and core.rpc.stats()["connections"]:
             try:
                 async with asyncio.timeout(STOPPED_POLL_SECONDS):
                     await self._closed.wait()
@@ -137,9 +137,9 @@ class NativeServer:
             task.cancel()
         if waiting:
             await asyncio.wait(waiting)
-        rpc.flush()
-        rpc.close_connections(listener)
-        self._core.close()
+        core.rpc.flush()
+        core.rpc.close_connections(listener)
+        core.close()
 
     def _cannot_accept(self, reason: str) -> None:
         self._accept_log.warning("accept", "connections cannot be accepted: %s", reason)

@@ -75,16 +75,16 @@ class SynchronousStream:
 
     def _answer(self) -> None:
         """Answers what came, as long as the caller reads the answers."""
-        rpc = self._core.rpc
+        core = self._core
         while self._room and (message := self._inbox.take()) is not None:
             try:
                 answer = self._method.answer(message, self._identity)
             except BaseException as error:
                 self._end(status_of(error, self._method.name))
                 return
-            rpc.consumed(self._number, len(message))
-            self._room = rpc.send(self._number, answer)
-        self._core.flush()
+            core.rpc.consumed(self._number, len(message))
+            self._room = core.rpc.send(self._number, answer)
+        core.flush()
         if self._half_closed and not len(self._inbox):
             self._end(OK)
 
