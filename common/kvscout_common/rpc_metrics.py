@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from itertools import accumulate
 
 import grpc
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from kvscout_common.latencies import Latencies
 
 BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds, seconds."""
@@ -21,9 +21,7 @@ class MethodTimes:
 
     def __init__(self) -> None:
         self.codes: Counter[grpc.StatusCode] = Counter()
-        self.counts = [0] * (len(BUCKETS) + 1)
-        """By bucket; the last one has no bound."""
-        self.seconds = 0.0
+        self.latencies = Latencies(BUCKETS)
 
     def ended(self, code: grpc.StatusCode, started: float) -> None:
         """One more.
@@ -32,10 +30,8 @@ class MethodTimes:
             code: How.
             started: `time.perf_counter()` when it came.
         """
-        seconds = time.perf_counter() - started
         self.codes[code] += 1
-        self.counts[bisect_left(BUCKETS, seconds)] += 1
-        self.seconds += seconds
+        self.latencies.observe(time.perf_counter() - started)
 
 
 class RpcTimes(Collector):
@@ -61,12 +57,10 @@ class RpcTimes(Collector):
         seconds = HistogramMetricFamily(
             "grpc_server_handling_seconds", "From a call's arrival to its end; of streams, their life", labels=labels
         )
-        bounds = [*map(str, BUCKETS), "+Inf"]
         for name, times in self._methods.items():
             service, _, method = name.strip("/").rpartition("/")
             for code, count in times.codes.items():
                 handled.add_metric([service, method, code.name], count)
             if times.codes:
-                buckets = list(zip(bounds, accumulate(times.counts), strict=True))
-                seconds.add_metric([service, method], buckets, times.seconds)
+                times.latencies.add_to(seconds, [service, method])
         yield from (handled, seconds)

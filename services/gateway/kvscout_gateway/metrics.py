@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client import Counter as CounterMetric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvscout_common.latencies import Latencies
 from kvscout_gateway.indexer_client.check import IndexerCheck
 from kvscout_gateway.indexer_client.reporter import Reporter
 from kvscout_gateway.request.observation import Observations
@@ -33,16 +36,13 @@ _OTHERS = ("", "")
 class ModelMetrics:
     """What is counted of the requests of one model."""
 
-    requests: Counter
-    """By outcome."""
-    labels: tuple[str, str]
-    ttft: Histogram
-    itl: Histogram
     all_ttft: Tally
     """Of all models together."""
     all_itl: Tally
-    outcomes: dict[str, int] = field(default_factory=dict)
-    """How often each was counted."""
+    ttft: Latencies = field(default_factory=lambda: Latencies(_TTFT_BUCKETS))
+    itl: Latencies = field(default_factory=lambda: Latencies(_ITL_BUCKETS))
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """How many requests ended in each way."""
 
     def first_token(self, seconds: float) -> None:
         """A request had its first token after so long."""
@@ -56,11 +56,10 @@ class ModelMetrics:
 
     def ended(self, outcome: str) -> None:
         """One request has."""
-        self.requests.labels(*self.labels, outcome).inc()
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        self.outcomes[outcome] += 1
 
 
-class GatewayMetrics:
+class GatewayMetrics(Collector):
     """What the gateway counts as it happens."""
 
     def __init__(self, registry: CollectorRegistry, is_served: Callable[[str, str], bool] = lambda *_: True) -> None:
@@ -71,41 +70,23 @@ class GatewayMetrics:
             is_served: Whether a tenant has workers of a model: whatever else clients name has no series of its own.
         """
         self._is_served = is_served
-        routing = Histogram(
-            "kvscout_routing_latency_seconds",
-            "Time to place a request, by stage",
-            ["stage"],
-            buckets=_ROUTING_BUCKETS,
-            registry=registry,
-        )
-        self._hash = routing.labels("hash")
-        self._find_matches = routing.labels("find_matches")
-        self._select = routing.labels("select")
-        self._total = routing.labels("total")
-        self._degraded = Counter(
-            "kvscout_degraded_decisions", "Decisions made without a helper or shard", ["helper"], registry=registry
-        )
-        self.degraded_counts: dict[str, int] = {}
-        labels = ["tenant", "model"]
-        self._requests = Counter("kvscout_requests", "Requests, by outcome", [*labels, "outcome"], registry=registry)
-        self._ttft = Histogram(
-            "kvscout_ttft_seconds", "Time to first token", labels, buckets=_TTFT_BUCKETS, registry=registry
-        )
-        self._itl = Histogram(
-            "kvscout_itl_seconds", "Time between tokens", labels, buckets=_ITL_BUCKETS, registry=registry
-        )
+        self._hash, self._find_matches = Latencies(_ROUTING_BUCKETS), Latencies(_ROUTING_BUCKETS)
+        self._select, self._total = Latencies(_ROUTING_BUCKETS), Latencies(_ROUTING_BUCKETS)
+        self.degraded_counts: Counter[str] = Counter()
+        """By the helper or shard that was missed."""
         self.ttft, self.itl = Tally(), Tally()
         """Of all models."""
         self._models: dict[tuple[str, str], ModelMetrics] = {}
         self._turned_away = 0
         """Requests of models that came when there were too many."""
-        self.disaggregation = Counter(
+        registry.register(self)
+        self.disaggregation = CounterMetric(
             "kvscout_disaggregated_requests",
             "Requests of models with prefill and decode workers, by the path they took",
             ["path"],
             registry=registry,
         )
-        self.unfreed = Counter(
+        self.unfreed = CounterMetric(
             "kvscout_frees_left_to_lease", "Bookings whose Free could not be delivered", registry=registry
         )
 
@@ -127,21 +108,14 @@ class GatewayMetrics:
                     self._drop_gone()
                 if len(self._models) > MAX_MODELS:
                     return self.of(*_OTHERS)
-            known = ModelMetrics(
-                self._requests, key, self._ttft.labels(*key), self._itl.labels(*key), self.ttft, self.itl
-            )
-            self._models[key] = known
+            known = self._models[key] = ModelMetrics(self.ttft, self.itl)
         return known
 
     def _drop_gone(self) -> None:
         gone = [key for key in self._models if key != _OTHERS and not self._is_served(*key)]
         for key in gone:
-            for outcome, number in self._models.pop(key).outcomes.items():
-                self._requests.remove(*key, outcome)
-                # So that their sum counts every request still.
-                self._requests.labels(*_OTHERS, outcome).inc(number)
-            self._ttft.remove(*key)
-            self._itl.remove(*key)
+            # So that their sum counts every request still.
+            self.of(*_OTHERS).outcomes.update(self._models.pop(key).outcomes)
 
     def observe_routing(
         self, *, hash_seconds: float, find_matches_seconds: float, select_seconds: float, total_seconds: float
@@ -154,8 +128,32 @@ class GatewayMetrics:
 
     def degraded(self, helper: str) -> None:
         """Counts a decision made without a helper."""
-        self._degraded.labels(helper).inc()
-        self.degraded_counts[helper] = self.degraded_counts.get(helper, 0) + 1
+        self.degraded_counts[helper] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """Samples of now."""
+        routing = HistogramMetricFamily(
+            "kvscout_routing_latency_seconds", "Time to place a request, by stage", labels=["stage"]
+        )
+        self._hash.add_to(routing, ["hash"])
+        self._find_matches.add_to(routing, ["find_matches"])
+        self._select.add_to(routing, ["select"])
+        self._total.add_to(routing, ["total"])
+        degraded = CounterMetricFamily(
+            "kvscout_degraded_decisions", "Decisions made without a helper or shard", labels=["helper"]
+        )
+        for helper, number in self.degraded_counts.items():
+            degraded.add_metric([helper], number)
+        labels = ["tenant", "model"]
+        requests = CounterMetricFamily("kvscout_requests", "Requests, by outcome", labels=[*labels, "outcome"])
+        ttft = HistogramMetricFamily("kvscout_ttft_seconds", "Time to first token", labels=labels)
+        itl = HistogramMetricFamily("kvscout_itl_seconds", "Time between tokens", labels=labels)
+        for key, model in self._models.items():
+            for outcome, number in model.outcomes.items():
+                requests.add_metric([*key, outcome], number)
+            model.ttft.add_to(ttft, key)
+            model.itl.add_to(itl, key)
+        yield from (routing, degraded, requests, ttft, itl)
 
 
 _REPORTS = {

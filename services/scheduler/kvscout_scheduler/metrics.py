@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -11,7 +10,6 @@ from prometheus_client.registry import Collector
 
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.stats import WAIT_BUCKETS, WaitTimes
 
 if TYPE_CHECKING:
     from kvscout_scheduler.replicas import Replicas
@@ -65,16 +63,11 @@ class SchedulerCollector(Collector):
         )
         for reason, count in stats.ended.items():
             ended.add_metric([reason], count)
-        yield from (decisions, refusals, ended, _queue_waits(stats.queue_waits))
+        waits = HistogramMetricFamily("kvscout_queue_wait_seconds", "How long requests that were booked had waited")
+        stats.queue_waits.add_to(waits)
+        yield from (decisions, refusals, ended, waits)
         if self._replicas is not None:
             yield from self._replicas.collect()
-
-
-def _queue_waits(waits: WaitTimes) -> Metric:
-    metric = HistogramMetricFamily("kvscout_queue_wait_seconds", "How long requests that were booked had waited")
-    bounds = [*map(str, WAIT_BUCKETS), "+Inf"]
-    metric.add_metric([], list(zip(bounds, accumulate(waits.counts), strict=True)), waits.sum_seconds)
-    return metric
 
 
 def balance_score(pool: Pool) -> float:

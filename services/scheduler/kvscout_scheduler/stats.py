@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kvscout_common.latencies import Latencies
+
 WAIT_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds, in seconds."""
-
-
-@dataclass(slots=True)
-class WaitTimes:
-    """A histogram of waiting times."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BUCKETS) + 1))
-    """By bucket, the last one without a bound; not cumulative."""
-    sum_seconds: float = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Counts one."""
-        self.counts[bisect_left(WAIT_BUCKETS, seconds)] += 1
-        self.sum_seconds += seconds
 
 
 @dataclass(slots=True)
@@ -48,7 +35,7 @@ class SchedulerStats:
     """Of these, tokens that were expected to be cached where they were booked."""
     queued: int = 0
     """Requests that had to wait."""
-    queue_waits: WaitTimes = field(default_factory=WaitTimes)
+    queue_waits: Latencies = field(default_factory=lambda: Latencies(WAIT_BUCKETS))
     """How long those that were booked had waited."""
     failures_reported: int = 0
     """Reports that a worker failed a request."""
