@@ -132,7 +132,12 @@ class GuardedMethod:
         }[self.streams]
         # Writes to the context instead of yielding: when the caller goes away, the behaviour's generator is closed here
         # and now, in the call's own task, and not whenever it happens to be collected.
-        return make(self.run, response_serializer=self.handler.response_serializer)
+        many_requests = self.streams[0]
+
+        async def run(request: Any, context: Any) -> Any:
+            return await self.run(request if many_requests else [request], context)
+
+        return make(run, response_serializer=self.handler.response_serializer)
 
     def admit(self, metadata: Any) -> Identity:
         """Who calls, as the metadata of the call say.
@@ -156,7 +161,8 @@ class GuardedMethod:
         """Runs a call in its own task.
 
         Args:
-            request: Its bytes, or the iterator of several.
+            request: A list of its bytes, taken out when they are read: what a stream is asked is not kept until its
+                end. Or the iterator of several.
             context: Given the answers of a handler that has several.
 
         Returns:
@@ -227,15 +233,16 @@ class GuardedMethod:
         many_requests, many_answers = self.streams
         if self._answers:
             if not many_requests:
-                return self._behaviour.answer(request)
+                return self._behaviour.answer(request.pop())
             async for message in request:
                 await context.write(self._behaviour.answer(message))
             return None
         if self._audited:
-            message = self._read(request, identity)
+            message = self._read(request.pop(), identity)
             return await audited(self.name, message, identity, self._behaviour(message, context))
-        read = self._each if many_requests else self._read
-        result = self._behaviour(read(request, identity), context)
+        result = self._behaviour(
+            self._each(request, identity) if many_requests else self._read(request.pop(), identity), context
+        )
         if not many_answers:
             return await result
         if inspect.isawaitable(result):  # a behaviour that writes to the context itself

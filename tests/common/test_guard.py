@@ -171,7 +171,7 @@ async def guarded(error: Exception | None, *, both_ways: bool) -> None:
     make = grpc.stream_stream_rpc_method_handler if both_ways else grpc.unary_stream_rpc_method_handler
     context: Any = Gone()
     shaped: Any = make
-    await Guard().method("/x/Y", shaped(handler)).run(b"", context)
+    await Guard().method("/x/Y", shaped(handler)).run([b""], context)
 
 
 @pytest.mark.parametrize("both_ways", [False, True])

@@ -254,7 +254,7 @@ class HttpCall(Sink, Protocol):
     """The client's address."""
 
     async def body(self) -> bytes:
-        """All of the body.
+        """All of the body, for who asks first: it is not kept here.
 
         Raises:
             HttpRefused: It is too long, or comes too slowly.

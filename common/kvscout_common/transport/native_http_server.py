@@ -137,6 +137,7 @@ class NativeHttpCall:
         """Of the call."""
         self._limits = limits
         self._body: bytes | None = body
+        self._body_asked = False
         self._refused: HttpRefused | None = None
         self._news = Notice(core.loop)
         """The body, or room."""
@@ -171,6 +172,8 @@ class NativeHttpCall:
 
     async def body(self) -> bytes:
         """See `http.HttpCall.body`."""
+        assert not self._body_asked, "the body is asked for once"
+        self._body_asked = True
         if self._body is None:
             self.core.http.want_body(self.number)
             self.core.flush()
@@ -180,7 +183,8 @@ class NativeHttpCall:
                 if self.is_gone:
                     raise SinkGone("the client has gone")
                 await self._news.wait()
-        return self._body
+        body, self._body = self._body, None
+        return body
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """See `http.HttpCall.respond`."""

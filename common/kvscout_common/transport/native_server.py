@@ -149,7 +149,9 @@ class NativeServer:
         method = self._methods[place]
         if not method.synchronous:
             context = NativeContext(self._core, number, metadata, timeout_us, method.handler)
-            task = self._ready.run(self._run(method, context, message))
+            task = self._ready.run(
+                self._run(method, context, RequestIterator(context) if method.streams[0] else [message])
+            )
             if not context.closed:
                 if message is not None:
                     # The handler has read it. Streams that last would keep the connection's window shut for all others.
@@ -172,9 +174,9 @@ class NativeServer:
             else:
                 method.times.ended(grpc.StatusCode.OK, started)
 
-    async def _run(self, method: GuardedMethod, context: NativeContext, message: bytes | None) -> None:
+    async def _run(self, method: GuardedMethod, context: NativeContext, request: Any) -> None:
         try:
-            response = await method.run(RequestIterator(context) if method.streams[0] else message, context)
+            response = await method.run(request, context)
             context.finish_with(response)
         except grpc.aio.AbortError:
             context.finish_aborted()

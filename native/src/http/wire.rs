@@ -15,8 +15,11 @@ use tokio_rustls::{Accept, Connect, TlsAcceptor, TlsConnector};
 use crate::rpc::socket::{Io, Readiness, Socket, Stream};
 use crate::rpc::tls;
 
-/// Capacity kept for the next time.
-const KEPT: usize = 16 << 10;
+/// Capacity kept for the next time: streams last long, and what they are made of is short.
+const KEPT: usize = 2 << 10;
+
+/// So much is taken before the rest moves to the front.
+const MOVED: usize = 16 << 10;
 
 /// The server that a client wants to see proven.
 pub type Tls = (TlsConnector, ServerName<'static>);
@@ -167,7 +170,7 @@ impl Wire {
             self.inbound.clear();
             self.taken = 0;
             self.inbound.shrink_to(KEPT);
-        } else if self.taken >= KEPT {
+        } else if self.taken >= MOVED {
             self.inbound.drain(..self.taken);
             self.taken = 0;
         }
@@ -206,7 +209,7 @@ impl Wire {
             self.out.clear();
             self.out.shrink_to(KEPT);
             self.sent = 0;
-        } else if self.sent >= KEPT.max(self.out.len() / 2) {
+        } else if self.sent >= MOVED.max(self.out.len() / 2) {
             self.out.drain(..self.sent);
             self.sent = 0;
         }

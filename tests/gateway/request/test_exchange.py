@@ -35,7 +35,10 @@ from kvscout_gateway.request.prompt import Prompt
 from kvscout_gateway.scheduler_client.booking import Booking
 
 WISH = Wish(model="m", tenant="default", prompt=Prompt(isl_tokens=2, token_ids=bytes(8)), request_id="r")
-REQUEST = TokenRequest(bytes(8), {"max_tokens": 2})
+
+
+def asked() -> TokenRequest:
+    return TokenRequest(bytes(8), {"max_tokens": 2})
 
 
 class Helpers:
@@ -149,10 +152,10 @@ class World:
             lease_seconds=300,
         )
 
-    async def run(self, client: Client | None = None, request: ClientRequest = REQUEST, **fields: Any) -> Client:
+    async def run(self, client: Client | None = None, request: ClientRequest | None = None, **fields: Any) -> Client:
         client = client or Client()
-        with self.exchanges.begin(replace(WISH, **fields)) as exchange:
-            await exchange.run(request, client)
+        with self.exchanges.begin(replace(WISH, **{"prompt": replace(WISH.prompt), **fields})) as exchange:
+            await exchange.run(request or asked(), client)
         return client
 
     def assert_over(self) -> None:
@@ -206,6 +209,23 @@ async def test_what_fails_before_the_client_has_a_byte_is_tried_elsewhere(world:
     assert world.reported == [("w0", Fault.WORKER)]
 
 
+async def test_what_was_asked_is_kept_until_the_client_has_output_and_no_longer(world: World, serve: Any) -> None:
+    kept: list[tuple[bytes, bytes]] = []
+    request, prompt = asked(), replace(WISH.prompt)
+
+    class Looks(Client):
+        async def placed(self, placement: Placement) -> None:
+            kept.append((request.token_ids, prompt.token_ids))
+
+        async def write(self, data: bytes) -> None:
+            kept.append((request.token_ids, prompt.token_ids))
+
+    await serve(drop, answer)
+    await world.run(Looks(), request, prompt=prompt)
+    assert kept[:3] == [(bytes(8), bytes(8)), (bytes(8), bytes(8)), (b"", b"")]
+    assert prompt.isl_tokens == 2
+
+
 async def test_what_fails_after_that_is_not(world: World, serve: Any) -> None:
     await serve(one_token_then_drop, answer)
     client = Client()
@@ -247,7 +267,7 @@ async def test_an_answer_that_comes_at_once_can_break_off_and_be_had_elsewhere(w
         return web.json_response({"choices": [], "usage": usage})
 
     await serve(half, whole)
-    client = await world.run(request=replace(REQUEST, at_once=True))
+    client = await world.run(request=replace(asked(), at_once=True))
     assert client.placements == ["w0", "w1"]
     assert len(client.bodies) == 1
     assert world.means.observations.of("default", WorkerRank("w1", 0)).reports.cached_tokens == 1

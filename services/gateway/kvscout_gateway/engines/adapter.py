@@ -87,8 +87,11 @@ class ClientRequest(Protocol):
     async def write(self, adapter: EngineAdapter, to: Address, changes: Changes) -> HttpRequest:
         """The request of a leg. Long ones are written in slices, between which others have their turn."""
 
+    def settle(self) -> None:
+        """The client has output: it is not written again, and what it was written from need not be kept."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class TokenRequest:
     """Token ids to be continued: the client's own words are those of no engine."""
 
@@ -111,3 +114,7 @@ class TokenRequest:
     async def write(self, adapter: EngineAdapter, to: Address, changes: Changes) -> HttpRequest:
         """See `ClientRequest`."""
         return await adapter.completion(to, memoryview(self.token_ids).cast("I"), self.parameters, changes)
+
+    def settle(self) -> None:
+        """See `ClientRequest`."""
+        self.token_ids = b""

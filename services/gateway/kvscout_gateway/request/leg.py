@@ -175,6 +175,12 @@ class Leg:
         assert self._call is not None
         self._relayed = answer
         dialect = request.dialect(self.adapter)
+
+        def begins() -> None:
+            self.first_output()
+            request.settle()
+            self.wish.prompt.settle()
+
         try:
             await self._call.relay(
                 answer,
@@ -182,7 +188,7 @@ class Leg:
                 request.form,
                 dialect=dialect,
                 max_tokens=request.max_tokens,
-                on_first_output=self.first_output,
+                on_first_output=begins,
             )
         except SinkStalled as error:
             seconds = self._means.engines.client_write_seconds

@@ -35,6 +35,10 @@ class Prompt:
     unknown: str = ""
     """Why neither tokens nor hashes are known, and the length is an estimate: it is placed by load alone."""
 
+    def settle(self) -> None:
+        """It is not placed again: only its length is still of interest."""
+        self.token_ids = self.given_hashes = b""
+
 
 def geometries(workers: Iterable[WorkerSpec]) -> tuple[Geometry, ...]:
     """The distinct geometries of a model's workers, the commonest first: one hashing pass each."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvscout_common.errors import KvscoutError
@@ -18,6 +19,16 @@ log = logging.getLogger("kvscout.gateway")
 
 SECONDS: Final = 10.0
 """Longest wait for an engine: nobody waits for the comparison."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Of a request that is being answered: what of its tokens is compared afterwards."""
+
+    model: tuple[str, str]
+    count: int
+    all_of_them: tuple[bytes, Mapping[str, Any]] | None
+    """Our tokens, and what /tokenize is asked for the engine's; None = only their number is compared."""
 
 
 class EngineComparison:
@@ -38,31 +49,39 @@ class EngineComparison:
         self._headers = headers
         self._running: asyncio.Task[None] | None = None
 
-    def compare(
-        self,
-        model: tuple[str, str],
-        tokens: PromptTokens,
-        endpoint: str,
-        body: Callable[[], Mapping[str, Any]],
-        *,
-        prompt_tokens: int | None,
-    ) -> None:
-        """Compares one request's, if they are of a tokenizer here. Returns at once.
+    def begin(
+        self, model: tuple[str, str], tokens: PromptTokens, body: Callable[[], Mapping[str, Any]]
+    ) -> Compared | None:
+        """What there will be to compare when a request was answered; None = nothing, no tokenizer here made its tokens.
 
         Args:
             model: Tenant and model.
             tokens: Ours.
-            endpoint: The engine that ran it.
             body: What /tokenize is asked for the same.
+        """
+        if not _ours(tokens):
+            return None
+        all_of_them = None
+        if self._parity.due() and self._running is None:
+            try:
+                all_of_them = tokens.token_ids, body()
+            except NotText as error:
+                log.debug("tokens of %s not compared: %s", model, error)
+        return Compared(model, len(tokens), all_of_them)
+
+    def end(self, compared: Compared, endpoint: str, *, prompt_tokens: int | None) -> None:
+        """Compares. Returns at once.
+
+        Args:
+            compared: What.
+            endpoint: The engine that ran it.
             prompt_tokens: The engine's number of tokens, if it told.
         """
-        self.compare_lengths(model, tokens, prompt_tokens)
-        if not _ours(tokens):
-            return
-        if self._parity.due() and self._running is None:
-            self._running = asyncio.create_task(
-                self._all(model, tokens.token_ids, Tokenizing(endpoint, self._headers()), body)
-            )
+        if prompt_tokens is not None:
+            self._parity.lengths(*compared.model, compared.count, prompt_tokens)
+        if compared.all_of_them is not None and self._running is None:
+            engine = Tokenizing(endpoint, self._headers())
+            self._running = asyncio.create_task(self._all(compared.model, *compared.all_of_them, engine))
             self._running.add_done_callback(self._ended)
 
     def compare_lengths(self, model: tuple[str, str], tokens: PromptTokens, prompt_tokens: int | None) -> None:
@@ -76,13 +95,11 @@ class EngineComparison:
             self._running.cancel()
             await asyncio.wait([self._running])
 
-    async def _all(
-        self, model: tuple[str, str], ours: bytes, engine: Tokenizing, body: Callable[[], Mapping[str, Any]]
-    ) -> None:
+    async def _all(self, model: tuple[str, str], ours: bytes, body: Mapping[str, Any], engine: Tokenizing) -> None:
         try:
             async with asyncio.timeout(SECONDS):
-                theirs = await self._engine.ask(engine, json.dumps(body()))
-        except (KvscoutError, NotText, TimeoutError) as error:
+                theirs = await self._engine.ask(engine, json.dumps(body))
+        except (KvscoutError, TimeoutError) as error:
             log.debug("tokens of %s not compared: %s", model, error)
             return
         self._parity.tokens(*model, ours, theirs)

@@ -22,6 +22,8 @@ async def generate(
     """Answers one call: bytes are written to its context, no piece of output becomes an object on its way."""
     wish = translate.generate_wish(request, config.max_prompt_tokens)
     parameters = translate.engine_parameters(request)
+    # A prompt is long, and an answer may take minutes.
+    del request
     with_logprobs = "logprobs" in parameters
     asked = TokenRequest(wish.prompt.token_ids, parameters, Form.BYTES if with_logprobs else Form.PIECES)
     with exchanges.begin(wish) as exchange, about_request(exchange.request_id):

@@ -91,11 +91,11 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         placement = await self._gateway.routing.place_elsewhere(wish)
         return translate.route_response(placement)
 
-    async def Generate(  # type: ignore[override]  # writes bytes to the context instead of yielding messages
+    def Generate(  # type: ignore[override]  # writes bytes to the context instead of yielding messages
         self, request: gateway_pb2.GenerateRequest, context: Any
-    ) -> None:
+    ) -> Awaitable[None]:
         self._gateway.require_deciding()
-        await generate(self._gateway.exchanges, self._gateway.config, request, context)
+        return generate(self._gateway.exchanges, self._gateway.config, request, context)
 
     async def MarkPrefillComplete(
         self, request: scheduler_pb2.MarkPrefillCompleteRequest, context: Any

@@ -52,6 +52,10 @@ class JsonBody:
         """The value of a field."""
         return self.fields.get(name, default)
 
+    def settle(self) -> None:
+        """Nothing is asked of it any more."""
+        self._data, self.fields, self._places = b"", {}, {}
+
     @property
     def size(self) -> int:
         """Bytes of it."""

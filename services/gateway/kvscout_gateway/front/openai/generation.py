@@ -85,6 +85,10 @@ class OpenAiRequest:
             body=self._body.changed({**own, **changes}),
         )
 
+    def settle(self) -> None:
+        """See `ClientRequest`."""
+        self._body.settle()
+
 
 class Client:
     """See `Reply`: an HTTP client that waits for an answer."""
@@ -175,9 +179,14 @@ class Generation:
             InvalidArgument: It names no model.
             SinkGone: Its client has gone.
         """
-        gateway, fields, tenant, model = self._gateway, body.fields, caller.tenant, model_of(body.fields)
-        tokens = await tokens_of(gateway, call.path, fields, size=body.size, tenant=tenant, model=model)
-        wish = wish_of(gateway, fields, tokens, tenant=tenant, model=model)
+        gateway, tenant, model = self._gateway, caller.tenant, model_of(body.fields)
+        tokens = await tokens_of(gateway, call.path, body.fields, size=body.size, tenant=tenant, model=model)
+        wish = wish_of(gateway, body.fields, tokens, tenant=tenant, model=model)
+        compared = gateway.tokens.comparison.begin(
+            (tenant, model), tokens, lambda: (chat_body if call.path == CHAT else completion_body)(body.fields)
+        )
+        # What is known of a prompt is much, and an answer may take minutes.
+        del tokens
         request = OpenAiRequest(call, body, with_key=self._passes_keys())
         client = Client(call, at_once=request.at_once)
         client.request_id = header(call.headers, REQUEST_ID_HEADER.lower()) or wish.request_id
@@ -191,14 +200,10 @@ class Generation:
                 tracing.current().failed(error)
                 await client.fail(error)
                 return
-        if client.placement is not None:
+        if compared is not None and client.placement is not None:
             told = client.usage.get("prompt_tokens")
-            self._gateway.tokens.comparison.compare(
-                (wish.tenant, model),
-                tokens,
-                client.placement.endpoint,
-                lambda: chat_body(body.fields) if call.path == CHAT else completion_body(body.fields),
-                prompt_tokens=told if isinstance(told, int) else None,
+            gateway.tokens.comparison.end(
+                compared, client.placement.endpoint, prompt_tokens=told if isinstance(told, int) else None
             )
 
     async def _run(self, wish: Wish, session: str, request: OpenAiRequest, client: Client) -> None:
