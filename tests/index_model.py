@@ -56,6 +56,8 @@ class ModelWorker:
     window_prefixes: dict[int, Prefix] = field(default_factory=dict)
     """Of those but what the batch stored that is being applied."""
     predicted: dict[Prefix, float] = field(default_factory=dict)
+    incomplete: bool = False
+    """A limit kept something out."""
     _held: dict[Prefix, Tier] | None = None
 
     def known(self, engine_hash: int) -> Prefix | None:
@@ -242,6 +244,8 @@ class IndexModel:
             for h in event.engine_hashes:
                 if h in w.window_copies or len(w.window_copies) < self._most_window_blocks:
                     w.add_to(w.window_copies.setdefault(h, Counter()), event.group, event.tier)
+                else:
+                    w.incomplete = True
 
     def _remove(self, w: ModelWorker, h: int, event: Removed) -> None:
         if event.group in w.windows and w.window_copies.get(h, Counter())[event.group, event.tier]:
@@ -370,6 +374,7 @@ class IndexModel:
             orphans=orphans,
             windows=tuple(sorted(w.windows.values())),
             window_blocks=windows,
+            incomplete=w.incomplete,
         )
 
     def memberships(self) -> int:

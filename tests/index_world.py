@@ -49,8 +49,6 @@ class World:
         self.max_blocks = rng.choice([8, 24]) if rng.random() < 0.15 else 0
         names = rng.sample(sorted(factories), 1) if self.max_blocks else sorted(factories)
         self.factories = {name: factories[name] for name in names}
-        self.indexes = self.fresh()
-        self.model = IndexModel(self.max_blocks or WINDOW_LIMIT)
         self.options: dict[WorkerRank, WorkerOptions] = {}
         self.now = 0.0
         self.steps = 0
@@ -62,6 +60,10 @@ class World:
         self.window_blocks = rng.choice([BLOCK_SIZE, BLOCK_SIZE, 2 * BLOCK_SIZE])
         self.alone = windows and rng.random() < 0.2
         """No worker has full attention."""
+        self.window_limit = rng.choice([3, 6]) if self.alone and rng.random() < 0.5 else 0
+        """What `max_blocks` bounds where all are in windows: what comes above is left out, and said to be."""
+        self.indexes = self.fresh()
+        self.model = IndexModel(self.window_limit or self.max_blocks or WINDOW_LIMIT)
         self.strange_hashes = rng.random() < 0.5 and not self.max_blocks
         self.was_full = False
         """The bound had something to drop."""
@@ -72,7 +74,8 @@ class World:
 
     def fresh(self) -> dict[str, BlockIndex]:
         """Empty indexes."""
-        return {name: make(BLOCK_SIZE, max_blocks=self.max_blocks) for name, make in self.factories.items()}
+        most = self.max_blocks or self.window_limit
+        return {name: make(BLOCK_SIZE, max_blocks=most) for name, make in self.factories.items()}
 
     @property
     def any_index(self) -> BlockIndex:
@@ -245,6 +248,7 @@ class World:
                 assert all(
                     low <= exact for rank in early for low, exact in zip(early[rank], expected[rank], strict=True)
                 ), f"early_exit gives lower bounds: {name} {early}, model {expected}"
+        incomplete = {rank for rank, w in self.model.workers.items() if w.incomplete}
         expected_dump = self.model.dump(worker) if worker in self.model.workers else None
         first = self.any_index
         for name, index in self.indexes.items():
@@ -252,6 +256,7 @@ class World:
             shown = None if dump is None else replace(dump, epoch=0, last_event_id=None)
             assert shown == expected_dump, f"dump of {worker}: {name} {shown}, model {expected_dump}"
             assert index.cursor(worker) == first.cursor(worker)
+            assert index.incomplete() == incomplete, f"limits kept out: {name} {index.incomplete()}, model {incomplete}"
             ours, theirs = index.worker_stats(worker), first.worker_stats(worker)
             assert ours == theirs, f"counters of {worker}: {name} {ours}, {theirs}"
             stats = index.stats()

@@ -111,9 +111,10 @@ class BlockIndex:
     def maintain(self, now: float, budget: int) -> bool: ...
     def workers(self) -> list[_Name]: ...
     def cursor(self, worker: _Name) -> tuple[int, int | None] | None: ...
-    def worker_stats(self, worker: _Name) -> tuple[int, int, int, int, int, int, int, list[int], bool, str, list[int]] | None:
+    def worker_stats(self, worker: _Name) -> tuple[int, int, int, int, int, int, int, list[int], bool, bool, str, list[int]] | None:
         """The fields of `WorkerStats`; `ignored` in the order of `Ignored`."""
 
+    def incomplete(self) -> list[_Name]: ...
     def stats(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
         """The fields of `IndexStats`."""
 
@@ -139,6 +140,7 @@ class Cut:
             str,
             list[tuple[int, int, int]],
             list[tuple[int, int, list[_Copies]]],
+            bool,
         ]
         | None
     ):
@@ -171,6 +173,7 @@ class Loading:
         incompatible: str,
         windows: Sequence[tuple[int, int, int]],
         window_blocks: Sequence[tuple[int, int, Sequence[_Copies]]],
+        incomplete: bool,
     ) -> Loading: ...
     @staticmethod
     def of_messages(index: BlockIndex, messages: Sequence[bytes]) -> Loading:

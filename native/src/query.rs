@@ -219,15 +219,22 @@ impl Queries {
 
 fn search(pool: &Pool, prompt: &mut impl Prompt, early_exit: bool, now: f64, answer: &mut Writer) {
     let blocks = prompt.len() as u64;
-    pool.index.find(prompt, now, early_exit, |rows, name| {
-        let rows: Vec<(WorkerRank, &Row)> =
-            rows.iter().filter_map(|row| name(row.worker).map(|rank| (rank, row))).collect();
+    pool.index.find(prompt, now, early_exit, |rows, directory| {
+        let rows: Vec<(WorkerRank, &Row)> = rows
+            .iter()
+            .filter_map(|row| directory.name(row.worker).cloned().map(|rank| (rank, row)))
+            .collect();
         answer.bytes(1, overlaps(&rows).as_bytes());
         answer.varint(2, blocks);
         answer.varint(3, u64::from(pool.block_size));
-        answer.varint(4, u64::from(early_exit || !pool.incomplete.is_empty()));
-        if !pool.incomplete.is_empty() {
-            let incomplete = rows.iter().enumerate().filter(|(_, (rank, _))| pool.incomplete.contains(rank));
+        let limited = directory.incomplete();
+        let all_complete = pool.incomplete.is_empty() && limited.is_empty();
+        answer.varint(4, u64::from(early_exit || !all_complete));
+        if !all_complete {
+            let incomplete = rows
+                .iter()
+                .enumerate()
+                .filter(|(_, (rank, row))| pool.incomplete.contains(rank) || limited.contains(&row.worker));
             answer.packed(5, incomplete.map(|(place, _)| place as u64));
         }
     });

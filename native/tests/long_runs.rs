@@ -122,10 +122,13 @@ fn long_branching_prompts_agree_with_a_model() {
                 .filter(|&(_, blocks)| blocks > 0)
                 .map(|(worker, blocks)| (NAMES[worker].to_owned(), blocks as u32))
                 .collect();
-            let mut found: Vec<(String, u32)> = index.find(&mut &prompt[..], 0.0, false, |rows, names| {
-                let id = |handle| names(handle).map_or_else(String::new, |name| name.worker_id.to_string());
-                rows.iter().map(|row| (id(row.worker), row.blocks[0])).collect()
-            });
+            let mut found: Vec<(String, u32)> =
+                index.find(&mut &prompt[..], 0.0, false, |rows, directory| {
+                    let id = |handle| {
+                        directory.name(handle).map_or_else(String::new, |name| name.worker_id.to_string())
+                    };
+                    rows.iter().map(|row| (id(row.worker), row.blocks[0])).collect()
+                });
             expected.sort();
             found.sort();
             assert_eq!(found, expected, "KVSCOUT_TEST_SEED={seed}, step {step}");

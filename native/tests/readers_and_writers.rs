@@ -47,10 +47,10 @@ fn queries_during_writes_see_no_more_than_was_held() {
         let reader = || {
             let mut queries = 0_u64;
             while !done.load(Ordering::Relaxed) || queries < 100 {
-                index.find(&mut &prompt[..], 0.0, false, |rows, names| {
+                index.find(&mut &prompt[..], 0.0, false, |rows, directory| {
                     let of = |worker: &str| {
                         let is = |row: &&kvscout_native::index::Row| {
-                            names(row.worker).is_some_and(|name| &*name.worker_id == worker)
+                            directory.name(row.worker).is_some_and(|name| &*name.worker_id == worker)
                         };
                         rows.iter().find(is).map_or(0, |row| row.blocks[0])
                     };

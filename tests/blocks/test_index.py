@@ -10,6 +10,7 @@ import msgpack
 import pytest
 from index_scenarios import IndexFactory, settle
 
+from kvscout.v1.events_pb2 import KvEventBatch
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
 from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
@@ -24,9 +25,10 @@ from kvscout_blocks.index.block_index import (
     BlockIndex,
     WorkerOptions,
 )
+from kvscout_blocks.index.native import state_messages
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.hashing import block_hashes
-from kvscout_common.worker import WorkerRank
+from kvscout_common.worker import PoolKey, WorkerRank
 
 W0 = WorkerRank("w0", 0)
 W1 = WorkerRank("w1", 0)
@@ -207,9 +209,71 @@ def test_orphans_are_bounded_and_the_dropped_ones_are_counted(index_factory: Ind
     stats = index.stats()
     assert stats.orphans == ORPHAN_LIMIT
     assert ignored(index, Ignored.ORPHAN_LIMIT) == 10
+    assert index.incomplete() == {W0}
     apply(index, run(5))
     assert index.stats().orphans == 0
     assert index.stats().memberships == ORPHAN_LIMIT + 1
+
+
+def refuse(index: BlockIndex, worker: WorkerRank = W0) -> None:
+    """Has a limit keep a block of a worker out."""
+    first = 10**6
+    names = range(first, first + TWIN_LIMIT + 1)
+    apply(index, *(Stored((name,), local_hashes=(first,)) for name in names), worker=worker)
+
+
+def incomplete_state(index: BlockIndex) -> bool:
+    """What the messages of a worker's state say of its history."""
+    pool = PoolKey("t", "m", 4, False)
+    messages = state_messages(index, W0, pool, history_incomplete=False, epoch=1)
+    (told,) = {KvEventBatch.FromString(message).events[0].state.history_incomplete for message in messages}
+    return told
+
+
+def test_a_worker_of_which_a_limit_kept_blocks_out_is_incomplete_until_it_is_emptied(
+    index_factory: IndexFactory,
+) -> None:
+    index = new(index_factory, W0, W1)
+    apply(index, run(1, 2), Stored((1,), local_hashes=(7,)), worker=W1)
+    assert ignored(index, Ignored.HASH_CONFLICT, W1) == 1
+    assert (index.incomplete(), incomplete_state(index)) == (frozenset(), False)
+    ends = (
+        lambda: apply(index, Cleared()),
+        lambda: index.reset(W0),
+        lambda: index.remove_worker("w0"),
+        lambda: index.load(WorkerDump(W0)),
+    )
+    for end in ends:
+        index.add_worker(W0, WorkerOptions())
+        refuse(index)
+        index.demote(W0, ttl_seconds=1, now=0.0)
+        stats = index.worker_stats(W0)
+        assert stats is not None
+        assert stats.incomplete
+        assert (index.incomplete(), incomplete_state(index)) == (frozenset((W0,)), True)
+        index.check_invariants()
+        end()
+        assert index.incomplete() == frozenset()
+        index.check_invariants()
+
+
+def test_a_dump_says_that_a_limit_kept_blocks_out(index_factory: IndexFactory) -> None:
+    index, other = new(index_factory), new(index_factory)
+    refuse(index)
+    dump = index.dump(W0)
+    assert dump is not None
+    assert dump.incomplete
+    other.load(dump)
+    assert (other.incomplete(), other.dump(W0)) == (frozenset((W0,)), dump)
+    other.check_invariants()
+
+
+def test_what_the_bound_drops_leaves_no_worker_incomplete(index_factory: IndexFactory) -> None:
+    index = new(index_factory, max_blocks=8)
+    for number in range(0, 40, 4):
+        apply(index, run(*range(number, number + 4)))
+    assert index.stats().evicted
+    assert index.incomplete() == frozenset()
 
 
 def test_cache_groups_are_bounded(index_factory: IndexFactory) -> None:
@@ -677,5 +741,6 @@ def test_a_batch_has_so_many_blocks_at_most_and_further_events_are_counted(index
     assert ignored(index, Ignored.BATCH_LIMIT) == 3
     assert ignored(index, Ignored.UNKNOWN_REMOVED) == BATCH_LIMIT
     assert device(index, 1) == {}
+    assert index.incomplete() == {W0}
     apply(index, run(5))
     assert device(index, 5) == {W0: 1}

@@ -16,6 +16,7 @@ from indexer_client import BLOCK_SIZE, local_indexer
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.bytes.events import EventBatch, Stored, Tier
+from kvscout_blocks.index.block_index import TWIN_LIMIT
 from kvscout_common.channel import call
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
 from kvscout_common.hashing import block_hashes, native_available
@@ -107,6 +108,10 @@ async def test_random_requests_get_the_plain_path_s_bytes_or_are_left_to_it(inde
     register(indexer, "gone", model="gone")
     indexer.registry.remove("default", "gone")
     indexer.pools.set_incomplete(specs[1].pool, specs[1].ranks[0], True)
+    # A limit keeps one more name of a block out.
+    for spec in (specs[2], specs[-1]):
+        twins = tuple(Stored((name,), local_hashes=(9,)) for name in range(10**6, 10**6 + TWIN_LIMIT + 1))
+        indexer.pools.of(spec).apply(spec.ranks[0], EventBatch(twins))
     servicer = servicer_of(indexer)
     assert indexer.queries is not None
     native = 0

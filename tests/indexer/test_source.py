@@ -18,6 +18,7 @@ from vllm_publisher import vllm_publisher
 from kvscout.v1 import indexer_pb2
 from kvscout.v1.types_pb2 import GetStatusRequest
 from kvscout.v1.workers_pb2 import EventEndpoint, RegisterWorkerRequest, Worker
+from kvscout_blocks.index.block_index import TWIN_LIMIT
 from kvscout_blocks.source import subscriber
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.indexer import MAX_RECOVERIES
@@ -226,6 +227,24 @@ async def test_a_block_stored_below_a_prediction_is_found_again(client: IndexerC
     await client.until_applied(3)
     assert list((await client.matches(prompt(4))).overlaps.predicted_blocks) == [3]
     assert list((await client.matches(prompt(4))).overlaps.device_blocks) == [0]
+
+
+async def test_blocks_that_a_limit_kept_out_make_the_answer_a_lower_bound_until_the_cache_is_cleared(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    await connect(client, engine)
+    await engine.publish(*(batch(stored([name], prompt(1))) for name in range(1, TWIN_LIMIT + 1)))
+    await client.until_applied(TWIN_LIMIT - 1)
+    assert not (await client.matches(prompt(1))).lower_bound
+    await engine.publish(batch(stored([99], prompt(1))))
+    status = await client.until_applied(TWIN_LIMIT)
+    assert (status.state, status.reason) == (INCOMPLETE, "a limit of the index left blocks out: twin_limit 1")
+    found = await client.matches(prompt(1))
+    assert (list(found.overlaps.device_blocks), found.lower_bound, list(found.incomplete_rows)) == ([1], True, [0])
+    await engine.publish(batch(CLEARED), batch(stored([8], prompt(1))))
+    status = await client.until_applied(TWIN_LIMIT + 2)
+    found = await client.matches(prompt(1))
+    assert (status.state, found.lower_bound, list(found.incomplete_rows)) == (LIVE, False, [])
 
 
 async def test_a_cleared_cache_ends_incomplete_history(client: IndexerClient, mute: RecordedEngine) -> None:

@@ -48,6 +48,16 @@ class Ignored(StrEnum):
     UNKNOWN_REMOVED = "unknown_removed"
     """Removal of a copy that is not known; in blocks."""
 
+    @property
+    def is_limit(self) -> bool:
+        """Whether a limit of the index kept out what the worker said: it may have more than is found."""
+        return self in _LIMITS
+
+
+_LIMITS = frozenset(
+    (Ignored.ORPHAN_LIMIT, Ignored.TWIN_LIMIT, Ignored.INDEX_FULL, Ignored.WINDOW_LIMIT, Ignored.BATCH_LIMIT)
+)
+
 
 def judge_content(event: Stored, block_size: int, eagle: bool, adapters: Mapping[int, str]) -> Ignored | None:
     """Why an event that has tokens or local hashes cannot be indexed, in the order of `Ignored`.

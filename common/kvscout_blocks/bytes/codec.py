@@ -75,7 +75,7 @@ def encode_dump(
         following = next(chunks, None)
         current.index = index
         current.last = following is None
-        current.history_incomplete = history_incomplete
+        current.history_incomplete = history_incomplete or dump.incomplete
         if index == 0:
             current.incompatible = dump.incompatible
             current.groups.extend(

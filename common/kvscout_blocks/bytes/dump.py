@@ -83,3 +83,5 @@ class WorkerDump:
     """Which groups have a sliding window, sorted."""
     window_blocks: tuple[DumpedWindowBlock, ...] = ()
     """What they hold, sorted by engine hash."""
+    incomplete: bool = False
+    """A limit of the index kept some of the worker's blocks out; in messages it is `history_incomplete`."""

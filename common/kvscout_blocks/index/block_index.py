@@ -178,6 +178,8 @@ class WorkerStats:
     """Groups that are neither full attention nor known to have a sliding window: overlaps may be too long by what these
     lack."""
     over_capacity: bool
+    incomplete: bool
+    """A limit kept something out since the worker was empty; see `BlockIndex.incomplete`."""
     incompatible: str
     """Why the worker is not indexed; "" if it is."""
     ignored: Mapping[Ignored, int]
@@ -329,6 +331,14 @@ class BlockIndex(Protocol):
                 windows takes, too. None: all.
 
         At most O(blocks · workers/64 + rows). Changes no answer (it marks blocks as used, for the bound).
+        """
+        ...
+
+    def incomplete(self) -> frozenset[WorkerRank]:
+        """The worker ranks that may have more than is found, since a limit kept something of them out (`Ignored`).
+
+        Until nothing is held of them (Cleared, reset, removal), or a dump takes the place of what is. What the
+        `max_blocks` bound took out is no part of this: that comes back.
         """
         ...
 

@@ -106,6 +106,8 @@ class Holdings:
         """Engine hashes of each node in the order in which they were bound: bound ones and demoted ones."""
         self.names_gone: dict[Node, int] = {}
         """Node → the engine hash that was bound there until the event in hand removed it."""
+        self.incomplete = False
+        """A limit kept something out."""
         self.refused_twins = 0
         """Blocks that were not bound because theirs had too many engine hashes."""
         self.orphans: dict[int, Orphan] = {}

@@ -128,6 +128,10 @@ class NativeIndex:
         """See `BlockIndex.find_matches`."""
         return Overlaps._make(self._index.find_matches(block_hashes, now, early_exit, usable))
 
+    def incomplete(self) -> frozenset[WorkerRank]:
+        """See `BlockIndex.incomplete`."""
+        return frozenset(WorkerRank(*worker) for worker in self._index.incomplete())
+
     def maintain(self, *, now: float, budget: int = 4096) -> bool:
         """See `BlockIndex.maintain`."""
         return self._index.maintain(now, budget)
@@ -160,6 +164,7 @@ class NativeIndex:
                 dump.incompatible,
                 dump.windows,
                 dump.window_blocks,
+                dump.incomplete,
             )
         )
 
@@ -254,7 +259,7 @@ class NativeCut:
         dump = self._cut.dump()
         if dump is None:
             return None
-        epoch, last_event_id, groups, blocks, orphans, incompatible, windows, window_blocks = dump
+        epoch, last_event_id, groups, blocks, orphans, incompatible, windows, window_blocks, incomplete = dump
         return WorkerDump(
             self._worker,
             epoch,
@@ -268,6 +273,7 @@ class NativeCut:
                 DumpedWindowBlock(engine, sequence_hash, _copies(copies))
                 for engine, sequence_hash, copies in window_blocks
             ),
+            incomplete,
         )
 
     def messages(self, pool: PoolKey, *, history_incomplete: bool, epoch: int | None = None) -> list[bytes] | None:

@@ -74,6 +74,12 @@ class _Worker:
         self.incompatible = ""
         self.ignored: Counter[Ignored] = Counter()
 
+    def ignore(self, reason: Ignored, number: int = 1) -> None:
+        """Counts what was not indexed."""
+        if number:
+            self.ignored[reason] += number
+            self.holdings.incomplete |= reason.is_limit
+
     @property
     def over_capacity(self) -> bool:
         """Whether there are more device copies than the device has room for."""
@@ -327,11 +333,11 @@ class ReferenceIndex:
                 continue
             blocks = len(event.engine_hashes)
             if filled + blocks > BATCH_LIMIT:
-                known.ignored[Ignored.BATCH_LIMIT] += blocks
+                known.ignore(Ignored.BATCH_LIMIT, blocks)
                 continue
             filled += blocks
             if known.incompatible:
-                known.ignored[Ignored.INCOMPATIBLE] += 1
+                known.ignore(Ignored.INCOMPATIBLE)
             elif isinstance(event, Stored):
                 self._stored(worker, known, event)
             else:
@@ -359,7 +365,7 @@ class ReferenceIndex:
                 )
                 self._renew(worker, known)
             if verdict is not None:
-                known.ignored[verdict] += 1
+                known.ignore(verdict)
                 return
             self._store_chain(known, event, local_hashes_of(event, self._block_size, self._eagle, adapters))
 
@@ -368,12 +374,11 @@ class ReferenceIndex:
         holdings = known.holdings
         windows = WindowGroups(self._block_size) if holdings.windows is None else holdings.windows
         if known.groups.get(event.group) is not False or not windows.learn(event):
-            known.ignored[Ignored.SKIPPED_GROUP] += 1
+            known.ignore(Ignored.SKIPPED_GROUP)
             return
         holdings.windows = windows
         refused = windows.store(event, known.options.copies, self._max_blocks or WINDOW_LIMIT)
-        if refused:
-            known.ignored[Ignored.WINDOW_LIMIT] += refused
+        known.ignore(Ignored.WINDOW_LIMIT, refused)
 
     def _settle_windows(self, known: _Worker, batch: EventBatch) -> None:
         """Finds the prefixes of what a batch stored in groups with a window."""
@@ -397,8 +402,7 @@ class ReferenceIndex:
                     yield event.parent, event.engine_hashes, local_hashes_of(event, *rules)
 
         unknown = windows.settle(sequence_hash_of, chains)
-        if unknown:
-            known.ignored[Ignored.UNKNOWN_MOVED] += unknown
+        known.ignore(Ignored.UNKNOWN_MOVED, unknown)
 
     def _store_chain(self, known: _Worker, event: Stored, local_hashes: Sequence[int]) -> None:
         """Stores an event's blocks below their parent, or as orphans if it is unknown."""
@@ -419,9 +423,8 @@ class ReferenceIndex:
             if holdings.store(engine_hash, above, at, mode):
                 self._predictions.cancel(holdings, above)
             elif holdings.refused_twins == refused:
-                known.ignored[Ignored.HASH_CONFLICT] += 1
-        if holdings.refused_twins > refused_before:
-            known.ignored[Ignored.TWIN_LIMIT] += holdings.refused_twins - refused_before
+                known.ignore(Ignored.HASH_CONFLICT)
+        known.ignore(Ignored.TWIN_LIMIT, holdings.refused_twins - refused_before)
         self._tree.touch(above)
         self._tree.prune(above)
 
@@ -433,11 +436,11 @@ class ReferenceIndex:
         for position, (engine_hash, local) in enumerate(zip(event.engine_hashes, local_hashes, strict=True)):
             rest = len(local_hashes) - position
             if not holdings.can_wait(engine_hash):
-                known.ignored[Ignored.ORPHAN_LIMIT] += rest
+                known.ignore(Ignored.ORPHAN_LIMIT, rest)
                 return
             if not holdings.store_orphan(engine_hash, parent, local, at, mode):
                 # What follows hangs below a block that this event contradicts.
-                known.ignored[Ignored.HASH_CONFLICT] += rest
+                known.ignore(Ignored.HASH_CONFLICT, rest)
                 return
             parent = engine_hash
 
@@ -451,7 +454,7 @@ class ReferenceIndex:
                 back = replace(event, engine_hashes=(engine_hash,), parent=ghost.parent)
                 self._store_chain(known, back, (ghost.local,))
             elif not holdings.move(engine_hash, (event.group, event.tier), known.options.copies):
-                known.ignored[Ignored.UNKNOWN_MOVED] += 1
+                known.ignore(Ignored.UNKNOWN_MOVED)
             elif holdings.predictions:
                 self._cancel_prediction(holdings, engine_hash)
 
@@ -459,15 +462,15 @@ class ReferenceIndex:
         holdings = known.holdings
         if known.groups.get(event.group) is False:
             if holdings.windows is None or event.group not in holdings.windows.groups:
-                known.ignored[Ignored.SKIPPED_GROUP] += 1
+                known.ignore(Ignored.SKIPPED_GROUP)
             elif unknown := holdings.windows.remove(event):
-                known.ignored[Ignored.UNKNOWN_REMOVED] += unknown
+                known.ignore(Ignored.UNKNOWN_REMOVED, unknown)
             return
         for engine_hash in event.engine_hashes:
             if holdings.predictions:
                 self._cancel_prediction(holdings, engine_hash)
             if not holdings.remove(engine_hash, (event.group, event.tier)) and not holdings.retire_demoted(engine_hash):
-                known.ignored[Ignored.UNKNOWN_REMOVED] += 1
+                known.ignore(Ignored.UNKNOWN_REMOVED)
         holdings.names_gone.clear()
 
     def _cancel_prediction(self, holdings: Holdings, engine_hash: int) -> None:
@@ -503,6 +506,10 @@ class ReferenceIndex:
         found = [(slot, row) for slot, row in sorted(rows.items()) if any(row)]
         owners = tuple(owner for owner in (self._owners[slot] for slot, _ in found) if owner is not None)
         return Overlaps(owners, *zip(*(row for _, row in found), strict=True)) if found else Overlaps()
+
+    def incomplete(self) -> frozenset[WorkerRank]:
+        """See `BlockIndex.incomplete`."""
+        return frozenset(worker for worker, known in self._workers.items() if known.holdings.incomplete)
 
     def _contents(self) -> Iterator[Holdings]:
         return (known.holdings for known in self._workers.values())
@@ -548,6 +555,7 @@ class ReferenceIndex:
             known.last_event_id,
             tuple(sorted(known.groups.items())),
             incompatible=known.incompatible,
+            incomplete=known.holdings.incomplete,
         )
         return ReferenceCut(head, known.holdings)
 
@@ -580,6 +588,7 @@ class ReferenceIndex:
         holdings = self._new_holdings(None)
         aside.append(holdings)
         holdings.set_full_groups(tuple(sorted(group for group, full in dump.groups if full)))
+        holdings.incomplete = dump.incomplete
         if dump.windows:
             holdings.windows = WindowGroups(self._block_size, dump.windows)
         for _ in state_dump.load_holdings(holdings, dump):
@@ -627,6 +636,7 @@ class ReferenceIndex:
                 if not full and (holdings.windows is None or group not in holdings.windows.groups)
             ],
             over_capacity=known.over_capacity,
+            incomplete=holdings.incomplete,
             incompatible=known.incompatible,
             ignored=dict(known.ignored),
         )

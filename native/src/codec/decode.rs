@@ -305,6 +305,8 @@ impl Reading {
             windows,
             window_blocks,
             incompatible,
+            // Whoever loads it is told by `history_incomplete`.
+            incomplete: false,
         };
         Ok(Dumped { identity, dump, history_incomplete: self.history_incomplete })
     }

@@ -178,7 +178,7 @@ fn message(
     for part in [chunk.runs, chunk.further, chunk.orphans] {
         state.append(&part);
     }
-    state.varint(7, u64::from(history_incomplete));
+    state.varint(7, u64::from(history_incomplete || dump.incomplete));
     if index == 0 {
         state.string(8, &dump.incompatible);
     }

@@ -35,6 +35,14 @@ pub enum Ignored {
     UnknownRemoved,
 }
 
+impl Ignored {
+    /// Whether a limit of the index kept out what the worker said: it may have more than is found.
+    fn is_limit(self) -> bool {
+        use Ignored::{BatchLimit, IndexFull, OrphanLimit, TwinLimit, WindowLimit};
+        matches!(self, OrphanLimit | TwinLimit | IndexFull | WindowLimit | BatchLimit)
+    }
+}
+
 /// Number of reasons.
 pub const IGNORED: usize = 14;
 
@@ -69,11 +77,11 @@ impl Index {
             match event {
                 Event::Cleared => self.renew(state, worker),
                 _ if filled + blocks > BATCH_LIMIT => {
-                    count(state, worker, Ignored::BatchLimit, blocks as u64);
+                    self.count(state, worker, Ignored::BatchLimit, blocks as u64);
                     continue;
                 }
                 _ if !state.ranks[worker].incompatible.is_empty() => {
-                    count(state, worker, Ignored::Incompatible, 1)
+                    self.count(state, worker, Ignored::Incompatible, 1)
                 }
                 Event::Stored(stored) => self.stored(state, worker, batch, stored),
                 Event::Removed(removed) => self.removed(state, worker, batch, removed),
@@ -84,7 +92,7 @@ impl Index {
             filled += blocks;
         }
         let unknown = self.settle_windows(state, worker, batch);
-        count(state, worker, Ignored::UnknownMoved, unknown);
+        self.count(state, worker, Ignored::UnknownMoved, unknown);
         let restored = std::mem::take(&mut state.ledger.restored);
         self.enforce_bound(state, filled + restored);
         self.drain(state, DRAINED_BY_APPLY);
@@ -120,8 +128,8 @@ impl Index {
         let full_groups = state.ledger.worker(slot).full_groups.len();
         if !state.ledger.learn_group(slot, event.group, event.full_attention, GROUP_LIMIT) {
             match self.window_stored(state, worker, batch, event) {
-                Some(refused) => count(state, worker, Ignored::WindowLimit, refused),
-                None => count(state, worker, Ignored::SkippedGroup, 1),
+                Some(refused) => self.count(state, worker, Ignored::WindowLimit, refused),
+                None => self.count(state, worker, Ignored::SkippedGroup, 1),
             }
             return;
         }
@@ -133,8 +141,8 @@ impl Index {
             self.open_level(state, worker, usize::from(to.tier));
             for &engine_hash in batch.hashes(event.engine_hashes) {
                 match state.ledger.store_known(slot, engine_hash, to) {
-                    Some(refused) => count_refused(state, worker, refused),
-                    None => count(state, worker, Ignored::UnknownMoved, 1),
+                    Some(refused) => self.count_refused(state, worker, refused),
+                    None => self.count(state, worker, Ignored::UnknownMoved, 1),
                 }
             }
             return;
@@ -145,7 +153,7 @@ impl Index {
             adapters: &state.ranks[worker].options.adapters,
         };
         if let Some(reason) = rules.judge_content(event) {
-            count(state, worker, reason, 1);
+            self.count(state, worker, reason, 1);
             if reason == Ignored::BlockSize {
                 self.renew(state, worker);
                 state.ranks[worker].incompatible = format!(
@@ -158,7 +166,7 @@ impl Index {
         let local = rules.local_hashes(batch, event);
         self.open_level(state, worker, usize::from(to.tier));
         let refused = state.ledger.store(slot, event.parent, batch.hashes(event.engine_hashes), &local, to);
-        count_refused(state, worker, refused);
+        self.count_refused(state, worker, refused);
     }
 
     fn removed(&self, state: &mut State, worker: Handle, batch: &Batch, event: &Removed) {
@@ -168,25 +176,29 @@ impl Index {
         } else if let Some(unknown) = window::removed(&mut state.ledger, slot, batch, event) {
             unknown
         } else {
-            count(state, worker, Ignored::SkippedGroup, 1);
+            self.count(state, worker, Ignored::SkippedGroup, 1);
             return;
         };
-        count(state, worker, Ignored::UnknownRemoved, unknown);
+        self.count(state, worker, Ignored::UnknownRemoved, unknown);
     }
-}
 
-fn count_refused(state: &mut State, worker: Handle, refused: Refused) {
-    if refused == Refused::default() {
-        return;
+    fn count_refused(&self, state: &mut State, worker: Handle, refused: Refused) {
+        if refused == Refused::default() {
+            return;
+        }
+        self.count(state, worker, Ignored::HashConflict, refused.conflicts);
+        self.count(state, worker, Ignored::OrphanLimit, refused.orphan_limit);
+        self.count(state, worker, Ignored::TwinLimit, refused.twin_limit);
+        self.count(state, worker, Ignored::IndexFull, refused.index_full);
     }
-    count(state, worker, Ignored::HashConflict, refused.conflicts);
-    count(state, worker, Ignored::OrphanLimit, refused.orphan_limit);
-    count(state, worker, Ignored::TwinLimit, refused.twin_limit);
-    count(state, worker, Ignored::IndexFull, refused.index_full);
-}
 
-fn count(state: &mut State, worker: Handle, reason: Ignored, number: u64) {
-    if number > 0 {
+    fn count(&self, state: &mut State, worker: Handle, reason: Ignored, number: u64) {
+        if number == 0 {
+            return;
+        }
         state.ranks[worker].ignored[reason as usize] += number;
+        if reason.is_limit() {
+            self.mark_incomplete(state, worker);
+        }
     }
 }

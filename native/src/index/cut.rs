@@ -177,6 +177,7 @@ impl Index {
                 orphans: orphans.collect(),
                 windows: worker.windows.as_ref().map(|windows| windows.groups()).unwrap_or_default(),
                 incompatible: rank.incompatible.clone(),
+                incomplete: worker.incomplete,
                 ..WorkerDump::default()
             },
             full_groups: worker.full_groups.to_vec(),

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use hashbrown::{Equivalent, HashMap};
+use hashbrown::{Equivalent, HashMap, HashSet};
 
 use super::trie::Match;
 use super::window::View;
@@ -72,6 +72,8 @@ pub struct Directory {
     upper: usize,
     /// Of workers with window groups.
     views: HashMap<Handle, View>,
+    /// Of which a limit kept something out: they may have more than is found.
+    incomplete: HashSet<Handle>,
 }
 
 impl Directory {
@@ -104,6 +106,7 @@ impl Directory {
         for &seat in seats.iter().filter(|&&seat| seat != NO_SEAT) {
             let seat = &mut self.seats[seat as usize];
             self.views.remove(&seat.worker);
+            self.incomplete.remove(&seat.worker);
             self.upper -= usize::from(seat.worker != 0 && seat.level > 0);
             seat.worker = 0;
         }
@@ -127,6 +130,16 @@ impl Directory {
     /// Workers with window groups.
     pub fn views(&self) -> &HashMap<Handle, View> {
         &self.views
+    }
+
+    /// Notes that a limit kept something of a worker out, until its seats are hidden.
+    pub fn mark_incomplete(&mut self, worker: Handle) {
+        self.incomplete.insert(worker);
+    }
+
+    /// Workers of which a limit kept something out.
+    pub fn incomplete(&self) -> &HashSet<Handle> {
+        &self.incomplete
     }
 
     /// Frees seats that have nothing any more.

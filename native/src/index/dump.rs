@@ -45,6 +45,8 @@ pub struct WorkerDump {
     pub window_blocks: Vec<DumpedWindowBlock>,
     /// Why the worker is not indexed; then it has no blocks. Empty: it is.
     pub incompatible: String,
+    /// A limit kept some of the worker's blocks out.
+    pub incomplete: bool,
 }
 
 /// Why a dump cannot be loaded.

@@ -130,6 +130,9 @@ impl Index {
         rank.content = content;
         (rank.epoch, rank.last_event_id, rank.incompatible) =
             (dump.epoch, dump.last_event_id, dump.incompatible);
+        if dump.incomplete {
+            self.mark_incomplete(state, handle);
+        }
         self.enforce_bound(state, loading.blocks + loading.orphans);
         true
     }

@@ -42,8 +42,7 @@ use parking_lot::{Mutex, RwLock};
 
 pub use apply::{Applied, IGNORED, Ignored};
 pub use cut::Cutting;
-use directory::Directory;
-pub use directory::{Handle, Row, WorkerName, WorkerRank};
+pub use directory::{Directory, Handle, Row, WorkerName, WorkerRank};
 pub use dump::{DumpedBlock, DumpedOrphan, LoadError, WorkerDump};
 pub use ghosts::GHOST_LIMIT;
 use ledger::Ledger;
@@ -395,13 +394,13 @@ impl Index {
 
     /// How many leading blocks of a prompt each worker rank holds.
     ///
-    /// `with` gets the rows, and the names that handles stand for, while neither can change.
+    /// `with` gets the rows, and whom their handles stand for, while neither can change.
     pub fn find<R>(
         &self,
         prompt: &mut impl Prompt,
         now: f64,
         early_exit: bool,
-        with: impl FnOnce(&[Row], &dyn Fn(Handle) -> Option<WorkerRank>) -> R,
+        with: impl FnOnce(&[Row], &Directory) -> R,
     ) -> R {
         self.queries.fetch_add(1, Ordering::Relaxed);
         self.expire(now);
@@ -413,7 +412,22 @@ impl Index {
         if !directory.views().is_empty() {
             window::cut_rows(&directory, prompt, &mut rows);
         }
-        with(&rows, &|handle| directory.name(handle).cloned())
+        with(&rows, &directory)
+    }
+
+    /// Of what a worker rank announced, something was kept out by a limit, until its content is another.
+    fn mark_incomplete(&self, state: &mut State, worker: Handle) {
+        let content = state.ledger.worker_mut(state.ranks[worker].slot);
+        if !content.incomplete {
+            content.incomplete = true;
+            waiting::write(&self.directory).mark_incomplete(worker);
+        }
+    }
+
+    /// The worker ranks of which a limit kept something out, so that they may have more than is found.
+    pub fn incomplete(&self) -> Vec<WorkerRank> {
+        let directory = waiting::read(&self.directory);
+        directory.incomplete().iter().filter_map(|&worker| directory.name(worker).cloned()).collect()
     }
 
     /// Makes a level of a worker visible; the device always is.

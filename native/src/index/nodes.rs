@@ -249,6 +249,9 @@ mod tests {
             refused[first..],
             (0..refused.len() - first).map(|n| 2 * (n as u64 + 1)).collect::<Vec<_>>()
         );
+        assert!(index.worker_stats(W).is_some_and(|stats| stats.incomplete));
+        assert_eq!(index.incomplete(), [W.into()]);
+        index.check_invariants().expect("they hold");
         assert_eq!(index.predict(W, &[64, 99], 1.0, 0.0), 0);
         // Prompts that begin in another way have numbers of their own.
         assert_eq!(store(&index, &[5], &[65]), *refused.last().expect("some"));
@@ -257,6 +260,7 @@ mod tests {
         // What goes makes room.
         index.reset(W);
         while index.maintain(0.0, 1000) {}
+        assert_eq!(index.incomplete(), []);
         let before = store(&index, &[10, 11], &[64, 1]);
         assert_eq!(before, *refused.last().expect("some"));
     }

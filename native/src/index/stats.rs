@@ -2,13 +2,13 @@
 
 use std::sync::atomic::Ordering;
 
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 
 use super::apply::IGNORED;
 use super::nodes::{Refs, index_of, shard_of};
 use super::trie::MAX_RUN;
 use super::worker::{LEVELS, NO_SEAT, NodeId, PREDICTED, TIERS, Worker, device_copies, level_of};
-use super::{GHOST_LIMIT, Index, ORPHAN_LIMIT, State, WorkerName};
+use super::{GHOST_LIMIT, Handle, Index, ORPHAN_LIMIT, State, WorkerName, waiting};
 
 /// State of one worker rank; as in `kvscout_blocks.index.block_index.WorkerStats`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -23,6 +23,8 @@ pub struct WorkerStats {
     /// Groups that are neither full attention nor known to have a window: what they lack is not seen.
     pub unjudged_groups: Vec<u32>,
     pub over_capacity: bool,
+    /// A limit kept something out since the worker was empty.
+    pub incomplete: bool,
     pub incompatible: String,
     pub ignored: [u64; IGNORED],
 }
@@ -60,6 +62,7 @@ impl Index {
             window_blocks: worker.windows.as_ref().map_or(0, |windows| windows.len() as u64),
             unjudged_groups: unjudged(worker),
             over_capacity: rank.over_capacity(worker),
+            incomplete: worker.incomplete,
             incompatible: rank.incompatible.clone(),
             ignored: rank.ignored,
         })
@@ -126,6 +129,12 @@ impl Index {
         }
         ensure(held == state.ledger.blocks, || "held blocks are counted".into())?;
         ensure(refs.is_empty(), || "presences are in nodes".into())?;
+        let incomplete: HashSet<Handle> = (state.ranks.iter())
+            .filter(|(_, rank)| state.ledger.worker(rank.slot).incomplete)
+            .map(|(worker, _)| worker)
+            .collect();
+        let told = waiting::read(&self.directory).incomplete().clone();
+        ensure(told == incomplete, || "queries know who is incomplete".into())?;
         let live: u64 = state.ranks.iter().map(|(_, rank)| state.ledger.worker(rank.slot).predictions).sum();
         ensure(live == state.ledger.live_predictions, || "predictions are counted".into())?;
         let entries: usize =

@@ -482,6 +482,8 @@ pub struct Worker {
     pub predictions: u64,
     /// Its content is hidden from queries, and on its way out of the trie.
     pub dropped: bool,
+    /// A limit kept something of it out.
+    pub incomplete: bool,
     /// The next presence to take out of the trie, once the worker is dropped; 0: the highest.
     pub drain_next: PresenceId,
     /// The last presence whose reach on levels that were opened is computed; None: all are.

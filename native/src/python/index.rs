@@ -201,10 +201,16 @@ impl BlockIndex {
             stats.window_blocks,
             stats.unjudged_groups,
             stats.over_capacity,
+            stats.incomplete,
             stats.incompatible,
             stats.ignored.to_vec(),
         );
         columns.into_pyobject(py).map(Some)
+    }
+
+    fn incomplete(&self) -> Vec<(String, u32)> {
+        let names = self.index.incomplete().into_iter();
+        names.map(|name| (name.worker_id.to_string(), name.dp_rank)).collect()
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
@@ -272,6 +278,7 @@ pub fn read_dump(
     incompatible: String,
     windows: Windows,
     window_blocks: WindowBlocks,
+    incomplete: bool,
 ) -> WorkerDump {
     let blocks = blocks.into_iter().map(|(engine_hash, parent, local_hash, counts)| DumpedBlock {
         engine_hash,
@@ -290,7 +297,17 @@ pub fn read_dump(
         DumpedWindowBlock { engine_hash, sequence_hash, counts: counts_from_python(counts) }
     });
     let (windows, window_blocks) = (windows.collect(), window_blocks.collect());
-    WorkerDump { epoch, last_event_id, groups, blocks, orphans, windows, window_blocks, incompatible }
+    WorkerDump {
+        epoch,
+        last_event_id,
+        groups,
+        blocks,
+        orphans,
+        windows,
+        window_blocks,
+        incompatible,
+        incomplete,
+    }
 }
 
 /// Why a dump was not loaded, as a Python exception.

@@ -66,6 +66,7 @@ impl Cut {
             dump.incompatible.clone(),
             windows.collect::<Vec<_>>(),
             window_blocks.collect::<Vec<_>>(),
+            dump.incomplete,
         );
         columns.into_pyobject(py).map(Some)
     }
@@ -143,9 +144,19 @@ impl Loading {
         incompatible: String,
         windows: Windows,
         window_blocks: WindowBlocks,
+        incomplete: bool,
     ) -> PyResult<Self> {
-        let dump =
-            read_dump(epoch, last_event_id, groups, blocks, orphans, incompatible, windows, window_blocks);
+        let dump = read_dump(
+            epoch,
+            last_event_id,
+            groups,
+            blocks,
+            orphans,
+            incompatible,
+            windows,
+            window_blocks,
+            incomplete,
+        );
         let worker = (worker.0.to_string(), worker.1);
         Self::begin(py, index, worker, dump, None, false)
     }

@@ -340,7 +340,7 @@ class StateChunk(_message.Message):
     last: _builtins.bool
     """True on the last chunk."""
     history_incomplete: _builtins.bool
-    """True = events before this cut may be missing: the state is a lower bound."""
+    """True = events before this cut may be missing, or blocks were left out at a limit: the state is a lower bound."""
     incompatible: _builtins.str
     """Why the worker is not indexed, such as blocks of another size than registered; then it has no blocks. Unset = it
     is indexed. Chunk 0 only.

@@ -36,7 +36,9 @@ class _SourceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SourceSta
     SOURCE_STATE_REPLAYING: _SourceState.ValueType  # 3
     """Replaying lost events."""
     SOURCE_STATE_INCOMPLETE: _SourceState.ValueType  # 4
-    """Up to date from some point on; what came before was lost: overlaps are a lower bound."""
+    """Up to date from some point on; what came before was lost, or left out at a limit of the index: overlaps are a
+    lower bound.
+    """
     SOURCE_STATE_INCOMPATIBLE: _SourceState.ValueType  # 5
     """Not indexed: the engine's block size is another one."""
     SOURCE_STATE_MISCONFIGURED: _SourceState.ValueType  # 6
@@ -64,7 +66,9 @@ SOURCE_STATE_LIVE: SourceState.ValueType  # 2
 SOURCE_STATE_REPLAYING: SourceState.ValueType  # 3
 """Replaying lost events."""
 SOURCE_STATE_INCOMPLETE: SourceState.ValueType  # 4
-"""Up to date from some point on; what came before was lost: overlaps are a lower bound."""
+"""Up to date from some point on; what came before was lost, or left out at a limit of the index: overlaps are a
+lower bound.
+"""
 SOURCE_STATE_INCOMPATIBLE: SourceState.ValueType  # 5
 """Not indexed: the engine's block size is another one."""
 SOURCE_STATE_MISCONFIGURED: SourceState.ValueType  # 6
@@ -185,7 +189,7 @@ class FindMatchesResponse(_message.Message):
     block_size: _builtins.int
     """Tokens a block of the index asked."""
     lower_bound: _builtins.bool
-    """True = an overlap may be lower than what the engine has: early_exit stopped the search, or the history of
+    """True = an overlap may be lower than what the engine has: early_exit stopped the search, or what is known of
     some worker is not complete, be it in `incomplete_rows` or without a row because nothing is known of it.
     """
     @_builtins.property
@@ -194,7 +198,9 @@ class FindMatchesResponse(_message.Message):
 
     @_builtins.property
     def incomplete_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Rows (indices into the columns) of workers with incomplete history."""
+        """Rows (indices into the columns) of workers of which not all is known: their history is incomplete, or a fixed
+        limit of the index left blocks out. What the max_blocks bound dropped, and finds again when it is used, is not told.
+        """
 
     def __init__(
         self,

@@ -68,8 +68,10 @@ class Pools:
         return sum(self._capacity.get(pool, {}).values())
 
     def incomplete(self, pool: PoolKey) -> frozenset[WorkerRank]:
-        """Ranks of a pool whose history is incomplete: they may hold more than is known."""
-        return frozenset(self._incomplete.get(pool, ()))
+        """Ranks of a pool that may hold more than is known: their history is incomplete, or a limit kept blocks out."""
+        index = self._indexes.get(pool)
+        limited = index.incomplete() if index is not None else frozenset()
+        return limited.union(self._incomplete.get(pool, ()))
 
     def set_incomplete(self, pool: PoolKey, rank: WorkerRank, incomplete: bool) -> None:
         """Says whether the history of a rank is incomplete."""

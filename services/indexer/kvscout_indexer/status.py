@@ -21,6 +21,7 @@ NOTHING_HELD = WorkerStats(
     window_blocks=0,
     unjudged_groups=(),
     over_capacity=False,
+    incomplete=False,
     incompatible="",
     ignored={},
 )
@@ -87,6 +88,7 @@ def source_state(
             indexer_pb2.SOURCE_STATE_INCOMPLETE,
             lambda: f"events are missing: {sequence.missing}",
         ),
+        (stats.incomplete, indexer_pb2.SOURCE_STATE_INCOMPLETE, lambda: _limits(stats)),
         (
             sequence.last_id is None,
             indexer_pb2.SOURCE_STATE_WAITING,
@@ -97,6 +99,12 @@ def source_state(
         if applies:
             return state, reason()
     return indexer_pb2.SOURCE_STATE_LIVE, ""
+
+
+def _limits(stats: WorkerStats) -> str:
+    """What kept blocks out; the counts are since the worker was added."""
+    counts = (f"{kind} {count:,}" for kind, count in stats.ignored.items() if kind.is_limit)
+    return f"a limit of the index left blocks out: {', '.join(counts) or 'in the state that was loaded'}"
 
 
 def _is_blind(source: Source) -> bool:
