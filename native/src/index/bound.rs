@@ -10,10 +10,11 @@ use std::collections::BTreeMap;
 
 use hashbrown::HashSet;
 
+use super::copies::{Copies, Counts, device_copies};
 use super::ghosts::Above;
 use super::ledger::{Ledger, ROOT, Tip};
 use super::nodes::{index_of, shard_of};
-use super::worker::{Copies, Counts, NodeId, PresenceId, TIERS, Worker, device_copies};
+use super::worker::{NodeId, PresenceId, TIERS, Worker};
 use super::{Index, SLICE, State};
 
 /// Rounds of the clock in which as many blocks are stored as may be.
@@ -356,7 +357,7 @@ impl Worker {
     /// Notes whether a presence, if it is there, holds blocks that are not rooted.
     pub fn note_unmatchable(&mut self, presence: PresenceId) {
         let level = self.slowest_level();
-        let holds = |part: &super::worker::Presence| part.end_of_copies() > part.reach_on(level);
+        let holds = |part: &super::presence::Presence| part.end_of_copies() > part.reach_on(level);
         if self.presences.get(presence).is_some_and(holds) {
             self.idle.unmatchable.insert(presence);
         } else if !self.idle.unmatchable.is_empty() {

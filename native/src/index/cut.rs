@@ -15,12 +15,13 @@ use std::sync::Arc;
 use hashbrown::{HashMap, HashSet};
 use parking_lot::Mutex;
 
+use super::copies::{Copies, Counts, Odd};
 use super::dump::{DumpedBlock, DumpedOrphan, WorkerDump};
 use super::extent::Extent;
 use super::ledger::Ledger;
 use super::nodes::{index_of, shard_of};
 use super::window::WindowGroups;
-use super::worker::{Copies, Counts, NodeId, Odd, PresenceId, TIERS};
+use super::worker::{NodeId, PresenceId, TIERS};
 use super::{Index, SLICE, WorkerName};
 
 /// What copying a piece costs beside its blocks, in blocks.

@@ -11,10 +11,11 @@ use std::sync::Arc;
 use hashbrown::HashMap;
 
 use super::nodes::{NodeEntry, Nodes, Refs, index_of, node_id, shard_of};
+use super::presence::Presence;
 use super::run::Run;
 use super::trie::{self, Node, Trie};
 use super::waiting;
-use super::worker::{LEVELS, MAX_PRESENCES, NO_SEAT, NodeId, Presence, PresenceId, TIERS, Worker};
+use super::worker::{LEVELS, MAX_PRESENCES, NO_SEAT, NodeId, PresenceId, TIERS, Worker};
 use crate::slab::Slab;
 use smallvec::{SmallVec, smallvec};
 

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
+use super::copies::device_copies;
 use super::dump::{DumpedBlock, DumpedOrphan, LoadError, WorkerDump, check};
 use super::ledger::{Ledger, ROOT, Tip};
 use super::store::Target;
 use super::waiting;
 use super::window::WindowGroups;
-use super::worker::device_copies;
 use super::{Index, SLICE, State, TIERS, WorkerName, WorkerRank};
 
 /// A load under way. Its content is in a slot that no query sees until `commit`.

@@ -12,7 +12,9 @@
 
 mod apply;
 mod bound;
+mod copies;
 mod cut;
+mod demoted;
 mod directory;
 mod dump;
 mod extent;
@@ -20,7 +22,9 @@ mod ghosts;
 mod ledger;
 mod load;
 mod nodes;
+mod orphans;
 mod predict;
+mod presence;
 mod prompt;
 mod run;
 mod seat_set;
@@ -41,18 +45,20 @@ use hashbrown::HashMap;
 use parking_lot::{Mutex, RwLock};
 
 pub use apply::{Applied, IGNORED, Ignored};
+pub use copies::{Copies, MAX_COPIES};
 pub use cut::Cutting;
 pub use directory::{Directory, Handle, Row, WorkerName, WorkerRank};
 pub use dump::{DumpedBlock, DumpedOrphan, LoadError, WorkerDump};
 pub use ghosts::GHOST_LIMIT;
 use ledger::Ledger;
 pub use load::Loading;
+pub use orphans::ORPHAN_LIMIT;
 use predict::Expiries;
 pub use prompt::{HashedPrompt, Prompt, TokenPrompt};
 pub use stats::{IndexStats, WorkerStats};
 use trie::{Match, Trie};
 pub use window::{DumpedWindowBlock, WindowGroup};
-pub use worker::{Copies, LEVELS, MAX_COPIES, ORPHAN_LIMIT, TIERS};
+pub use worker::{LEVELS, TIERS};
 use worker::{MAX_SLOTS, NO_SEAT, Worker};
 
 use crate::slab::Slab;

@@ -1,8 +1,9 @@
 //! The writer's side of the trie's nodes: which workers need which blocks, and the links between nodes.
 
+use super::orphans::ORPHAN_LIMIT;
 use super::run::Run;
 use super::trie::{NodeIndex, SHARDS};
-use super::worker::{NodeId, ORPHAN_LIMIT, PresenceId};
+use super::worker::{NodeId, PresenceId};
 use crate::slab::Slab;
 use smallvec::SmallVec;
 

@@ -10,8 +10,10 @@ use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
+use super::copies::{Counts, device_copies};
+use super::demoted::Demotion;
 use super::ledger::{Ledger, Prediction, ROOT, Tip};
-use super::worker::{Counts, Demotion, PREDICTED, PresenceId, TIERS, device_copies};
+use super::worker::{PREDICTED, PresenceId, TIERS};
 use super::{Index, SLICE, State, WorkerName};
 
 const STALE_SLACK: usize = 1024;

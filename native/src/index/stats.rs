@@ -5,9 +5,10 @@ use std::sync::atomic::Ordering;
 use hashbrown::{HashMap, HashSet};
 
 use super::apply::IGNORED;
+use super::copies::{device_copies, level_of};
 use super::nodes::{Refs, index_of, shard_of};
 use super::trie::MAX_RUN;
-use super::worker::{LEVELS, NO_SEAT, NodeId, PREDICTED, TIERS, Worker, device_copies, level_of};
+use super::worker::{LEVELS, NO_SEAT, NodeId, PREDICTED, TIERS, Worker};
 use super::{GHOST_LIMIT, Handle, Index, ORPHAN_LIMIT, State, WorkerName, waiting};
 
 /// State of one worker rank; as in `kvscout_blocks.index.block_index.WorkerStats`.

@@ -6,14 +6,13 @@ use std::ops::RangeInclusive;
 use hashbrown::HashMap;
 use smallvec::SmallVec;
 
+use super::copies::{Binding, Counts, Odd, add_copy, device_copies, drop_copy, level_of};
 use super::ghosts::{Above, Ghost};
 use super::ledger::{Ledger, ROOT, Tip};
 use super::nodes::{index_of, shard_of};
+use super::orphans::ORPHAN_LIMIT;
 use super::trie::Trie;
-use super::worker::{
-    BATCH, Binding, Counts, NO_SEAT, NodeId, ORPHAN_LIMIT, Odd, PREDICTED, PresenceId, TIERS, TWIN_LIMIT,
-    add_copy, device_copies, drop_copy, level_of,
-};
+use super::worker::{BATCH, NO_SEAT, NodeId, PREDICTED, PresenceId, TIERS, TWIN_LIMIT};
 
 /// Where copies go: a group, a tier, and whether every count stays at 1.
 #[derive(Debug, Clone, Copy)]

@@ -22,7 +22,8 @@ use hashbrown::HashMap;
 use parking_lot::RwLock;
 use smallvec::{SmallVec, smallvec};
 
-use super::worker::{Copies, Counts, TIERS, TWIN_LIMIT, add_copy, drop_copy};
+use super::copies::{Copies, Counts, add_copy, drop_copy};
+use super::worker::{TIERS, TWIN_LIMIT};
 use parts::{PARTS, Parts};
 use serve::{Rule, Windows, lcm, show};
 pub use serve::{View, cut_rows};
