@@ -11,6 +11,7 @@
 //! before and what comes after mixed, but never a worker with more than it held at one of these times.
 
 mod apply;
+mod bindings;
 mod bound;
 mod copies;
 mod cut;
@@ -26,6 +27,7 @@ mod orphans;
 mod predict;
 mod presence;
 mod prompt;
+mod remove;
 mod run;
 mod seat_set;
 mod stats;
