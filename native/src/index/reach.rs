@@ -1,0 +1,115 @@
+//! How far queries see each presence, level by level: what `finish` brings the trie in step with.
+
+use smallvec::{SmallVec, smallvec};
+
+use super::ledger::Ledger;
+use super::nodes::{index_of, shard_of};
+use super::worker::{LEVELS, PresenceId};
+
+impl Ledger {
+    /// Brings the reach of a presence in step with what it holds, and of those below where that matters.
+    pub fn refresh(&mut self, slot: u32, presence: PresenceId) {
+        if self.worker(slot).filling.is_some() {
+            self.refresh_above(slot, presence);
+        }
+        for level in self.worker(slot).levels() {
+            let mut pending: SmallVec<[PresenceId; 4]> = smallvec![presence];
+            while let Some(presence) = pending.pop() {
+                if self.refresh_one(slot, level, presence) {
+                    pending.extend(self.children_of(slot, presence));
+                }
+                if self.is_bounded {
+                    self.worker_mut(slot).note_unmatchable(presence);
+                }
+            }
+        }
+    }
+
+    /// The same on one level; whether those below became rooted or hidden.
+    fn refresh_one(&mut self, slot: u32, level: usize, presence: PresenceId) -> bool {
+        let worker = self.worker(slot);
+        let Some(part) = worker.presences.get(presence) else { return false };
+        let (node, before, prefix) = (part.node, part.reach_on(level), part.prefix_on(level));
+        if prefix == 0 && before == 0 {
+            return false;
+        }
+        let entry = &self.nodes[node];
+        let rooted = || {
+            entry.parent == 0
+                || part.parent != 0 && {
+                    let above = &worker.presences[part.parent];
+                    above.reach_on(level) == self.nodes[above.node].len()
+                }
+        };
+        let reach = if prefix > 0 && rooted() { prefix } else { 0 };
+        if reach == before {
+            return false;
+        }
+        let (len, seat) = (entry.len(), worker.seats[level]);
+        let worker = self.worker_mut(slot);
+        worker.presences[presence].set_reach_on(level, reach);
+        worker.rooted[level] = worker.rooted[level] + u64::from(reach) - u64::from(before);
+        if self.is_bounded {
+            let round = self.trie.round();
+            self.worker_mut(slot).note_idle(level, presence, before, round);
+        }
+        self.trie.set_reach(shard_of(node), index_of(node), [(seat, reach)]);
+        (reach == len) != (before == len)
+    }
+
+    /// While levels are filled, a presence's reach follows from that of those above only once they are; how many.
+    fn refresh_above(&mut self, slot: u32, presence: PresenceId) -> usize {
+        let mut above: SmallVec<[PresenceId; 16]> = SmallVec::new();
+        let mut step = self.part(slot, presence).parent;
+        while step != 0 && !self.is_full(slot, step) {
+            above.push(step);
+            step = self.part(slot, step).parent;
+        }
+        for &presence in above.iter().rev() {
+            for level in self.worker(slot).levels() {
+                self.refresh_one(slot, level, presence);
+            }
+        }
+        above.len()
+    }
+
+    /// Whether a presence reaches the end of its node on every level, and so do all above it.
+    fn is_full(&self, slot: u32, presence: PresenceId) -> bool {
+        let worker = self.worker(slot);
+        let part = &worker.presences[presence];
+        let len = self.nodes[part.node].len();
+        worker.levels().all(|level| part.reach_on(level) == len)
+    }
+
+    /// Gives a worker's level a seat, which `fill` computes.
+    ///
+    /// Nothing is on the level yet that is not on a faster one, which answers for it until then.
+    pub fn open_level(&mut self, slot: u32, level: usize, seat: u32) {
+        debug_assert!(level < LEVELS);
+        let worker = self.worker_mut(slot);
+        worker.seats[level] = seat;
+        if !worker.presences.is_empty() {
+            worker.filling = Some(0);
+        }
+    }
+
+    /// Computes the reach of about `budget` presences on levels that were opened; how many it looked at.
+    pub fn fill(&mut self, slot: u32, budget: usize) -> usize {
+        let mut done = 0;
+        while done < budget
+            && let Some(last) = self.worker(slot).filling
+        {
+            let presence = last + 1;
+            let worker = self.worker_mut(slot);
+            worker.filling = (presence <= worker.presences.highest()).then_some(presence);
+            if worker.presences.get(presence).is_some() {
+                done += self.refresh_above(slot, presence);
+                for level in self.worker(slot).levels() {
+                    self.refresh_one(slot, level, presence);
+                }
+            }
+            done += 1;
+        }
+        done
+    }
+}
