@@ -1,7 +1,11 @@
 """The laboratory beside the real thing: the same sessions simulated, and sent through a stack of processes.
 
-Engines are slow, so that the machine's own work does not count: a prompt token takes a millisecond. What is compared is
-the hit rate and the order of the policies, not their milliseconds.
+Engines are slow, so that the machine's own work does not count: a prompt token takes 0.6 ms. What is compared is the
+hit rate and the order of the policies, not their milliseconds.
+
+One run is one draw: who comes a few milliseconds earlier gets another worker, and its later turns find other caches.
+The simulated runs differ in that, so that their range says what a stack may do; the sessions are as many as it takes to
+make that range small.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from random import Random
 from statistics import fmean
 
 from rich.table import Table
@@ -19,7 +24,7 @@ from kvscout_bench.laboratory.measures import Measures, Objective
 from kvscout_bench.laboratory.simulation import Cluster
 from kvscout_bench.laboratory.timing import StepTime
 from kvscout_bench.laboratory.worker import EngineSettings
-from kvscout_bench.laboratory.workload import from_sessions
+from kvscout_bench.laboratory.workload import Flow, Turn, Workload, from_sessions
 from kvscout_bench.record import RequestRecord
 from kvscout_bench.report import Summary
 from kvscout_bench.workload import MultiTurn, multi_turn
@@ -28,14 +33,16 @@ from kvscout_cli.topology import Mockers, Topology
 
 DRAWS = 8
 ENGINES = 4
-BLOCKS = 2_048
+BLOCKS = 3_072
 BLOCK_SIZE = 16
-STEP = StepTime(base_ms=20.0, prefill_us_per_token=1_000.0, decode_us_per_request=500.0, context_ns_per_token=0.0)
-SESSIONS = MultiTurn(sessions=45, sessions_per_second=0.5, think_seconds=4.0)
+STEP = StepTime(base_ms=20.0, prefill_us_per_token=600.0, decode_us_per_request=500.0, context_ns_per_token=0.0)
+SESSIONS = MultiTurn(sessions=90, sessions_per_second=0.7, think_seconds=4.0)
+LATE_SECONDS = 0.02
+"""By so much a stack's clients may be late."""
 
 
 class _Silent:
-    """No progress: a run is a minute and a half."""
+    """No progress: a run is two minutes and a half."""
 
     def status(self, text: str) -> None:
         """See `ReplayProgress`."""
@@ -45,7 +52,7 @@ class _Silent:
 
 
 def simulated(contender: Contender, seed: int) -> list[Measures]:
-    """What the laboratory says of a policy, with other draws and event delays each time: a stack is one such run."""
+    """What the laboratory says of a policy, with other draws and delays each time: a stack is one such run."""
     workload = from_sessions("sessions", multi_turn(replace(SESSIONS, seed=seed)), BLOCK_SIZE)
     engine = EngineSettings(
         block_size=BLOCK_SIZE, kv_tokens=(BLOCKS - 1) * BLOCK_SIZE, max_num_batched_tokens=2_048, step=STEP
@@ -53,9 +60,23 @@ def simulated(contender: Contender, seed: int) -> list[Measures]:
     found = []
     for draw in range(DRAWS):
         cluster = Cluster(workers=ENGINES, engine=engine, seed=draw, latencies=Latencies(event_ms=5.0 + draw))
-        bench = Bench(workload, cluster, objective=Objective(warm_up=0.0))
+        bench = Bench(_late(workload, Random(draw)), cluster, objective=Objective(warm_up=0.0))
         found.append(bench.run(contender.settings, workload.flow_rate))
     return found
+
+
+def _late(workload: Workload, random: Random) -> Workload:
+    """The same, everything a little later."""
+
+    def late(turn: Turn) -> Turn:
+        return turn._replace(think_seconds=turn.think_seconds + random.uniform(0.0, LATE_SECONDS))
+
+    def begun(flow: Flow) -> Flow:
+        start = flow.start_seconds + random.uniform(0.0, LATE_SECONDS)
+        return Flow(start, tuple(late(turn) for turn in flow.turns))
+
+    flows = sorted((begun(flow) for flow in workload.flows), key=lambda flow: flow.start_seconds)
+    return replace(workload, flows=tuple(flows))
 
 
 async def measured(contender: Contender, seed: int) -> Summary:

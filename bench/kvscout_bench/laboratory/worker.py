@@ -200,23 +200,29 @@ class Worker:
 
     def begin(self, now: int) -> None:
         """Plans what comes next, from a boundary between steps."""
-        self._grow(now)
+        preempted = self._grow(now)
         chunks = self._chunks = []
         budget = self.settings.max_num_batched_tokens - len(self._decoding)
         for job in self._prefills:
             if not budget:
                 break
             budget -= self._chunk(job, budget)
-        budget = self._admit(budget)
+        if not preempted:
+            self._admit(budget)
         requests = self._requests = len(self._decoding)
         self._started = now
         if not requests and not chunks:
             self._steps, self.end = 0, NEVER
             return
-        prompt_tokens = sum(tokens for _, tokens in chunks)
+        # A prompt of which all but the last token is cached costs what decoding it costs.
+        last = sum(1 for job, tokens in chunks if tokens == 1 and job.computed >= job.prompt_tokens - 1)
+        prompt_tokens = sum(tokens for _, tokens in chunks) - last
         contexts = self._offset + requests * (self._step + 1)
         self._first_length = (
-            self._base + self._prefill_token * prompt_tokens + self._request * requests + self._context_token * contexts
+            self._base
+            + self._prefill_token * prompt_tokens
+            + self._request * (requests + last)
+            + self._context_token * contexts
         )
         self._growth = self._context_token * requests
         self._steps = 1 if chunks else self._jump()
@@ -288,15 +294,17 @@ class Worker:
         if not job.holds:
             self.release(job)
 
-    def _grow(self, now: int) -> None:
-        """Gives blocks to whoever needs one for the next step, and takes them from the youngest where there is none."""
+    def _grow(self, now: int) -> bool:
+        """Gives blocks to whoever needs one for the next step; where there is none, the youngest is preempted: True."""
         step, grows, size = self._step + 1, self._grows, self.settings.block_size
+        preempted = False
         while grows and grows[0][0] <= step:
             _, life, order, job = heappop(grows)
             if job.life != life:
                 continue
             self._register(job, job.target + step - 1 - job.born)
             while not self.cache.grow():
+                preempted = True
                 youngest = next(reversed(self._running))
                 self._preempt(youngest, now)
                 if youngest is job:
@@ -304,6 +312,7 @@ class Worker:
             else:
                 job.private += 1
                 heappush(grows, (step + size, life, order, job))
+        return preempted
 
     def _preempt(self, job: Job, now: int) -> None:
         self.preemptions += 1
@@ -320,7 +329,7 @@ class Worker:
         self.release(job)
         self._waiting.appendleft(job)
 
-    def _admit(self, budget: int) -> int:
+    def _admit(self, budget: int) -> None:
         waiting, cache, size = self._waiting, self.cache, self.settings.block_size
         while waiting and budget > 0 and len(self._running) < self.settings.max_num_seqs:
             job = waiting[0]
@@ -341,7 +350,6 @@ class Worker:
                 job.computed = max(job.computed, job.target - 1)
             self._prefills.append(job)
             budget -= self._chunk(job, budget)
-        return budget
 
     def _chunk(self, job: Job, budget: int) -> int:
         tokens = min(job.target - job.computed, budget)
