@@ -22,6 +22,7 @@ from kvscout_common.registry import Registry
 from kvscout_common.registry_tasks import Backends
 from kvscout_common.worker import ALL_TENANTS, WorkerRank
 from kvscout_scheduler.operation_messages import MAX_OPERATIONS
+from kvscout_scheduler.packed_operations import PackedCodec, codec_for
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv, LeastLoaded
 from kvscout_scheduler.request import OwnerName
@@ -93,7 +94,7 @@ class Owner:
 
 @pytest.fixture(params=[pytest.param(True, id="packed"), pytest.param(False, id="messages")], autouse=True)
 def codec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether streams are read by the extension, where it is there, or as protobuf objects."""
+    """Whether streams are carried and read by the extension, where that is there, or by grpcio and as messages."""
     available = request.param and native_available()
     monkeypatch.setattr("kvscout_scheduler.packed_operations.native_available", lambda: available)
 
@@ -109,7 +110,8 @@ async def service(
     registry = Registry(clock)
     servicer = SchedulerServicer(core, registry, Backends(registry, ServerConfig()))
 
-    async with serving(servicer.add_to) as channel:
+    native = isinstance(codec_for("", ""), PackedCodec)
+    async with serving(servicer.add_to, native=native) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
         yield core, clock, servicer, lambda: Owner(stub.Lifecycle())
 

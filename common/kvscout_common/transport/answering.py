@@ -11,6 +11,11 @@ Answer: TypeAlias = Callable[[bytes], bytes | None]
 """Makes an answer of a message, or has none. Waits for nothing and raises nothing."""
 
 
+def answers_in_callbacks(context: Any) -> bool:
+    """Whether `read_unanswered` answers messages as they come, beside whatever the handler's tasks write meanwhile."""
+    return hasattr(context, "read_unanswered")
+
+
 async def read_unanswered(context: Any, answer: Answer) -> Any:
     """As `context.read`, but for the messages that there is an answer to: it is sent, and the next one is read.
 
@@ -23,9 +28,8 @@ async def read_unanswered(context: Any, answer: Answer) -> Any:
     Returns:
         The first message that has none, or `grpc.aio.EOF`.
     """
-    native = getattr(context, "read_unanswered", None)
-    if native is not None:
-        return await native(answer)
+    if answers_in_callbacks(context):
+        return await context.read_unanswered(answer)
     while (message := await context.read()) is not grpc.aio.EOF:
         reply = answer(message)
         if reply is None:

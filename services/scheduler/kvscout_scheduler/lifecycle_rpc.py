@@ -2,8 +2,9 @@
 
 ::
 
-    codec ──▶ operations.py ──▶ codec ──▶ one writer ──▶ caller
-                  └── waits in line ──later──▲
+    codec ──▶ operations.py ──▶ codec ─┬─ at once ────────────▶ caller
+                  │                    └─ behind others ─▶ writer ─▲
+                  └── waits in line ──later────────────────▲
 
 The stream is what an owner's bookings hang on: they outlive it by the grace time, in which the owner may come back and
 say what it still has in flight. Results that could not be sent need no undoing: the owner does not list what it never
@@ -13,14 +14,18 @@ heard of.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
+from contextvars import copy_context
 from typing import Any
+
+import grpc
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import DeadlineExceeded, Draining, InvalidArgument, KvscoutError
 from kvscout_common.identity import current_identity
 from kvscout_common.plain_text import name_problem
 from kvscout_common.raw_messages import parse_message
+from kvscout_common.transport.answering import Answer, answers_in_callbacks, read_unanswered
 from kvscout_scheduler import translate
 from kvscout_scheduler.operation_messages import MAX_OPERATIONS, Codec, MessageCodec, Read
 from kvscout_scheduler.operations import Elsewhere, Operation, Operations, Outcome
@@ -57,10 +62,10 @@ class LifecycleRpc:
         self._ending: dict[asyncio.Task[Any], KvscoutError] = {}
         """Readers that are cancelled by us, and why."""
 
-    async def Lifecycle(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        """Over serialised messages."""
-        message = await anext(messages, None)
-        if message is None:
+    async def Lifecycle(self, requests: object, context: Any) -> None:
+        """Over serialised messages, which are read from the context."""
+        message = await context.read()
+        if message is grpc.aio.EOF:
             return
         first = parse_message(scheduler_pb2.LifecycleRequest, message)
         if not first.HasField("hello"):
@@ -83,10 +88,28 @@ class LifecycleRpc:
         assert reader is not None
         self._readers.add(reader)
         pulse = Pulse(patience, lambda silent: self._end(reader, silent))
+        failure: BaseException | None = None
+
+        def at_once(message: bytes) -> bytes | None:
+            nonlocal failure
+            pulse.beat()
+            if not (answers_in_callbacks(context) and outbox.is_empty):
+                return None
+            try:
+                results = carry_out_all(operations, codec, codec.read(message))
+                return b"".join((*outbox.take(), *results))
+            except BaseException as error:
+                failure = error
+                return None
+
         try:
             outbox.results += carry_out_all(operations, codec, MessageCodec(first.tenant).operations(first))
-            async for message in messages:
+            caller = copy_context()  # as this task knows it
+            answer: Answer = lambda message: caller.run(at_once, message)  # noqa: E731
+            while (message := await read_unanswered(context, answer)) is not grpc.aio.EOF:
                 pulse.beat()
+                if failure is not None:
+                    raise failure
                 outbox.results += carry_out_all(operations, codec, codec.read(message))
                 outbox.news.set()
                 if len(outbox.results) > MAX_RESULTS:
@@ -147,13 +170,24 @@ class _Outbox:
         self.results.append(self._codec.write(number, operation, outcome))
         self.news.set()
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is to be sent first."""
+        return not (self.news.is_set() or self._writing)
+
+    def take(self) -> list[bytes]:
+        """The results that are there, for whoever sends them now."""
+        results, self.results = self.results, []
+        self.news.clear()
+        return results
+
     async def write_to(self, context: Any) -> None:
         """Sends until cancelled; what gathers while a message goes out is one message."""
         while True:
-            await self.news.wait()
-            self.news.clear()
+            while not self.news.is_set():
+                await self.news.wait()
             message, self.next = self.next, scheduler_pb2.LifecycleResponse()
-            results, self.results = self.results, []
+            results = self.take()
             self._writing = True
             # Messages in a row are one message: fields that are repeated add up.
             await context.write(b"".join((message.SerializeToString(), *results)))
