@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 
 import pytest
 
@@ -97,9 +98,24 @@ async def test_a_deadline_may_move_while_something_is_awaited() -> None:
     began = loop.time()
     loop.call_later(0.03, lambda: watch.output(loop.time()))
     with pytest.raises(TimeoutError):
-        async with Bounded(watch):
+        with Bounded(watch):
             await asyncio.Event().wait()
     assert loop.time() - began > 0.07
     watch.output(loop.time())
-    async with Bounded(watch):
+    with Bounded(watch):
         await asyncio.sleep(0)
+
+
+async def test_who_is_cancelled_while_the_deadline_passes_is_cancelled() -> None:
+    loop = asyncio.get_running_loop()
+    watch = Watch(Patience(first_output_seconds=0.0), 0, Pulse(), loop.time())
+
+    async def wait() -> None:
+        with Bounded(watch):
+            time.sleep(0.002)  # noqa: ASYNC251  # both in one turn of the loop
+            loop.call_soon(task.cancel)
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait())
+    await asyncio.wait([task])
+    assert task.cancelled()

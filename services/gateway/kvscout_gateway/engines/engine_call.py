@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvscout_common import tracing
@@ -26,6 +26,8 @@ from kvscout_gateway.engines.failure import EngineFailed, Fault, refused, report
 from kvscout_gateway.engines.patience import Bounded, Patience, Pulse, Watch
 
 log = logging.getLogger("kvscout.gateway")
+
+T = TypeVar("T")
 
 REFUSAL_BYTES = 64 * 1024
 REFUSAL_SECONDS = 2.0
@@ -100,11 +102,8 @@ class EngineCall:
             request = self._traced(request)
         if own_headers:
             request = replace(request, headers=(*request.headers, *own_headers))
-        with self._failing():
-            async with Bounded(self._watch):
-                answer = await self._engines.client.send(
-                    request, connect_seconds=self._engines.patience.connect_seconds
-                )
+        sending = self._engines.client.send(request, connect_seconds=self._engines.patience.connect_seconds)
+        answer = await self._heard(sending)
         self.span.tell(status=answer.status)
         if not 200 <= answer.status < 300:
             failed = await _refusal(answer)
@@ -129,9 +128,7 @@ class EngineCall:
         Raises:
             EngineFailed: It breaks off, or is longer than that many bytes.
         """
-        with self._failing():
-            async with Bounded(self._watch):
-                return await answer.read(limit)
+        return await self._heard(answer.read(limit))
 
     async def relay(
         self,
@@ -164,16 +161,16 @@ class EngineCall:
             on_first_output()
 
         self._watch.follow(lambda: answer.report)
-        with self._failing():
-            async with Bounded(self._watch):
-                report = await answer.relay(
-                    sink,
-                    form,
-                    dialect=dialect,
-                    on_first_output=begins,
-                    max_tokens=max_tokens,
-                    write_seconds=self._engines.client_write_seconds,
-                )
+        report = await self._heard(
+            answer.relay(
+                sink,
+                form,
+                dialect=dialect,
+                on_first_output=begins,
+                max_tokens=max_tokens,
+                write_seconds=self._engines.client_write_seconds,
+            )
+        )
         if report.error:
             raise reported(json.loads(report.error))
         if not report.done:
@@ -184,10 +181,15 @@ class EngineCall:
             )
         return report
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
+    async def _heard(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """What an engine is waited for with.
+
+        Raises:
+            EngineFailed: It fails, or is silent for too long.
+        """
         try:
-            yield
+            with Bounded(self._watch):
+                return await waiting
         except HttpFailed as error:
             failed = unheard(self._endpoint, error)
             self.span.failed(failed)

@@ -130,7 +130,9 @@ class Watch:
 
 
 class Bounded:
-    """Bounds what is awaited by a watch's deadline, which may move while it waits; an asynchronous context manager.
+    """Bounds what a task awaits by a watch's deadline, which may move while it waits; a context manager.
+
+    As `asyncio.timeout`, whose deadline would have to be moved, and whose two coroutines cost more than all of this.
 
     Args:
         watch: The request's.
@@ -139,27 +141,34 @@ class Bounded:
         TimeoutError: It passed.
     """
 
+    __slots__ = ("_cancelling", "_expired", "_loop", "_task", "_timer", "_watch")
+
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._loop = asyncio.get_running_loop()
-        self._scope = asyncio.timeout(None)
+        self._expired = False
 
-    async def __aenter__(self) -> None:
-        await self._scope.__aenter__()
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancelling = task, task.cancelling()
+        self._loop = task.get_loop()
         now = self._loop.time()
         left = max(0.0, min(self._watch.left(now), LOOK_SECONDS))
         self._timer = self._loop.call_at(now + left, self._look)
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._timer.cancel()
-        await self._scope.__aexit__(kind, error, traceback)
+        # Who else cancels the task meanwhile has it cancelled.
+        if self._expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise TimeoutError from error
 
     def _look(self) -> None:
         now = self._loop.time()
         left = self._watch.left(now)
         if left <= 0:
-            self._scope.reschedule(now)
+            self._expired = True
+            self._task.cancel()
         else:
             self._timer = self._loop.call_at(now + min(left, LOOK_SECONDS), self._look)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_gateway.request.placement import Wish
+from kvscout_gateway.request.placement import Wish, new_request_id
 from kvscout_gateway.request.prompt import Prompt
 from kvscout_gateway.tokens.estimate import estimated_tokens, output_bound
 from kvscout_gateway.tokens.prompt_tokens import PromptTokens, Source
@@ -90,8 +89,3 @@ def wish_of(gateway: Gateway, fields: Mapping[str, Any], tokens: PromptTokens, *
         request_id=new_request_id(),
         expected_output_tokens=output_bound(fields),
     )
-
-
-def new_request_id() -> str:
-    """One that no other request has."""
-    return f"gen-{uuid.uuid4().hex}"

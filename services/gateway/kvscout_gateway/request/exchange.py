@@ -14,7 +14,6 @@ pays for a failure, the request or the worker, is told by `engines.failure`.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import TracebackType
@@ -34,7 +33,7 @@ from kvscout_common.transport.http import SinkGone
 from kvscout_gateway.engines.adapter import ClientRequest
 from kvscout_gateway.engines.failure import EngineFailed, Fault
 from kvscout_gateway.request.leg import Leg, Means, Reply
-from kvscout_gateway.request.placement import Placement, Wish
+from kvscout_gateway.request.placement import Placement, Wish, new_request_id
 from kvscout_gateway.request.plan import Plan
 
 MAX_TRIES = 256
@@ -101,7 +100,7 @@ class Exchanges:
             wish: What is asked of a worker; without a request_id it gets one.
         """
         if not wish.request_id:
-            wish = replace(wish, request_id=f"gen-{uuid.uuid4().hex}")
+            wish = replace(wish, request_id=new_request_id())
         wish.tell_trace()
         return Exchange(self, wish)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,6 +12,11 @@ from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_gateway.indexer_client.reporter import Decision
 from kvscout_gateway.request.prompt import Prompt
 from kvscout_gateway.scheduler_client.booking import Booking
+
+
+def new_request_id() -> str:
+    """One that no other request has."""
+    return f"gen-{os.urandom(16).hex()}"
 
 
 # What each request makes is not frozen, which would make it three times as dear; it is not changed all the same.

@@ -23,6 +23,7 @@ def _refuse(name: str) -> Any:
 
 
 _decoder: Final = json.JSONDecoder(parse_constant=_refuse)
+_encoder: Final = json.JSONEncoder(separators=(",", ":"))
 
 
 class _Place(NamedTuple):
@@ -72,8 +73,8 @@ class JsonBody:
             if name not in changes:
                 kept.append(text[place.begin : place.end])
             elif changes[name] is not None:
-                kept.append(text[place.begin : place.value] + _written(changes[name]))
-        kept += [f"{_written(name)}:{_written(changes[name])}" for name in changes if name not in self._places]
+                kept.append(text[place.begin : place.value] + _encoder.encode(changes[name]))
+        kept += [_encoder.encode({name: changes[name]})[1:-1] for name in changes if name not in self._places]
         return ("{" + ",".join(kept) + "}").encode()
 
     def _differs(self, name: str, value: Any) -> bool:
@@ -87,10 +88,6 @@ async def parsed(data: bytes) -> JsonBody:
         InvalidArgument: As `JsonBody`.
     """
     return JsonBody(data) if len(data) <= INLINE_BODY_BYTES else await asyncio.to_thread(JsonBody, data)
-
-
-def _written(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 def _scan(text: str) -> tuple[dict[str, Any], dict[str, _Place]]:
@@ -113,25 +110,24 @@ def _scan(text: str) -> tuple[dict[str, Any], dict[str, _Place]]:
         fields[name], places[name] = value, _Place(begin, value_at, at)
         if len(fields) > MAX_FIELDS:
             raise JSONDecodeError(f"more than {MAX_FIELDS} fields", text, begin)
-        at = _skip(text, at)
+        while text[at] in _WHITE:
+            at += 1
         if text[at] == "}":
             _end(text, at + 1)
             return fields, places
         at = _mark(text, at, ",")
 
 
-def _skip(text: str, at: int) -> int:
+def _mark(text: str, at: int, mark: str) -> int:
+    """Behind a mark, and the white space around it."""
+    while text[at] in _WHITE:
+        at += 1
+    if text[at] != mark:
+        raise JSONDecodeError(f"{mark!r} is expected", text, at)
+    at += 1
     while text[at] in _WHITE:
         at += 1
     return at
-
-
-def _mark(text: str, at: int, mark: str) -> int:
-    """Behind a mark, and the white space around it."""
-    at = _skip(text, at)
-    if text[at] != mark:
-        raise JSONDecodeError(f"{mark!r} is expected", text, at)
-    return _skip(text, at + 1)
 
 
 def _end(text: str, at: int) -> None:

@@ -17,8 +17,8 @@ from kvscout_gateway.front.openai.access import Caller, header
 from kvscout_gateway.front.openai.body import JsonBody
 from kvscout_gateway.front.openai.refusals import event_of, refusal_of
 from kvscout_gateway.front.openai.sessions import Affinity, worker_of
-from kvscout_gateway.front.wishes import CHAT, model_of, new_request_id, tokens_of, wish_of
-from kvscout_gateway.request.placement import Placement, Wish
+from kvscout_gateway.front.wishes import CHAT, model_of, tokens_of, wish_of
+from kvscout_gateway.request.placement import Placement, Wish, new_request_id
 from kvscout_gateway.tokens.prompt_tokens import chat_body, completion_body
 
 if TYPE_CHECKING:
