@@ -105,7 +105,15 @@ def cached(body: Any) -> int:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    flags = ("--endpoint-picker-port", "0", "--endpoint-picker-sample-every", "2")
+    # As patient as the proxy: what is picked by turns, because this machine has no time, is not what is asked here.
+    flags = (
+        "--endpoint-picker-port",
+        "0",
+        "--endpoint-picker-sample-every",
+        "2",
+        "--endpoint-picker-timeout-ms",
+        "3500",
+    )
     async with AsyncExitStack() as entered:
         stack = await entered.enter_async_context(running_stack(*flags, mockers=((), (), SLOW)))
         scripted = await entered.enter_async_context(scripted_engine(answer))

@@ -225,7 +225,8 @@ class Worker:
             + self._context_token * contexts
         )
         self._growth = self._context_token * requests
-        self._steps = 1 if chunks else self._jump()
+        # After a preemption nobody was admitted: at the next boundary somebody may be.
+        self._steps = 1 if chunks or preempted else self._jump()
         self.end = now + self._length(self._steps)
 
     def finish(self) -> tuple[list[Done], Gap | None, list[tuple[int, int]]]:
