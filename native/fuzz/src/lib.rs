@@ -36,7 +36,9 @@ pub fn check(index: &Index) {
 /// Whom a query finds, and how many blocks on each level.
 pub fn found(index: &Index, prompt: &[u64], now: f64) -> Vec<(String, Vec<u32>)> {
     let mut found = index.find(&mut &prompt[..], now, false, |rows: &[Row], directory| {
-        let id = |row: &Row| directory.name(row.worker).map_or_else(String::new, |name| name.worker_id.to_string());
+        let id = |row: &Row| {
+            directory.name(row.worker).map_or_else(String::new, |name| name.worker_id.to_string())
+        };
         rows.iter().map(|row| (id(row), row.blocks.to_vec())).collect::<Vec<_>>()
     });
     found.sort();
