@@ -143,7 +143,7 @@ async def test_more_than_was_announced_ends_a_connection(client: HttpClient) -> 
 
 
 async def test_clients_that_dawdle_hold_no_others_up() -> None:
-    limits = HttpLimits(idle_seconds=0.3, body_seconds=0.3)
+    limits = HttpLimits(idle_seconds=1.0, body_seconds=1.0)
     async with served(echo, limits) as (_, port):
         slow = [asyncio.create_task(exchange(port, b"POST / HTTP/1.1\r\nHost: a\r\nCont")) for _ in range(100)]
         slow += [
