@@ -128,7 +128,7 @@ async def test_what_comes_while_a_live_state_is_loaded_is_applied_after_it_in_or
             world.source.on_batch(batch(number, number))
         assert world.heard == [0], "nothing overtakes it"
         assert world.found(5, 6) == (2, 2), "what was known is answered with until then"
-        assert await world.turns_until_idle() > 5
+        assert await world.turns_until_idle() > 1
         assert world.heard == [0, "loaded", 8, 9, 10]
         assert (world.found(5, 6), world.found(*many(100)[:3]), world.found(10)) == ((0, 0), (3, 3), (1, 1))
         assert world.source.cursor == (0, 10)
@@ -142,7 +142,7 @@ async def test_a_demotion_of_many_blocks_gives_the_loop_away_and_later_batches_w
         world.source.on_batch(batch(6, 7_000_001))
         assert world.heard == [0]
         assert world.source.incomplete
-        assert await world.turns_until_idle() > 5
+        assert await world.turns_until_idle() > 1
         assert world.heard == [0, "demoted", 5, 6]
         assert world.found(*many(1)) == (0, BLOCKS)
         assert (world.found(7_000_000), world.found(7_000_001)) == ((1, 1), (1, 1))
