@@ -42,7 +42,7 @@ LATE_SECONDS = 0.02
 
 
 class _Silent:
-    """No progress: a run is two minutes and a half."""
+    """No progress: a run is three to five minutes."""
 
     def status(self, text: str) -> None:
         """See `ReplayProgress`."""
