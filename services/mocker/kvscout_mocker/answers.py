@@ -225,8 +225,8 @@ def _other(token: int, rank: int, as_ids: bool) -> str:
 
 
 def logprob(token: int, position: int) -> float:
-    """An invented log-probability, a function of token and position, between −4 and 0."""
-    return -(xxhash.xxh3_64_intdigest(array("I", [token, position]).tobytes()) % 4000) / 1000
+    """An invented log-probability, a function of token and position, from −4 to just below 0."""
+    return -(1 + xxhash.xxh3_64_intdigest(array("I", [token, position]).tobytes()) % 4000) / 1000
 
 
 def _chat_logprob(token: str, value: float) -> Document:
