@@ -18,7 +18,7 @@ from kvscout_common.errors import KvscoutError
 from soak_stack.world import ADAPTER, MODEL, SGLANG_PAIR, VLLM_PAIR, World
 
 CALL_SECONDS = 10.0
-PAUSE_SECONDS = 0.06
+BUSY_PAUSE_SECONDS = 0.06
 """At most, between two requests of a client: machines are to be busy, not jammed."""
 SHORT_LEASE_SECONDS = 1
 FORGOTTEN = 0.05
@@ -34,11 +34,13 @@ class Load:
     Args:
         world: Whom they ask.
         rng: Of what they ask.
+        pause_seconds: At most, between two requests of a client.
     """
 
-    def __init__(self, world: World, rng: Random) -> None:
+    def __init__(self, world: World, rng: Random, pause_seconds: float = BUSY_PAUSE_SECONDS) -> None:
         self._world = world
         self._rng = rng
+        self._pause_seconds = pause_seconds
         self._ids = itertools.count()
         self.counts: Counter[str] = Counter()
         """By what was asked and how it ended."""
@@ -87,7 +89,7 @@ class Load:
             await self._pause()
 
     async def _pause(self) -> None:
-        await asyncio.sleep(self._rng.uniform(0.0, PAUSE_SECONDS))
+        await asyncio.sleep(self._rng.uniform(0.0, self._pause_seconds))
 
     async def _route(self) -> None:
         """The life of a request that its client runs by itself."""

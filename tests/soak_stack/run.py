@@ -19,7 +19,7 @@ from random import Random, SystemRandom
 
 from soak_stack.churn import Churn
 from soak_stack.figures import Window, growths, table
-from soak_stack.load import Load
+from soak_stack.load import BUSY_PAUSE_SECONDS, Load
 from soak_stack.rest import settled
 from soak_stack.world import World
 
@@ -42,6 +42,7 @@ async def run(
     seed: int,
     *,
     windows_at_least: int = WINDOWS_AT_LEAST,
+    pause_seconds: float = BUSY_PAUSE_SECONDS,
     judged: Sequence[str] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> list[str]:
@@ -51,6 +52,7 @@ async def run(
         seconds: How long windows are together, what comes to rest between them left aside.
         seed: Of everything that is drawn.
         windows_at_least: How many there are.
+        pause_seconds: At most, between two requests of a client.
         judged: Names of figures; empty = all.
         say: Is told how it goes.
 
@@ -60,7 +62,7 @@ async def run(
     rng = Random(seed)
     with tempfile.TemporaryDirectory(prefix="kvscout-soak-") as folder:
         world = World(Path(folder))
-        load, churn = Load(world, rng), Churn(world, rng)
+        load, churn = Load(world, rng, pause_seconds), Churn(world, rng)
         try:
             await world.start()
             windows: list[Window] = []
