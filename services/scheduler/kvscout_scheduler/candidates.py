@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.active_load import Scores
-from kvscout_scheduler.cost import DEFAULT_TIER_WEIGHTS, Lane, Question, TierWeights, spread
+from kvscout_scheduler.cost import Lane, Question, spread
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import Prompt, SelectionRequest
+from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.time_cost import TimeQuestion
 
 T = TypeVar("T")
-
-DEFAULT_CPU_TO_GPU_RATIO = 8.0
-
-
-@dataclass(frozen=True, slots=True)
-class SelectionSettings:
-    """Settings in effect for one selection, overrides applied."""
-
-    overlap_score_weight: float = 1.0
-    router_temperature: float = 0.0
-    tier_weights: TierWeights = DEFAULT_TIER_WEIGHTS
-    cpu_to_gpu_ratio: float = DEFAULT_CPU_TO_GPU_RATIO
-    """Requests that an accelerator carries in the time of one CPU worker."""
-    books: bool = True
-    """Whether the choice is booked; queries must not change what bookings see."""
 
 
 class TierOverlap(NamedTuple):
@@ -50,8 +35,9 @@ class Candidates:
         request: The request.
         slots: Their slots; at least one.
         prompts: The request's hashes and overlaps for each lane of the pool.
-        settings: Settings in effect.
+        settings: Settings in effect, the request's overrides applied.
         now: On the scheduler's clock.
+        books: Whether the choice is booked; queries must not change what bookings see.
     """
 
     def __init__(
@@ -60,17 +46,19 @@ class Candidates:
         request: SelectionRequest,
         slots: list[int],
         prompts: Mapping[Lane, Prompt],
-        settings: SelectionSettings,
+        settings: SchedulerSettings,
         *,
         now: float,
+        books: bool = False,
     ) -> None:
         self.request = request
         self.slots = slots
         self.settings = settings
         self.now = now
+        self.books = books
         self._pool = pool
         self._prompts = prompts
-        self._scored: Scores | None = None
+        self._scored: list[tuple[list[int], Scores]] | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -113,20 +101,20 @@ class Candidates:
         column = self._pool.load.decode_blocks
         return [column[slot] for slot in self.slots]
 
-    @property
+    @cached_property
     def device_blocks(self) -> Sequence[int]:
         """Leading blocks of the prompt on the device, confirmed or predicted."""
-        return self._scores.device_blocks
+        return self._column(lambda scores: scores.device_blocks)
 
-    @property
+    @cached_property
     def effective_blocks(self) -> Sequence[float]:
         """Overlap as the cost counts it: slower tiers weighted, 0 where the overlap score weight is 0."""
-        return self._scores.effective_blocks
+        return self._column(lambda scores: scores.effective_blocks)
 
-    @property
+    @cached_property
     def cached_tokens(self) -> Sequence[float]:
         """Prompt tokens that each has, slower tiers weighted; at most the prompt."""
-        return self._scores.cached_tokens
+        return self._column(lambda scores: scores.cached_tokens)
 
     @cached_property
     def kv_usage(self) -> Sequence[float]:
@@ -137,15 +125,15 @@ class Candidates:
             for active, spec, metrics in columns
         ]
 
-    @property
+    @cached_property
     def prefill_tokens(self) -> Sequence[float]:
         """Prompt tokens that each would have to compute, this request's included."""
-        return self._scores.prefill_tokens
+        return self._column(lambda scores: scores.prefill_tokens)
 
-    @property
+    @cached_property
     def decode_blocks(self) -> Sequence[int]:
         """Blocks that would be active on each, this request's included."""
-        return self._scores.decode_blocks
+        return self._column(lambda scores: scores.decode_blocks)
 
     @property
     def prefill_blocks(self) -> list[float]:
@@ -156,7 +144,7 @@ class Candidates:
     @property
     def kv_costs(self) -> Sequence[float]:
         """Cost of `kvscout_scheduler.cost`; where block sizes differ, in blocks of the smallest."""
-        return self._scores.costs
+        return self._column(lambda scores: scores.costs)
 
     def seconds(self, question: TimeQuestion) -> Sequence[float]:
         """Cost of `kvscout_scheduler.time_cost`.
@@ -164,11 +152,13 @@ class Candidates:
         Args:
             question: With a row for each slot of the pool.
         """
-        return self._scores.seconds(question)
+        return self._column(lambda scores: scores.seconds(question))
 
     def overlap(self, index: int) -> tuple[int, float]:
         """`device_blocks` and `effective_blocks` of one candidate."""
-        return self._scores.overlap(index)
+        if len(self._scores) == 1:
+            return self._scores[0][1].overlap(index)
+        return self.device_blocks[index], self.effective_blocks[index]
 
     def uncached_tokens(self, index: int, effective_blocks: float) -> int:
         """Prompt tokens to charge one candidate as prefill, by its `effective_blocks`."""
@@ -179,11 +169,10 @@ class Candidates:
 
     def of(self, slots: list[int]) -> Candidates:
         """The same question of other workers."""
-        return Candidates(self._pool, self.request, slots, self._prompts, self.settings, now=self.now)
+        return Candidates(self._pool, self.request, slots, self._prompts, self.settings, now=self.now, books=self.books)
 
     def tiers(self) -> Sequence[TierOverlap]:
         """Overlap of each by tier."""
-
         found: dict[int, TierOverlap] = {}
         for lane, slots in self._slots_by_lane.items():
             overlaps = self._prompts[lane].overlaps.plain
@@ -191,25 +180,30 @@ class Candidates:
             found.update(zip(slots, map(TierOverlap._make, zip(*columns, strict=True)), strict=True))
         return [found[slot] for slot in self.slots]
 
-    def prompt(self, lane: Lane) -> Prompt:
-        """The prompt as hashed for a lane."""
-        return self._prompts[lane]
+    def _column(self, of: Callable[[Scores], Sequence[T]]) -> Sequence[T]:
+        """A column of all, from those of each lane."""
+        scored = self._scores
+        if len(scored) == 1:
+            return of(scored[0][1])
+        found: dict[int, T] = {}
+        for slots, scores in scored:
+            found.update(zip(slots, of(scores), strict=True))
+        return [found[slot] for slot in self.slots]
 
     @property
-    def _scores(self) -> Scores:
-        """What the load says of the candidates."""
+    def _scores(self) -> list[tuple[list[int], Scores]]:
+        """The candidates of each lane, and what the load says of them."""
         # Once a request: `cached_property` takes a lock to compute, in Python 3.11.
         if self._scored is None:
-            self._scored = self._compute_scores()
+            if len(self._prompts) == 1:
+                (lane,) = self._prompts
+                slots = None if self.slots is self._pool.order else self.slots
+                self._scored = [(self.slots, self._score(lane, slots, lane.block_size))]
+            else:
+                lanes = self._slots_by_lane
+                unit = min(lane.block_size for lane in lanes)
+                self._scored = [(slots, self._score(lane, slots, unit)) for lane, slots in lanes.items()]
         return self._scored
-
-    def _compute_scores(self) -> Scores:
-        if len(self._prompts) == 1:
-            (lane,) = self._prompts
-            return self._score(lane, None if self.slots is self._pool.order else self.slots, lane.block_size)
-        lanes = self._slots_by_lane
-        unit = min(lane.block_size for lane in lanes)
-        return LaneScores(self.slots, [(slots, self._score(lane, slots, unit)) for lane, slots in lanes.items()])
 
     def _score(self, lane: Lane, slots: list[int] | None, unit: int) -> Scores:
         prompt, settings = self._prompts[lane], self.settings
@@ -228,60 +222,3 @@ class Candidates:
     def _slots_by_lane(self) -> dict[Lane, list[int]]:
         wanted = set(self.slots)
         return {lane: [slot for slot in members if slot in wanted] for lane, members in self._pool.lanes.items()}
-
-
-class LaneScores:
-    """Scores of several lanes as those of all; see `Scores`.
-
-    Args:
-        slots: All, in the order of the answers.
-        lanes: Slots of each lane, and their scores.
-    """
-
-    def __init__(self, slots: Sequence[int], lanes: Sequence[tuple[Sequence[int], Scores]]) -> None:
-        self._slots = slots
-        self._lanes = lanes
-
-    @cached_property
-    def device_blocks(self) -> Sequence[int]:
-        """See `Scores`."""
-        return self._merged(lambda scores: scores.device_blocks)
-
-    @cached_property
-    def effective_blocks(self) -> Sequence[float]:
-        """See `Scores`."""
-        return self._merged(lambda scores: scores.effective_blocks)
-
-    @cached_property
-    def cached_tokens(self) -> Sequence[float]:
-        """See `Scores`."""
-        return self._merged(lambda scores: scores.cached_tokens)
-
-    @cached_property
-    def prefill_tokens(self) -> Sequence[float]:
-        """See `Scores`."""
-        return self._merged(lambda scores: scores.prefill_tokens)
-
-    @cached_property
-    def decode_blocks(self) -> Sequence[int]:
-        """See `Scores`."""
-        return self._merged(lambda scores: scores.decode_blocks)
-
-    @property
-    def costs(self) -> Sequence[float]:
-        """See `Scores`."""
-        return self._merged(lambda scores: scores.costs)
-
-    def seconds(self, question: TimeQuestion) -> Sequence[float]:
-        """See `Scores`."""
-        return self._merged(lambda scores: scores.seconds(question))
-
-    def overlap(self, index: int) -> tuple[int, float]:
-        """See `Scores`."""
-        return self.device_blocks[index], self.effective_blocks[index]
-
-    def _merged(self, column: Callable[[Scores], Sequence[T]]) -> Sequence[T]:
-        found: dict[int, T] = {}
-        for slots, scores in self._lanes:
-            found.update(zip(slots, column(scores), strict=True))
-        return [found[slot] for slot in self._slots]

@@ -7,7 +7,6 @@ The one module of this package that imports the extension, and does so only wher
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 from kvscout_common.hashing import native_available
@@ -125,44 +124,37 @@ def _native(overlaps: AnyOverlaps) -> kvscout_native.Overlaps | None:
 
 
 class NativeScores:
-    """See `Scores`."""
+    """See `Scores`; a column is made anew each time."""
 
     def __init__(self, core: kvscout_native.Scores) -> None:
         self._core = core
         self.overlap = core.overlap
 
-    @cached_property
+    @property
     def device_blocks(self) -> Sequence[int]:
-        """See `Scores`."""
         return self._core.device_blocks
 
-    @cached_property
+    @property
     def effective_blocks(self) -> Sequence[float]:
-        """See `Scores`."""
         return self._core.effective_blocks
 
-    @cached_property
+    @property
     def cached_tokens(self) -> Sequence[float]:
-        """See `Scores`."""
         return self._core.cached_tokens
 
-    @cached_property
+    @property
     def prefill_tokens(self) -> Sequence[float]:
-        """See `Scores`."""
         return self._core.prefill_tokens
 
-    @cached_property
+    @property
     def decode_blocks(self) -> Sequence[int]:
-        """See `Scores`."""
         return self._core.decode_blocks
 
     @property
     def costs(self) -> NativeCosts:
-        """See `Scores`."""
         return NativeCosts(self._core.costs())
 
     def seconds(self, question: TimeQuestion) -> NativeCosts:
-        """See `Scores`."""
         return NativeCosts(self._core.seconds(*question))
 
 

@@ -29,7 +29,7 @@ from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.active_load import MakeLoad
 from kvscout_scheduler.booking import ActiveRequest, Booking, FreeOutcome, ListPlace
 from kvscout_scheduler.bookings import END_AT_ONCE, Bookings
-from kvscout_scheduler.candidates import Candidates, SelectionSettings
+from kvscout_scheduler.candidates import Candidates
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.facts import Choice, Facts
@@ -506,7 +506,8 @@ class Scheduler:
             return []
         prompts = pool.prompts(prompt, other_prompts, isl_tokens)
         request = SelectionRequest(pool_id.model, isl_tokens, prompt, tenant=pool_id.tenant, role=pool_id.role)
-        settings = SelectionSettings(tier_weights=self.settings.tier_weights)
+        # What is cached is shown where it is worth nothing to a policy, too.
+        settings = replace(self.settings, overlap_score_weight=1.0)
         now = self._clock()
         candidates = Candidates(pool, request, pool.order, prompts, settings, now=now)
         pool.judge(self.thresholds.get(pool_id.tenant, pool_id.model))

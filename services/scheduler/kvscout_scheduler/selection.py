@@ -10,12 +10,12 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvscout_common.errors import InternalError
-from kvscout_scheduler.candidates import Candidates, SelectionSettings
+from kvscout_scheduler.candidates import Candidates
 from kvscout_scheduler.decision import Candidate, Decision, Explanation
 from kvscout_scheduler.eligibility import eligible
 from kvscout_scheduler.policies import CheckedPolicy, PolicyRegistry
 from kvscout_scheduler.pool import Pool
-from kvscout_scheduler.request import NO_OVERRIDE, SelectionRequest
+from kvscout_scheduler.request import NO_OVERRIDE, ConfigOverride, SelectionRequest
 from kvscout_scheduler.settings import SchedulerSettings
 
 
@@ -40,16 +40,6 @@ class Selector:
     def __init__(self, settings: SchedulerSettings, registry: PolicyRegistry, rng: Random) -> None:
         registry.check(settings.policy)
         self._settings = settings
-        self._defaults = {
-            books: SelectionSettings(
-                overlap_score_weight=settings.overlap_score_weight,
-                router_temperature=settings.router_temperature,
-                tier_weights=settings.tier_weights,
-                cpu_to_gpu_ratio=settings.cpu_to_gpu_ratio,
-                books=books,
-            )
-            for books in (False, True)
-        }
         self._registry = registry
         self._rng = rng
         self._policies: WeakKeyDictionary[Pool, dict[str, CheckedPolicy]] = WeakKeyDictionary()
@@ -91,15 +81,15 @@ class Selector:
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
         dropped: dict[int, str] | None = {} if request.explain or explains else None
         slots = eligible(pool, request, now, dropped)
-        candidates = Candidates(pool, request, slots, prompts, self._in_effect(request, books), now=now)
-        name = self._settings.policy if request.override.policy is None else request.override.policy
+        settings = self._in_effect(request.override)
+        candidates = Candidates(pool, request, slots, prompts, settings, now=now, books=books)
+        name = settings.policy
         policy = self._policy(pool, name)
         costs = policy.costs(candidates)
         seed = request.override.seed
         index = policy.pick(candidates, costs, self._rng if seed is None else Random(seed))
         overlap_blocks, effective_overlap_blocks = candidates.overlap(index)
         slot = slots[index]
-        lane = pool.lane_of[slot]
         explanation = None
         if dropped is not None:
             try:
@@ -120,18 +110,13 @@ class Selector:
             uncached_tokens=candidates.uncached_tokens(index, effective_overlap_blocks),
             explanation=explanation,
         )
-        return Selected(decision, pool, slot, candidates.prompt(lane).block_hashes)
+        return Selected(decision, pool, slot, prompts[pool.lane_of[slot]].block_hashes)
 
-    def _in_effect(self, request: SelectionRequest, books: bool) -> SelectionSettings:
-        defaults, override = self._defaults[books], request.override
+    def _in_effect(self, override: ConfigOverride) -> SchedulerSettings:
         if override is NO_OVERRIDE:
-            return defaults
-        weight, temperature = override.overlap_score_weight, override.router_temperature
-        return replace(
-            defaults,
-            overlap_score_weight=defaults.overlap_score_weight if weight is None else weight,
-            router_temperature=defaults.router_temperature if temperature is None else temperature,
-        )
+            return self._settings
+        given = {name: getattr(override, name) for name in ("overlap_score_weight", "router_temperature", "policy")}
+        return replace(self._settings, **{name: value for name, value in given.items() if value is not None})
 
     def _policy(self, pool: Pool, name: str) -> CheckedPolicy:
         made = self._policies.get(pool)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.worker import Role
-from kvscout_scheduler.candidates import DEFAULT_CPU_TO_GPU_RATIO
 from kvscout_scheduler.cost import DEFAULT_TIER_WEIGHTS, TierWeights
 from kvscout_scheduler.request import MAX_LEASE_SECONDS
 from kvscout_scheduler.thresholds import NO_THRESHOLDS, BusyThresholds
@@ -27,7 +26,7 @@ class SchedulerSettings:
     router_temperature: float = 0.0
     """0 = always the cheapest worker."""
     tier_weights: TierWeights = DEFAULT_TIER_WEIGHTS
-    cpu_to_gpu_ratio: float = DEFAULT_CPU_TO_GPU_RATIO
+    cpu_to_gpu_ratio: float = 8.0
     """Requests that an accelerator carries in the time of one CPU worker; policy device-aware-weighted."""
     track_active_blocks: bool = True
     """Prefill pools never track them."""

@@ -244,7 +244,7 @@ class RoundRobin(Policy):
         return 0.0
 
     def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
-        ranks, books = candidates.ranks, candidates.settings.books
+        ranks, books = candidates.ranks, candidates.books
         last = self._last.get(books)
         index = bisect_right(ranks, last) % len(ranks) if last is not None else 0
         self._last[books] = ranks[index]
