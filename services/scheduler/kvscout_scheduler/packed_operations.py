@@ -33,7 +33,6 @@ _PREFILL_COMPLETED, _FREED = 6, 8
 """Those of a result's."""
 
 _ROLES: tuple[Role, ...] = tuple(map(role_from_proto, range(4)))
-_OUTCOMES: dict[FreeOutcome, int] = {each: translate.outcome_to_proto(each).outcome for each in FreeOutcome}
 
 
 def codec_for(tenant: str, caller_tenant: str) -> Codec:
@@ -67,7 +66,7 @@ class PackedCodec:
     def write(self, number: int, operation: Operation | KvscoutError, outcome: Outcome) -> bytes:
         """See `Codec`."""
         if isinstance(outcome, FreeOutcome):
-            return native_load.number_result(number, _FREED, _OUTCOMES[outcome])
+            return native_load.number_result(number, _FREED, translate.OUTCOMES[outcome])
         if isinstance(outcome, bool):
             return native_load.number_result(number, _PREFILL_COMPLETED, outcome)
         if isinstance(outcome, Decision) and outcome.explanation is None:

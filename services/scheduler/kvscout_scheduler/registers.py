@@ -11,14 +11,15 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvscout.v1 import replication_pb2, types_pb2
+from kvscout.v1 import replication_pb2
 from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto
 from kvscout_scheduler.replica_log import ReplicaLog
 from kvscout_scheduler.request import MICROSECONDS
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.thresholds import BusyThresholds
+from kvscout_scheduler.thresholds import DECODE_BLOCKS, PREFILL_TOKENS, BusyThresholds
+from kvscout_scheduler.translate import given_fields, thresholds_to_proto
 
 log = logging.getLogger("kvscout.replicas")
 
@@ -76,10 +77,7 @@ class Registers:
         ours = self.thresholds.get(name)
         if ours is not None and (ours.version, ours.replica_id) >= (event.version, event.replica_id):
             return
-        found = BusyThresholds(
-            given.active_decode_blocks_threshold if given.HasField("active_decode_blocks_threshold") else None,
-            given.active_prefill_tokens_threshold if given.HasField("active_prefill_tokens_threshold") else None,
-        )
+        found = BusyThresholds(**given_fields(given, DECODE_BLOCKS, PREFILL_TOKENS))
         try:
             self._scheduler.thresholds.put(*name, found.validate())
         except KvscoutError as error:
@@ -145,12 +143,7 @@ class Registers:
     def _on_thresholds(self, tenant: str, model: str, thresholds: BusyThresholds) -> None:
         known = self.thresholds.get((tenant, model))
         event = replication_pb2.ThresholdsEvent(
-            thresholds=types_pb2.BusyThresholds(
-                model=model,
-                tenant=tenant,
-                active_decode_blocks_threshold=thresholds.active_decode_blocks_threshold,
-                active_prefill_tokens_threshold=thresholds.active_prefill_tokens_threshold,
-            ),
+            thresholds=thresholds_to_proto(tenant, model, thresholds),
             version=max(self._wall_now(), known.version + 1 if known is not None else 0),
             replica_id=self._replica_id,
         )

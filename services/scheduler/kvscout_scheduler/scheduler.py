@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import nsmallest
 from operator import itemgetter
 from random import Random
+from typing import NamedTuple
 
 from kvscout_common.errors import (
     AlreadyExists,
@@ -60,8 +61,7 @@ NAMED_RANKS = 5
 """Worker ranks that a warning names."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
+class WorkerLoad(NamedTuple):
     """Load of one worker rank, now and with a prompt added."""
 
     rank: WorkerRank

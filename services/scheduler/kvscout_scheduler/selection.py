@@ -158,30 +158,25 @@ def explain(
     shown.update(zip(candidates.slots, costs, strict=True))
     all_costs = [shown[slot] for slot in everyone.slots]
     drawn = dict(zip(candidates.slots, policy.probabilities(candidates, costs), strict=True))
-    rows = []
-    columns = zip(
+    rows = zip(
         everyone.slots, everyone.tiers(), everyone.prefill_blocks, everyone.decode_blocks, all_costs, strict=True
     )
-    for slot, tiers, prefill_blocks, decode_blocks, cost in columns:
-        rows.append(
-            Candidate(
-                rank=pool.ranks[slot],
-                eligible=slot not in dropped,
-                ineligible_reason=dropped.get(slot, ""),
-                device_blocks=tiers.device,
-                host_blocks=tiers.host,
-                disk_blocks=tiers.disk,
-                external_blocks=tiers.external,
-                prefill_blocks=prefill_blocks,
-                decode_blocks=decode_blocks,
-                cost=cost,
-                probability=drawn.get(slot, 0.0),
-            )
-        )
     return Explanation(
         policy=name,
         overlap_score_weight=settings.overlap_score_weight,
         router_temperature=settings.router_temperature,
         reason=policy.reason(candidates, costs, index),
-        candidates=tuple(rows),
+        candidates=tuple(
+            Candidate(
+                pool.ranks[slot],
+                slot not in dropped,
+                dropped.get(slot, ""),
+                *tiers,
+                prefill_blocks=prefill_blocks,
+                decode_blocks=decode_blocks,
+                cost=cost,
+                probability=drawn.get(slot, 0.0),
+            )
+            for slot, tiers, prefill_blocks, decode_blocks, cost in rows
+        ),
     )

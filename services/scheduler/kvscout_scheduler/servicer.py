@@ -39,8 +39,8 @@ from kvscout_scheduler.operations import Operation, Operations, Outcome, Reserve
 from kvscout_scheduler.packed_operations import columns_of, select_of
 from kvscout_scheduler.request import RequestKey
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.thresholds import BusyThresholds
 from kvscout_scheduler.traces import tell
+from kvscout_scheduler.translate import given_fields, thresholds_to_proto
 from kvscout_scheduler.watch_rpcs import WatchRpcs
 
 if TYPE_CHECKING:
@@ -215,11 +215,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         self._scheduler.report_metrics(
             request.tenant or DEFAULT_TENANT,
             rank_from_proto(request.worker),
-            EngineMetrics(
-                kv_cache_usage=request.kv_cache_usage if request.HasField("kv_cache_usage") else None,
-                running_requests=request.running_requests if request.HasField("running_requests") else None,
-                waiting_requests=request.waiting_requests if request.HasField("waiting_requests") else None,
-            ),
+            EngineMetrics(**given_fields(request, "kv_cache_usage", "running_requests", "waiting_requests")),
         )
         return scheduler_pb2.ReportWorkerMetricsResponse()
 
@@ -246,7 +242,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             raise InvalidArgument("must not be empty", field="model")
         tenant = request.tenant or DEFAULT_TENANT
         found = self._scheduler.thresholds.get(tenant, request.model)
-        return types_pb2.GetBusyThresholdsResponse(thresholds=_thresholds(tenant, request.model, found))
+        return types_pb2.GetBusyThresholdsResponse(thresholds=thresholds_to_proto(tenant, request.model, found))
 
     async def SetBusyThresholds(
         self, request: types_pb2.SetBusyThresholdsRequest, context: Any
@@ -259,7 +255,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
                 changes[field.name] = value
         tenant = request.tenant or DEFAULT_TENANT
         changed = self._scheduler.thresholds.change(tenant, request.model, **changes)
-        return types_pb2.SetBusyThresholdsResponse(thresholds=_thresholds(tenant, request.model, changed))
+        return types_pb2.SetBusyThresholdsResponse(thresholds=thresholds_to_proto(tenant, request.model, changed))
 
     async def ListBusyThresholds(
         self, request: types_pb2.ListBusyThresholdsRequest, context: Any
@@ -267,7 +263,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         tenant = request.tenant or DEFAULT_TENANT
         return types_pb2.ListBusyThresholdsResponse(
             thresholds=[
-                _thresholds(tenant, model, thresholds)
+                thresholds_to_proto(tenant, model, thresholds)
                 for model, thresholds in self._scheduler.busy_thresholds(tenant).items()
             ]
         )
@@ -324,12 +320,3 @@ def _booked_by(operation: Operation) -> tuple[RequestKey, int] | None:
         case Reserve(wanted):
             return wanted.key, wanted.attempt_id
     return None
-
-
-def _thresholds(tenant: str, model: str, thresholds: BusyThresholds) -> types_pb2.BusyThresholds:
-    return types_pb2.BusyThresholds(
-        model=model,
-        tenant=tenant,
-        active_decode_blocks_threshold=thresholds.active_decode_blocks_threshold,
-        active_prefill_tokens_threshold=thresholds.active_prefill_tokens_threshold,
-    )

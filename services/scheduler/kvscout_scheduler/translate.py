@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.request_names import NamesRequest
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_from_proto, role_to_proto
-from kvscout_scheduler.booking import ActiveRequest, FreeOutcome, Phase
+from kvscout_scheduler.booking import ActiveRequest, FreeOutcome
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
@@ -22,18 +24,26 @@ from kvscout_scheduler.request import (
     pack_hashes,
 )
 from kvscout_scheduler.scheduler import WorkerLoad
+from kvscout_scheduler.thresholds import BusyThresholds
 
-_OUTCOMES = {
-    FreeOutcome.FREED: scheduler_pb2.FREE_OUTCOME_FREED,
-    FreeOutcome.UNKNOWN: scheduler_pb2.FREE_OUTCOME_UNKNOWN,
-    FreeOutcome.ALREADY_FREED: scheduler_pb2.FREE_OUTCOME_ALREADY_FREED,
-    FreeOutcome.DEQUEUED: scheduler_pb2.FREE_OUTCOME_DEQUEUED,
+OUTCOMES: Final[dict[FreeOutcome, scheduler_pb2.FreeOutcome.ValueType]] = {
+    each: value_of(scheduler_pb2.FreeOutcome, each) for each in FreeOutcome
 }
-_PHASES = {
-    Phase.QUEUED: scheduler_pb2.REQUEST_PHASE_QUEUED,
-    Phase.PREFILL: scheduler_pb2.REQUEST_PHASE_PREFILL,
-    Phase.DECODE: scheduler_pb2.REQUEST_PHASE_DECODE,
-}
+
+
+def same_fields(record: Any, *but: str) -> dict[str, Any]:
+    """The fields of a record that its message has under the same names.
+
+    Args:
+        record: A NamedTuple.
+        but: Those that the message has in another form.
+    """
+    return {name: value for name, value in record._asdict().items() if name not in but}
+
+
+def given_fields(message: Any, *names: str) -> dict[str, Any]:
+    """Those of some optional fields that are set."""
+    return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 
 def overlaps_from_proto(message: types_pb2.Overlaps) -> Overlaps:
@@ -54,13 +64,8 @@ def overlaps_from_proto(message: types_pb2.Overlaps) -> Overlaps:
 def _override(message: scheduler_pb2.SelectRequest) -> ConfigOverride:
     if not message.HasField("router_config_override"):
         return NO_OVERRIDE
-    given = message.router_config_override
-    return ConfigOverride(
-        overlap_score_weight=given.overlap_score_weight if given.HasField("overlap_score_weight") else None,
-        router_temperature=given.router_temperature if given.HasField("router_temperature") else None,
-        policy=given.policy if given.HasField("policy") else None,
-        seed=given.seed if given.HasField("seed") else None,
-    )
+    names = ("overlap_score_weight", "router_temperature", "policy", "seed")
+    return ConfigOverride(**given_fields(message.router_config_override, *names))
 
 
 def prompt_from_proto(message: scheduler_pb2.SelectRequest | scheduler_pb2.SchedulerGetPotentialLoadsRequest) -> Prompt:
@@ -124,16 +129,8 @@ def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
             candidates=[
                 scheduler_pb2.Candidate(
                     worker=rank_to_proto(candidate.rank),
-                    eligible=candidate.eligible,
                     ineligible_reason=value_of(scheduler_pb2.IneligibleReason, candidate.ineligible_reason),
-                    device_blocks=candidate.device_blocks,
-                    host_blocks=candidate.host_blocks,
-                    disk_blocks=candidate.disk_blocks,
-                    external_blocks=candidate.external_blocks,
-                    prefill_blocks=candidate.prefill_blocks,
-                    decode_blocks=candidate.decode_blocks,
-                    cost=candidate.cost,
-                    probability=candidate.probability,
+                    **same_fields(candidate, "rank", "ineligible_reason"),
                 )
                 for candidate in why.candidates
             ],
@@ -199,29 +196,17 @@ def key_to_proto(key: RequestKey, attempt_id: int) -> scheduler_pb2.RequestRef:
 
 def outcome_to_proto(outcome: FreeOutcome) -> scheduler_pb2.FreeResponse:
     """What a Free did."""
-    return scheduler_pb2.FreeResponse(outcome=_OUTCOMES[outcome])
+    return scheduler_pb2.FreeResponse(outcome=OUTCOMES[outcome])
 
 
 def outcome_from_proto(message: scheduler_pb2.FreeResponse) -> FreeOutcome:
     """What a Free did at another replica; one that is not known here did nothing."""
-    return next((each for each, number in _OUTCOMES.items() if number == message.outcome), FreeOutcome.UNKNOWN)
+    return next((each for each, number in OUTCOMES.items() if number == message.outcome), FreeOutcome.UNKNOWN)
 
 
 def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
     """The load of a worker rank."""
-    return scheduler_pb2.WorkerLoad(
-        worker=rank_to_proto(load.rank),
-        potential_prefill_tokens=load.potential_prefill_tokens,
-        potential_decode_blocks=load.potential_decode_blocks,
-        active_requests=load.active_requests,
-        active_prefill_tokens=load.active_prefill_tokens,
-        active_decode_blocks=load.active_decode_blocks,
-        busy=load.busy,
-        cooldown_seconds=load.cooldown_seconds,
-        draining=load.draining,
-        total_kv_blocks=load.total_kv_blocks,
-        metrics_age_seconds=load.metrics_age_seconds,
-    )
+    return scheduler_pb2.WorkerLoad(worker=rank_to_proto(load.rank), **same_fields(load, "rank"))
 
 
 def active_to_proto(active: ActiveRequest, *, shows_owner: bool) -> scheduler_pb2.ActiveRequest:
@@ -230,13 +215,23 @@ def active_to_proto(active: ActiveRequest, *, shows_owner: bool) -> scheduler_pb
     return scheduler_pb2.ActiveRequest(
         request=key_to_proto(facts.key, facts.attempt_id),
         worker=rank_to_proto(facts.rank),
-        phase=_PHASES[active.phase],
+        phase=value_of(scheduler_pb2.RequestPhase, active.phase),
         blocks=active.prompt_blocks,
         output_blocks=active.output_blocks,
         uncached_tokens=facts.uncached_tokens,
         owner_id=active.owner.owner_id if shows_owner and active.owner is not None else "",
         age_seconds=active.age_seconds,
         lease_remaining_seconds=active.lease_remaining_seconds,
+    )
+
+
+def thresholds_to_proto(tenant: str, model: str, thresholds: BusyThresholds) -> types_pb2.BusyThresholds:
+    """The thresholds of a model."""
+    return types_pb2.BusyThresholds(
+        model=model,
+        tenant=tenant,
+        active_decode_blocks_threshold=thresholds.active_decode_blocks_threshold,
+        active_prefill_tokens_threshold=thresholds.active_prefill_tokens_threshold,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from typing import Any
 
 from kvscout.v1 import scheduler_pb2
@@ -43,8 +42,7 @@ class WatchRpcs:
             loads = self._watched.potential_loads(pool)
             # What runs by itself is no change.
             shown = [
-                replace(
-                    load,
+                load._replace(
                     cooldown_seconds=float(load.cooldown_seconds > 0),
                     metrics_age_seconds=None if load.metrics_age_seconds is None else 0.0,
                 )
