@@ -193,9 +193,9 @@ class World:
         for node in nodes:
             node.check()
             # Of one that is gone nobody may have the last events: those are lost, and waited for until it is given up.
-            for status in [each for each in node.replication.status() if each.of in running]:
-                assert not status.diverged, f"{node.name} on {status.of}"
-                assert status.lag_events == 0, f"{node.name} on {status.of}"
+            for status in [each for each in node.replication.status() if (each.replica_id, each.epoch) in running]:
+                assert not status.diverged, f"{node.name} on {status.replica_id}"
+                assert status.lag_events == 0, f"{node.name} on {status.replica_id}"
         first = nodes[0]
         for node in nodes[1:]:
             assert node.state() == first.state(), f"{node.name} and {first.name} differ"

@@ -397,12 +397,16 @@ def test_two_that_have_one_name_are_told_for_as_long_as_both_are_heard() -> None
             world[node].replication.receive(later.SerializeToString())
         world.run(2)
         assert "'a'" in earlier.conflict
-        assert [status.of.epoch for status in world["b"].replication.status() if status.live and not status.self] == [
+        assert [status.epoch for status in world["b"].replication.status() if status.live and not status.self] == [
             earlier.me.epoch + 1
         ]
     world.run(SILENT_SECONDS + 3)
     assert earlier.conflict == ""
-    assert [status.of for status in world["b"].replication.status() if status.live and not status.self] == [earlier.me]
+    assert [
+        (status.replica_id, status.epoch)
+        for status in world["b"].replication.status()
+        if status.live and not status.self
+    ] == [earlier.me]
 
 
 def test_a_lease_above_what_callers_may_ask_for_is_read_all_the_same() -> None:
@@ -411,7 +415,8 @@ def test_a_lease_above_what_callers_may_ask_for_is_read_all_the_same() -> None:
     booking = world["a"].core.bookings.find(key("r"))
     assert booking is not None
     # As the settings of another release may have it.
-    world["a"].replication.ownership.log.hold(booking.key, None, 200_000.0)
+    booking.lease_seconds = 200_000.0
+    world["a"].replication.ownership.changed(booking)
     world.run(1)
     world.start("c")
     world.run(1)

@@ -54,8 +54,8 @@ class Bookings:
         self._end_log = EndLog()
         self.tenants = 0
         """Tenants that have workers."""
-        self.journal: Journal | None = None
-        """Told of every change; None = there are no replicas."""
+        self.journal = Journal()
+        """Told of every change."""
 
     def __len__(self) -> int:
         return len(self._active)
@@ -122,8 +122,7 @@ class Bookings:
         else:
             self._leases.set(booking, booking.booked_at + booking.lease_seconds)
         self._stats.bookings += 1
-        if self.journal is not None:
-            self.journal.booked(booking)
+        self.journal.booked(booking)
 
     def complete_prefill(self, key: RequestKey, attempt_id: int, now: float) -> bool:
         """Ends a request's prefill phase.
@@ -140,8 +139,7 @@ class Bookings:
         if booking.phase is Phase.DECODE:
             return False
         self.decode(booking, now)
-        if self.journal is not None:
-            self.journal.prefill_completed(booking)
+        self.journal.changed(booking)
         return True
 
     def decode(self, booking: Booking, now: float) -> None:
@@ -168,8 +166,7 @@ class Bookings:
         self._renew(booking, now)
         booking.output_blocks += blocks
         booking.pool.load.add_private(booking.allocation, blocks)
-        if self.journal is not None:
-            self.journal.output_added(booking)
+        self.journal.changed(booking)
         return booking.output_blocks
 
     def free(self, key: RequestKey, attempt_id: int, now: float, output_tokens: int = 0) -> FreeOutcome:
@@ -181,7 +178,7 @@ class Bookings:
             self._stats.freed += 1
             return FreeOutcome.FREED
         ended = self._attempts.get(key, attempt_id, now)
-        if self.journal is not None and ended in (None, Ended.BY_US):
+        if ended in (None, Ended.BY_US):
             self.journal.freed_unknown(key, attempt_id)
         if ended in (Ended.BY_CALLER, Ended.BY_US):
             outcome = FreeOutcome.ALREADY_FREED
@@ -198,8 +195,7 @@ class Bookings:
         """Remembers that an attempt was freed before it was booked."""
         if attempt_id:
             self._attempts.add(key, attempt_id, Ended.BEFORE_BOOKING, now)
-            if self.journal is not None:
-                self.journal.freed_unknown(key, attempt_id)
+            self.journal.freed_unknown(key, attempt_id)
 
     def renew(self, key: RequestKey, attempt_id: int, now: float, lease_seconds: float = 0.0) -> bool:
         """Renews a lease, from now.
@@ -220,8 +216,7 @@ class Bookings:
         if lease_seconds:
             booking.lease_seconds = float(lease_seconds)
         self._renew(booking, now)
-        if self.journal is not None:
-            self.journal.held(booking)
+        self.journal.changed(booking)
         return True
 
     def undelivered(self, key: RequestKey, attempt_id: int, now: float) -> bool:
@@ -278,8 +273,7 @@ class Bookings:
                 self._own(active, now)
                 self._leases.clear(active)
                 self._owners.add(active, owner, now)
-                if self.journal is not None:
-                    self.journal.held(active)
+                self.journal.changed(active)
         return session, unknown
 
     def owner_connected(self, owner: OwnerName, now: float) -> float:
@@ -331,7 +325,6 @@ class Bookings:
         for booking in members:
             if booking.mirror:
                 self.remove_mirror(booking, now)
-                assert self.journal is not None
                 self.journal.displaced(booking)
             else:
                 self._expire(booking, reason, now)
@@ -420,7 +413,6 @@ class Bookings:
             self._owners.add(booking, booking.owner, now)
         else:
             self._leases.set(booking, now + booking.lease_seconds)
-        assert self.journal is not None
         self.journal.taken_over(booking)
 
     def _renew(self, booking: Booking, now: float) -> None:
@@ -444,8 +436,7 @@ class Bookings:
         self._owners.drop(booking)
         self._take_out(booking, now, freed=how is Ended.BY_CALLER, output_tokens=output_tokens)
         self._attempts.add(booking.key, booking.facts.attempt_id, how, now)
-        if self.journal is not None:
-            self.journal.ended(booking, by_caller=how is Ended.BY_CALLER)
+        self.journal.ended(booking, by_caller=how is Ended.BY_CALLER)
 
     def _put_in(self, booking: Booking) -> None:
         key = booking.key

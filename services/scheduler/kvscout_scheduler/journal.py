@@ -6,8 +6,6 @@ load, has neither lease nor owner, and is taken over before anything is written 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from kvscout_scheduler.booking import Booking
 from kvscout_scheduler.request import RequestKey
 
@@ -15,20 +13,17 @@ MAX_HASHED_BLOCKS = 32_768
 """Of one request that are told to others, a quarter of a MiB; what is longer shares its tail with nobody, here too."""
 
 
-class Journal(Protocol):
-    """Hears of each change, synchronously and in order, after it was made."""
+class Journal:
+    """Hears of each change, synchronously and in order, after it was made. This one is for nobody: no replicas."""
+
+    replicated = False
+    """Whether others hear of bookings, and of the hashes of their blocks."""
 
     def booked(self, booking: Booking) -> None:
         """A booking is new, and ours."""
 
-    def prefill_completed(self, booking: Booking) -> None:
-        """Its first token is out."""
-
-    def output_added(self, booking: Booking) -> None:
-        """It has more output."""
-
-    def held(self, booking: Booking) -> None:
-        """Its owner or the length of its lease may be another."""
+    def changed(self, booking: Booking) -> None:
+        """Its phase, output, owner or length of lease may be another."""
 
     def ended(self, booking: Booking, *, by_caller: bool) -> None:
         """It is over."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvscout_common.errors import NotFound
 from kvscout_scheduler.booking import Booking, Phase
 from kvscout_scheduler.replica_claim import Claim, ClaimState
-from kvscout_scheduler.request import HASH_BYTES, PoolId
+from kvscout_scheduler.request import HASH_BYTES
 from kvscout_scheduler.scheduler import Scheduler
 
 
@@ -20,8 +20,6 @@ class Mirrors:
     """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
-        self.relieved: dict[PoolId, None] = {}
-        """Pools that lost load: whoever waits there may go now."""
         self._scheduler = scheduler
         self._clock = clock
 
@@ -61,7 +59,6 @@ class Mirrors:
         load = mirror.pool.load
         if not prefill and mirror.phase is Phase.PREFILL:
             self._scheduler.bookings.decode(mirror, self._clock())
-            self.relieved[mirror.pool.id] = None
         if claim.output_blocks > mirror.output_blocks:
             load.add_private(mirror.allocation, claim.output_blocks - mirror.output_blocks)
             mirror.output_blocks = claim.output_blocks
@@ -71,16 +68,9 @@ class Mirrors:
     def remove(self, mirror: Booking) -> None:
         """Takes a mirror out."""
         self._scheduler.bookings.remove_mirror(mirror, self._clock())
-        self.relieved[mirror.pool.id] = None
-
-    def pump(self) -> None:
-        """Lets those go who waited for load that is gone now."""
-        if self.relieved:
-            relieved, self.relieved = self.relieved, {}
-            self._scheduler.pump(relieved)
 
 
-def claim_of(booking: Booking, term: int) -> Claim:
+def claim_of(booking: Booking, term: int, owner_since: int) -> Claim:
     """What we say of a booking of ours."""
     return Claim(
         booking.facts,
@@ -89,4 +79,5 @@ def claim_of(booking: Booking, term: int) -> Claim:
         booking.output_blocks,
         booking.owner,
         booking.lease_seconds,
+        owner_since,
     )

@@ -22,10 +22,10 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kvscout.v1 import replication_pb2
 from kvscout_common.worker import WorkerSpec
 from kvscout_scheduler.booking import Booking, EndReason
 from kvscout_scheduler.facts import Facts
+from kvscout_scheduler.journal import Journal
 from kvscout_scheduler.mirrors import Mirrors, claim_of
 from kvscout_scheduler.registers import Registers
 from kvscout_scheduler.replica_claim import Claim, ClaimState, Incarnation
@@ -47,7 +47,7 @@ class Held(NamedTuple):
     claim: Claim
 
 
-class Ownership:
+class Ownership(Journal):
     """The claims of all replicas. Is told of our bookings (`Journal`) and of what others claim (`Follower`).
 
     Args:
@@ -56,6 +56,8 @@ class Ownership:
         clock: Monotonic seconds, the scheduler's.
         wall_clock: Seconds since the Unix epoch.
     """
+
+    replicated = True
 
     def __init__(
         self, scheduler: Scheduler, me: Incarnation, clock: Callable[[], float], wall_clock: Callable[[], float]
@@ -96,11 +98,13 @@ class Ownership:
 
     def settle(self) -> None:
         """Puts into effect what followed from a message."""
+        if not self._dirty:
+            return
         while self._dirty:
             key = next(iter(self._dirty))
             del self._dirty[key]
             self._resolve(key)
-        self._mirrors.pump()
+        self._scheduler.pump()
 
     def holds(self, of: Incarnation) -> bool:
         """Whether any claim of another incarnation holds."""
@@ -161,12 +165,12 @@ class Ownership:
 
     def check_invariants(self) -> None:
         """Raises AssertionError if bookings and claims contradict each other."""
-        self.log.check_invariants()
+        self.log.claims.check_invariants()
         ours = {booking.key for booking in self._bookings if not booking.mirror}
         assert ours == {key for key, claim in self.log.claims.items() if claim.active}, "a claim for each of ours"
         assert set(self._over) == {key for key, claim in self.log.claims.items() if not claim.active}
         for view in self.views.values():
-            view.check_invariants()
+            view.claims.check_invariants()
         for key in {key for view in self.views.values() for key in view.claims} | {b.key for b in self._bookings}:
             held, booking = self.holder(key), self._bookings.find(key)
             if booking is None:
@@ -174,34 +178,23 @@ class Ownership:
             else:
                 assert held is not None, f"{key} is here, and nobody's"
                 assert booking.mirror == (held.by != self.me)
-                claim = held.claim._replace(term=1, owner_since=0)
-                assert claim_of(booking, 1) == claim, f"{booking} is claimed as {claim}"
+                claim = held.claim
+                assert claim_of(booking, claim.term, claim.owner_since) == claim, f"{booking} is claimed as {claim}"
 
     # Journal: what happened to our bookings.
 
     def booked(self, booking: Booking) -> None:
-        """A booking is new, and ours."""
         self._claim_booking(booking)
 
-    def prefill_completed(self, booking: Booking) -> None:
-        """Its first token is out."""
-        self.log.complete_prefill(booking.key)
-
-    def output_added(self, booking: Booking) -> None:
-        """It has more output."""
-        self.log.set_output(booking.key, booking.output_blocks)
-
-    def held(self, booking: Booking) -> None:
-        """Its owner or the length of its lease may be another."""
+    def changed(self, booking: Booking) -> None:
         claim = self.log.claims[booking.key]
-        if claim.owner != booking.owner:
-            # With the owner's stream, which others must know of; the same term: nobody else has claimed it.
-            self.log.put(claim_of(booking, claim.term)._replace(owner_since=self._owner_since(booking.owner)))
-        else:
-            self.log.hold(booking.key, booking.owner, booking.lease_seconds)
+        # With the owner's stream, which others must know of; the same term: nobody else has claimed it.
+        since = claim.owner_since if claim.owner == booking.owner else self._owner_since(booking.owner)
+        ours = claim_of(booking, claim.term, since)
+        if ours != claim:
+            self.log.put(ours)
 
     def ended(self, booking: Booking, *, by_caller: bool) -> None:
-        """It is over."""
         key, claim = booking.key, self.log.claims[booking.key]
         if self._yielding or (claim.term == 1 and all(key not in view.claims for view in self.views.values())):
             self.log.drop(key, by_caller=by_caller)
@@ -210,7 +203,6 @@ class Ownership:
             self._claim(_over(claim, ClaimState.FREED if by_caller else ClaimState.ENDED, claim.term))
 
     def freed_unknown(self, key: RequestKey, attempt_id: int) -> None:
-        """A caller freed an attempt that has no booking here."""
         held = self.holder(key)
         if held is not None:
             if held.claim.attempt_id == attempt_id and held.by != self.me:
@@ -220,12 +212,10 @@ class Ownership:
             self._claim(Claim(Facts(key, attempt_id), term, ClaimState.FREED))
 
     def taken_over(self, mirror: Booking) -> None:
-        """A mirror has become ours."""
         self.taken_over_count += 1
         self._claim_booking(mirror)
 
     def displaced(self, mirror: Booking) -> None:
-        """The worker of a mirror is gone here; its replica may see it otherwise."""
         self._unplace(mirror.key, (mirror.key.tenant, mirror.facts.rank.worker_id))
 
     # Follower: what others say.
@@ -242,14 +232,6 @@ class Ownership:
         if attempt_id and booking is not None and not booking.mirror and booking.facts.attempt_id == attempt_id:
             self._bookings.end(booking, by_caller=True, now=now)
         self._dirty[key] = None
-
-    def thresholds_changed(self, event: replication_pb2.ThresholdsEvent) -> None:
-        """Thresholds of a model."""
-        self.registers.merge_thresholds(event)
-
-    def cool_down_changed(self, event: replication_pb2.CoolDownEvent) -> None:
-        """A cool-down."""
-        self.registers.merge_cool_down(event)
 
     # Registry listener; comes after the scheduler's own.
 
@@ -293,8 +275,7 @@ class Ownership:
         return self._bookings.owner_opened_at(owner) or int((self._wall_clock() - seconds) * MICROSECONDS)
 
     def _claim_booking(self, booking: Booking) -> None:
-        claim = claim_of(booking, self._next_term(booking.key))
-        self._claim(claim._replace(owner_since=self._owner_since(booking.owner)))
+        self._claim(claim_of(booking, self._next_term(booking.key), self._owner_since(booking.owner)))
 
     def _insist(self, booking: Booking, held: Held | None) -> bool:
         """Claims a request of ours again that another beats or cancels, if its owner came to us last."""
@@ -376,7 +357,6 @@ class Ownership:
             self._bookings.end(booking, by_caller=False, now=self._clock())
         finally:
             self._yielding = False
-        self._mirrors.relieved[key.pool] = None
 
     def _unplace(self, key: RequestKey, worker: tuple[str, str]) -> None:
         self._placed(key)

@@ -37,11 +37,6 @@ class ClaimState(IntEnum):
     """By its caller: this attempt is never booked again."""
     ENDED = replication_pb2.CLAIM_STATE_ENDED
 
-    @property
-    def active(self) -> bool:
-        """Whether it occupies a worker."""
-        return self <= ClaimState.DECODE
-
 
 _STATES = frozenset(state.value for state in ClaimState)
 
@@ -102,14 +97,13 @@ class Claim(NamedTuple):
         )
 
 
-class ClaimSet:
-    """Claims by name, with their digest: the exclusive or of their marks, kept as they change."""
+class ClaimSet(dict[RequestKey, Claim]):
+    """Claims by name, with their digest: the exclusive or of their marks. It follows `put` and `drop`, nothing else."""
 
-    __slots__ = ("_marks", "by_key", "digest")
+    __slots__ = ("_marks", "digest")
 
     def __init__(self) -> None:
-        self.by_key: dict[RequestKey, Claim] = {}
-        """To be read."""
+        super().__init__()
         self.digest = 0
         self._marks: dict[RequestKey, int] = {}
 
@@ -118,20 +112,20 @@ class ClaimSet:
         mark = claim.mark()
         self.digest ^= self._marks.get(claim.key, 0) ^ mark
         self._marks[claim.key] = mark
-        self.by_key[claim.key] = claim
+        self[claim.key] = claim
 
-    def pop(self, key: RequestKey) -> Claim:
+    def drop(self, key: RequestKey) -> Claim:
         """Takes a claim out."""
         self.digest ^= self._marks.pop(key)
-        return self.by_key.pop(key)
+        return self.pop(key)
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the digest is not that of the claims."""
         digest = 0
-        for claim in self.by_key.values():
+        for claim in self.values():
             digest ^= claim.mark()
         assert digest == self.digest
-        assert self._marks.keys() == self.by_key.keys()
+        assert self._marks.keys() == self.keys()
 
 
 class _Owned(Protocol):

@@ -92,11 +92,8 @@ class ReplicaLink:
         Raises:
             nats.errors.Error: It is not there, or does not answer in time.
         """
-        me = self._replication.me
-        message = replication_pb2.ReplicaMessage(
-            version=VERSION, replica_id=me.replica_id, epoch=me.epoch, forward=operation
-        )
-        answer = await self._link.client.request(self._inbox(replica_id), message.SerializeToString(), timeout=seconds)
+        message = self._replication.message(forward=operation)
+        answer = await self._link.client.request(self._inbox(replica_id), message, timeout=seconds)
         return answer.data
 
     async def leave(self) -> None:

@@ -16,13 +16,16 @@ Pure: the clock is passed in, and whoever follows is told through a `Follower`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
 
 from kvscout.v1 import replication_pb2
 from kvscout_scheduler.replica_claim import Claim, ClaimSet, ClaimState, Incarnation, claim_from_proto, owner_from_proto
 from kvscout_scheduler.request import RequestKey
 from kvscout_scheduler.translate import key_from_proto
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.registers import Registers
 
 SILENT_SECONDS = 5.0
 """Two heartbeats missed and a bit: nothing is forwarded any more."""
@@ -45,17 +48,14 @@ Change = (
 class Follower(Protocol):
     """Hears what changed in a view."""
 
+    registers: Registers
+    """Take what is shared beside requests."""
+
     def claim_changed(self, key: RequestKey) -> None:
         """The view's claim to a name came, changed or went."""
 
     def freed_by_caller(self, key: RequestKey, attempt_id: int) -> None:
         """A caller freed an attempt at that replica."""
-
-    def thresholds_changed(self, event: replication_pb2.ThresholdsEvent) -> None:
-        """Thresholds of a model."""
-
-    def cool_down_changed(self, event: replication_pb2.CoolDownEvent) -> None:
-        """A cool-down."""
 
 
 class View:
@@ -82,7 +82,7 @@ class View:
         self.divergences = 0
         self.snapshots = 0
         self._follower = follower
-        self._claims = ClaimSet()
+        self.claims = ClaimSet()
         self._witnesses: dict[str, int] = {}
         """Replicas that told how far they have followed it, beyond us."""
         self._later: dict[int, replication_pb2.EventBatch] = {}
@@ -96,11 +96,6 @@ class View:
     def live(self, now: float) -> bool:
         """Whether it can be expected to answer."""
         return not (self.leaving or self.replaced) and now - self.heard_at < SILENT_SECONDS
-
-    @property
-    def claims(self) -> Mapping[RequestKey, Claim]:
-        """What it claims."""
-        return self._claims.by_key
 
     @property
     def lag_events(self) -> int:
@@ -139,7 +134,7 @@ class View:
         self.leaving = heartbeat.leaving
         self._learn(heartbeat.sequence, now)
         if heartbeat.sequence == self.sequence:
-            agrees = (heartbeat.claims, heartbeat.digest) == (len(self.claims), self._claims.digest)
+            agrees = (heartbeat.claims, heartbeat.digest) == (len(self.claims), self.claims.digest)
             if not agrees and not self.diverged:
                 self.divergences += 1
             self.diverged = not agrees
@@ -206,20 +201,16 @@ class View:
         if chunk.sequence < self.sequence:
             return False
         claims = [claim_from_proto(each) for number in range(last + 1) for each in chunks[number].claims]
-        for event in chunks[0].thresholds:
-            self._follower.thresholds_changed(event)
+        for thresholds in chunks[0].thresholds:
+            self._follower.registers.merge_thresholds(thresholds)
         for cool_down in chunks[0].cool_downs:
-            self._follower.cool_down_changed(cool_down)
+            self._follower.registers.merge_cool_down(cool_down)
         self.snapshots += 1
         self._replace(claims, chunk.sequence)
         self.diverged = False
         self.known = max(self.known, self.sequence)
         self._drain(now)
         return True
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError if the digest is not that of the claims."""
-        self._claims.check_invariants()
 
     def _learn(self, sequence: int, now: float) -> None:
         self.known = max(self.known, sequence)
@@ -247,10 +238,8 @@ class View:
 
     def _apply(self, batch: replication_pb2.EventBatch) -> None:
         events = batch.events[self.sequence + 1 - batch.first_sequence :]
+        # All are read before any takes effect.
         added = {i: claim_from_proto(e.add_request) for i, e in enumerate(events) if e.HasField("add_request")}
-        self._apply_events(events, added)
-
-    def _apply_events(self, events: Sequence[replication_pb2.ReplicaEvent], added: Mapping[int, Claim]) -> None:
         for index, event in enumerate(events):
             self.sequence += 1
             kind = event.WhichOneof("event")
@@ -258,9 +247,9 @@ class View:
                 case "add_request":
                     self._put(added[index])
                 case "thresholds":
-                    self._follower.thresholds_changed(event.thresholds)
+                    self._follower.registers.merge_thresholds(event.thresholds)
                 case "cool_down":
-                    self._follower.cool_down_changed(event.cool_down)
+                    self._follower.registers.merge_cool_down(event.cool_down)
                 case None:
                     self.diverged = True
                 case _:
@@ -274,7 +263,7 @@ class View:
             # Cannot be while the log and we agree; a snapshot will tell.
             self.diverged = True
         elif isinstance(event, replication_pb2.FreedEvent):
-            self._claims.pop(key)
+            self.claims.drop(key)
             if event.by_caller:
                 self._follower.freed_by_caller(key, claim.attempt_id)
             self._follower.claim_changed(key)
@@ -286,16 +275,16 @@ class View:
             self._put(claim._replace(state=ClaimState.DECODE))
 
     def _put(self, claim: Claim) -> None:
-        self._claims.put(claim)
+        self.claims.put(claim)
         if claim.state is ClaimState.FREED:
             self._follower.freed_by_caller(claim.key, claim.attempt_id)
         self._follower.claim_changed(claim.key)
 
     def _replace(self, claims: Iterable[Claim], sequence: int) -> None:
-        before, self._claims, self.sequence = self._claims.by_key, ClaimSet(), sequence
+        before, self.claims, self.sequence = self.claims, ClaimSet(), sequence
         for claim in claims:
             if before.pop(claim.key, None) == claim:
-                self._claims.put(claim)
+                self.claims.put(claim)
             else:
                 self._put(claim)
         for key in before:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -34,24 +34,7 @@ class Replicas:
     def to_proto(self) -> scheduler_pb2.GetReplicasResponse:
         """What `GetReplicas` answers."""
         return scheduler_pb2.GetReplicasResponse(
-            replicas=[
-                scheduler_pb2.Replica(
-                    replica_id=status.of.replica_id,
-                    self=status.self,
-                    epoch=status.of.epoch,
-                    sequence=status.sequence,
-                    owned_requests=status.owned_requests,
-                    silent_seconds=status.silent_seconds,
-                    diverged=status.diverged,
-                    gaps=status.gaps,
-                    lag_events=status.lag_events,
-                    lag_seconds=status.lag_seconds,
-                    divergences=status.divergences,
-                    snapshots=status.snapshots,
-                    live=status.live,
-                )
-                for status in self.replication.status()
-            ],
+            replicas=self.replication.status(),
             problem=self.link.problem,
             forwarded=self.forwarding.forwarded,
             taken_over=self.replication.ownership.taken_over_count,
@@ -67,9 +50,9 @@ class Replicas:
         for status in statuses:
             # Of a replica that was started again the incarnations before it are not lag.
             if status.live:
-                lag.add_metric([status.of.replica_id], status.lag_events)
-                behind.add_metric([status.of.replica_id], status.lag_seconds)
-                owned.add_metric([status.of.replica_id], status.owned_requests)
+                lag.add_metric([status.replica_id], status.lag_events)
+                behind.add_metric([status.replica_id], status.lag_seconds)
+                owned.add_metric([status.replica_id], status.owned_requests)
         yield from (lag, behind, owned)
         yield GaugeMetricFamily(
             "kvscout_replicas_connected", "1 = other replicas can be reached", value=float(not self.link.problem)
@@ -78,12 +61,9 @@ class Replicas:
             "kvscout_replica_transit_seconds", "From sending to applying, last batch", value=replication.transit_seconds
         )
         counts = {
-            "divergences": (
-                replication.ended_divergences + sum(s.divergences for s in statuses),
-                "Digests that differ",
-            ),
-            "gaps": (replication.ended_gaps + sum(s.gaps for s in statuses), "Gaps in the events of others"),
-            "snapshots": (replication.ended_snapshots + sum(s.snapshots for s in statuses), "Snapshots applied"),
+            "divergences": (self._count("divergences", statuses), "Digests that differ"),
+            "gaps": (self._count("gaps", statuses), "Gaps in the events of others"),
+            "snapshots": (self._count("snapshots", statuses), "Snapshots applied"),
             "forwarded": (self.forwarding.forwarded, "Operations carried out by their owner"),
             "forwards_unanswered": (self.forwarding.unanswered, "Operations that an owner did not answer in time"),
             "taken_over": (replication.ownership.taken_over_count, "Requests taken over from others"),
@@ -92,3 +72,7 @@ class Replicas:
         }
         for name, (count, help_) in counts.items():
             yield CounterMetricFamily(f"kvscout_replica_{name}", help_, value=count)
+
+    def _count(self, name: str, statuses: Iterable[scheduler_pb2.Replica]) -> float:
+        """Of all views, those that are forgotten included."""
+        return float(self.replication.ended[name] + sum(getattr(status, name) for status in statuses))

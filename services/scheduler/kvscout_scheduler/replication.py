@@ -17,17 +17,18 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from kvscout.v1 import replication_pb2
+from kvscout.v1 import replication_pb2, scheduler_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_scheduler.ownership import Ownership
 from kvscout_scheduler.replica_claim import Claim, Incarnation, claim_to_proto
-from kvscout_scheduler.replica_log import MAX_BATCH_BYTES, MAX_BATCH_EVENTS
+from kvscout_scheduler.replica_log import end_of_batch
 from kvscout_scheduler.replica_view import SILENT_SECONDS, View
 from kvscout_scheduler.request import MICROSECONDS, RequestKey
 from kvscout_scheduler.scheduler import Scheduler
@@ -59,23 +60,6 @@ class Outgoing(NamedTuple):
     payload: bytes
 
 
-class ReplicaStatus(NamedTuple):
-    """What is known of one incarnation."""
-
-    of: Incarnation
-    self: bool
-    sequence: int
-    owned_requests: int
-    silent_seconds: float
-    live: bool
-    diverged: bool
-    gaps: int
-    lag_events: int
-    lag_seconds: float
-    divergences: int
-    snapshots: int
-
-
 class Replication:
     """One replica.
 
@@ -95,10 +79,8 @@ class Replication:
         """Messages that could not be read."""
         self.transit_seconds = 0.0
         """From sending to applying, of the last batch that came, as far as clocks agree."""
-        self.ended_divergences = 0
-        """Of views that are forgotten; so are the two below."""
-        self.ended_gaps = 0
-        self.ended_snapshots = 0
+        self.ended: Counter[str] = Counter()
+        """Divergences, gaps and snapshots of views that are forgotten."""
         self._clock = clock
         self._wall_clock = wall_clock
         self._outbox: list[Outgoing] = []
@@ -196,15 +178,16 @@ class Replication:
         now = self._clock()
         return any(of.replica_id == replica_id and view.live(now) for of, view in self.views.items())
 
-    def status(self) -> list[ReplicaStatus]:
+    def status(self) -> list[scheduler_pb2.Replica]:
         """Every incarnation that is not forgotten, this one first."""
         now, own = self._clock(), self.ownership.log
         return [
-            ReplicaStatus(self.me, True, own.sequence, _active(own.claims), 0.0, True, False, 0, 0, 0.0, 0, 0),
+            scheduler_pb2.Replica(
+                **self.me._asdict(), self=True, sequence=own.sequence, owned_requests=_active(own.claims), live=True
+            ),
             *(
-                ReplicaStatus(
-                    of=of,
-                    self=False,
+                scheduler_pb2.Replica(
+                    **of._asdict(),
                     sequence=view.sequence,
                     owned_requests=_active(view.claims),
                     silent_seconds=now - view.heard_at,
@@ -301,7 +284,7 @@ class Replication:
             request = replication_pb2.ReplicaSnapshotRequest(
                 request_id=request_id, of_replica_id=view.of.replica_id, of_epoch=view.of.epoch
             )
-            self._send(target, self._message(snapshot_request=request))
+            self._send(target, snapshot_request=request)
 
     def _reply(self, to: str, request: replication_pb2.ReplicaSnapshotRequest) -> None:
         of = Incarnation(request.of_replica_id, request.of_epoch)
@@ -322,12 +305,7 @@ class Replication:
         thresholds, cool_downs = list(registers.thresholds.values()), registers.cool_down_events()
         start = 0
         for index in itertools.count():
-            end, size = start, 0
-            while end < len(claims) and end - start < MAX_BATCH_EVENTS:
-                size += claims[end].size()
-                if size > MAX_BATCH_BYTES and end > start:
-                    break
-                end += 1
+            end = end_of_batch(claims, Claim.size, start)
             chunk = replication_pb2.ReplicaSnapshotChunk(
                 request_id=request.request_id,
                 of_replica_id=request.of_replica_id,
@@ -339,7 +317,7 @@ class Replication:
                 thresholds=thresholds if index == 0 else (),
                 cool_downs=cool_downs if index == 0 else (),
             )
-            yield self._message(snapshot_chunk=chunk)
+            yield self.message(snapshot_chunk=chunk)
             if chunk.last:
                 return
             start = end
@@ -350,7 +328,7 @@ class Replication:
         heartbeat = replication_pb2.ReplicaHeartbeat(
             sequence=own.sequence,
             claims=len(own.claims),
-            digest=own.digest,
+            digest=own.claims.digest,
             positions=[
                 replication_pb2.ReplicaPosition(
                     replica_id=of.replica_id, epoch=of.epoch, sequence=self.views[of].sequence
@@ -361,14 +339,14 @@ class Replication:
             leaving=self._leaving,
         )
         self._heartbeat_at = self._clock()
-        self._send(ALL, self._message(heartbeat=heartbeat))
+        self._send(ALL, heartbeat=heartbeat)
 
     def _flush(self) -> None:
         """Puts the pending events into messages."""
         if len(self.ownership.log):
             self._event_at, self._heartbeats = self._clock(), 0
             for batch in self.ownership.log.take(int(self._wall_clock() * MICROSECONDS)):
-                self._send(ALL, self._message(events=batch))
+                self._send(ALL, events=batch)
 
     def _upkeep(self, now: float) -> None:
         ownership = self.ownership
@@ -387,31 +365,19 @@ class Replication:
         self._forgotten[of] = None
         if len(self._forgotten) > MAX_FORGOTTEN:
             del self._forgotten[next(iter(self._forgotten))]
-        self.ended_divergences += view.divergences
-        self.ended_gaps += view.gaps
-        self.ended_snapshots += view.snapshots
+        self.ended.update(divergences=view.divergences, gaps=view.gaps, snapshots=view.snapshots)
         self.ownership.forget(of)
 
-    def _send(self, to: str, payload: bytes) -> None:
-        self._outbox.append(Outgoing(to, payload))
+    def message(self, **body: Any) -> bytes:
+        """A message of this replica.
 
-    def _message(
-        self,
-        *,
-        events: replication_pb2.EventBatch | None = None,
-        heartbeat: replication_pb2.ReplicaHeartbeat | None = None,
-        snapshot_request: replication_pb2.ReplicaSnapshotRequest | None = None,
-        snapshot_chunk: replication_pb2.ReplicaSnapshotChunk | None = None,
-    ) -> bytes:
-        return replication_pb2.ReplicaMessage(
-            version=VERSION,
-            replica_id=self.me.replica_id,
-            epoch=self.me.epoch,
-            events=events,
-            heartbeat=heartbeat,
-            snapshot_request=snapshot_request,
-            snapshot_chunk=snapshot_chunk,
-        ).SerializeToString()
+        Args:
+            body: One, by the name of its field in `ReplicaMessage`.
+        """
+        return replication_pb2.ReplicaMessage(version=VERSION, **self.me._asdict(), **body).SerializeToString()
+
+    def _send(self, to: str, **body: Any) -> None:
+        self._outbox.append(Outgoing(to, self.message(**body)))
 
     def _refuse(self, reason: str) -> None:
         self.refused += 1

@@ -340,7 +340,7 @@ class Scheduler:
         """
         now = self._clock()
         connected = self.bookings.connect_owner(owner, in_flight, now, opened_at, self._wall_clock())
-        self.pump(self.waiting.pools)
+        self.pump()
         return connected
 
     def disconnect_owner(self, owner: OwnerName, session: int, *, silent_seconds: float = 0.0) -> None:
@@ -364,8 +364,7 @@ class Scheduler:
         ended += self.workers.expire(now, END_AT_ONCE - ended)
         if ended < END_AT_ONCE:
             self.bookings.tell_ends()
-        for waiting in self.waiting.pools:
-            self._turns.give(waiting, now)
+        self.pump()
         return ended
 
     def drain(self) -> None:
@@ -375,10 +374,10 @@ class Scheduler:
             self.waiting.leave(waiter)
             waiter.answer(Draining("the scheduler is draining"))
 
-    def pump(self, pools: Iterable[PoolId]) -> None:
+    def pump(self) -> None:
         """Books whoever can go, after load went away by another way than a call."""
         now = self._clock()
-        for pool in pools:
+        for pool in self.waiting.pools:
             self._turns.give(pool, now)
 
     def report_failure(self, tenant: str, rank: WorkerRank, cooldown_seconds: float = 0.0) -> float:
@@ -668,7 +667,7 @@ class Scheduler:
         lease_seconds: float,
         now: float,
     ) -> None:
-        if self.bookings.journal is not None:
+        if self.bookings.journal.replicated:
             block_hashes = block_hashes[: MAX_HASHED_BLOCKS * HASH_BYTES]
             if pool.load.track_blocks:
                 facts = facts._replace(block_hashes=block_hashes)
