@@ -172,6 +172,9 @@ def _python_cases() -> Iterator[IndexCase]:
         ):
             titled = named._replace(title=f"{named.title}: {what}")
             yield _case(titled, Goal(goal), unit, value, suffix=suffix, two_cores=True)
+    replaced = "in an index bounded to 1,048,576 blocks that as many replace, 4 at a time: longest event, CPU time"
+    named = _Named(Layer.PYTHON, "rank", "rank_replace", replaced)
+    yield _case(named, Goal(2.0), "ms", _call_cpu_ms, suffix="/call", two_cores=True)
 
 
 CASES = (*_native_cases(), *_python_cases())

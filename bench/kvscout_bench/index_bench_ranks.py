@@ -5,16 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
+from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import kvscout_native
-from kvscout_bench.index_bench_serve import CallTimes
+from kvscout_bench.index_bench_serve import CallTimes, mix
+from kvscout_blocks.bytes.events import EventBatch, Stored
+from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_common.worker import PoolKey, WorkerRank
 
 MAINTAIN_BUDGET = 256
 """As the indexer's."""
 TTL_SECONDS = 60.0
+EVENT_BLOCKS = 4
+PROMPT_EVENTS = 4
 
 R = TypeVar("R")
 
@@ -26,6 +32,7 @@ class RankWorkload(StrEnum):
     DEMOTE = "rank_demote"
     EXPIRE = "rank_expire"
     DUMP = "rank_dump"
+    REPLACE = "rank_replace"
 
 
 class BenchedRank:
@@ -48,6 +55,8 @@ class BenchedRank:
     def prepare(self, workload: RankWorkload) -> Callable[[], CallTimes]:
         """Brings the rank to where the workload begins; what it returns does the work."""
         index, rank = self._index, self._rank
+        if workload is RankWorkload.REPLACE:
+            return self._prepare_replacing()
         if workload is RankWorkload.LOAD:
             index.reset(rank)
         else:
@@ -62,6 +71,26 @@ class BenchedRank:
             RankWorkload.EXPIRE: self._expire,
             RankWorkload.DUMP: self._dump,
         }[workload]
+        return lambda: _timed(calls())
+
+    def _prepare_replacing(self) -> Callable[[], CallTimes]:
+        """The same rank in an index of its own that has room for no more: as many others come, an event a call."""
+        known = self._index.worker_stats(self._rank)
+        blocks = known.blocks if known is not None else 0
+        bounded = NativeIndex(self._pool.block_size, max_blocks=blocks)
+        bounded.add_worker(self._rank, WorkerOptions())
+        bounded.load_messages(self._messages)
+
+        def calls() -> Iterator[Callable[[], object]]:
+            # Numbers that the fixture, whose hashes are spread over all of them, has none of in practice.
+            for prompt in range(0, blocks, EVENT_BLOCKS * PROMPT_EVENTS):
+                ends = range(prompt, prompt + EVENT_BLOCKS * PROMPT_EVENTS + 1, EVENT_BLOCKS)
+                for start, end in pairwise(ends):
+                    hashes = tuple(mix(number) for number in range(start, end))
+                    parent = mix(start - 1) if start > prompt else None
+                    batch = EventBatch((Stored(hashes, parent, block_size=self._pool.block_size, local_hashes=hashes),))
+                    yield partial(bounded.apply, self._rank, batch)
+
         return lambda: _timed(calls())
 
     def _load(self) -> Iterator[Callable[[], object]]:

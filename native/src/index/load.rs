@@ -58,7 +58,8 @@ impl Index {
         let slot = self.new_slot(state, 0);
         let worker = state.ledger.worker_mut(slot);
         worker.groups.clone_from(&dump.groups);
-        worker.reserve(dump.blocks.len());
+        // With room for what comes next: a table that is full grows at once, 20 ns an entry.
+        worker.reserve(dump.blocks.len() + dump.blocks.len() / 8);
         worker.orphans.reserve(dump.orphans.len());
         state.ledger.refresh_groups(slot);
         // Levels of orphans, too: they are bound when their parent comes, on any tier.
