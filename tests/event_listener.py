@@ -19,7 +19,7 @@ from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
-from kvscout_blocks.index.native import make_index
+from kvscout_blocks.index.twins import make_index
 from kvscout_blocks.source.feed import HistoryBroken, SourceInput, SourceState
 from kvscout_blocks.source.published import PublishedReader
 from kvscout_blocks.source.recovery import recover, recover_request

@@ -26,7 +26,7 @@ from kvscout_blocks.bytes.codec import DumpReader, encode_events, parse_batch
 from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.native import apply_decoded, decode_message, make_index
+from kvscout_blocks.index.twins import apply_decoded, decode_message, make_index
 from kvscout_blocks.publish.recall import Recall
 from kvscout_blocks.source.recovery import serve_recovery
 from kvscout_common.channel import to_error

@@ -25,7 +25,7 @@ import psutil
 from index_churn import Churn, Load, Request, Sample, requests, spread
 
 from kvscout_blocks.index.block_index import IndexStats
-from kvscout_blocks.index.native import make_index
+from kvscout_blocks.index.twins import make_index
 from kvscout_common.hashing import backend_name
 from kvscout_common.heap import keep_mmap_threshold
 

@@ -10,7 +10,8 @@ from kvscout_bench.index_bench_ranks import BenchedRank, RankWorkload
 from kvscout_bench.index_bench_serve import CallTimes, main
 from kvscout_blocks.bytes.events import EventBatch, Stored
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.native import NativeIndex, make_queries
+from kvscout_blocks.index.native import NativeIndex
+from kvscout_blocks.index.twins import make_queries
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import PoolKey, WorkerRank
 

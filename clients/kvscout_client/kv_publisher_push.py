@@ -19,7 +19,7 @@ import grpc
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.bytes.codec import MAX_CHUNK_BYTES
 from kvscout_blocks.bytes.events import DecodedBatch
-from kvscout_blocks.index.native import encode_batch
+from kvscout_blocks.index.twins import encode_batch
 from kvscout_blocks.publish.publication import BURST_BYTES
 from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_client.kv_publisher_rank import PublishedRank

@@ -19,7 +19,7 @@ from kvscout_blocks.bytes.codec import VERSION
 from kvscout_blocks.bytes.events import DecodedBatch, Event, EventBatch, Removed, Stored, Tier
 from kvscout_blocks.bytes.wire import MEDIA
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.native import make_index
+from kvscout_blocks.index.twins import make_index
 from kvscout_blocks.publish.incarnation import next_epoch
 from kvscout_blocks.publish.recall import RING_BATCHES, RING_BYTES, Recall
 from kvscout_blocks.source.sequence import SequencedBatch

@@ -11,8 +11,9 @@ from kvscout.v1 import events_pb2, types_pb2
 from kvscout_blocks.bytes.codec import decode_events
 from kvscout_blocks.bytes.events import EventBatch, FaultKind, Removed, Stored, Tier
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.native import NativeIndex, apply_decoded, decode_message
+from kvscout_blocks.index.native import NativeIndex
 from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.index.twins import apply_decoded, decode_message
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank

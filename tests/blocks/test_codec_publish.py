@@ -18,8 +18,9 @@ from kvscout_blocks.bytes.dump import Copies, DumpedBlock
 from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Removed, Stored, Tier
 from kvscout_blocks.bytes.wire import MalformedBatch, parse_message
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
-from kvscout_blocks.index.native import (
-    NativeIndex,
+from kvscout_blocks.index.native import NativeIndex
+from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.index.twins import (
     apply_decoded,
     decode_for,
     decode_message,
@@ -27,7 +28,6 @@ from kvscout_blocks.index.native import (
     load_state,
     state_messages,
 )
-from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank

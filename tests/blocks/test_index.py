@@ -25,7 +25,7 @@ from kvscout_blocks.index.block_index import (
     BlockIndex,
     WorkerOptions,
 )
-from kvscout_blocks.index.native import state_messages
+from kvscout_blocks.index.twins import state_messages
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import PoolKey, WorkerRank

@@ -13,7 +13,7 @@ from kvscout_blocks.bytes.codec import encode_dump
 from kvscout_blocks.bytes.dump import Copies, DumpedBlock, WorkerDump
 from kvscout_blocks.bytes.events import Tier
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
-from kvscout_blocks.index.native import load_state
+from kvscout_blocks.index.twins import load_state
 from kvscout_blocks.source import published
 from kvscout_blocks.source.feed import SourceState
 from kvscout_blocks.source.published import PublishedReader, with_last_digest

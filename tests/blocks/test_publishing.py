@@ -11,8 +11,8 @@ import pytest
 from kvscout_blocks.bytes.codec import parse_batch
 from kvscout_blocks.bytes.events import Cleared, DecodedBatch, Event, EventBatch, Stored
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.native import apply_decoded, load_state
 from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.index.twins import apply_decoded, load_state
 from kvscout_blocks.publish.publication import Confirmed, Outbox, Outgoing, Publication
 from kvscout_blocks.publish.recall import Recall
 from kvscout_blocks.source.feed import SourceState

@@ -11,8 +11,8 @@ from kvscout.v1 import bridge_pb2
 from kvscout_blocks.bytes.codec import parse_batch
 from kvscout_blocks.bytes.events import EventBatch, Stored
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
-from kvscout_blocks.index.native import encode_batch, make_index
 from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.index.twins import encode_batch, make_index
 from kvscout_blocks.publish.recall import Outcome, Recall
 from kvscout_blocks.source.recovery import recover_request
 from kvscout_common.errors import Unavailable

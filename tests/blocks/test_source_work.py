@@ -10,8 +10,8 @@ from kvscout_blocks.bytes.codec import encode_dump
 from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Stored
 from kvscout_blocks.index.block_index import SLICE, BlockIndex, WorkerOptions
-from kvscout_blocks.index.native import make_index
 from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.index.twins import make_index
 from kvscout_blocks.source.feed import SourceInput, SourceState
 from kvscout_blocks.source.sequence import HELD_BYTES, SequencedBatch
 from kvscout_blocks.source.source import Source

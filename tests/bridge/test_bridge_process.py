@@ -12,7 +12,7 @@ from processes import eventually
 
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.native import load_state, make_index
+from kvscout_blocks.index.twins import load_state, make_index
 from kvscout_blocks.source.recovery import recover_request
 from kvscout_common.channel import open_channel, stream
 from kvscout_common.errors import InvalidArgument, NotFound

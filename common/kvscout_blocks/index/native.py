@@ -1,53 +1,30 @@
 """The native twin of `reference`: translates between Python values and the extension's columns.
 
-Nothing else of this package imports the extension; `make_index` takes it where it is built, else the
-reference.
+`twins.make_index` takes it where the extension is built, else the reference.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvscout_blocks.bytes.acceptance import Ignored
-from kvscout_blocks.bytes.codec import (
-    MAX_CHUNK_BYTES,
-    DumpReader,
-    Published,
-    decode_events,
-    encode_dump,
-    encode_events,
-    parse_batch,
-    source_of,
-)
-from kvscout_blocks.bytes.dump import (
-    Copies,
-    DumpedBlock,
-    DumpedOrphan,
-    DumpedWindowBlock,
-    WindowGroup,
-    WorkerDump,
-)
+from kvscout_blocks.bytes.codec import MAX_CHUNK_BYTES, Published
+from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, DumpedWindowBlock, WindowGroup, WorkerDump
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Tier
-from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_blocks.index.block_index import (
     DEFAULT_MAX_PREDICTED_BLOCKS,
     DEFAULT_PRUNE_RATIO,
     Applied,
     BlockIndex,
-    Cut,
     IndexStats,
-    Loading,
     Overlaps,
     WorkerOptions,
     WorkerStats,
     require_limits,
 )
-from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.index.slices import at_once, in_slices
-from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvscout_blocks.index.slices import at_once
+from kvscout_common.errors import FailedPrecondition
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import DEFAULT_TENANT, CopyMode, PoolKey, WorkerRank
 
@@ -115,6 +92,22 @@ class NativeIndex:
     ) -> Applied:
         """See `BlockIndex.apply_payload`."""
         return Applied(*self._index.apply_payload(worker, payload, epoch, event_id))
+
+    def decode(self, payload: bytes) -> kvscout_native.Batch:
+        """See `twins.decode_for`."""
+        return kvscout_native.Batch(payload)
+
+    def decode_message(self, message: bytes) -> Published:
+        """See `twins.decode_message`."""
+        worker, identity, epoch, event_id, reset, batch = kvscout_native.decode_events(message)
+        tenant, model, block_size, eagle = identity
+        pool = PoolKey(model, tenant or DEFAULT_TENANT, block_size, eagle)
+        return Published(WorkerRank(*worker), pool, epoch, event_id, reset, batch)
+
+    def apply_decoded(self, worker: WorkerRank, batch: DecodedBatch, *, epoch: int, event_id: int | None) -> Applied:
+        """See `twins.apply_decoded`."""
+        assert isinstance(batch, kvscout_native.Batch)
+        return Applied(*kvscout_native.apply_batch(self._index, worker, batch, epoch, event_id))
 
     def predict(
         self, worker: WorkerRank, block_hashes: Sequence[int] | bytes, *, ttl_seconds: float, now: float
@@ -363,40 +356,7 @@ class NativeQueries:
         return self._queries.answer_stream(message, now, caller_tenant)
 
 
-def decode_for(index: BlockIndex, payload: bytes) -> DecodedBatch:
-    """Decodes an engine's payload into the form that suits an index; `apply_decoded` takes it.
-
-    Raises:
-        MalformedBatch: As `wire.decode_batch`.
-    """
-    return kvscout_native.Batch(payload) if isinstance(index, NativeIndex) else decode_batch(payload)
-
-
-def decode_message(index: BlockIndex, message: bytes) -> Published:
-    """Reads a serialised `KvEventBatch` of events into the form that suits an index; `apply_decoded` takes its batch.
-
-    Raises:
-        FailedPrecondition: If its version cannot be read.
-        InvalidArgument: If it is no such message; see `codec.decode_events`.
-    """
-    if not isinstance(index, NativeIndex):
-        return decode_events(parse_batch(message))
-    worker, (tenant, model, block_size, eagle), epoch, event_id, reset, batch = kvscout_native.decode_events(message)
-    pool = PoolKey(model, tenant or DEFAULT_TENANT, block_size, eagle)
-    return Published(WorkerRank(*worker), pool, epoch, event_id, reset, batch)
-
-
-def apply_decoded(
-    index: BlockIndex, worker: WorkerRank, batch: DecodedBatch, *, epoch: int, event_id: int | None
-) -> Applied:
-    """`BlockIndex.apply` for what `decode_for` returned for the same index."""
-    if isinstance(index, NativeIndex) and isinstance(batch, kvscout_native.Batch):
-        return Applied(*kvscout_native.apply_batch(index.core, worker, batch, epoch, event_id))
-    assert isinstance(batch, EventBatch)
-    return index.apply(worker, batch, epoch=epoch, event_id=event_id)
-
-
-def encode_batch(
+def encode_decoded(
     worker: WorkerRank,
     pool: PoolKey,
     adapters: Mapping[int, str],
@@ -405,118 +365,10 @@ def encode_batch(
     epoch: int,
     event_id: int | None,
 ) -> bytes:
-    """The serialised message of `codec.encode_events`, of what `decode_for` or `decode_message` returned."""
-    if isinstance(batch, EventBatch):
-        return encode_events(pool, adapters, worker, batch, epoch=epoch, event_id=event_id).SerializeToString()
-    identity = (pool.tenant, pool.model, pool.block_size, pool.eagle)
+    """See `twins.encode_batch`."""
     assert isinstance(batch, kvscout_native.Batch)
+    identity = (pool.tenant, pool.model, pool.block_size, pool.eagle)
     return kvscout_native.encode_events(batch, worker, identity, list(adapters.items()), epoch, event_id)
-
-
-def state_messages(
-    index: BlockIndex, worker: WorkerRank, pool: PoolKey, *, history_incomplete: bool, epoch: int
-) -> list[bytes]:
-    """One consistent cut of a worker rank as serialised messages, under a publisher's epoch.
-
-    Raises:
-        NotFound: The worker is not known.
-    """
-    if isinstance(index, NativeIndex):
-        messages = index.dump_messages(worker, pool, history_incomplete=history_incomplete, epoch=epoch)
-    else:
-        dump = index.dump(worker)
-        messages = None
-        if dump is not None:
-            dump = replace(dump, epoch=epoch)
-            encoded = encode_dump(pool, dump, history_incomplete=history_incomplete)
-            messages = [message.SerializeToString() for message in encoded]
-    if messages is None:
-        raise NotFound(f"worker {worker.worker_id} rank {worker.dp_rank} is not known")
-    return messages
-
-
-async def cut_messages(cut: Cut, pool: PoolKey, *, history_incomplete: bool, epoch: int | None) -> list[bytes] | None:
-    """A cut as serialised messages, without holding the event loop up; None: its worker was reset meanwhile.
-
-    Args:
-        cut: Complete or not.
-        pool: The index it is from.
-        history_incomplete: Whether events before the cut may be missing.
-        epoch: Written in place of the index's own; None = that.
-    """
-    await in_slices(cut)
-    if isinstance(cut, NativeCut):
-        return await asyncio.to_thread(cut.messages, pool, history_incomplete=history_incomplete, epoch=epoch)
-    dump = cut.dump()
-    if dump is None:
-        return None
-    if epoch is not None:
-        dump = replace(dump, epoch=epoch)
-    messages = []
-    for message in encode_dump(pool, dump, history_incomplete=history_incomplete):
-        messages.append(message.SerializeToString())
-        await asyncio.sleep(0)
-    return messages
-
-
-def loading_state(index: BlockIndex, worker: WorkerRank, pool: PoolKey, messages: Sequence[bytes]) -> Loading:
-    """Replaces what events said of a worker rank by a dump, from its serialised messages, in slices.
-
-    Raises:
-        InvalidArgument: They are another rank's or pool's.
-    """
-    first = parse_batch(messages[0]) if messages else None
-    if first is None or source_of(first) != (worker, pool):
-        raise InvalidArgument(f"is no state of worker {worker.worker_id}/{worker.dp_rank}", field="events")
-    if isinstance(index, NativeIndex):
-        return index.loading_messages(messages)
-    return LoadingMessages(index, messages)
-
-
-def load_state(index: BlockIndex, worker: WorkerRank, pool: PoolKey, messages: Sequence[bytes]) -> None:
-    """`loading_state` at once.
-
-    Raises:
-        FailedPrecondition: A version that this release cannot read.
-        InvalidArgument: They are another rank's or pool's, no dump, or contradict themselves; nothing changed.
-        NotFound: The worker is not known.
-    """
-    loading = loading_state(index, worker, pool, messages)
-    at_once(loading)
-    if not loading.commit():
-        raise FailedPrecondition("the worker was reset or removed meanwhile")
-
-
-class LoadingMessages:
-    """`index.Loading` of the messages of a dump, a message a slice."""
-
-    detached = False
-
-    def __init__(self, index: BlockIndex, messages: Sequence[bytes]) -> None:
-        self._index = index
-        self._reader = DumpReader()
-        self._messages = list(reversed(messages))
-        self._loading: Loading | None = None
-
-    def step(self) -> bool:
-        """See `Work.step`."""
-        if self._loading is not None:
-            return self._loading.step()
-        dumped = self._reader.feed(parse_batch(self._messages.pop()))
-        if dumped is not None and not self._messages:
-            self._loading = self._index.loading(dumped.dump)
-        elif not self._messages:
-            raise InvalidArgument("the last chunk is missing", field="state")
-        return True
-
-    def commit(self) -> bool:
-        """See `Loading.commit`."""
-        return self._loading is not None and self._loading.commit()
-
-    def abandon(self) -> None:
-        """See `Loading.abandon`."""
-        if self._loading is not None:
-            self._loading.abandon()
 
 
 def make_bypass(index: BlockIndex, worker: WorkerRank) -> kvscout_native.Bypass | None:
@@ -527,30 +379,6 @@ def make_bypass(index: BlockIndex, worker: WorkerRank) -> kvscout_native.Bypass 
 def make_intake_thread() -> kvscout_native.Intake | None:
     """A thread that reads engines' sockets; None where the extension is not built, or switched off."""
     return kvscout_native.Intake() if native_available() else None
-
-
-def make_queries() -> NativeQueries | None:
-    """The native query path, where the extension is built and not switched off."""
-    return NativeQueries() if native_available() else None
-
-
-def make_index(
-    block_size: int,
-    eagle: bool = False,
-    *,
-    max_blocks: int = 0,
-    max_predicted_blocks: int = DEFAULT_MAX_PREDICTED_BLOCKS,
-    prune_ratio: float = DEFAULT_PRUNE_RATIO,
-) -> BlockIndex:
-    """An empty index: native where the extension is built and not switched off, else the reference."""
-    kind = NativeIndex if native_available() else ReferenceIndex
-    return kind(
-        block_size,
-        eagle,
-        max_blocks=max_blocks,
-        max_predicted_blocks=max_predicted_blocks,
-        prune_ratio=prune_ratio,
-    )
 
 
 def _copies(copies: Sequence[tuple[int, int, int]]) -> tuple[Copies, ...]:

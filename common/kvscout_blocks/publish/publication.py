@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from kvscout_blocks.bytes.codec import MAX_CHUNK_BYTES
 from kvscout_blocks.bytes.events import DecodedBatch
-from kvscout_blocks.index.native import encode_batch
+from kvscout_blocks.index.twins import encode_batch
 from kvscout_blocks.publish.recall import Recall
 from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_common.errors import Unavailable

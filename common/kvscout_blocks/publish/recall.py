@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from kvscout.v1 import bridge_pb2
 from kvscout_blocks.bytes.codec import parse_batch
 from kvscout_blocks.index.block_index import BlockIndex
-from kvscout_blocks.index.native import cut_messages
+from kvscout_blocks.index.twins import cut_messages
 from kvscout_blocks.source.feed import SourceState
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.worker import PoolKey, WorkerRank

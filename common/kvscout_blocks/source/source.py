@@ -26,8 +26,8 @@ from typing import Any, Protocol
 
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.index.block_index import Applied, BlockIndex, Loading
-from kvscout_blocks.index.native import apply_decoded, loading_state
 from kvscout_blocks.index.slices import at_once, in_slices
+from kvscout_blocks.index.twins import apply_decoded, loading_state
 from kvscout_blocks.source.feed import Bypass, Cursor, Feed, HistoryBroken, NoHistory, SourceCut, SourceState
 from kvscout_blocks.source.gate import Gate
 from kvscout_blocks.source.sequence import (

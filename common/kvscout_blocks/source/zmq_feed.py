@@ -13,7 +13,7 @@ import zmq
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch
 from kvscout_blocks.bytes.wire import MalformedBatch, Message
 from kvscout_blocks.index.block_index import BlockIndex
-from kvscout_blocks.index.native import decode_for
+from kvscout_blocks.index.twins import decode_for
 from kvscout_blocks.source.feed import Bypass, HistoryBroken, Progress, SourceInput, SourceState
 from kvscout_blocks.source.host_names import host_name, resolved
 from kvscout_blocks.source.intake import Intake, IntakeSubscription

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvscout_blocks.index.block_index import BlockIndex
-from kvscout_blocks.index.native import cut_messages, make_index, make_queries
+from kvscout_blocks.index.twins import cut_messages, make_index, make_queries
 from kvscout_blocks.source.feed import Feed, SourceCut
 from kvscout_blocks.source.published import with_last_digest
 from kvscout_blocks.source.source import Elsewhere, Source

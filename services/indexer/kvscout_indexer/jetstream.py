@@ -23,7 +23,7 @@ import nats.errors
 from nats.js.errors import NotFoundError
 
 from kvscout_blocks.index.block_index import BlockIndex
-from kvscout_blocks.index.native import cut_messages, state_messages
+from kvscout_blocks.index.twins import cut_messages, state_messages
 from kvscout_blocks.source.feed import Cursor, Feed
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.errors import InvalidArgument, NotFound
