@@ -19,6 +19,7 @@ from kvscout_scheduler.replication import TICK_SECONDS, Replication
 from kvscout_scheduler.request import OwnerName, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.worker_loads import potential_loads
 
 SETTINGS = SchedulerSettings(track_output_blocks=True)
 
@@ -65,7 +66,7 @@ class Node:
     def loads(self) -> dict[str, tuple[int, int, int]]:
         return {
             load.rank.worker_id: (load.active_requests, load.active_prefill_tokens, load.active_decode_blocks)
-            for load in self.core.potential_loads(key("any").pool)
+            for load in potential_loads(self.core, key("any").pool)
         }
 
     def registers(self) -> tuple[Any, ...]:

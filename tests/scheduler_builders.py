@@ -15,6 +15,7 @@ from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.request import OwnerName, Prompt, RequestKey, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.worker_loads import potential_loads
 
 BLOCK = 16
 MODEL = "m"
@@ -136,5 +137,5 @@ def loads(made: Scheduler) -> dict[str, tuple[int, int, int]]:
     """(active requests, prefill tokens, decode blocks) of each worker of model "m", by worker id."""
     return {
         load.rank.worker_id: (load.active_requests, load.active_prefill_tokens, load.active_decode_blocks)
-        for load in made.potential_loads(key("any").pool)
+        for load in potential_loads(made, key("any").pool)
     }

@@ -102,7 +102,7 @@ def test_a_draining_worker_gets_nothing_new() -> None:
 def test_a_failed_worker_cools_down_and_comes_back() -> None:
     clock = ManualClock()
     made = scheduler("w0", "w1", clock=clock, cooldown_seconds=5.0)
-    assert made.report_failure("default", WorkerRank("w0", 0)) == 5.0
+    assert made.cool_downs.report("default", WorkerRank("w0", 0)) == 5.0
     assert _only(made) == ("w1", 0)
     with pytest.raises(Unavailable, match="cooling down") as error:
         made.select(request([1], pinned_worker_id="w0"))
@@ -116,7 +116,7 @@ def test_of_the_workers_at_most_half_are_left_out_those_that_failed_last(workers
     clock = ManualClock()
     made = scheduler(*(f"w{number}" for number in range(workers)), clock=clock)
     for number in range(workers):
-        made.report_failure("default", WorkerRank(f"w{number}", 0))
+        made.cool_downs.report("default", WorkerRank(f"w{number}", 0))
         clock.advance(0.1)
     reasons = _reasons(made.select(request([1], explain=True)))
     assert [name for name, reason in reasons.items() if not reason] == [f"w{n}" for n in range(workers - left_out)]
@@ -125,26 +125,26 @@ def test_of_the_workers_at_most_half_are_left_out_those_that_failed_last(workers
 def test_of_those_with_an_adapter_at_most_half_are_left_out() -> None:
     made = scheduler(worker("a", adapters=(Adapter("l"),)), worker("b", adapters=(Adapter("l"),)), "c", "d")
     for name in "ab":
-        made.report_failure("default", WorkerRank(name, 0))
+        made.cool_downs.report("default", WorkerRank(name, 0))
     assert made.select(request([1], lora_name="l")).rank.worker_id in "ab"
     assert made.select(request([1])).rank.worker_id in "cd"
 
 
 def test_those_that_drain_are_no_reason_to_leave_the_last_worker_out() -> None:
     made = scheduler(worker("a", draining=True), worker("b", draining=True), "c")
-    made.report_failure("default", WorkerRank("c", 0))
+    made.cool_downs.report("default", WorkerRank("c", 0))
     assert _only(made) == ("c", 0)
     assert made.select(request([1], pinned_worker_id="c")).rank == ("c", 0)
 
 
 def test_no_report_leaves_a_worker_out_for_longer_than_a_minute_and_none_shortens_it() -> None:
     made = scheduler("w0")
-    assert made.report_failure("default", WorkerRank("w0", 0), 86_400.0) == 60.0
-    assert made.report_failure("default", WorkerRank("w0", 0), 1.0) == 60.0
+    assert made.cool_downs.report("default", WorkerRank("w0", 0), 86_400.0) == 60.0
+    assert made.cool_downs.report("default", WorkerRank("w0", 0), 1.0) == 60.0
     patient = scheduler("w0", cooldown_seconds=120.0)
-    assert patient.report_failure("default", WorkerRank("w0", 0), 86_400.0) == 120.0
+    assert patient.cool_downs.report("default", WorkerRank("w0", 0), 86_400.0) == 120.0
     with pytest.raises(NotFound):
-        made.report_failure("default", WorkerRank("w0", 1))
+        made.cool_downs.report("default", WorkerRank("w0", 1))
 
 
 def test_cool_downs_are_cleared_by_worker_and_model_and_those_who_wait_go() -> None:
@@ -152,17 +152,17 @@ def test_cool_downs_are_cleared_by_worker_and_model_and_those_who_wait_go() -> N
     for name in "cd":
         reserve(made, f"on-{name}", name, isl=51)
     for name in "ab":
-        made.report_failure("default", WorkerRank(name, 0))
+        made.cool_downs.report("default", WorkerRank(name, 0))
     told: list[object] = []
     made.reserve_or_wait(request(isl=1, request_id="r"), told.append)
     assert told == []
-    assert made.clear_cool_downs("default", model="other") == []
-    assert made.clear_cool_downs("other") == []
-    assert made.clear_cool_downs("default", worker_id="b") == [("b", 0)]
+    assert made.cool_downs.clear("default", model="other") == []
+    assert made.cool_downs.clear("other") == []
+    assert made.cool_downs.clear("default", worker_id="b") == [("b", 0)]
     assert len(told) == 1
-    assert made.clear_cool_downs("default") == [("a", 0)]
+    assert made.cool_downs.clear("default") == [("a", 0)]
     with pytest.raises(NotFound):
-        made.clear_cool_downs("default", worker_id="x")
+        made.cool_downs.clear("default", worker_id="x")
 
 
 def test_draining_is_told_before_busy() -> None:
@@ -181,7 +181,7 @@ def test_an_explanation_names_why_each_worker_is_out() -> None:
         worker("w7", labels={"zone": "b"}, draining=True),
         thresholds=TOKENS_50,
     )
-    made.report_failure("default", WorkerRank("w1", 0))
+    made.cool_downs.report("default", WorkerRank("w1", 0))
     reserve(made, "r", "w2", isl=51)
     decision = made.select(
         request(

@@ -19,6 +19,7 @@ from kvscout_common.worker import EngineKind, WorkerRank
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics, read_engine_metrics
 from kvscout_scheduler.scraper import EngineScraper
 from kvscout_scheduler.thresholds import BusyThresholds
+from kvscout_scheduler.worker_loads import potential_loads
 
 VLLM = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -115,16 +116,18 @@ def test_what_an_engine_said_long_ago_counts_no_more() -> None:
         made.select(request([1]))
     clock.advance(30.0)
     made.expire()
-    (load,) = made.potential_loads(key("any").pool)
+    (load,) = potential_loads(made, key("any").pool)
     assert (load.busy, load.metrics_age_seconds) == (True, 30.0)
     clock.advance(0.1)
     made.expire()
-    (load,) = made.potential_loads(key("any").pool)
+    (load,) = potential_loads(made, key("any").pool)
     assert (load.busy, load.metrics_age_seconds) == (False, None)
     assert made.select(request([1])).rank.worker_id == "w"
-    assert made.warnings() == [TenantWarning("default", "model m: engine metrics older than 30 s count no more: w/0")]
+    assert made.workers.warnings() == [
+        TenantWarning("default", "model m: engine metrics older than 30 s count no more: w/0")
+    ]
     made.report_metrics("default", WorkerRank("w", 0), EngineMetrics(0.1))
-    assert made.warnings() == []
+    assert made.workers.warnings() == []
 
 
 def test_one_who_waits_for_a_worker_goes_when_what_that_said_is_too_old() -> None:

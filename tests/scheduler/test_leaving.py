@@ -26,6 +26,7 @@ from kvscout_scheduler.booking import EndReason, FreeOutcome
 from kvscout_scheduler.bookings import END_AT_ONCE
 from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.worker_loads import potential_loads
 
 IDLE = (0, 0, 0)
 
@@ -129,14 +130,14 @@ def test_an_update_ends_no_booking(change: dict[str, Any]) -> None:
     made = scheduler(old, clock=clock)
     reserve(made, "r", "a", isl=16)
     made.reserve(rank_one("s"))
-    before = {load.rank: load.active_requests for load in made.potential_loads(key("any").pool)}
+    before = {load.rank: load.active_requests for load in potential_loads(made, key("any").pool)}
     made.workers.worker_updated(old, new)
     clock.advance(60.0)
     assert made.expire() == 0
     assert active(made) == ["r", "s"]
     made.check_invariants()
     made.workers.worker_updated(new, old)
-    assert {load.rank: load.active_requests for load in made.potential_loads(key("any").pool)} == before
+    assert {load.rank: load.active_requests for load in potential_loads(made, key("any").pool)} == before
     made.workers.worker_updated(old, new)
     for name in ("r", "s"):
         assert made.free(key(name)) is FreeOutcome.FREED

@@ -179,7 +179,7 @@ async def test_a_refusal_says_when_to_try_again() -> None:
     async with service("a", "b") as (core, _, _, owner):
         stream = owner()
         await stream.hello()
-        core.report_failure("default", WorkerRank("a", 0), cooldown_seconds=4)
+        core.cool_downs.report("default", WorkerRank("a", 0), cooldown_seconds=4)
         failed, unknown = await stream.ask(
             {"select_and_reserve": wanted("r", pinned_worker_id="a")}, {"prefill_complete": ref("nobody")}
         )
@@ -267,7 +267,7 @@ async def test_an_owner_that_promised_heartbeats_is_gone_since_the_last_one() ->
             await stream.send()
             await stream.read()
             await asyncio.sleep(0.1)
-        assert core.bookings.owner_connected(OwnerName(ALL_TENANTS, "gateway-1"), clock.now) > 0
+        assert core.bookings.owners.connected(OwnerName(ALL_TENANTS, "gateway-1"), clock.now) > 0
         assert await stream.status() is grpc.StatusCode.DEADLINE_EXCEEDED
         clock.advance(9.4)
         assert core.expire() == 0
@@ -300,7 +300,7 @@ async def gone(core: Scheduler) -> None:
     """Waits until the server knows that no owner is connected."""
 
     async def disconnected() -> bool:
-        return all(owner.gone_at is not None for owner in core.bookings._owners._owners.values())
+        return all(owner.gone_at is not None for owner in core.bookings.owners._owners.values())
 
     await eventually(disconnected, what="the end of the stream")
 

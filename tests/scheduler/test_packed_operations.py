@@ -231,7 +231,7 @@ async def test_unary_calls_as_bytes_are_answered_like_those_as_objects() -> None
             asked = random_select(rng, f"r{number % 80}", rng.randrange(2))
             answers = [await _answer(scheduler_pb2_grpc.SchedulerStub(channel), asked) for channel in (one, other)]
             assert answers[0] == answers[1]
-        bookings = [[core.bookings.listing(each, 0.0) for each in core.bookings] for core in (plain, packed)]
+        bookings = [[each.facts for each in core.bookings] for core in (plain, packed)]
         assert bookings[0] == bookings[1] != []
 
 

@@ -19,6 +19,7 @@ from kvscout_scheduler.forwarding import Forwarding
 from kvscout_scheduler.replica_view import SILENT_SECONDS
 from kvscout_scheduler.replication import FORGET_SECONDS, VERSION
 from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.worker_loads import potential_loads
 
 IDLE = (0, 0, 0)
 
@@ -500,8 +501,8 @@ def test_thresholds_of_the_last_writer_and_the_later_end_of_a_cool_down_hold_eve
     world = World("a", "b")
     world["a"].core.thresholds.change("default", "m", active_prefill_tokens_threshold=5)
     world["b"].core.thresholds.change("default", "m", active_prefill_tokens_threshold=7)
-    world["a"].core.report_failure("default", WorkerRank("w0", 0), 30)
-    world["b"].core.report_failure("default", WorkerRank("w0", 0), 5)
+    world["a"].core.cool_downs.report("default", WorkerRank("w0", 0), 30)
+    world["b"].core.cool_downs.report("default", WorkerRank("w0", 0), 5)
     world.settled()
     assert world["a"].core.thresholds.get("default", "m").active_prefill_tokens_threshold == 7
     world["a"].core.thresholds.change("default", "m", active_prefill_tokens_threshold=None)
@@ -509,23 +510,23 @@ def test_thresholds_of_the_last_writer_and_the_later_end_of_a_cool_down_hold_eve
     world.settled()
     assert world["c"].core.thresholds.get("default", "m").off
     for name in "abc":
-        load = world[name].core.potential_loads(key("any").pool)[0]
+        load = potential_loads(world[name].core, key("any").pool)[0]
         assert 27 < load.cooldown_seconds < 30
 
 
 def test_cleared_cool_downs_are_cleared_everywhere_and_later_reports_count_again() -> None:
     world = World("a", "b")
-    world["a"].core.report_failure("default", WorkerRank("w0", 0), 30)
+    world["a"].core.cool_downs.report("default", WorkerRank("w0", 0), 30)
     world.settled()
-    assert world["b"].core.clear_cool_downs("default") == [("w0", 0)]
+    assert world["b"].core.cool_downs.clear("default") == [("w0", 0)]
     world.start("c")
     world.settled()
 
     def cooling(name: str) -> float:
-        return world[name].core.potential_loads(key("any").pool)[0].cooldown_seconds
+        return potential_loads(world[name].core, key("any").pool)[0].cooldown_seconds
 
     assert [cooling(name) for name in "abc"] == [0, 0, 0]
-    world["c"].core.report_failure("default", WorkerRank("w0", 0), 20)
+    world["c"].core.cool_downs.report("default", WorkerRank("w0", 0), 20)
     world.settled()
     assert all(15 < cooling(name) < 20 for name in "abc")
 

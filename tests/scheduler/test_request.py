@@ -16,6 +16,7 @@ from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.overlaps import Overlaps
 from kvscout_scheduler.request import ConfigOverride, Prompt, pack_hashes
 from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.worker_loads import potential_loads
 
 
 def test_hashes_are_packed_little_endian() -> None:
@@ -70,7 +71,7 @@ def test_columns_that_do_not_fit_are_named(overlaps: Overlaps, field: str) -> No
 def test_fewer_hashes_than_the_prompt_has_blocks_are_allowed() -> None:
     made = scheduler("w0")
     made.select_and_reserve(request([1], isl=100, request_id="r"))
-    assert made.potential_loads(key("r").pool)[0].active_decode_blocks == 7
+    assert potential_loads(made, key("r").pool)[0].active_decode_blocks == 7
 
 
 def test_hashes_for_another_block_size_are_a_failed_precondition() -> None:

@@ -12,8 +12,10 @@ from scheduler_builders import key, loads, overlaps, request, reserve, scheduler
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.worker import Role, WorkerRank
 from kvscout_scheduler.overlaps import Overlaps
+from kvscout_scheduler.pool import HitCounts
 from kvscout_scheduler.request import ConfigOverride, PoolId, Prompt, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.worker_loads import potential_loads
 
 
 def loaded_as_in_the_worked_example() -> Scheduler:
@@ -84,7 +86,7 @@ def test_blocks_shared_with_active_requests_count_once() -> None:
     reserve(made, "r", "w0", [1, 2, 3], cached_tokens=48)
     found = {
         load.rank.worker_id: load.potential_decode_blocks
-        for load in made.potential_loads(key("r").pool, isl_tokens=70, prompt=Prompt(pack_hashes([1, 2, 9, 10])))
+        for load in potential_loads(made, key("r").pool, isl_tokens=70, prompt=Prompt(pack_hashes([1, 2, 9, 10])))
     }
     assert found == {"w0": 3 + 5 - 2, "w1": 5}
 
@@ -97,14 +99,15 @@ def test_the_charge_is_what_is_not_cached_on_the_chosen_worker() -> None:
     assert decision.effective_overlap_blocks == 2 + 0.75 * 2 + 0.25 * 2
     assert decision.uncached_tokens == 170 - 64
     assert loads(made)["w0"] == (1, 106, 11)
-    assert (made.stats.isl_tokens, made.stats.cached_tokens) == (170, 64)
+    (pool,) = made.workers
+    assert pool.hits == [HitCounts(170, 64)]
 
 
 def test_a_decode_leg_is_not_charged_prefill() -> None:
     made = scheduler(worker("d0", role=Role.DECODE))
     decision = made.select_and_reserve(request([1, 2], role=Role.DECODE, request_id="r", charge_prefill=False))
     assert decision.uncached_tokens == 0
-    (load,) = made.potential_loads(key("r", Role.DECODE).pool)
+    (load,) = potential_loads(made, key("r", Role.DECODE).pool)
     assert (load.active_prefill_tokens, load.active_decode_blocks) == (0, 2)
 
 
@@ -115,7 +118,7 @@ def test_prefill_pools_and_untracked_ones_hold_no_blocks() -> None:
     ):
         decision = made.select_and_reserve(request([1, 2], role=role, request_id="r"))
         assert decision.cost == 2
-        (load,) = made.potential_loads(key("r", role).pool)
+        (load,) = potential_loads(made, key("r", role).pool)
         assert (load.active_prefill_tokens, load.active_decode_blocks) == (32, 0)
 
 
@@ -168,9 +171,9 @@ def test_an_explanation_shows_each_tier() -> None:
 def test_potential_loads_add_the_prompt_to_each_worker() -> None:
     made = scheduler(worker("w0", total_kv_blocks=50), "w1")
     reserve(made, "r", "w0", [1, 2])
-    made.report_failure("default", WorkerRank("w1", 0), 3.0)
+    made.cool_downs.report("default", WorkerRank("w1", 0), 3.0)
     prompt = Prompt(pack_hashes([1, 2, 3]), overlaps=overlaps(w1=2))
-    first, second = made.potential_loads(key("r").pool, isl_tokens=48, prompt=prompt)
+    first, second = potential_loads(made, key("r").pool, isl_tokens=48, prompt=prompt)
     assert (first.potential_prefill_tokens, first.potential_decode_blocks, first.total_kv_blocks) == (80, 3, 50)
     assert (second.potential_prefill_tokens, second.potential_decode_blocks) == (16, 3)
     assert (first.cooldown_seconds, second.cooldown_seconds) == (0.0, 3.0)
@@ -179,9 +182,9 @@ def test_potential_loads_add_the_prompt_to_each_worker() -> None:
 def test_loads_of_a_model_without_workers_are_empty_and_of_an_unknown_one_not_found() -> None:
     made = scheduler("w0")
     made.workers.worker_removed(worker("w0"), "removed")
-    assert made.potential_loads(key("r").pool) == []
+    assert potential_loads(made, key("r").pool) == []
     with pytest.raises(NotFound):
-        made.potential_loads(PoolId("default", "other", Role.AGGREGATED))
+        potential_loads(made, PoolId("default", "other", Role.AGGREGATED))
 
 
 def test_a_draining_scheduler_takes_nothing_new_and_frees_what_it_has() -> None:

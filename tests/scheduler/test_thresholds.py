@@ -12,7 +12,7 @@ from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.active_load import NO_LIMIT
 from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.thresholds import DECODE_BLOCKS, PREFILL_TOKENS, BusyThresholds
+from kvscout_scheduler.thresholds import DECODE_BLOCKS, PREFILL_TOKENS, BusyThresholds, ThresholdTable
 
 RANK = WorkerRank("w0", 0)
 
@@ -98,8 +98,8 @@ def test_models_with_any_threshold_are_listed_in_order() -> None:
     made.thresholds.change("default", "a", active_decode_blocks_threshold=1.0)
     made.thresholds.change("default", "off", active_decode_blocks_threshold=None)
     made.thresholds.change("other", "b", active_decode_blocks_threshold=1.0)
-    assert list(made.busy_thresholds("default")) == ["a", "z"]
-    assert list(scheduler("w0", thresholds=BusyThresholds(0.5)).busy_thresholds("default")) == ["m"]
+    assert list(made.thresholds.of_tenant("default", made.workers.models("default"))) == ["a", "z"]
+    assert list(ThresholdTable(BusyThresholds(0.5)).of_tenant("default", ["m"])) == ["m"]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,6 @@ def test_a_threshold_out_of_range_is_named_and_changes_nothing(name: str, value:
     with pytest.raises(InvalidArgument) as error:
         made.thresholds.change("default", "m", **{name: value})
     assert error.value.field == name
-    assert made.busy_thresholds("default") == {}
+    assert made.thresholds.of_tenant("default", made.workers.models("default")) == {}
     with pytest.raises(InvalidArgument, match="model"):
         made.thresholds.change("default", "", active_decode_blocks_threshold=0.5)

@@ -20,6 +20,7 @@ from kvscout_scheduler.request import PoolId, SelectionRequest
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.thresholds import BusyThresholds
 from kvscout_scheduler.turns import Turns
+from kvscout_scheduler.waiting import Waiter
 
 BUDGET = 1000
 POOL = key("any").pool
@@ -163,18 +164,23 @@ class Side:
     def __init__(self, clock: ManualClock, *, brute: bool) -> None:
         self.made = scheduler(clock=clock, queue_threshold=0.5, queue_limit=30, policy="round-robin")
         self.told: dict[str, list[str]] = {}
-        self.answers: dict[str, Any] = {}
+        self.waiters: dict[str, Waiter | None] = {}
         if brute:
             made = self.made
             made._turns = BruteForce(made.workers, made.thresholds, made.waiting, made._book_waiter)
 
     def ask(self, wanted: SelectionRequest) -> None:
         told = self.told.setdefault(wanted.request_id, [])
-        answer = self.answers[wanted.request_id] = lambda outcome: told.append(shown(outcome))
         try:
-            self.made.reserve_or_wait(wanted, answer)
+            waiter = self.made.reserve_or_wait(wanted, lambda outcome: told.append(shown(outcome)))
+            self.waiters[wanted.request_id] = waiter
         except KvscoutError as error:
             told.append(shown(error))
+
+    def go(self, request_id: str) -> None:
+        waiter = self.waiters.get(request_id)
+        if waiter is not None:
+            self.made.waiting.leave(waiter)
 
 
 def shown(outcome: Decision | KvscoutError) -> str:
@@ -207,7 +213,7 @@ class Events:
             return lambda side: side.made.report_metrics("default", rank, metrics)
         if what == 2:
             seconds = self._rng.random() * 5
-            return lambda side: side.made.report_failure("default", rank, seconds)
+            return lambda side: side.made.cool_downs.report("default", rank, seconds)
         if what == 3:
             tokens = self._rng.choice((None, 100, 600))
             return lambda side: side.made.thresholds.change("default", MODEL, active_prefill_tokens_threshold=tokens)
@@ -230,7 +236,7 @@ class Events:
             return lambda side: side.made.undelivered(old.key)
         if what == 4:
             del self._requests[request_id]
-            return lambda side: side.made.abandon(old.key, 0, side.answers[request_id])
+            return lambda side: side.go(request_id)
         again = self._request(request_id, old.isl_tokens, old.priority)
         return lambda side: side.ask(again)
 

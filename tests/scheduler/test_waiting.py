@@ -9,6 +9,7 @@ import pytest
 from scheduler_builders import ManualClock, key, loads, request, reserve, scheduler, test_seed, worker
 
 from kvscout_common.errors import AlreadyExists, Cancelled, Draining, KvscoutError, NotFound, ResourceExhausted
+from kvscout_scheduler.active_requests import list_active_requests
 from kvscout_scheduler.booking import FreeOutcome, Phase
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.scheduler import Scheduler
@@ -30,7 +31,12 @@ class Caller:
         self.made = made
         self.answer = self.told.append
         self.request = request(isl=isl, request_id=request_id, **fields)
-        made.reserve_or_wait(self.request, self.answer)
+        self._waiter = made.reserve_or_wait(self.request, self.answer)
+
+    def go(self) -> None:
+        """Waits no more."""
+        assert self._waiter is not None
+        self.made.waiting.leave(self._waiter)
 
     @property
     def waits(self) -> bool:
@@ -127,7 +133,7 @@ def test_s9_a_waiter_whose_caller_went_away_leaves_nothing() -> None:
     made = limited("a")
     reserve(made, "long", "a", isl=501)
     gone = Caller(made, "r")
-    made.abandon(gone.request.key, 0, gone.answer)
+    gone.go()
     made.free(key("long"))
     assert gone.waits
     assert loads(made) == {"a": (0, 0, 0)}
@@ -153,7 +159,7 @@ def test_a_repeated_call_takes_the_place_and_brings_its_own_overlaps() -> None:
     again = Caller(made, "r", attempt_id=1, isl=700)
     assert isinstance(first.error, Cancelled)
     # The first caller's going away is not the second's.
-    made.abandon(first.request.key, 1, first.answer)
+    first.go()
     made.free(key("long"))
     assert again.worker == "a"
     assert other.waits
@@ -201,14 +207,14 @@ def test_waiters_are_listed_as_queued() -> None:
     reserve(made, "long", "a", isl=501)
     Caller(made, "r")
     clock.advance(2.5)
-    listed, total, _ = made.list_active_requests("default")
+    listed, total, _ = list_active_requests(made, "default")
     assert total == 2
     assert [(active.facts.key.request_id, active.phase) for active in listed] == [
         ("long", Phase.PREFILL),
         ("r", Phase.QUEUED),
     ]
     assert listed[1].age_seconds == 2.5
-    assert made.list_active_requests("default", worker_id="a")[1] == 1
+    assert list_active_requests(made, "default", worker_id="a")[1] == 1
 
 
 def test_a_wrong_request_is_refused_at_once() -> None:
@@ -237,7 +243,7 @@ def test_random_arrivals_and_departures_leave_nothing() -> None:
             if what == 0 and not caller.waits:
                 made.mark_prefill_complete(caller.request.key)
             elif what == 1 and caller.waits:
-                made.abandon(caller.request.key, 0, caller.answer)
+                caller.go()
                 del callers[old]
             elif what == 2:
                 made.free(caller.request.key)

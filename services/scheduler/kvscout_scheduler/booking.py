@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 from kvscout_scheduler.active_load import Allocation
 from kvscout_scheduler.decision import Decision
@@ -87,26 +86,3 @@ class Booking:
         if choice is None:
             return None
         return Decision(facts.rank, self.pool.specs[self.allocation.slot], *choice, facts.uncached_tokens)
-
-
-class ListPlace(NamedTuple):
-    """Where a request stands in a list of active ones."""
-
-    queued: bool
-    since: float
-    """When it was booked, or began to wait, on the monotonic clock."""
-    key: RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class ActiveRequest:
-    """What is shown of a booking."""
-
-    facts: Facts
-    phase: Phase
-    prompt_blocks: int
-    """The partial one included."""
-    output_blocks: int
-    owner: OwnerName | None
-    age_seconds: float
-    lease_remaining_seconds: float | None

@@ -20,7 +20,7 @@ from itertools import islice
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
 from kvscout_common.tenant_limits import Limit, TenantLimits
 from kvscout_scheduler.attempts import Ended, EndedAttempts
-from kvscout_scheduler.booking import ActiveRequest, Booking, EndReason, FreeOutcome, Phase
+from kvscout_scheduler.booking import Booking, EndReason, FreeOutcome, Phase
 from kvscout_scheduler.end_log import EndLog
 from kvscout_scheduler.facts import End
 from kvscout_scheduler.journal import Journal
@@ -47,11 +47,9 @@ class Bookings:
         self._limits.use[Limit.BOOKINGS] = lambda: self._by_tenant
         self._members: dict[tuple[Pool, int], dict[Booking, None]] = {}
         self._leases = Leases()
-        self._owners = Owners(settings.owner_grace_seconds)
+        self.owners = Owners(settings.owner_grace_seconds)
         self._attempts = EndedAttempts(settings.tombstone_seconds, settings.max_tombstones)
-        self._forgotten: dict[Booking, None] = {}
-        """What its owner did not list when it came back, and that has not ended yet."""
-        self._end_log = EndLog()
+        self.end_log = EndLog()
         self.tenants = 0
         """Tenants that have workers."""
         self.journal = Journal()
@@ -87,13 +85,11 @@ class Bookings:
             if active.facts.attempt_id != attempt_id:
                 raise AlreadyExists(f"request {key.request_id!r} is active under attempt {active.facts.attempt_id}")
             self._own(active, now)
-            self._forgotten.pop(active, None)
+            self.owners.remember(active)
             active.answers += 1
-            self._stats.repeated_calls += 1
             self._renew(active, now)
             return active
         if attempt_id and self._attempts.get(key, attempt_id, now) in (Ended.BY_CALLER, Ended.BEFORE_BOOKING):
-            self._stats.cancelled_on_arrival += 1
             raise Cancelled(f"attempt {attempt_id} of request {key.request_id!r} was freed before it was booked")
         if len(self._active) >= self._settings.max_active_requests:
             raise ResourceExhausted(f"{len(self._active)} requests are active (limit)", retry_after_seconds=1.0)
@@ -118,7 +114,7 @@ class Bookings:
         self._attempts.forget(booking.key, booking.facts.attempt_id)
         booking.lease_seconds = float(lease_seconds or self._settings.lease_seconds)
         if owner is not None:
-            self._owners.add(booking, owner, booking.booked_at)
+            self.owners.add(booking, owner, booking.booked_at)
         else:
             self._leases.set(booking, booking.booked_at + booking.lease_seconds)
         self._stats.bookings += 1
@@ -133,9 +129,7 @@ class Bookings:
         Raises:
             NotFound: If this attempt is not active.
         """
-        booking = self._require(key, attempt_id)
-        self._own(booking, now)
-        self._renew(booking, now)
+        booking = self._called(key, attempt_id, now)
         if booking.phase is Phase.DECODE:
             return False
         self.decode(booking, now)
@@ -161,9 +155,7 @@ class Bookings:
         """
         if not self._settings.track_output_blocks:
             raise FailedPrecondition("output blocks are not tracked (--router-track-output-blocks)")
-        booking = self._require(key, attempt_id)
-        self._own(booking, now)
-        self._renew(booking, now)
+        booking = self._called(key, attempt_id, now)
         booking.output_blocks += blocks
         booking.pool.load.add_private(booking.allocation, blocks)
         self.journal.changed(booking)
@@ -171,8 +163,8 @@ class Bookings:
 
     def free(self, key: RequestKey, attempt_id: int, now: float, output_tokens: int = 0) -> FreeOutcome:
         """Releases all that an attempt holds, whatever its phase; a no-op if it holds nothing."""
-        booking = self._active.get(key)
-        if booking is not None and booking.facts.attempt_id == attempt_id:
+        booking = self._find(key, attempt_id)
+        if booking is not None:
             self._own(booking, now)
             self._end(booking, Ended.BY_CALLER, now, output_tokens)
             self._stats.freed += 1
@@ -181,15 +173,12 @@ class Bookings:
         if ended in (None, Ended.BY_US):
             self.journal.freed_unknown(key, attempt_id)
         if ended in (Ended.BY_CALLER, Ended.BY_US):
-            outcome = FreeOutcome.ALREADY_FREED
             if ended is Ended.BY_US and attempt_id:
                 self._attempts.add(key, attempt_id, Ended.BY_CALLER, now)
-        else:
-            outcome = FreeOutcome.UNKNOWN
-            if attempt_id and ended is None:
-                self._attempts.add(key, attempt_id, Ended.BEFORE_BOOKING, now)
-        self._stats.free_no_ops[outcome] += 1
-        return outcome
+            return FreeOutcome.ALREADY_FREED
+        if attempt_id and ended is None:
+            self._attempts.add(key, attempt_id, Ended.BEFORE_BOOKING, now)
+        return FreeOutcome.UNKNOWN
 
     def cancel(self, key: RequestKey, attempt_id: int, now: float) -> None:
         """Remembers that an attempt was freed before it was booked."""
@@ -209,8 +198,8 @@ class Bookings:
         Returns:
             False if this attempt is not active.
         """
-        booking = self._active.get(key)
-        if booking is None or booking.facts.attempt_id != attempt_id:
+        booking = self._find(key, attempt_id)
+        if booking is None:
             return False
         self._own(booking, now)
         if lease_seconds:
@@ -225,14 +214,14 @@ class Bookings:
         Returns:
             Whether the booking ended.
         """
-        booking = self._active.get(key)
-        if booking is None or booking.facts.attempt_id != attempt_id or booking.mirror:
+        booking = self._find(key, attempt_id)
+        if booking is None or booking.mirror:
             return False
         booking.answers -= 1
         if booking.answers > 0:
             return False
         self._expire(booking, EndReason.UNDELIVERED, now)
-        self._end_log.flush()
+        self.end_log.flush()
         return True
 
     def connect_owner(
@@ -254,39 +243,21 @@ class Bookings:
         Raises:
             FailedPrecondition: A stream that the owner opened later is open, see `Owners.connect`.
         """
-        session = self._owners.connect(owner, now, opened_at, wall_now)
         listed = list(in_flight)
-        names = set(listed)
-        for booking in self._owners.bookings(owner):
-            if (booking.key, booking.facts.attempt_id) not in names:
-                self._forgotten[booking] = None
-            else:
-                self._forgotten.pop(booking, None)
-        if self._end_forgotten(now, END_AT_ONCE) < END_AT_ONCE:
-            self._end_log.flush()
+        session = self.owners.connect(owner, set(listed), now, opened_at, wall_now)
+        if self._expire_all(self.owners.forgotten(END_AT_ONCE), EndReason.OWNER_FORGOT, now) < END_AT_ONCE:
+            self.end_log.flush()
         unknown = []
-        for key, attempt_id in listed:
-            active = self._active.get(key)
-            if active is None or active.facts.attempt_id != attempt_id or active.owner not in (None, owner):
-                unknown.append((key, attempt_id))
-            elif not self._owners.owns(active):
+        for attempt in listed:
+            active = self._find(*attempt)
+            if active is None or active.owner not in (None, owner):
+                unknown.append(attempt)
+            elif not self.owners.owns(active):
                 self._own(active, now)
                 self._leases.clear(active)
-                self._owners.add(active, owner, now)
+                self.owners.add(active, owner, now)
                 self.journal.changed(active)
         return session, unknown
-
-    def owner_connected(self, owner: OwnerName, now: float) -> float:
-        """For how many seconds an owner has had a stream open here; 0 = it has none."""
-        return self._owners.connected(owner, now)
-
-    def owner_opened_at(self, owner: OwnerName) -> int:
-        """When an owner opened the stream that it has open here, see `Owner.opened_at`."""
-        return self._owners.opened_at(owner)
-
-    def disconnect_owner(self, owner: OwnerName, session: int, gone_at: float) -> None:
-        """Ends a stream of an owner, gone since a while; its bookings end after the grace time unless it comes back."""
-        self._owners.disconnect(owner, session, gone_at)
 
     def expire(self, now: float, limit: int) -> int:
         """Ends bookings whose lease or whose owner's grace time is over; forgets old attempts.
@@ -298,13 +269,9 @@ class Bookings:
         Returns:
             Bookings that ended.
         """
-        ended = self._end_forgotten(now, limit)
-        for booking in self._leases.expired(now, limit - ended):
-            self._expire(booking, EndReason.LEASE, now)
-            ended += 1
-        for booking in self._owners.expired(now, limit - ended):
-            self._expire(booking, EndReason.OWNER_GONE, now)
-            ended += 1
+        ended = self._expire_all(self.owners.forgotten(limit), EndReason.OWNER_FORGOT, now)
+        ended += self._expire_all(self._leases.expired(now, limit - ended), EndReason.LEASE, now)
+        ended += self._expire_all(self.owners.expired(now, limit - ended), EndReason.OWNER_GONE, now)
         self._attempts.expire(now)
         return ended
 
@@ -330,10 +297,6 @@ class Bookings:
                 self._expire(booking, reason, now)
         return len(members)
 
-    def tell_ends(self) -> None:
-        """Logs what has ended by itself, for now nothing more does."""
-        self._end_log.flush()
-
     def add_mirror(self, booking: Booking) -> None:
         """Adds a booking that another replica owns; its load is in its pool already."""
         booking.mirror = True
@@ -346,9 +309,8 @@ class Bookings:
 
     def give_up(self, booking: Booking) -> None:
         """Makes a booking of ours a mirror: another replica has taken it over."""
-        self._forgotten.pop(booking, None)
         self._leases.clear(booking)
-        self._owners.drop(booking)
+        self.owners.drop(booking)
         booking.mirror = True
 
     def freed_elsewhere(self, key: RequestKey, attempt_id: int, now: float) -> None:
@@ -367,38 +329,33 @@ class Bookings:
             self._stats.freed += 1
         else:
             self._expire(booking, EndReason.SUPERSEDED, now)
-            self._end_log.flush()
-
-    def listing(self, booking: Booking, now: float) -> ActiveRequest:
-        """What is shown of a booking."""
-        return ActiveRequest(
-            facts=booking.facts,
-            phase=booking.phase,
-            prompt_blocks=booking.pool.blocks(booking.allocation.slot, booking.facts.isl_tokens),
-            output_blocks=booking.output_blocks,
-            owner=booking.owner,
-            age_seconds=now - booking.booked_at,
-            lease_remaining_seconds=None if booking.expires_at is None else max(0.0, booking.expires_at - now),
-        )
+            self.end_log.flush()
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the structures contradict each other."""
         for key, booking in self._active.items():
             assert booking.key == key
             assert booking in self._members[booking.pool, booking.allocation.slot]
-            holders = self._owners.owns(booking) + (booking.lease_bucket is not None)
+            holders = self.owners.owns(booking) + (booking.lease_bucket is not None)
             assert holders == (not booking.mirror), "a lease or an owner, a mirror has neither"
         leased = [booking for booking in self._active.values() if booking.lease_bucket is not None]
         assert len(self._leases) == len(leased), "no lease without a booking"
         assert sum(map(len, self._members.values())) == len(self._active), "no member without a booking"
         assert self._by_tenant == Counter(key.tenant for key in self._active), "tenants add up"
 
-    def _require(self, key: RequestKey, attempt_id: int) -> Booking:
+    def _find(self, key: RequestKey, attempt_id: int) -> Booking | None:
+        booking = self._active.get(key)
+        return booking if booking is not None and booking.facts.attempt_id == attempt_id else None
+
+    def _called(self, key: RequestKey, attempt_id: int, now: float) -> Booking:
+        """The booking of an attempt that its caller has news of: ours from now on, its lease renewed."""
         booking = self._active.get(key)
         if booking is None:
             raise NotFound(f"request {key.request_id!r} of model {key.model!r} is not active")
         if booking.facts.attempt_id != attempt_id:
             raise NotFound(f"request {key.request_id!r} is active, but under attempt {booking.facts.attempt_id}")
+        self._own(booking, now)
+        self._renew(booking, now)
         return booking
 
     def _own(self, booking: Booking, now: float) -> None:
@@ -409,8 +366,8 @@ class Bookings:
         booking.mirror = False
         # That of the replica that booked it: what comes of a call here ends nothing that runs.
         booking.answers = 1
-        if booking.owner is not None and self._owners.connected(booking.owner, now):
-            self._owners.add(booking, booking.owner, now)
+        if booking.owner is not None and self.owners.connected(booking.owner, now):
+            self.owners.add(booking, booking.owner, now)
         else:
             self._leases.set(booking, now + booking.lease_seconds)
         self.journal.taken_over(booking)
@@ -419,21 +376,19 @@ class Bookings:
         if booking.expires_at is not None:
             self._leases.set(booking, now + booking.lease_seconds)
 
-    def _end_forgotten(self, now: float, limit: int) -> int:
-        forgotten = list(islice(self._forgotten, limit))
-        for booking in forgotten:
-            self._expire(booking, EndReason.OWNER_FORGOT, now)
-        return len(forgotten)
+    def _expire_all(self, overdue: list[Booking], reason: EndReason, now: float) -> int:
+        for booking in overdue:
+            self._expire(booking, reason, now)
+        return len(overdue)
 
     def _expire(self, booking: Booking, reason: EndReason, now: float) -> None:
         self._end(booking, Ended.BY_US, now)
         self._stats.ended[reason] += 1
-        self._end_log.add(booking, reason, now)
+        self.end_log.add(booking, reason, now)
 
     def _end(self, booking: Booking, how: Ended, now: float, output_tokens: int = 0) -> None:
-        self._forgotten.pop(booking, None)
         self._leases.clear(booking)
-        self._owners.drop(booking)
+        self.owners.drop(booking)
         self._take_out(booking, now, freed=how is Ended.BY_CALLER, output_tokens=output_tokens)
         self._attempts.add(booking.key, booking.facts.attempt_id, how, now)
         self.journal.ended(booking, by_caller=how is Ended.BY_CALLER)

@@ -22,7 +22,7 @@ from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.request import OwnerName, RequestKey, SelectionRequest
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.traces import tell, traced
-from kvscout_scheduler.waiting import Answer
+from kvscout_scheduler.waiting import Waiter
 
 
 class Select(NamedTuple):
@@ -113,14 +113,6 @@ class Elsewhere(Protocol):
         """Has it carried out there, else here, and never raises."""
 
 
-class Waiting(NamedTuple):
-    """A booking call that waits in line."""
-
-    key: RequestKey
-    attempt_id: int
-    answer: Answer
-
-
 class Operations:
     """Carries out the operations of one caller.
 
@@ -139,7 +131,7 @@ class Operations:
         self._later = later
         self._elsewhere = elsewhere
         self._asking: set[asyncio.Task[None]] = set()
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, Waiter] = {}
         """By number."""
 
     def carry_out(self, number: int, operation: Operation) -> Outcome | None:
@@ -159,10 +151,7 @@ class Operations:
             self._asking.add(asking)
             asking.add_done_callback(self._asking.discard)
             return None
-        try:
-            return operation.carry_out(self._scheduler, self._owner)
-        except KvscoutError as error:
-            return error
+        return carry_out(operation, self._scheduler, self._owner)
 
     async def answered(self) -> None:
         """Waits until every operation that others carry out is answered."""
@@ -172,8 +161,9 @@ class Operations:
     def close(self) -> None:
         """The caller has gone: nobody waits for what is still in line."""
         waiting, self._waiting = self._waiting, {}
-        for call in waiting.values():
-            self._scheduler.abandon(*call)
+        for waiter in waiting.values():
+            # One that another call replaced stays.
+            self._scheduler.waiting.leave(waiter)
 
     async def _ask(self, elsewhere: Elsewhere, number: int, operation: Operation) -> None:
         self._later(number, operation, await elsewhere.carry_out(operation))
@@ -181,35 +171,34 @@ class Operations:
     def _select(self, number: int, operation: Select) -> Outcome | None:
         wanted, books, lease_seconds, traceparent = operation
         told: list[Decision | KvscoutError] = []
-        waits = False
+        waiter: Waiter | None = None
         span = traced("SelectAndReserve" if books else "Select", traceparent).begun()
 
         def answer(outcome: Decision | KvscoutError) -> None:
             tell(span, wanted, outcome)
             span.end()
-            if not waits:
+            if waiter is None:
                 told.append(outcome)
             elif self._waiting.pop(number, None) is not None:
                 self._later(number, operation, outcome)
 
         try:
             if books:
-                self._scheduler.reserve_or_wait(wanted, answer, owner=self._owner, lease_seconds=lease_seconds)
+                waiter = self._scheduler.reserve_or_wait(wanted, answer, owner=self._owner, lease_seconds=lease_seconds)
             else:
                 answer(self._scheduler.select(wanted))
         except KvscoutError as error:
             answer(error)
-        if told:
+        if waiter is None:
             return told[0]
-        waits = True
         span.event("waits in line")
-        self._waiting[number] = Waiting(wanted.key, wanted.attempt_id, answer)
+        self._waiting[number] = waiter
         return None
 
 
-def carry_out(operation: Operation, scheduler: Scheduler) -> Outcome:
+def carry_out(operation: Operation, scheduler: Scheduler, owner: OwnerName | None = None) -> Outcome:
     """Carries out an operation that does not wait; its error is what comes of it."""
     try:
-        return operation.carry_out(scheduler, None)
+        return operation.carry_out(scheduler, owner)
     except KvscoutError as error:
         return error

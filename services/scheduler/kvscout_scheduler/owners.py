@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container
 from dataclasses import dataclass, field
 from itertools import islice
 
 from kvscout_common.errors import FailedPrecondition
 from kvscout_scheduler.booking import Booking
-from kvscout_scheduler.request import MICROSECONDS, OwnerName
+from kvscout_scheduler.request import MICROSECONDS, OwnerName, RequestKey
 
 MAX_AHEAD_SECONDS = 1.0
 """How far the clocks of owners may be ahead of ours. A stream from further ahead could keep its owner's later ones out:
@@ -42,15 +42,20 @@ class Owners:
         self._grace_seconds = grace_seconds
         self._owners: dict[OwnerName, Owner] = {}
         self._sessions = 0
+        self._forgotten: dict[Booking, None] = {}
+        """What its owner did not list when it came back, and that has not ended yet."""
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def connect(self, name: OwnerName, now: float, opened_at: int, wall_now: float) -> int:
-        """Opens a stream of an owner; an older one of it counts no more.
+    def connect(
+        self, name: OwnerName, listed: Container[tuple[RequestKey, int]], now: float, opened_at: int, wall_now: float
+    ) -> int:
+        """Opens a stream of an owner; an older one of it counts no more, and what is not listed is `forgotten`.
 
         Args:
             name: Whose.
+            listed: Requests and attempts that it has in flight.
             now: On the scheduler's clock.
             opened_at: See `Owner`; what lies too far ahead of our own clock counts as `MAX_AHEAD_SECONDS` ahead.
             wall_now: Seconds since the Unix epoch.
@@ -69,7 +74,16 @@ class Owners:
         self._sessions += 1
         owner.session, owner.connected_at, owner.gone_at = self._sessions, now, None
         owner.opened_at = min(opened_at, latest)
+        for booking in sorted(owner.bookings, key=lambda booking: booking.booked_at):
+            if (booking.key, booking.facts.attempt_id) in listed:
+                self.remember(booking)
+            else:
+                self._forgotten[booking] = None
         return self._sessions
+
+    def remember(self, booking: Booking) -> None:
+        """The owner of a booking says that it has it, after all."""
+        self._forgotten.pop(booking, None)
 
     def disconnect(self, name: OwnerName, session: int, gone_at: float) -> None:
         """Ends a stream; the end of one that was replaced means nothing."""
@@ -100,6 +114,7 @@ class Owners:
 
     def drop(self, booking: Booking) -> None:
         """Takes a booking from its owner, if it has one."""
+        self.remember(booking)
         name = booking.owner
         owner = self._owners.get(name) if name is not None else None
         if name is not None and owner is not None:
@@ -112,10 +127,9 @@ class Owners:
         owner = self._owners.get(booking.owner) if booking.owner is not None else None
         return owner is not None and booking in owner.bookings
 
-    def bookings(self, name: OwnerName) -> Iterable[Booking]:
-        """What an owner has, oldest first."""
-        owner = self._owners.get(name)
-        return sorted(owner.bookings, key=lambda booking: booking.booked_at) if owner is not None else ()
+    def forgotten(self, limit: int) -> list[Booking]:
+        """So many of the bookings that their owners did not list when they came back, oldest first."""
+        return list(islice(self._forgotten, limit))
 
     def expired(self, now: float, limit: int) -> list[Booking]:
         """So many of the bookings of owners that have been gone for too long."""

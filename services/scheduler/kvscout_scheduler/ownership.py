@@ -69,6 +69,7 @@ class Ownership(Journal):
         self.taken_over_count = 0
         self._scheduler = scheduler
         self._bookings = scheduler.bookings
+        self._owners = scheduler.bookings.owners
         self._clock = clock
         self._wall_clock = wall_clock
         self._mirrors = Mirrors(scheduler, clock)
@@ -141,7 +142,7 @@ class Ownership(Journal):
                     continue
                 owner = claim.owner
                 if owner not in connected:
-                    connected[owner] = self._bookings.owner_connected(owner, now) if owner is not None else 0.0
+                    connected[owner] = self._owners.connected(owner, now) if owner is not None else 0.0
                 if connected[owner] > grace and claim.owner_since <= self._owner_since(owner):
                     reason = EndReason.OWNER_FORGOT
                 elif now - view.heard_at >= claim.lease_seconds + later:
@@ -269,10 +270,10 @@ class Ownership(Journal):
         """
         if owner is None:
             return 0
-        seconds = self._bookings.owner_connected(owner, self._clock())
+        seconds = self._owners.connected(owner, self._clock())
         if not seconds:
             return 0
-        return self._bookings.owner_opened_at(owner) or int((self._wall_clock() - seconds) * MICROSECONDS)
+        return self._owners.opened_at(owner) or int((self._wall_clock() - seconds) * MICROSECONDS)
 
     def _claim_booking(self, booking: Booking) -> None:
         self._claim(claim_of(booking, self._next_term(booking.key), self._owner_since(booking.owner)))

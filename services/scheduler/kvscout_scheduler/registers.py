@@ -68,7 +68,7 @@ class Registers:
         self._clock = clock
         self._wall_clock = wall_clock
         scheduler.thresholds.on_change = self._on_thresholds
-        scheduler.on_cool_down = self._on_cool_down
+        scheduler.cool_downs.on_change = self._on_cool_down
 
     def merge_thresholds(self, event: replication_pb2.ThresholdsEvent) -> None:
         """Takes what another replica knows."""
@@ -136,9 +136,11 @@ class Registers:
     def _apply(self, tenant: str, rank: WorkerRank) -> None:
         remaining = (self.cool_downs[tenant, rank].until - self._wall_now()) / MICROSECONDS
         try:
-            self._scheduler.set_cool_down(tenant, rank, self._clock() + remaining)
+            pool, slot = self._scheduler.workers.slot(tenant, rank)
         except NotFound:
             log.debug("worker %s of a cool-down is not known yet", rank.worker_id)
+        else:
+            pool.cool_down(slot, self._clock() + remaining)
 
     def _on_thresholds(self, tenant: str, model: str, thresholds: BusyThresholds) -> None:
         known = self.thresholds.get((tenant, model))

@@ -23,7 +23,7 @@ from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Role
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
 from kvscout_common.worker_rpcs import WorkerRpcs
 from kvscout_scheduler import native_load, translate
-from kvscout_scheduler.booking import ListPlace
+from kvscout_scheduler.active_requests import ListPlace, list_active_requests
 from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.lifecycle_rpc import LifecycleRpc
 from kvscout_scheduler.operation_messages import (
@@ -42,6 +42,7 @@ from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.traces import tell
 from kvscout_scheduler.translate import given_fields, thresholds_to_proto
 from kvscout_scheduler.watch_rpcs import WatchRpcs
+from kvscout_scheduler.worker_loads import potential_loads
 
 if TYPE_CHECKING:
     from kvscout_scheduler.replicas import Replicas
@@ -83,7 +84,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
 
     def active_requests(self, tenant: str, worker_id: str) -> int:
         """Requests active on a worker."""
-        return self._scheduler.list_active_requests(tenant, worker_id=worker_id, limit=0)[1]
+        return list_active_requests(self._scheduler, tenant, worker_id=worker_id, limit=0)[1]
 
     async def Select(self, request: scheduler_pb2.SelectRequest, context: Any) -> Any:
         return await self._one(select_from_proto(request, books=False), context)
@@ -169,7 +170,8 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
     async def GetPotentialLoads(
         self, request: scheduler_pb2.SchedulerGetPotentialLoadsRequest, context: Any
     ) -> scheduler_pb2.GetPotentialLoadsResponse:
-        loads = self._scheduler.potential_loads(
+        loads = potential_loads(
+            self._scheduler,
             translate.pool_from_request(request),
             isl_tokens=request.isl_tokens,
             prompt=translate.prompt_from_proto(request),
@@ -181,7 +183,8 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         self, request: scheduler_pb2.ListActiveRequestsRequest, context: Any
     ) -> scheduler_pb2.ListActiveRequestsResponse:
         tenant = request.tenant or DEFAULT_TENANT
-        listed, total, following = self._scheduler.list_active_requests(
+        listed, total, following = list_active_requests(
+            self._scheduler,
             tenant,
             model=request.model,
             worker_id=request.worker_id,
@@ -222,7 +225,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
     async def ReportFailure(
         self, request: scheduler_pb2.ReportFailureRequest, context: Any
     ) -> scheduler_pb2.ReportFailureResponse:
-        remaining = self._scheduler.report_failure(
+        remaining = self._scheduler.cool_downs.report(
             request.tenant or DEFAULT_TENANT, rank_from_proto(request.worker), request.cooldown_seconds
         )
         return scheduler_pb2.ReportFailureResponse(cooldown_remaining_seconds=remaining)
@@ -230,7 +233,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
     async def ClearCooldowns(
         self, request: scheduler_pb2.ClearCooldownsRequest, context: Any
     ) -> scheduler_pb2.ClearCooldownsResponse:
-        cleared = self._scheduler.clear_cool_downs(
+        cleared = self._scheduler.cool_downs.clear(
             request.tenant or DEFAULT_TENANT, worker_id=request.worker_id, model=request.model
         )
         return scheduler_pb2.ClearCooldownsResponse(workers=map(rank_to_proto, cleared))
@@ -261,10 +264,11 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         self, request: types_pb2.ListBusyThresholdsRequest, context: Any
     ) -> types_pb2.ListBusyThresholdsResponse:
         tenant = request.tenant or DEFAULT_TENANT
+        known = self._scheduler.workers.models(tenant)
         return types_pb2.ListBusyThresholdsResponse(
             thresholds=[
                 thresholds_to_proto(tenant, model, thresholds)
-                for model, thresholds in self._scheduler.busy_thresholds(tenant).items()
+                for model, thresholds in self._scheduler.thresholds.of_tenant(tenant, known).items()
             ]
         )
 
@@ -286,7 +290,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             service=service_info(
                 self._started,
                 draining=self._scheduler.draining,
-                warnings=[*self._warnings(), *self._replica_warnings(), *self._scheduler.warnings()],
+                warnings=[*self._warnings(), *self._replica_warnings(), *self._scheduler.workers.warnings()],
                 nats=self._nats(),
             ),
             policy=settings.policy,

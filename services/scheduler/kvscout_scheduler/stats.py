@@ -20,22 +20,10 @@ class SchedulerStats:
     refusals: Counter[str] = field(default_factory=Counter)
     """Selections that failed, by the error's class."""
     bookings: int = 0
-    repeated_calls: int = 0
-    """Bookings asked for again by the same attempt, and answered with the first answer."""
-    cancelled_on_arrival: int = 0
-    """Bookings whose Free came first."""
     freed: int = 0
-    free_no_ops: Counter[str] = field(default_factory=Counter)
-    """Frees that found nothing to do, by outcome."""
     ended: Counter[str] = field(default_factory=Counter)
     """Bookings that ended without a Free, by reason."""
-    isl_tokens: int = 0
-    """Prompt tokens of all bookings."""
-    cached_tokens: int = 0
-    """Of these, tokens that were expected to be cached where they were booked."""
     queued: int = 0
     """Requests that had to wait."""
     queue_waits: Latencies = field(default_factory=lambda: Latencies(WAIT_BUCKETS))
     """How long those that were booked had waited."""
-    failures_reported: int = 0
-    """Reports that a worker failed a request."""

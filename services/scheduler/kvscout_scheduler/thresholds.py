@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
@@ -114,6 +114,13 @@ class ThresholdTable:
             raise ResourceExhausted(f"{MAX_MODELS} models have thresholds of their own")
         self._own[tenant, model] = thresholds
 
-    def models(self, tenant: str) -> list[str]:
-        """Models of a tenant that have thresholds of their own."""
-        return sorted(model for owner, model in self._own if owner == tenant)
+    def of_tenant(self, tenant: str, models: Iterable[str]) -> dict[str, BusyThresholds]:
+        """Thresholds of every model of a tenant that has any, by model.
+
+        Args:
+            tenant: Whose.
+            models: Beside those that have thresholds of their own.
+        """
+        named = sorted({*models, *(model for owner, model in self._own if owner == tenant)})
+        found = {model: self.get(tenant, model) for model in named}
+        return {model: thresholds for model, thresholds in found.items() if not thresholds.off}

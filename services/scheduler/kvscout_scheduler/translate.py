@@ -10,7 +10,8 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.request_names import NamesRequest
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_from_proto, role_to_proto
-from kvscout_scheduler.booking import ActiveRequest, FreeOutcome
+from kvscout_scheduler.active_requests import ActiveRequest
+from kvscout_scheduler.booking import FreeOutcome
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
@@ -23,8 +24,8 @@ from kvscout_scheduler.request import (
     SelectionRequest,
     pack_hashes,
 )
-from kvscout_scheduler.scheduler import WorkerLoad
 from kvscout_scheduler.thresholds import BusyThresholds
+from kvscout_scheduler.worker_loads import WorkerLoad
 
 OUTCOMES: Final[dict[FreeOutcome, scheduler_pb2.FreeOutcome.ValueType]] = {
     each: value_of(scheduler_pb2.FreeOutcome, each) for each in FreeOutcome

@@ -31,10 +31,8 @@ from operator import attrgetter
 
 from kvscout_common.errors import AlreadyExists, Cancelled, KvscoutError, ResourceExhausted
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_scheduler.booking import ActiveRequest, Phase
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.eligibility import Fits, demands
-from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.request import OwnerName, PoolId, RequestKey, SelectionRequest, Wanted
 
 RETRY_SECONDS = 1.0
@@ -55,20 +53,6 @@ class Waiter:
     since: float
     place: tuple[int, int] = field(default=(0, 0))
     """Orders the line: priority, highest first, then arrival."""
-
-
-def queued_listing(waiter: Waiter, now: float) -> ActiveRequest:
-    """What is shown of a waiter: no worker, no blocks."""
-    request = waiter.request
-    return ActiveRequest(
-        facts=Facts(request.key, request.attempt_id),
-        phase=Phase.QUEUED,
-        prompt_blocks=0,
-        output_blocks=0,
-        owner=waiter.owner,
-        age_seconds=now - waiter.since,
-        lease_remaining_seconds=None,
-    )
 
 
 _PLACE = attrgetter("place")

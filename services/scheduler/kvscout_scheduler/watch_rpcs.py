@@ -14,6 +14,7 @@ from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_scheduler import translate
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.watching import DecisionRecord, Watcher
+from kvscout_scheduler.worker_loads import potential_loads
 
 DEFAULT_INTERVAL_MS = 500
 MIN_INTERVAL_MS = 10
@@ -39,7 +40,7 @@ class WatchRpcs:
         pool = translate.pool_from_request(request)
         last: list[Any] | None = None
         while True:
-            loads = self._watched.potential_loads(pool)
+            loads = potential_loads(self._watched, pool)
             # What runs by itself is no change.
             shown = [
                 load._replace(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.registry import Source
+from kvscout_common.warned import TenantWarning
 from kvscout_common.worker import ALL_TENANTS, WorkerRank, WorkerSpec
 from kvscout_scheduler.booking import EndReason
 from kvscout_scheduler.bookings import END_AT_ONCE, Bookings
@@ -18,6 +19,9 @@ from kvscout_scheduler.settings import SchedulerSettings
 TAKEN_OUT = frozenset({"removed", Source.NATS, Source.FILE, Source.KUBERNETES})
 """Reasons of the registry for which a worker does not come back by itself; "nats" is a removal that somebody wrote to
 the bucket. All others (its lease, an address that DNS leaves out) may be the registry's trouble, not the worker's."""
+
+NAMED_RANKS = 5
+"""Worker ranks that a warning names."""
 
 
 class Workers:
@@ -78,11 +82,11 @@ class Workers:
         taken_out, now = reason in TAKEN_OUT, self._clock()
         grace = 0.0 if taken_out else self._settings.worker_grace_seconds
         self._remove(spec, Leaving(now + grace, taken_out))
-        if self.expire(now, END_AT_ONCE) < END_AT_ONCE:
-            self._bookings.tell_ends()
+        self.expire(now, END_AT_ONCE)
 
     def expire(self, now: float, limit: int) -> int:
-        """Ends bookings on ranks that have left for good, and pools that have neither workers nor bookings.
+        """Ends bookings on ranks that have left for good, and pools that have neither workers nor bookings. If nothing
+        more ends for now, what has is logged.
 
         Args:
             now: On the scheduler's clock.
@@ -99,6 +103,8 @@ class Workers:
                     ended += self._bookings.drop_slot(pool, slot, reason, now, limit - ended)
             if not pool.order and not pool.leaving:
                 del self._pools[pool.id]
+        if ended < limit:
+            self._bookings.end_log.flush()
         return ended
 
     def _remove(self, spec: WorkerSpec, leaving: Leaving) -> None:
@@ -160,6 +166,19 @@ class Workers:
     def models(self, tenant: str) -> set[str]:
         """Models of a tenant that were ever seen."""
         return {model for owner, model in self._seen if owner == tenant}
+
+    def warnings(self) -> list[TenantWarning]:
+        """What an operator should know of them."""
+        seconds = self._settings.engine_metrics_seconds
+        found = []
+        for pool in self:
+            if pool.silent:
+                ranks = [pool.ranks[slot] for slot in pool.order if slot in pool.silent]
+                names = ", ".join(f"{rank.worker_id}/{rank.dp_rank}" for rank in ranks[:NAMED_RANKS])
+                more = ", …" if len(ranks) > NAMED_RANKS else ""
+                text = f"model {pool.id.model}: engine metrics older than {seconds:g} s count no more: {names}{more}"
+                found.append(TenantWarning(pool.id.tenant, text))
+        return found
 
 
 def pool_of(spec: WorkerSpec) -> PoolId:
