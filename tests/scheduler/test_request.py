@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from scheduler_builders import key, request, scheduler, worker
 
+from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import ConfigError, FailedPrecondition, InvalidArgument
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.cost import TierWeights
 from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.facts import Facts
+from kvscout_scheduler.operation_messages import operation_from_proto
 from kvscout_scheduler.overlaps import Overlaps
 from kvscout_scheduler.request import ConfigOverride, Prompt, pack_hashes
 from kvscout_scheduler.settings import SchedulerSettings
@@ -106,10 +108,12 @@ def test_a_bad_field_of_a_reservation_is_named(fields: dict[str, Any], field: st
 
 
 def test_lifecycle_calls_without_a_request_id_are_refused() -> None:
-    made = scheduler("w0")
-    for call in (made.free, made.mark_prefill_complete, made.renew):
+    made, unnamed = scheduler("w0"), scheduler_pb2.RequestRef(model="m")
+    for kind in ("free", "prefill_complete", "add_output"):
         with pytest.raises(InvalidArgument, match="request_id"):
-            call(key(""))
+            operation_from_proto(kind, unnamed)
+    with pytest.raises(InvalidArgument, match="request_id"):
+        operation_from_proto("renew", scheduler_pb2.RenewRequest(requests=[unnamed]))
     with pytest.raises(InvalidArgument, match="request_id"):
         made.select_and_reserve(request([1]))
     with pytest.raises(InvalidArgument, match="lease_seconds"):

@@ -15,6 +15,7 @@ An allocation costs O(runs of its path), `prefix_tree`. Not thread-safe.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kvscout_scheduler.cost import Lane, LoadColumns, Question, ReferenceScores
@@ -165,17 +166,15 @@ MakeLoad = Callable[..., ActiveLoad]
 """Makes an idle pool of one of the twins; takes `track_blocks`."""
 
 
+@dataclass(slots=True, eq=False)
 class ReferenceAllocation:
     """See `Allocation`."""
 
-    __slots__ = ("lane", "node", "prefill_tokens", "private_blocks", "slot")
-
-    def __init__(self, slot: int, lane: Lane, node: Node | None, private_blocks: int, prefill_tokens: int) -> None:
-        self.slot = slot
-        self.lane = lane
-        self.node = node
-        self.private_blocks = private_blocks
-        self.prefill_tokens = prefill_tokens
+    slot: int
+    lane: Lane
+    node: Node | None
+    private_blocks: int
+    prefill_tokens: int
 
 
 class ReferenceLoad:
@@ -196,37 +195,30 @@ class ReferenceLoad:
         self._order: Sequence[int] = ()
 
     def at(self, slot: int) -> SlotLoad:
-        """See `ActiveLoad`."""
         return SlotLoad(self.requests[slot], self.prefill_tokens[slot], self.decode_blocks[slot])
 
     def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
-        """See `ActiveLoad`."""
         self._slot_of, self._order = slot_of, order
 
     def ensure_slot(self, slot: int) -> None:
-        """See `ActiveLoad`."""
         missing = slot + 1 - len(self.requests)
         for column in (self.requests, self.prefill_tokens, self.decode_blocks):
             column.extend([0] * missing)
         self._limits.extend([Limits()] * missing)
 
     def limit(self, slot: int, limits: Limits) -> None:
-        """See `ActiveLoad`."""
         self._limits[slot] = limits
 
     def busy(self, slot: int) -> bool:
-        """See `ActiveLoad`."""
         limits = self._limits[slot]
         return self.prefill_tokens[slot] > limits.prefill_tokens or self.decode_blocks[slot] > limits.decode_blocks
 
     def not_busy(self, slots: list[int] | None) -> list[int] | None:
-        """See `ActiveLoad`."""
         asked = self._order if slots is None else slots
         found = [slot for slot in asked if not self.busy(slot)]
         return found if len(found) < len(asked) else slots
 
     def has_room(self, slots: Sequence[int] | None) -> bool:
-        """See `ActiveLoad`."""
         limits, prefill_tokens = self._limits, self.prefill_tokens
         return any(
             prefill_tokens[slot] <= limits[slot].queued_prefill_tokens and not self.busy(slot)
@@ -236,7 +228,6 @@ class ReferenceLoad:
     def add(
         self, slot: int, lane: Lane, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
     ) -> ReferenceAllocation:
-        """See `ActiveLoad`."""
         node = None
         if self.track_blocks:
             tree = self._trees.get(lane)
@@ -251,18 +242,15 @@ class ReferenceLoad:
         return ReferenceAllocation(slot, lane, node, private_blocks, prefill_tokens)
 
     def complete_prefill(self, allocation: ReferenceAllocation) -> None:
-        """See `ActiveLoad`."""
         self.prefill_tokens[allocation.slot] -= allocation.prefill_tokens
         allocation.prefill_tokens = 0
 
     def add_private(self, allocation: ReferenceAllocation, blocks: int) -> None:
-        """See `ActiveLoad`."""
         if self.track_blocks:
             allocation.private_blocks += blocks
             self.decode_blocks[allocation.slot] += blocks
 
     def remove(self, allocation: ReferenceAllocation) -> None:
-        """See `ActiveLoad`."""
         slot = allocation.slot
         gone = allocation.private_blocks
         if allocation.node is not None:
@@ -273,12 +261,10 @@ class ReferenceLoad:
         self.requests[slot] -= 1
 
     def shared(self, lane: Lane, hashes: bytes) -> dict[int, int]:
-        """See `ActiveLoad`."""
         tree = self._trees.get(lane)
         return tree.shared(hashes) if tree is not None and self.track_blocks else {}
 
     def score(self, question: Question, overlaps: AnyOverlaps, slots: Sequence[int] | None) -> ReferenceScores:
-        """See `ActiveLoad`."""
         load = LoadColumns(
             self.prefill_tokens,
             self.decode_blocks if self.track_blocks else None,
@@ -287,7 +273,6 @@ class ReferenceLoad:
         return ReferenceScores(question, self._order if slots is None else slots, overlaps.plain, self._slot_of, load)
 
     def check_invariants(self, allocations: Iterable[ReferenceAllocation]) -> None:
-        """See `ActiveLoad`."""
         size = len(self.requests)
         requests, prefill, blocks = [0] * size, [0] * size, [0] * size
         for allocation in allocations:

@@ -314,22 +314,23 @@ class Bookings:
         booking.mirror = True
 
     def freed_elsewhere(self, key: RequestKey, attempt_id: int, now: float) -> None:
-        """A caller freed an attempt at another replica: no copy of its booking call books here any more."""
-        if attempt_id:
-            self._attempts.add(key, attempt_id, Ended.BY_CALLER, now)
+        """A caller freed an attempt at another replica: it ends here, and no copy of its call books any more."""
+        if not attempt_id:
+            return
+        booking = self._find(key, attempt_id)
+        if booking is not None and not booking.mirror:
+            self._end(booking, Ended.BY_CALLER, now)
+            self._stats.freed += 1
+        self._attempts.add(key, attempt_id, Ended.BY_CALLER, now)
 
     def freed_by_caller(self, key: RequestKey, attempt_id: int, now: float) -> bool:
         """Whether an attempt was freed by its caller, here or elsewhere."""
         return bool(attempt_id) and self._attempts.get(key, attempt_id, now) in (Ended.BY_CALLER, Ended.BEFORE_BOOKING)
 
-    def end(self, booking: Booking, *, by_caller: bool, now: float) -> None:
-        """Ends a booking of ours because of what another replica said."""
-        if by_caller:
-            self._end(booking, Ended.BY_CALLER, now)
-            self._stats.freed += 1
-        else:
-            self._expire(booking, EndReason.SUPERSEDED, now)
-            self.end_log.flush()
+    def supersede(self, booking: Booking, now: float) -> None:
+        """Ends a booking of ours, for another replica has booked or ended the request."""
+        self._expire(booking, EndReason.SUPERSEDED, now)
+        self.end_log.flush()
 
     def check_invariants(self) -> None:
         """Raises AssertionError if the structures contradict each other."""

@@ -79,30 +79,14 @@ class End(NamedTuple):
 
 
 class Observer(Protocol):
-    """Hears of every booking of a pool, those of other replicas included, in order and after it took effect."""
+    """Hears of every booking of a pool, those of other replicas included, in order and after it took effect: what was
+    booked, and when, on the scheduler's clock."""
 
     def booked(self, facts: Facts, now: float) -> None:
-        """A request is on a worker, whoever chose it.
-
-        Args:
-            facts: What was booked.
-            now: On the scheduler's clock.
-        """
+        """A request is on a worker, whoever chose it."""
 
     def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
-        """Its first token is out.
-
-        Args:
-            facts: What was booked.
-            ttft_seconds: Since it was booked.
-            now: On the scheduler's clock.
-        """
+        """Its first token is out, so many seconds after it was booked."""
 
     def ended(self, facts: Facts, end: End, now: float) -> None:
-        """It is over.
-
-        Args:
-            facts: What was booked.
-            end: How.
-            now: On the scheduler's clock.
-        """
+        """It is over, and how."""

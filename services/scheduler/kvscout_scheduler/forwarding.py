@@ -19,10 +19,10 @@ from google.protobuf.message import DecodeError
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_scheduler.operation_messages import (
-    operation_from_proto,
     operation_to_proto,
     outcome_from_proto,
     result_to_proto,
+    streamed_from_proto,
 )
 from kvscout_scheduler.operations import Operation, Outcome, Renew, Reserve, Select, carry_out
 from kvscout_scheduler.replication import Replication
@@ -99,7 +99,7 @@ class Forwarding:
     def answer(self, asked: replication_pb2.ForwardedOperation) -> replication_pb2.ForwardedResult:
         """Carries out what another replica forwards, unless it is yet another's."""
         try:
-            operation = operation_from_proto(asked.operation, asked.tenant)
+            operation = streamed_from_proto(asked.operation, asked.tenant)
         except KvscoutError as error:
             return replication_pb2.ForwardedResult(owner=True, result=result_to_proto(error, error))
         if not _booked(operation) or self.concerns(operation):

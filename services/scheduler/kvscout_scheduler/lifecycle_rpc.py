@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from contextvars import copy_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -28,11 +28,14 @@ from kvscout_common.raw_messages import parse_message
 from kvscout_common.transport.answering import Answer, answers_in_callbacks, read_unanswered
 from kvscout_scheduler import translate
 from kvscout_scheduler.operation_messages import MAX_OPERATIONS, Codec, MessageCodec, Read
-from kvscout_scheduler.operations import Elsewhere, Operation, Operations, Outcome
+from kvscout_scheduler.operations import Operation, Operations, Outcome
 from kvscout_scheduler.packed_operations import codec_for
 from kvscout_scheduler.pulse import Pulse
 from kvscout_scheduler.request import OwnerName
 from kvscout_scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.forwarding import Forwarding
 
 MAX_RESULTS = 16 * MAX_OPERATIONS
 """Results that wait for a slow caller; above, nothing more is read from it."""
@@ -54,8 +57,8 @@ class LifecycleRpc:
         elsewhere: Knows of other replicas; None = there are none.
     """
 
-    def __init__(self, scheduler: Scheduler, elsewhere: Elsewhere | None = None) -> None:
-        self._lifecycles = scheduler
+    def __init__(self, scheduler: Scheduler, elsewhere: Forwarding | None = None) -> None:
+        self._scheduler = scheduler
         self._elsewhere = elsewhere
         self._streams: set[_Outbox] = set()
         self._readers: set[asyncio.Task[Any]] = set()
@@ -72,7 +75,7 @@ class LifecycleRpc:
             raise InvalidArgument("the first message of a stream names its owner", field="hello")
         if problem := name_problem(first.hello.owner_id):
             raise InvalidArgument(problem, field="hello.owner_id")
-        scheduler, owner = self._lifecycles, OwnerName(current_identity().tenant, first.hello.owner_id)
+        scheduler, owner = self._scheduler, OwnerName(current_identity().tenant, first.hello.owner_id)
         patience = _patience_seconds(first.hello)
         in_flight = [(translate.key_from_proto(ref, first.tenant), ref.attempt_id) for ref in first.hello.in_flight]
         session, unknown = scheduler.connect_owner(owner, in_flight, first.hello.opened_unix_us)

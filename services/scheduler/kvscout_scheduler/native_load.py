@@ -47,7 +47,7 @@ def make_load(*, track_blocks: bool = True) -> ActiveLoad:
 
 
 class NativeLoad:
-    """See `ActiveLoad`."""
+    """See `ActiveLoad`; a column is made anew each time."""
 
     def __init__(self, *, track_blocks: bool = True) -> None:
         self.track_blocks = track_blocks
@@ -64,35 +64,28 @@ class NativeLoad:
 
     @property
     def requests(self) -> list[int]:
-        """See `ActiveLoad`; made anew."""
         return self._core.requests
 
     @property
     def prefill_tokens(self) -> list[int]:
-        """See `ActiveLoad`; made anew."""
         return self._core.prefill_tokens
 
     @property
     def decode_blocks(self) -> list[int]:
-        """See `ActiveLoad`; made anew."""
         return self._core.decode_blocks
 
     def at(self, slot: int) -> SlotLoad:
-        """See `ActiveLoad`."""
         return SlotLoad(*self._core.at(slot))
 
     def not_busy(self, slots: list[int] | None) -> list[int] | None:
-        """See `ActiveLoad`."""
         found = self._core.not_busy(slots)
         return slots if found is None else found
 
     def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
-        """See `ActiveLoad`."""
         ranks = {slot: rank for rank, slot in slot_of.items()}
         self._core.arrange([(*ranks[slot], slot) for slot in order])
 
     def score(self, question: Question, overlaps: AnyOverlaps, slots: Sequence[int] | None) -> NativeScores:
-        """See `ActiveLoad`."""
         lane, hashes, isl_tokens, weight, tiers, charge_prefill, scale = question
         return NativeScores(
             self._core.score(
@@ -110,7 +103,6 @@ class NativeLoad:
         )
 
     def check_invariants(self, allocations: Iterable[kvscout_native.Allocation]) -> None:
-        """See `ActiveLoad`."""
         self._core.check_invariants(list(allocations))
 
 
@@ -167,11 +159,9 @@ class NativeCosts(Ranked):
         self._core = core
 
     def least(self) -> Sequence[int]:
-        """See `Ranked`."""
         return self._core.least()
 
     def draw(self, temperature: float, uniform: float) -> int:
-        """See `Ranked`."""
         return self._core.draw(temperature, uniform)
 
     def __len__(self) -> int:

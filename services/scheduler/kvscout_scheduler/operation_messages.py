@@ -56,7 +56,6 @@ class MessageCodec:
         self._tenant = tenant
 
     def read(self, message: bytes) -> Iterator[Read]:
-        """See `Codec`."""
         request = parse_message(scheduler_pb2.LifecycleRequest, message)
         if request.HasField("hello"):
             raise InvalidArgument("comes first, once", field="hello")
@@ -76,84 +75,58 @@ class MessageCodec:
     def operation(self, message: scheduler_pb2.LifecycleOperation) -> Read:
         """One of them."""
         try:
-            return message.id, operation_from_proto(message, self._tenant)
+            return message.id, streamed_from_proto(message, self._tenant)
         except KvscoutError as error:
             return message.id, error
 
     def write(self, number: int, operation: Operation | KvscoutError, outcome: Outcome) -> bytes:
-        """See `Codec`."""
         result = result_to_proto(operation, outcome)
         result.id = number
         return scheduler_pb2.LifecycleResponse(results=[result]).SerializeToString()
 
 
-def operation_from_proto(message: scheduler_pb2.LifecycleOperation, tenant: str = "") -> Operation:
-    """An operation of a stream.
+def operation_from_proto(kind: str, message: Any, tenant: str = "", *, output_tokens: int = 0) -> Operation:
+    """An operation, of a stream or of a unary call.
+
+    Args:
+        kind: Its field in `LifecycleOperation`.
+        message: What is in the field, or the request of the call.
+        tenant: If it names none; "" = the default one.
+        output_tokens: Of a request that is over.
 
     Raises:
-        InvalidArgument: It is none.
+        InvalidArgument: It cannot be read.
     """
+    match kind:
+        case "select" | "select_and_reserve":
+            wanted = translate.selection_from_proto(message, tenant)
+            return Select(wanted, kind != "select", message.lease_seconds, message.traceparent)
+        case "reserve":
+            return Reserve(translate.reserve_from_proto(message, tenant), message.lease_seconds)
+        case "renew":
+            if not message.requests:
+                raise InvalidArgument("names no request", field="requests")
+            tenant = message.tenant or tenant
+            attempts = tuple((translate.key_from_proto(each, tenant), each.attempt_id) for each in message.requests)
+            return Renew(attempts, message.lease_seconds)
+    key = translate.key_from_proto(message, tenant)
+    match kind:
+        case "prefill_complete":
+            return CompletePrefill(key, message.attempt_id)
+        case "add_output":
+            return AddOutput(key, message.attempt_id, message.blocks)
+        case "free":
+            return Free(key, message.attempt_id, output_tokens)
+    raise TypeError(f"{kind} is no operation")
+
+
+def streamed_from_proto(message: scheduler_pb2.LifecycleOperation, tenant: str = "") -> Operation:
+    """An operation of a stream; see `operation_from_proto`."""
     kind = message.WhichOneof("operation")
     if kind is None:
         raise InvalidArgument("names none", field="operation")
-    body = getattr(message, kind)
-    if kind == "free":
-        return free_from_proto(body, tenant, message.output_tokens)
-    return _READ[kind](body, tenant)
+    return operation_from_proto(kind, getattr(message, kind), tenant, output_tokens=message.output_tokens)
 
-
-def select_from_proto(message: scheduler_pb2.SelectRequest, tenant: str = "", *, books: bool) -> Select:
-    """`Select` or `SelectAndReserve`."""
-    wanted = translate.selection_from_proto(message, tenant)
-    return Select(wanted, books, message.lease_seconds, message.traceparent)
-
-
-def reserve_from_proto(message: scheduler_pb2.ReserveRequest, tenant: str = "") -> Reserve:
-    """`Reserve`."""
-    return Reserve(translate.reserve_from_proto(message, tenant), message.lease_seconds)
-
-
-def complete_from_proto(
-    message: scheduler_pb2.RequestRef | scheduler_pb2.MarkPrefillCompleteRequest, tenant: str = ""
-) -> CompletePrefill:
-    """`MarkPrefillComplete`."""
-    return CompletePrefill(translate.key_from_proto(message, tenant), message.attempt_id)
-
-
-def output_from_proto(message: scheduler_pb2.AddOutputRequest, tenant: str = "") -> AddOutput:
-    """`AddOutput`."""
-    return AddOutput(translate.key_from_proto(message, tenant), message.attempt_id, message.blocks)
-
-
-def free_from_proto(
-    message: scheduler_pb2.RequestRef | scheduler_pb2.FreeRequest, tenant: str = "", output_tokens: int = 0
-) -> Free:
-    """`Free`."""
-    return Free(translate.key_from_proto(message, tenant), message.attempt_id, output_tokens)
-
-
-def renew_from_proto(message: scheduler_pb2.RenewRequest, tenant: str = "") -> Renew:
-    """`Renew`.
-
-    Raises:
-        InvalidArgument: It names no request, or one that cannot be read.
-    """
-    if not message.requests:
-        raise InvalidArgument("names no request", field="requests")
-    tenant = message.tenant or tenant
-    attempts = tuple((translate.key_from_proto(each, tenant), each.attempt_id) for each in message.requests)
-    return Renew(attempts, message.lease_seconds)
-
-
-_READ: Final[Mapping[str, Callable[[Any, str], Operation]]] = {
-    "select": lambda message, tenant: select_from_proto(message, tenant, books=False),
-    "select_and_reserve": lambda message, tenant: select_from_proto(message, tenant, books=True),
-    "reserve": reserve_from_proto,
-    "prefill_complete": complete_from_proto,
-    "add_output": output_from_proto,
-    "renew": renew_from_proto,
-}
-"""By name of the field."""
 
 _ANSWERS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
     Select: ("select", translate.decision_to_proto),

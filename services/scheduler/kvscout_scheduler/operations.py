@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvscout_common.errors import KvscoutError
 from kvscout_scheduler.booking import FreeOutcome
@@ -23,6 +23,9 @@ from kvscout_scheduler.request import OwnerName, RequestKey, SelectionRequest
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.traces import tell, traced
 from kvscout_scheduler.waiting import Waiter
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.forwarding import Forwarding
 
 
 class Select(NamedTuple):
@@ -103,16 +106,6 @@ Outcome: TypeAlias = Decision | FreeOutcome | int | list[int] | KvscoutError
 Later: TypeAlias = Callable[[int, Operation, Outcome], None]
 
 
-class Elsewhere(Protocol):
-    """Has operations on requests of other replicas carried out by those."""
-
-    def concerns(self, operation: Operation) -> bool:
-        """Whether an operation is on a request of another replica."""
-
-    async def carry_out(self, operation: Operation) -> Outcome:
-        """Has it carried out there, else here, and never raises."""
-
-
 class Operations:
     """Carries out the operations of one caller.
 
@@ -124,7 +117,7 @@ class Operations:
     """
 
     def __init__(
-        self, scheduler: Scheduler, owner: OwnerName | None, later: Later, elsewhere: Elsewhere | None = None
+        self, scheduler: Scheduler, owner: OwnerName | None, later: Later, elsewhere: Forwarding | None = None
     ) -> None:
         self._scheduler = scheduler
         self._owner = owner
@@ -165,7 +158,7 @@ class Operations:
             # One that another call replaced stays.
             self._scheduler.waiting.leave(waiter)
 
-    async def _ask(self, elsewhere: Elsewhere, number: int, operation: Operation) -> None:
+    async def _ask(self, elsewhere: Forwarding, number: int, operation: Operation) -> None:
         self._later(number, operation, await elsewhere.carry_out(operation))
 
     def _select(self, number: int, operation: Select) -> Outcome | None:

@@ -227,11 +227,7 @@ class Ownership(Journal):
 
     def freed_by_caller(self, key: RequestKey, attempt_id: int) -> None:
         """A caller freed an attempt at another replica."""
-        now = self._clock()
-        self._bookings.freed_elsewhere(key, attempt_id, now)
-        booking = self._bookings.find(key)
-        if attempt_id and booking is not None and not booking.mirror and booking.facts.attempt_id == attempt_id:
-            self._bookings.end(booking, by_caller=True, now=now)
+        self._bookings.freed_elsewhere(key, attempt_id, self._clock())
         self._dirty[key] = None
 
     # Registry listener; comes after the scheduler's own.
@@ -355,7 +351,7 @@ class Ownership(Journal):
             return
         self._yielding = True
         try:
-            self._bookings.end(booking, by_caller=False, now=self._clock())
+            self._bookings.supersede(booking, self._clock())
         finally:
             self._yielding = False
 

@@ -59,12 +59,10 @@ class PackedCodec:
         self._messages = MessageCodec(tenant)
 
     def read(self, message: bytes) -> Iterator[Read]:
-        """See `Codec`."""
         operations = native_load.lifecycle_operations(message, self._caller_tenant)
         return self._messages.read(message) if operations is None else map(self._operation, operations)
 
     def write(self, number: int, operation: Operation | KvscoutError, outcome: Outcome) -> bytes:
-        """See `Codec`."""
         if isinstance(outcome, FreeOutcome):
             return native_load.number_result(number, _FREED, translate.OUTCOMES[outcome])
         if isinstance(outcome, bool):

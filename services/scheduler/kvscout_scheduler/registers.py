@@ -150,7 +150,7 @@ class Registers:
             replica_id=self._replica_id,
         )
         self.thresholds[tenant, model] = event
-        self._log.tell_thresholds(event)
+        self._log.tell(replication_pb2.ReplicaEvent(thresholds=event))
 
     def _on_cool_down(self, tenant: str, rank: WorkerRank, until: float | None) -> None:
         name = (tenant, rank)
@@ -161,4 +161,4 @@ class Registers:
             end = self._wall_now() + int((until - self._clock()) * MICROSECONDS)
             held = max(known, CoolDown(known.cleared_at, end))
         self.cool_downs[name] = held
-        self._log.tell_cool_down(self._event(*name))
+        self._log.tell(replication_pb2.ReplicaEvent(cool_down=self._event(*name)))

@@ -65,10 +65,6 @@ class ReplicaLink:
             return f"replicas cannot be reached: {self._link.problem or 'not connected to NATS'}"
         return self._replication.conflict
 
-    def warnings(self) -> list[str]:
-        """What an operator should know, one sentence each."""
-        return [self.problem] if self.problem else []
-
     async def run(self) -> None:
         """Sends what is pending and does what is due, until cancelled."""
         async with asyncio.TaskGroup() as tasks:

@@ -59,23 +59,27 @@ class ReplicaLog:
                 )
                 event = replication_pb2.ReplicaEvent(renew=renewed)
         if event is not None:
-            self._tell(event)
+            self.tell(event)
         else:
-            self._tell(replication_pb2.ReplicaEvent(add_request=claim_to_proto(claim)), claim.size())
+            self.tell(replication_pb2.ReplicaEvent(add_request=claim_to_proto(claim)), claim.size())
 
     def drop(self, key: RequestKey, *, by_caller: bool = False) -> None:
         """Gives a claim up."""
         claim = self.claims.drop(key)
         event = replication_pb2.FreedEvent(request=name_to_proto(claim), by_caller=by_caller)
-        self._tell(replication_pb2.ReplicaEvent(free=event))
+        self.tell(replication_pb2.ReplicaEvent(free=event))
 
-    def tell_thresholds(self, event: replication_pb2.ThresholdsEvent) -> None:
-        """Thresholds of a model were changed here."""
-        self._tell(replication_pb2.ReplicaEvent(thresholds=event))
+    def tell(self, event: replication_pb2.ReplicaEvent, size: int = _EVENT_BYTES) -> None:
+        """Has others hear of an event.
 
-    def tell_cool_down(self, event: replication_pb2.CoolDownEvent) -> None:
-        """A worker was left out here."""
-        self._tell(replication_pb2.ReplicaEvent(cool_down=event))
+        Args:
+            event: What happened here.
+            size: About its bytes.
+        """
+        self.sequence += 1
+        self._pending.append((event, size))
+        if self.on_pending is not None and len(self._pending) == 1:
+            self.on_pending()
 
     def take(self, sent_at: int) -> list[replication_pb2.EventBatch]:
         """The pending events, in batches of the allowed size.
@@ -93,12 +97,6 @@ class ReplicaLog:
             )
             start = end
         return batches
-
-    def _tell(self, event: replication_pb2.ReplicaEvent, size: int = _EVENT_BYTES) -> None:
-        self.sequence += 1
-        self._pending.append((event, size))
-        if self.on_pending is not None and len(self._pending) == 1:
-            self.on_pending()
 
 
 def end_of_batch(items: Sequence[T], size: Callable[[T], int], start: int) -> int:

@@ -17,7 +17,7 @@ Pure: the clock is passed in, and whoever follows is told through a `Follower`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvscout.v1 import replication_pb2
 from kvscout_scheduler.replica_claim import Claim, ClaimSet, ClaimState, Incarnation, claim_from_proto, owner_from_proto
@@ -34,15 +34,6 @@ REORDER_SECONDS = 0.02
 RETRY_SECONDS = (0.1, 0.2, 0.25)
 """Between requests for a snapshot; the last one for ever."""
 MAX_LATER_BATCHES = 256
-
-
-Change = (
-    replication_pb2.PrefillCompletedEvent
-    | replication_pb2.OutputAddedEvent
-    | replication_pb2.RenewedEvent
-    | replication_pb2.FreedEvent
-)
-"""Events that name a claim which must be there."""
 
 
 class Follower(Protocol):
@@ -253,26 +244,28 @@ class View:
                 case None:
                     self.diverged = True
                 case _:
-                    self._change(getattr(event, kind))
+                    self._change(kind, getattr(event, kind))
 
-    def _change(self, event: Change) -> None:
+    def _change(self, kind: str, event: Any) -> None:
         """Applies an event to the claim that it names."""
         key = key_from_proto(event.request)
         claim = self.claims.get(key)
         if claim is None or claim.attempt_id != event.request.attempt_id:
             # Cannot be while the log and we agree; a snapshot will tell.
             self.diverged = True
-        elif isinstance(event, replication_pb2.FreedEvent):
-            self.claims.drop(key)
-            if event.by_caller:
-                self._follower.freed_by_caller(key, claim.attempt_id)
-            self._follower.claim_changed(key)
-        elif isinstance(event, replication_pb2.OutputAddedEvent):
-            self._put(claim._replace(output_blocks=event.output_blocks))
-        elif isinstance(event, replication_pb2.RenewedEvent):
-            self._put(claim._replace(owner=owner_from_proto(event), lease_seconds=event.lease_seconds))
-        else:
-            self._put(claim._replace(state=ClaimState.DECODE))
+            return
+        match kind:
+            case "mark_prefill_completed":
+                self._put(claim._replace(state=ClaimState.DECODE))
+            case "add_output":
+                self._put(claim._replace(output_blocks=event.output_blocks))
+            case "renew":
+                self._put(claim._replace(owner=owner_from_proto(event), lease_seconds=event.lease_seconds))
+            case "free":
+                self.claims.drop(key)
+                if event.by_caller:
+                    self._follower.freed_by_caller(key, claim.attempt_id)
+                self._follower.claim_changed(key)
 
     def _put(self, claim: Claim) -> None:
         self.claims.put(claim)

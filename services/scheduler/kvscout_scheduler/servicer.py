@@ -26,15 +26,7 @@ from kvscout_scheduler import native_load, translate
 from kvscout_scheduler.active_requests import ListPlace, list_active_requests
 from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.lifecycle_rpc import LifecycleRpc
-from kvscout_scheduler.operation_messages import (
-    answer_to_proto,
-    complete_from_proto,
-    free_from_proto,
-    output_from_proto,
-    renew_from_proto,
-    reserve_from_proto,
-    select_from_proto,
-)
+from kvscout_scheduler.operation_messages import answer_to_proto, operation_from_proto
 from kvscout_scheduler.operations import Operation, Operations, Outcome, Reserve, Select
 from kvscout_scheduler.packed_operations import columns_of, select_of
 from kvscout_scheduler.request import RequestKey
@@ -59,13 +51,9 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
     def __init__(
         self, scheduler: Scheduler, registry: Registry, backends: Backends, replicas: Replicas | None = None
     ) -> None:
-        forwarding = replicas.forwarding if replicas is not None else None
         WorkerRpcs.__init__(self, registry, backends.registrar)
-        WatchRpcs.__init__(self, scheduler)
-        LifecycleRpc.__init__(self, scheduler, forwarding)
+        LifecycleRpc.__init__(self, scheduler, replicas.forwarding if replicas is not None else None)
         self._replicas = replicas
-        self._forwarding = forwarding
-        self._scheduler = scheduler
         self._warnings = backends.warnings
         self._nats = backends.nats
         self._started = time.monotonic()
@@ -87,10 +75,10 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         return list_active_requests(self._scheduler, tenant, worker_id=worker_id, limit=0)[1]
 
     async def Select(self, request: scheduler_pb2.SelectRequest, context: Any) -> Any:
-        return await self._one(select_from_proto(request, books=False), context)
+        return await self._one("select", request, context)
 
     async def SelectAndReserve(self, request: scheduler_pb2.SelectRequest, context: Any) -> Any:
-        return await self._one(select_from_proto(request, books=True), context)
+        return await self._one("select_and_reserve", request, context)
 
     async def select_and_reserve_of_bytes(self, request: bytes, context: Any) -> bytes:
         """`SelectAndReserve` over serialised messages."""
@@ -104,21 +92,22 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         return native_load.select_response(columns_of(await self._outcome(operation, context)))
 
     async def Reserve(self, request: scheduler_pb2.ReserveRequest, context: Any) -> Any:
-        return await self._one(reserve_from_proto(request), context)
+        return await self._one("reserve", request, context)
 
     async def MarkPrefillComplete(self, request: scheduler_pb2.MarkPrefillCompleteRequest, context: Any) -> Any:
-        return await self._one(complete_from_proto(request), context)
+        return await self._one("prefill_complete", request, context)
 
     async def AddOutput(self, request: scheduler_pb2.AddOutputRequest, context: Any) -> Any:
-        return await self._one(output_from_proto(request), context)
+        return await self._one("add_output", request, context)
 
     async def Free(self, request: scheduler_pb2.FreeRequest, context: Any) -> Any:
-        return await self._one(free_from_proto(request, output_tokens=request.output_tokens), context)
+        return await self._one("free", request, context, output_tokens=request.output_tokens)
 
     async def Renew(self, request: scheduler_pb2.RenewRequest, context: Any) -> Any:
-        return await self._one(renew_from_proto(request), context)
+        return await self._one("renew", request, context)
 
-    async def _one(self, operation: Operation, context: Any) -> Any:
+    async def _one(self, kind: str, request: Any, context: Any, *, output_tokens: int = 0) -> Any:
+        operation = operation_from_proto(kind, request, output_tokens=output_tokens)
         return answer_to_proto(operation, await self._outcome(operation, context))
 
     async def _outcome(self, operation: Operation, context: Any) -> Any:
@@ -129,7 +118,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             KvscoutError: What came of it.
         """
         decided: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        operations = Operations(self._scheduler, None, lambda *later: decided.set_result(later[-1]), self._forwarding)
+        operations = Operations(self._scheduler, None, lambda *later: decided.set_result(later[-1]), self._elsewhere)
         booked = _booked_by(operation)
         if isinstance(operation, Select):
             # The span of the call is there.
@@ -156,9 +145,6 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
 
             context.add_done_callback(done)
         return outcome
-
-    def _replica_warnings(self) -> list[str]:
-        return self._replicas.link.warnings() if self._replicas is not None else []
 
     async def GetReplicas(
         self, request: scheduler_pb2.GetReplicasRequest, context: Any
@@ -286,11 +272,12 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         ]
         if request.model and not pools:
             self._scheduler.workers.require_model(tenant, request.model)
+        problem = self._replicas.link.problem if self._replicas is not None else ""
         return scheduler_pb2.SchedulerGetStatusResponse(
             service=service_info(
                 self._started,
                 draining=self._scheduler.draining,
-                warnings=[*self._warnings(), *self._replica_warnings(), *self._scheduler.workers.warnings()],
+                warnings=[*self._warnings(), *filter(None, [problem]), *self._scheduler.workers.warnings()],
                 nats=self._nats(),
             ),
             policy=settings.policy,

@@ -22,14 +22,9 @@ MAX_INTERVAL_MS = 60_000
 
 
 class WatchRpcs:
-    """The two rpcs, for the servicer to inherit.
+    """The two rpcs, for the servicer to inherit."""
 
-    Args:
-        scheduler: What is watched.
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._watched = scheduler
+    _scheduler: Scheduler
 
     async def WatchLoads(
         self, request: scheduler_pb2.WatchLoadsRequest, context: Any
@@ -40,7 +35,7 @@ class WatchRpcs:
         pool = translate.pool_from_request(request)
         last: list[Any] | None = None
         while True:
-            loads = potential_loads(self._watched, pool)
+            loads = potential_loads(self._scheduler, pool)
             # What runs by itself is no change.
             shown = [
                 load._replace(
@@ -62,7 +57,7 @@ class WatchRpcs:
             tenant = current_identity().tenant
         news = asyncio.Event()
         watcher = Watcher(tenant, request.model, request.explain, news.set)
-        self._watched.watchers.add(watcher)
+        self._scheduler.watchers.add(watcher)
         try:
             # Headers go out at once: the caller knows from when on it misses nothing.
             await context.send_initial_metadata(())
@@ -74,7 +69,7 @@ class WatchRpcs:
                     yield _to_proto(record, lost=lost)
                     lost = 0
         finally:
-            self._watched.watchers.remove(watcher)
+            self._scheduler.watchers.remove(watcher)
 
 
 def _to_proto(record: DecisionRecord, *, lost: int) -> scheduler_pb2.WatchDecisionsResponse:

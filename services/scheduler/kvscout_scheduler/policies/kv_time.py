@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvscout_common.worker import WorkerRank
@@ -35,58 +36,40 @@ IDLE: Final = TimeRow()
 """The first row, of all workers that nothing is known of."""
 
 
+@dataclass(slots=True, eq=False)
 class _Request:
     """One booking."""
 
-    __slots__ = ("contexts", "prefilled", "tokens", "worker")
-
-    def __init__(self, worker: _Worker, tokens: int) -> None:
-        self.worker = worker
-        self.tokens = tokens
-        """Uncached ones of its prompt."""
-        self.contexts = -1
-        """Of its worker at its first token; -1 = that is not out yet."""
-        self.prefilled = 0.0
-        """Of its worker at its first token."""
+    worker: _Worker
+    tokens: int
+    """Uncached ones of its prompt."""
+    contexts: int = -1
+    """Of its worker at its first token; -1 = that is not out yet."""
+    prefilled: float = 0.0
+    """Of its worker at its first token."""
 
 
+@dataclass(slots=True, eq=False)
 class _Worker:
     """What is under way on one worker rank, as far as bookings tell; `TimeRow` has what is not explained here."""
 
-    __slots__ = (
-        "behind",
-        "contexts",
-        "due_at",
-        "pace",
-        "pace_mean",
-        "prefilled",
-        "prefills",
-        "requests",
-        "row",
-        "seen",
-        "since",
-        "tokens",
-        "used",
-    )
-
-    def __init__(self, row: int, now: float) -> None:
-        self.row = row
-        self.prefills: dict[_Request, None] = {}
-        """Those without a first token, in order of booking."""
-        self.tokens = 0
-        """Σ of theirs."""
-        self.since = now
-        """When the first of them could begin."""
-        self.due_at = now
-        self.behind = 0.0
-        self.requests = 0
-        self.contexts = 0
-        self.pace_mean = Mean(1.0, 1.0, kept=0.95)
-        self.pace = 1.0
-        self.prefilled = 0.0
-        """Seconds of all prefills so far: those that decode had to wait meanwhile."""
-        self.used = 0.0
-        self.seen = now
+    row: int
+    since: float
+    """When the first of its prefills could begin."""
+    due_at: float
+    seen: float
+    prefills: dict[_Request, None] = field(default_factory=dict)
+    """Those without a first token, in order of booking."""
+    tokens: int = 0
+    """Σ of theirs."""
+    behind: float = 0.0
+    requests: int = 0
+    contexts: int = 0
+    pace_mean: Mean = field(default_factory=lambda: Mean(1.0, 1.0, kept=0.95))
+    pace: float = 1.0
+    prefilled: float = 0.0
+    """Seconds of all prefills so far: those that decode had to wait meanwhile."""
+    used: float = 0.0
 
     def look(self, now: float) -> None:
         """Brings `used` up to a time."""
@@ -172,7 +155,7 @@ class KvTime(Policy):
     def booked(self, facts: Facts, now: float) -> None:
         worker = self._workers.get(facts.rank)
         if worker is None:
-            worker = self._workers[facts.rank] = _Worker(self._new_row(), now)
+            worker = self._workers[facts.rank] = _Worker(self._new_row(), now, now, now)
         worker.look(now)
         if not worker.prefills:
             worker.since = now
