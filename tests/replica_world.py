@@ -37,7 +37,7 @@ class Node:
     ) -> None:
         self.name = name
         self.core = Scheduler(settings, clock=clock, rng=Random(1), wall_clock=wall_clock)
-        self.replication = Replication(self.core, name, clock=clock, wall_clock=wall_clock)
+        self.replication = Replication(self.core, name)
         self.away = False
         """Stopped (SIGSTOP): its messages wait for it."""
         self.on_wake: list[Callable[[], None]] = []

@@ -152,7 +152,7 @@ async def _read(url: str, parent: Connection, requests: int) -> None:
 def _replica(url: str, name: str) -> tuple[Scheduler, Replicas, Callable[[], Coroutine[Any, Any, None]]]:
     """A replica, and what runs it."""
     core = Scheduler(clock=time.monotonic, rng=Random(7))
-    replication = Replication(core, name, clock=time.monotonic, wall_clock=time.time)
+    replication = Replication(core, name)
     for number in range(WORKERS):
         core.workers.worker_added(WorkerSpec(worker_id=f"w{number}", model="bench", block_size=BLOCK_SIZE))
     link = NatsLink(NatsConfig(servers=(url,)), name)

@@ -535,7 +535,7 @@ def test_cleared_cool_downs_are_cleared_everywhere_and_later_reports_count_again
 def test_a_cool_down_or_a_clear_from_far_ahead_is_not_taken(fields: dict[str, int]) -> None:
     world = World("a")
     node = world["a"]
-    now = int(node.core._wall_clock())
+    now = int(node.core.wall_clock())
     times = {name: (now + seconds) * 1_000_000 for name, seconds in fields.items()}
     worker = types_pb2.WorkerRank(worker_id="w0")
     registers = node.replication.ownership.registers

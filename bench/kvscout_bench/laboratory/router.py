@@ -90,7 +90,7 @@ class Replica:
         if replicated:
             from kvscout_scheduler.replication import Replication
 
-            self.replication = Replication(self.core, f"replica-{number}", clock=clock, wall_clock=wall_clock)
+            self.replication = Replication(self.core, f"replica-{number}")
         for spec in specs:
             self.core.workers.worker_added(spec)
             if self.replication is not None:

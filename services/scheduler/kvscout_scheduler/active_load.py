@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from kvscout_scheduler.cost import Lane, LoadColumns, Question, ReferenceScores
+from kvscout_scheduler.cost import Lane, Question, ReferenceScores
 from kvscout_scheduler.overlaps import AnyOverlaps
 from kvscout_scheduler.prefix_tree import Node, PrefixTree
 from kvscout_scheduler.time_cost import TimeQuestion
@@ -265,12 +265,15 @@ class ReferenceLoad:
         return tree.shared(hashes) if tree is not None and self.track_blocks else {}
 
     def score(self, question: Question, overlaps: AnyOverlaps, slots: Sequence[int] | None) -> ReferenceScores:
-        load = LoadColumns(
-            self.prefill_tokens,
-            self.decode_blocks if self.track_blocks else None,
-            self.shared(question.lane, question.hashes),
+        return ReferenceScores(
+            question,
+            self._order if slots is None else slots,
+            overlaps.plain,
+            self._slot_of,
+            prefill_tokens=self.prefill_tokens,
+            decode_blocks=self.decode_blocks if self.track_blocks else None,
+            shared=self.shared(question.lane, question.hashes),
         )
-        return ReferenceScores(question, self._order if slots is None else slots, overlaps.plain, self._slot_of, load)
 
     def check_invariants(self, allocations: Iterable[ReferenceAllocation]) -> None:
         size = len(self.requests)

@@ -180,12 +180,6 @@ class Bookings:
             self._attempts.add(key, attempt_id, Ended.BEFORE_BOOKING, now)
         return FreeOutcome.UNKNOWN
 
-    def cancel(self, key: RequestKey, attempt_id: int, now: float) -> None:
-        """Remembers that an attempt was freed before it was booked."""
-        if attempt_id:
-            self._attempts.add(key, attempt_id, Ended.BEFORE_BOOKING, now)
-            self.journal.freed_unknown(key, attempt_id)
-
     def renew(self, key: RequestKey, attempt_id: int, now: float, lease_seconds: float = 0.0) -> bool:
         """Renews a lease, from now.
 

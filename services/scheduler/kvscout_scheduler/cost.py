@@ -66,16 +66,6 @@ class Question(NamedTuple):
         return -(-self.isl_tokens // self.lane.block_size)
 
 
-class LoadColumns(NamedTuple):
-    """What is active now, by slot."""
-
-    prefill_tokens: Sequence[int]
-    decode_blocks: Sequence[int] | None
-    """None: blocks are not counted."""
-    shared: Mapping[int, int]
-    """Leading blocks of the prompt that are active on a slot; those without are left out."""
-
-
 class ReferenceScores:
     """What is asked of some workers of a lane, one entry a slot; a column is computed when it is looked at.
 
@@ -84,7 +74,9 @@ class ReferenceScores:
         slots: The workers.
         overlaps: Where it is cached.
         slot_of: Slots by (worker_id, dp_rank).
-        load: Active load.
+        prefill_tokens: Active ones by slot.
+        decode_blocks: Active ones by slot; None: blocks are not counted.
+        shared: Leading blocks of the prompt that are active on a slot; those without are left out.
     """
 
     def __init__(
@@ -93,13 +85,18 @@ class ReferenceScores:
         slots: Sequence[int],
         overlaps: Overlaps,
         slot_of: Mapping[tuple[str, int], int],
-        load: LoadColumns,
+        *,
+        prefill_tokens: Sequence[int],
+        decode_blocks: Sequence[int] | None,
+        shared: Mapping[int, int],
     ) -> None:
         self._question = question
         self._slots = slots
         self._overlaps = overlaps
         self._slot_of = slot_of
-        self._load = load
+        self._prefill_tokens = prefill_tokens
+        self._decode_blocks = decode_blocks
+        self._shared = shared
 
     @cached_property
     def device_blocks(self) -> Sequence[int]:
@@ -126,7 +123,7 @@ class ReferenceScores:
     @cached_property
     def prefill_tokens(self) -> Sequence[float]:
         """Prompt tokens that each worker has to compute, this request's included."""
-        active, isl = self._load.prefill_tokens, self._question.isl_tokens
+        active, isl = self._prefill_tokens, self._question.isl_tokens
         if not self._question.charge_prefill:
             return [active[slot] for slot in self._slots]
         return [active[slot] + (isl - cached) for slot, cached in zip(self._slots, self.cached_tokens, strict=True)]
@@ -134,7 +131,7 @@ class ReferenceScores:
     @cached_property
     def decode_blocks(self) -> Sequence[int]:
         """Blocks active on each worker with this request added."""
-        active, shared, blocks = self._load.decode_blocks, self._load.shared, self._question.blocks
+        active, shared, blocks = self._decode_blocks, self._shared, self._question.blocks
         if active is None:
             return [0] * len(self._slots)
         return [active[slot] + blocks - shared.get(slot, 0) for slot in self._slots]

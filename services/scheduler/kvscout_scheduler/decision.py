@@ -27,8 +27,7 @@ class Candidate(NamedTuple):
     """Of being drawn; 0 where the policy drew without a temperature."""
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(NamedTuple):
     """Why a worker was chosen."""
 
     policy: str

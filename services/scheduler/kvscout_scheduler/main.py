@@ -190,7 +190,7 @@ async def build(config: SchedulerConfig) -> App:
         from kvscout_scheduler.replicas import Replicas
         from kvscout_scheduler.replication import Replication
 
-        replication = Replication(scheduler, config.replica_id, clock=time.monotonic, wall_clock=time.time)
+        replication = Replication(scheduler, config.replica_id)
         registry.listen(replication.ownership)
         replicas = Replicas(scheduler, replication, link)
     backends = Backends(registry, config.server, link)

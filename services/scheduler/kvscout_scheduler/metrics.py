@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -52,22 +52,22 @@ class SchedulerCollector(Collector):
                 expected_cached.add_metric(labels, pool.hits[slot].cached_tokens)
         yield from (requests, prefill, decode, expected_prompt, expected_cached, balance, queued)
         stats = self._scheduler.stats
-        decisions = CounterMetricFamily("kvscout_decisions", "Workers picked, by policy", labels=["policy"])
-        for policy, count in stats.decisions.items():
-            decisions.add_metric([policy], count)
-        refusals = CounterMetricFamily("kvscout_refusals", "Selections that failed, by error", labels=["error"])
-        for error, count in stats.refusals.items():
-            refusals.add_metric([error], count)
-        ended = CounterMetricFamily(
-            "kvscout_reservations_expired", "Bookings that ended without a Free, by reason", labels=["reason"]
-        )
-        for reason, count in stats.ended.items():
-            ended.add_metric([reason], count)
+        yield _counted("kvscout_decisions", "Workers picked, by policy", "policy", stats.decisions)
+        yield _counted("kvscout_refusals", "Selections that failed, by error", "error", stats.refusals)
+        help_ = "Bookings that ended without a Free, by reason"
+        yield _counted("kvscout_reservations_expired", help_, "reason", stats.ended)
         waits = HistogramMetricFamily("kvscout_queue_wait_seconds", "How long requests that were booked had waited")
         stats.queue_waits.add_to(waits)
-        yield from (decisions, refusals, ended, waits)
+        yield waits
         if self._replicas is not None:
             yield from self._replicas.collect()
+
+
+def _counted(name: str, help_: str, label: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, help_, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
 
 
 def balance_score(pool: Pool) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvscout_common.errors import NotFound
 from kvscout_scheduler.booking import Booking, Phase
 from kvscout_scheduler.replica_claim import Claim, ClaimState
@@ -11,63 +9,47 @@ from kvscout_scheduler.request import HASH_BYTES
 from kvscout_scheduler.scheduler import Scheduler
 
 
-class Mirrors:
-    """Puts claims of others into the scheduler, and takes them out.
+def place(claim: Claim, scheduler: Scheduler) -> bool:
+    """Adds the booking that a claim describes; False = its worker is not here, or is another one."""
+    facts = claim.facts
+    try:
+        pool, slot = scheduler.workers.slot(facts.key.tenant, facts.rank)
+    except NotFound:
+        return False
+    hashed = len(facts.block_hashes) // HASH_BYTES
+    if pool.id != facts.key.pool or hashed > facts.isl_tokens // pool.lane_of[slot].block_size:
+        return False
+    prefill, output_blocks = claim.state is ClaimState.PREFILL, claim.output_blocks
+    booking = Booking(
+        facts,
+        pool,
+        pool.place(slot, facts, facts.block_hashes, output_blocks=output_blocks, prefill=prefill),
+        booked_at=scheduler.clock(),
+        owner=claim.owner,
+        lease_seconds=claim.lease_seconds,
+        phase=Phase.PREFILL if prefill else Phase.DECODE,
+        output_blocks=output_blocks,
+    )
+    scheduler.bookings.add_mirror(booking)
+    return True
 
-    Args:
-        scheduler: Whose workers carry them.
-        clock: Monotonic seconds.
-    """
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
-        self._scheduler = scheduler
-        self._clock = clock
-
-    def place(self, claim: Claim) -> bool:
-        """Adds the booking that a claim describes; False = its worker is not here, or is another one."""
-        facts = claim.facts
-        try:
-            pool, slot = self._scheduler.workers.slot(facts.key.tenant, facts.rank)
-        except NotFound:
-            return False
-        hashed = len(facts.block_hashes) // HASH_BYTES
-        if pool.id != facts.key.pool or hashed > facts.isl_tokens // pool.lane_of[slot].block_size:
-            return False
-        prefill, output_blocks = claim.state is ClaimState.PREFILL, claim.output_blocks
-        booking = Booking(
-            facts,
-            pool,
-            pool.place(slot, facts, facts.block_hashes, output_blocks=output_blocks, prefill=prefill),
-            booked_at=self._clock(),
-            owner=claim.owner,
-            lease_seconds=claim.lease_seconds,
-            phase=Phase.PREFILL if prefill else Phase.DECODE,
-            output_blocks=output_blocks,
-        )
-        self._scheduler.bookings.add_mirror(booking)
-        return True
-
-    def adjust(self, mirror: Booking, claim: Claim) -> bool:
-        """Makes a mirror what a claim says; False = it is another booking."""
-        prefill = claim.state is ClaimState.PREFILL
-        if (
-            mirror.facts != claim.facts
-            or (prefill and mirror.phase is Phase.DECODE)
-            or claim.output_blocks < mirror.output_blocks
-        ):
-            return False
-        load = mirror.pool.load
-        if not prefill and mirror.phase is Phase.PREFILL:
-            self._scheduler.bookings.decode(mirror, self._clock())
-        if claim.output_blocks > mirror.output_blocks:
-            load.add_private(mirror.allocation, claim.output_blocks - mirror.output_blocks)
-            mirror.output_blocks = claim.output_blocks
-        mirror.owner, mirror.lease_seconds = claim.owner, claim.lease_seconds
-        return True
-
-    def remove(self, mirror: Booking) -> None:
-        """Takes a mirror out."""
-        self._scheduler.bookings.remove_mirror(mirror, self._clock())
+def adjust(mirror: Booking, claim: Claim, scheduler: Scheduler) -> bool:
+    """Makes a mirror what a claim says; False = it is another booking."""
+    prefill = claim.state is ClaimState.PREFILL
+    if (
+        mirror.facts != claim.facts
+        or (prefill and mirror.phase is Phase.DECODE)
+        or claim.output_blocks < mirror.output_blocks
+    ):
+        return False
+    if not prefill and mirror.phase is Phase.PREFILL:
+        scheduler.bookings.decode(mirror, scheduler.clock())
+    if claim.output_blocks > mirror.output_blocks:
+        mirror.pool.load.add_private(mirror.allocation, claim.output_blocks - mirror.output_blocks)
+        mirror.output_blocks = claim.output_blocks
+    mirror.owner, mirror.lease_seconds = claim.owner, claim.lease_seconds
+    return True
 
 
 def claim_of(booking: Booking, term: int, owner_since: int) -> Claim:

@@ -12,6 +12,7 @@ from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.raw_messages import parse_message
 from kvscout_common.statuses import from_status, status_code
 from kvscout_scheduler import translate
+from kvscout_scheduler.booking import FreeOutcome
 from kvscout_scheduler.operations import (
     AddOutput,
     CompletePrefill,
@@ -136,7 +137,7 @@ _ANSWERS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
         lambda changed: scheduler_pb2.MarkPrefillCompleteResponse(changed=changed),
     ),
     AddOutput: ("add_output", lambda blocks: scheduler_pb2.AddOutputResponse(output_blocks=blocks)),
-    Free: ("free", translate.outcome_to_proto),
+    Free: ("free", lambda outcome: scheduler_pb2.FreeResponse(outcome=translate.OUTCOMES[outcome])),
     Renew: ("renew", lambda unknown: scheduler_pb2.RenewResponse(unknown=unknown)),
 }
 """The field of a result, and the message in it, by the operation's type."""
@@ -192,6 +193,8 @@ def outcome_from_proto(operation: Operation, result: scheduler_pb2.LifecycleResu
         case AddOutput():
             return result.add_output.output_blocks
         case Free():
-            return translate.outcome_from_proto(result.free)
+            # One that is not known here did nothing.
+            known = {number: outcome for outcome, number in translate.OUTCOMES.items()}
+            return known.get(result.free.outcome, FreeOutcome.UNKNOWN)
         case _:
             return list(result.renew.unknown)

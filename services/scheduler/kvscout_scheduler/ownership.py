@@ -19,14 +19,15 @@ Pure: the clock is passed in. Not thread-safe.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvscout_common.worker import WorkerSpec
+from kvscout_scheduler import mirrors
 from kvscout_scheduler.booking import Booking, EndReason
 from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.journal import Journal
-from kvscout_scheduler.mirrors import Mirrors, claim_of
+from kvscout_scheduler.mirrors import claim_of
 from kvscout_scheduler.registers import Registers
 from kvscout_scheduler.replica_claim import Claim, ClaimState, Incarnation
 from kvscout_scheduler.replica_log import ReplicaLog
@@ -53,26 +54,20 @@ class Ownership(Journal):
     Args:
         scheduler: Its bookings are told of from now on; it must have none yet.
         me: This incarnation.
-        clock: Monotonic seconds, the scheduler's.
-        wall_clock: Seconds since the Unix epoch.
     """
 
     replicated = True
 
-    def __init__(
-        self, scheduler: Scheduler, me: Incarnation, clock: Callable[[], float], wall_clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, me: Incarnation) -> None:
         self.me = me
         self.log = ReplicaLog()
         self.views: dict[Incarnation, View] = {}
-        self.registers = Registers(scheduler, self.log, me.replica_id, clock, wall_clock)
+        self.registers = Registers(scheduler, self.log, me.replica_id)
         self.taken_over_count = 0
         self._scheduler = scheduler
         self._bookings = scheduler.bookings
         self._owners = scheduler.bookings.owners
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._mirrors = Mirrors(scheduler, clock)
+        self._clock = scheduler.clock
         self._over: dict[RequestKey, float] = {}
         """Our claims that are over, and since when."""
         self._unplaced: dict[tuple[str, str], dict[RequestKey, None]] = {}
@@ -269,7 +264,7 @@ class Ownership(Journal):
         seconds = self._owners.connected(owner, self._clock())
         if not seconds:
             return 0
-        return self._owners.opened_at(owner) or int((self._wall_clock() - seconds) * MICROSECONDS)
+        return self._owners.opened_at(owner) or int((self._scheduler.wall_clock() - seconds) * MICROSECONDS)
 
     def _claim_booking(self, booking: Booking) -> None:
         self._claim(claim_of(booking, self._next_term(booking.key), self._owner_since(booking.owner)))
@@ -323,7 +318,7 @@ class Ownership(Journal):
         if held is None or held.by == self.me:
             self._placed(key)
             if booking is not None:
-                self._mirrors.remove(booking)
+                self._bookings.remove_mirror(booking, self._clock())
             return
         claim = held.claim
         if self._bookings.freed_by_caller(key, claim.attempt_id, self._clock()):
@@ -331,10 +326,10 @@ class Ownership(Journal):
             self._claim(_over(claim, ClaimState.FREED, claim.term))
             return
         if booking is not None:
-            if self._mirrors.adjust(booking, claim):
+            if mirrors.adjust(booking, claim, self._scheduler):
                 return
-            self._mirrors.remove(booking)
-        if self._mirrors.place(claim):
+            self._bookings.remove_mirror(booking, self._clock())
+        if mirrors.place(claim, self._scheduler):
             self._placed(key)
         else:
             self._unplace(key, (key.tenant, claim.facts.rank.worker_id))

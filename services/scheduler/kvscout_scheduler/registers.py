@@ -8,7 +8,6 @@ travel as events, and with every snapshot.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import NamedTuple
 
 from kvscout.v1 import replication_pb2
@@ -46,18 +45,9 @@ class Registers:
         scheduler: Where they take effect.
         replica_log: Takes what is changed here.
         replica_id: Ours.
-        clock: Monotonic seconds.
-        wall_clock: Seconds since the Unix epoch.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        replica_log: ReplicaLog,
-        replica_id: str,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, replica_log: ReplicaLog, replica_id: str) -> None:
         self.thresholds: dict[tuple[str, str], replication_pb2.ThresholdsEvent] = {}
         """By tenant and model."""
         self.cool_downs: dict[tuple[str, WorkerRank], CoolDown] = {}
@@ -65,8 +55,7 @@ class Registers:
         self._scheduler = scheduler
         self._log = replica_log
         self._replica_id = replica_id
-        self._clock = clock
-        self._wall_clock = wall_clock
+        self._clock = scheduler.clock
         scheduler.thresholds.on_change = self._on_thresholds
         scheduler.cool_downs.on_change = self._on_cool_down
 
@@ -119,7 +108,7 @@ class Registers:
         return [self._event(*name) for name in self.cool_downs]
 
     def _wall_now(self) -> int:
-        return int(self._wall_clock() * MICROSECONDS)
+        return int(self._scheduler.wall_clock() * MICROSECONDS)
 
     @property
     def _longest(self) -> int:

@@ -18,7 +18,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -66,23 +66,19 @@ class Replication:
     Args:
         scheduler: The core that is replicated.
         replica_id: Unique among replicas, best kept over restarts.
-        clock: Monotonic seconds, the scheduler's.
-        wall_clock: Seconds since the Unix epoch.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, replica_id: str, *, clock: Callable[[], float], wall_clock: Callable[[], float]
-    ) -> None:
-        self.me = Incarnation(replica_id, int(wall_clock() * MICROSECONDS))
-        self.ownership = Ownership(scheduler, self.me, clock, wall_clock)
+    def __init__(self, scheduler: Scheduler, replica_id: str) -> None:
+        self.me = Incarnation(replica_id, int(scheduler.wall_clock() * MICROSECONDS))
+        self.ownership = Ownership(scheduler, self.me)
         self.refused = 0
         """Messages that could not be read."""
         self.transit_seconds = 0.0
         """From sending to applying, of the last batch that came, as far as clocks agree."""
         self.ended: Counter[str] = Counter()
         """Divergences, gaps and snapshots of views that are forgotten."""
-        self._clock = clock
-        self._wall_clock = wall_clock
+        self._clock = scheduler.clock
+        self._wall_clock = scheduler.wall_clock
         self._outbox: list[Outgoing] = []
         self._replies: dict[tuple[str, Incarnation], Iterator[bytes]] = {}
         """Snapshots under way, by who asked and of whom."""
@@ -92,7 +88,7 @@ class Replication:
         self._forgotten: dict[Incarnation, None] = {}
         self._lease_seconds = scheduler.settings.lease_seconds
         self._requests = itertools.count(1)
-        now = clock()
+        now = self._clock()
         self._ticked_at = self._upkeep_at = self._heartbeat_at = now
         self._event_at = now
         self._heartbeats = 0

@@ -101,7 +101,7 @@ class Scheduler:
         self.draining = False
         self.watchers = Watchers(wall_clock)
         self.clock = clock
-        self._wall_clock = wall_clock
+        self.wall_clock = wall_clock
 
     def select(self, request: SelectionRequest) -> Decision:
         """Picks a worker and books nothing.
@@ -273,7 +273,8 @@ class Scheduler:
         waiter = self.waiting.find(key, attempt_id)
         if waiter is not None:
             self.waiting.leave(waiter)
-            self.bookings.cancel(key, attempt_id, now)
+            # There is none, and none may come.
+            self.bookings.free(key, attempt_id, now)
             waiter.answer(Cancelled(f"request {key.request_id!r} was freed while it waited"))
             return FreeOutcome.DEQUEUED
         outcome = self.bookings.free(key, attempt_id, now, output_tokens)
@@ -305,7 +306,7 @@ class Scheduler:
             FailedPrecondition: A stream that it opened later is open.
         """
         now = self.clock()
-        connected = self.bookings.connect_owner(owner, in_flight, now, opened_at, self._wall_clock())
+        connected = self.bookings.connect_owner(owner, in_flight, now, opened_at, self.wall_clock())
         self.pump()
         return connected
 

@@ -121,20 +121,16 @@ def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
     """The worker that was picked."""
     explanation = None
     if decision.explanation is not None:
-        why = decision.explanation
+        candidates = [
+            scheduler_pb2.Candidate(
+                worker=rank_to_proto(each.rank),
+                ineligible_reason=value_of(scheduler_pb2.IneligibleReason, each.ineligible_reason),
+                **same_fields(each, "rank", "ineligible_reason"),
+            )
+            for each in decision.explanation.candidates
+        ]
         explanation = scheduler_pb2.Explanation(
-            policy=why.policy,
-            overlap_score_weight=why.overlap_score_weight,
-            router_temperature=why.router_temperature,
-            reason=why.reason,
-            candidates=[
-                scheduler_pb2.Candidate(
-                    worker=rank_to_proto(candidate.rank),
-                    ineligible_reason=value_of(scheduler_pb2.IneligibleReason, candidate.ineligible_reason),
-                    **same_fields(candidate, "rank", "ineligible_reason"),
-                )
-                for candidate in why.candidates
-            ],
+            candidates=candidates, **same_fields(decision.explanation, "candidates")
         )
     return scheduler_pb2.SelectResponse(
         worker=rank_to_proto(decision.rank),
@@ -193,16 +189,6 @@ def key_to_proto(key: RequestKey, attempt_id: int) -> scheduler_pb2.RequestRef:
         request_id=key.request_id,
         attempt_id=attempt_id,
     )
-
-
-def outcome_to_proto(outcome: FreeOutcome) -> scheduler_pb2.FreeResponse:
-    """What a Free did."""
-    return scheduler_pb2.FreeResponse(outcome=OUTCOMES[outcome])
-
-
-def outcome_from_proto(message: scheduler_pb2.FreeResponse) -> FreeOutcome:
-    """What a Free did at another replica; one that is not known here did nothing."""
-    return next((each for each, number in OUTCOMES.items() if number == message.outcome), FreeOutcome.UNKNOWN)
 
 
 def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
