@@ -16,6 +16,7 @@ from kvscout_common.errors import AlreadyExists, Cancelled, NotFound
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import FreeOutcome
 from kvscout_scheduler.forwarding import Forwarding
+from kvscout_scheduler.operations import Free
 from kvscout_scheduler.replica_view import SILENT_SECONDS
 from kvscout_scheduler.replication import FORGET_SECONDS, VERSION
 from kvscout_scheduler.settings import SchedulerSettings
@@ -460,6 +461,29 @@ def test_no_message_of_another_replica_raises(run: int) -> None:
         if rng.random() < 0.1:
             world.run(0.02)
     node.core.check_invariants()
+
+
+async def test_a_free_whose_answer_comes_too_late_from_the_owner_freed_it() -> None:
+    world = World("a", "b")
+    world.book("b", "r")
+    world.settled()
+    here, owning = world["a"], world["b"]
+    answers = Forwarding(owning.core, owning.replication, never)
+
+    async def late(to: str, asked: replication_pb2.ForwardedOperation, seconds: float) -> bytes:
+        assert to == "b"
+        assert answers.answer(asked).owner
+        world.settled()
+        raise TimeoutError
+
+    forwarding = Forwarding(here.core, here.replication, late)
+    free = Free(key("r"), 1)
+    assert forwarding.concerns(free)
+    assert await forwarding.carry_out(free) is FreeOutcome.FREED
+    assert forwarding.unanswered == 1
+    # One that the caller repeats is told apart all the same.
+    assert await forwarding.carry_out(free) is FreeOutcome.ALREADY_FREED
+    assert owning.state() == here.state() == {}
 
 
 async def never(to: str, operation: replication_pb2.ForwardedOperation, seconds: float) -> bytes:

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import KvscoutError
+from kvscout_scheduler.booking import FreeOutcome
 from kvscout_scheduler.operation_messages import (
     operation_to_proto,
     outcome_from_proto,
@@ -78,6 +79,7 @@ class Forwarding:
         """An operation on one request."""
         (key,) = _booked(operation)
         forward = replication_pb2.ForwardedOperation(operation=operation_to_proto(operation), tenant=key.tenant)
+        late = False
         for _ in range(HOPS):
             owner = self._replication.ownership.elsewhere(key)
             if owner is None or not self._replication.live(owner.replica_id) or self._under_way >= MAX_FORWARDS:
@@ -88,13 +90,16 @@ class Forwarding:
                 answer = replication_pb2.ForwardedResult.FromString(payload)
             except (nats.errors.Error, TimeoutError, DecodeError):
                 self.unanswered += 1
+                late = True
                 break
             finally:
                 self._under_way -= 1
             if answer.owner:
                 self.forwarded += 1
                 return outcome_from_proto(operation, answer.result)
-        return carry_out(operation, self._scheduler)
+        outcome = carry_out(operation, self._scheduler)
+        # The owner has done what it was asked for, and told us of that before it answered.
+        return FreeOutcome.FREED if late and outcome is FreeOutcome.ALREADY_FREED else outcome
 
     def answer(self, asked: replication_pb2.ForwardedOperation) -> replication_pb2.ForwardedResult:
         """Carries out what another replica forwards, unless it is yet another's."""
