@@ -173,7 +173,8 @@ LORA_UNNAMED = _error(
 HISTORY_INCOMPLETE = _warning(
     "history-incomplete",
     "Events of a worker were lost for good, or left out at a limit of the index: some of what it caches is not known.",
-    "It heals as the engine's cache turns over. A replay endpoint, a bridge or an indexer's peers avoid it; against "
+    "What is known becomes whole as the engine's cache turns over; the worker counts as incomplete until its cache is "
+    "cleared or a complete state of it is read. A replay endpoint, a bridge or an indexer's peers avoid it; against "
     "the limits see docs/index-limits.md.",
 )
 REPLAY_MISSING = _warning(
