@@ -50,19 +50,19 @@ class EngineComparison:
         self._running: asyncio.Task[None] | None = None
 
     def begin(
-        self, model: tuple[str, str], tokens: PromptTokens, body: Callable[[], Mapping[str, Any]]
+        self, model: tuple[str, str], tokens: PromptTokens, body: Callable[[], Mapping[str, Any]] | None = None
     ) -> Compared | None:
         """What there will be to compare when a request was answered; None = nothing, no tokenizer here made its tokens.
 
         Args:
             model: Tenant and model.
             tokens: Ours.
-            body: What /tokenize is asked for the same.
+            body: What /tokenize is asked for the same; None = only their number is compared.
         """
         if not _ours(tokens):
             return None
         all_of_them = None
-        if self._parity.due() and self._running is None:
+        if body is not None and self._parity.due() and self._running is None:
             try:
                 all_of_them = tokens.token_ids, body()
             except NotText as error:
@@ -83,11 +83,6 @@ class EngineComparison:
             engine = Tokenizing(endpoint, self._headers())
             self._running = asyncio.create_task(self._all(compared.model, *compared.all_of_them, engine))
             self._running.add_done_callback(self._ended)
-
-    def compare_lengths(self, model: tuple[str, str], tokens: PromptTokens, prompt_tokens: int | None) -> None:
-        """Compares the number of one request's tokens with that of its engine, if it told and they are ours."""
-        if prompt_tokens is not None and _ours(tokens):
-            self._parity.lengths(*model, len(tokens), prompt_tokens)
 
     async def close(self) -> None:
         """Ends a comparison that runs."""

@@ -39,6 +39,7 @@ from kvscout_gateway.request.exchange import Exchange
 from kvscout_gateway.request.leg import Leg
 from kvscout_gateway.request.placement import Wish
 from kvscout_gateway.scheduler_client.turns import eligible
+from kvscout_gateway.tokens.engine_comparison import Compared
 from kvscout_gateway.tokens.prompt_tokens import PromptTokens
 
 log = logging.getLogger("kvscout.gateway")
@@ -135,14 +136,15 @@ class ExchangePicker:
             if leg.placement.rank_header is not None:
                 headers[wire.RANK] = str(leg.placement.rank_header)
             leg.sent()
+            compared = self._gateway.tokens.comparison.begin((wish.tenant, wish.model), tokens)
             return ExchangePick(
-                self, headers, held=stack.pop_all(), exchange=exchange, leg=leg, prefill=prefill, tokens=tokens
+                self, headers, held=stack.pop_all(), exchange=exchange, leg=leg, prefill=prefill, compared=compared
             )
 
-    def compare(self, wish: Wish, tokens: PromptTokens, prompt_tokens: object) -> None:
+    def compare(self, compared: Compared, leg: Leg, prompt_tokens: object) -> None:
         """Compares the number of a prompt's tokens with what its engine says it is."""
         told = prompt_tokens if isinstance(prompt_tokens, int) else None
-        self._gateway.tokens.comparison.compare_lengths((wish.tenant, wish.model), tokens, told)
+        self._gateway.tokens.comparison.end(compared, leg.placement.endpoint, prompt_tokens=told)
 
     def prefill_seconds(self, leg: Leg) -> float:
         """How long its prompt is taken to be computed, where nobody shows when it was."""
@@ -237,7 +239,7 @@ class ExchangePick:
         exchange: Exchange | None = None,
         leg: Leg | None = None,
         prefill: Leg | None = None,
-        tokens: PromptTokens | None = None,
+        compared: Compared | None = None,
     ) -> None:
         """A pick.
 
@@ -248,7 +250,7 @@ class ExchangePick:
             exchange: The same.
             leg: Where it goes.
             prefill: Where its prompt is computed; None = there as well.
-            tokens: Of its prompt.
+            compared: What of its tokens is compared with the engine's.
         """
         self._picker = picker
         self.headers = headers
@@ -256,7 +258,7 @@ class ExchangePick:
         self._exchange = exchange
         self._leg = leg
         self._prefill = prefill
-        self._tokens = tokens
+        self._compared = compared
         self.name = headers.get(wire.PICK, "")
         self.tenant = leg.wish.tenant if leg is not None else ""
         self._has_output = False
@@ -292,8 +294,8 @@ class ExchangePick:
         try:
             if self._leg is not None and account is not None and not self._leg.wish.prompt.unknown:
                 self._leg.ended(usage_of_stream(Dialect.OPENAI, account))
-                if self._tokens is not None:
-                    self._picker.compare(self._leg.wish, self._tokens, account.get("prompt_tokens"))
+                if self._compared is not None:
+                    self._picker.compare(self._compared, self._leg, account.get("prompt_tokens"))
         finally:
             self.over()
 
