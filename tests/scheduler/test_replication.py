@@ -16,7 +16,7 @@ from kvscout_common.errors import AlreadyExists, Cancelled, NotFound
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import FreeOutcome
 from kvscout_scheduler.forwarding import Forwarding
-from kvscout_scheduler.operations import Free
+from kvscout_scheduler.operations import AddOutput, CompletePrefill, Free, Operation, Outcome
 from kvscout_scheduler.replica_view import SILENT_SECONDS
 from kvscout_scheduler.replication import FORGET_SECONDS, VERSION
 from kvscout_scheduler.settings import SchedulerSettings
@@ -463,7 +463,7 @@ def test_no_message_of_another_replica_raises(run: int) -> None:
     node.core.check_invariants()
 
 
-async def test_a_free_whose_answer_comes_too_late_from_the_owner_freed_it() -> None:
+async def test_what_an_owner_did_whose_answer_comes_too_late_is_done_once_and_told_as_done_now() -> None:
     world = World("a", "b")
     world.book("b", "r")
     world.settled()
@@ -477,13 +477,47 @@ async def test_a_free_whose_answer_comes_too_late_from_the_owner_freed_it() -> N
         raise TimeoutError
 
     forwarding = Forwarding(here.core, here.replication, late)
-    free = Free(key("r"), 1)
-    assert forwarding.concerns(free)
-    assert await forwarding.carry_out(free) is FreeOutcome.FREED
-    assert forwarding.unanswered == 1
+
+    async def asked(operation: Operation) -> Outcome:
+        assert forwarding.concerns(operation)
+        return await forwarding.carry_out(operation)
+
+    assert await asked(AddOutput(key("r"), 1, 3)) == 3
+    assert await asked(AddOutput(key("r"), 1, 2)) == 5
+    assert await asked(CompletePrefill(key("r"), 1)) is True
+    # It took the request over, and gives it back.
+    world.settled()
+    owning.core.renew(key("r"), 1)
+    world.settled()
+    assert await asked(CompletePrefill(key("r"), 1)) is False
+    world.settled()
+    owning.core.renew(key("r"), 1)
+    world.settled()
+    assert await asked(Free(key("r"), 1)) is FreeOutcome.FREED
+    assert forwarding.unanswered == 5
     # One that the caller repeats is told apart all the same.
-    assert await forwarding.carry_out(free) is FreeOutcome.ALREADY_FREED
+    assert await forwarding.carry_out(Free(key("r"), 1)) is FreeOutcome.ALREADY_FREED
     assert owning.state() == here.state() == {}
+
+
+async def test_what_a_silent_owner_did_not_do_is_done_here() -> None:
+    world = World("a", "b")
+    world.book("b", "r")
+    world.settled()
+
+    async def silent(to: str, asked: replication_pb2.ForwardedOperation, seconds: float) -> bytes:
+        raise TimeoutError
+
+    forwarding = Forwarding(world["a"].core, world["a"].replication, silent)
+    assert await forwarding.carry_out(AddOutput(key("r"), 1, 3)) == 3
+    world.settled()
+    assert await forwarding.carry_out(CompletePrefill(key("r"), 1)) is True
+    assert await forwarding.carry_out(CompletePrefill(key("r"), 1)) is False
+    assert await forwarding.carry_out(Free(key("r"), 1)) is FreeOutcome.FREED
+    assert await forwarding.carry_out(Free(key("r"), 1)) is FreeOutcome.ALREADY_FREED
+    assert forwarding.unanswered == 1
+    world.settled()
+    assert world["a"].state() == world["b"].state() == {}
 
 
 async def never(to: str, operation: replication_pb2.ForwardedOperation, seconds: float) -> bytes:

@@ -12,20 +12,30 @@ Booking calls are not forwarded: a caller that books here has moved here.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import nats.errors
 from google.protobuf.message import DecodeError
 
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import KvscoutError
-from kvscout_scheduler.booking import FreeOutcome
+from kvscout_scheduler.booking import FreeOutcome, Phase
 from kvscout_scheduler.operation_messages import (
     operation_to_proto,
     outcome_from_proto,
     result_to_proto,
     streamed_from_proto,
 )
-from kvscout_scheduler.operations import Operation, Outcome, Renew, Reserve, Select, carry_out
+from kvscout_scheduler.operations import (
+    AddOutput,
+    CompletePrefill,
+    Operation,
+    Outcome,
+    Renew,
+    Reserve,
+    Select,
+    carry_out,
+)
 from kvscout_scheduler.replication import Replication
 from kvscout_scheduler.request import RequestKey
 from kvscout_scheduler.scheduler import Scheduler
@@ -37,6 +47,13 @@ HOPS = 2
 """Owners asked: the one we know, and the one that took over from it meanwhile."""
 
 Post = Callable[[str, replication_pb2.ForwardedOperation, float], Awaitable[bytes]]
+
+
+class _Progress(NamedTuple):
+    """How far a request is."""
+
+    phase: Phase = Phase.QUEUED
+    output_blocks: int = 0
 
 
 class Forwarding:
@@ -79,6 +96,7 @@ class Forwarding:
         """An operation on one request."""
         (key,) = _booked(operation)
         forward = replication_pb2.ForwardedOperation(operation=operation_to_proto(operation), tenant=key.tenant)
+        before = self._progress(key)
         late = False
         for _ in range(HOPS):
             owner = self._replication.ownership.elsewhere(key)
@@ -97,9 +115,16 @@ class Forwarding:
             if answer.owner:
                 self.forwarded += 1
                 return outcome_from_proto(operation, answer.result)
+        if not late:
+            return carry_out(operation, self._scheduler)
+        # The owner may have done what it was asked for, and told us of that before it answered.
+        now = self._progress(key)
+        if isinstance(operation, AddOutput) and now.output_blocks >= before.output_blocks + operation.blocks:
+            return now.output_blocks
         outcome = carry_out(operation, self._scheduler)
-        # The owner has done what it was asked for, and told us of that before it answered.
-        return FreeOutcome.FREED if late and outcome is FreeOutcome.ALREADY_FREED else outcome
+        if isinstance(operation, CompletePrefill) and outcome is False:
+            return before.phase is Phase.PREFILL
+        return FreeOutcome.FREED if outcome is FreeOutcome.ALREADY_FREED else outcome
 
     def answer(self, asked: replication_pb2.ForwardedOperation) -> replication_pb2.ForwardedResult:
         """Carries out what another replica forwards, unless it is yet another's."""
@@ -111,6 +136,10 @@ class Forwarding:
             return replication_pb2.ForwardedResult(owner=False)
         result = result_to_proto(operation, carry_out(operation, self._scheduler))
         return replication_pb2.ForwardedResult(owner=True, result=result)
+
+    def _progress(self, key: RequestKey) -> _Progress:
+        booking = self._scheduler.bookings.find(key)
+        return _Progress() if booking is None else _Progress(booking.phase, booking.output_blocks)
 
     def _away(self, key: RequestKey) -> bool:
         return self._replication.ownership.elsewhere(key) is not None
