@@ -12,7 +12,7 @@ from kvscout_scheduler.active_load import MakeLoad
 from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
 from kvscout_scheduler.policies import PolicyRegistry
-from kvscout_scheduler.request import OwnerName, Prompt, RequestKey, SelectionRequest, pack_hashes
+from kvscout_scheduler.request import OwnerName, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.worker_loads import potential_loads
@@ -83,10 +83,15 @@ def request(
     block_size: int = BLOCK,
     **fields: Any,
 ) -> SelectionRequest:
-    """A request with these block hashes; its length is that of the blocks unless told."""
+    """A request with these block hashes; its length is that of the blocks unless told. Fields of `Wanted` go there."""
     hashes = hashes or []
     length = len(hashes) * block_size if isl is None else isl
     prompt = Prompt(pack_hashes(hashes), overlaps=on)
+    wanted = {name: fields.pop(name) for name in Wanted._fields if name in fields}
+    if "required_labels" in wanted:
+        wanted["required_labels"] = frozenset(wanted["required_labels"].items())
+    if wanted:
+        fields["wanted"] = Wanted(**wanted)
     return SelectionRequest(**{"model": MODEL, "isl_tokens": length, "prompt": prompt, **fields})
 
 

@@ -11,7 +11,7 @@ from kvscout_bench.report import percentile
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerSpec
 from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.request import Prompt, RequestKey, SelectionRequest, pack_hashes
+from kvscout_scheduler.request import ANYONE, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.thresholds import BusyThresholds
@@ -88,7 +88,7 @@ class _FullLine:
             BLOCKS * BLOCK_SIZE,
             Prompt(pack_hashes(range(first, first + BLOCKS))),
             request_id=str(self._arrivals),
-            pinned_worker_id=pinned_worker_id,
+            wanted=Wanted(pinned_worker_id) if pinned_worker_id else ANYONE,
         )
 
         def answered(outcome: Decision | KvscoutError) -> None:

@@ -16,7 +16,7 @@ from kvscout_common.worker import Role
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.kv_time import KvTime
-from kvscout_scheduler.request import ConfigOverride, Prompt, RequestKey, SelectionRequest, pack_hashes
+from kvscout_scheduler.request import ConfigOverride, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
 
@@ -65,7 +65,9 @@ class World:
         assert explanation is not None
         return {row.rank.worker_id: row.cost for row in explanation.candidates}
 
-    def _request(self, first: int, blocks: int, on: dict[str, int] | None, **fields: Any) -> SelectionRequest:
+    def _request(
+        self, first: int, blocks: int, on: dict[str, int] | None, pinned_worker_id: str = "", **fields: Any
+    ) -> SelectionRequest:
         self._last += 1
         hashes = pack_hashes(range(first, first + min(blocks, 100)))
         return SelectionRequest(
@@ -74,6 +76,7 @@ class World:
             Prompt(hashes, overlaps=overlaps(**(on or {}))),
             request_id=f"r{self._last}",
             attempt_id=1,
+            wanted=Wanted(pinned_worker_id),
             **fields,
         )
 

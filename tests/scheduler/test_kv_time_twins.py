@@ -13,7 +13,7 @@ from kvscout_common.worker import WorkerSpec
 from kvscout_scheduler.active_load import ReferenceLoad
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps
-from kvscout_scheduler.request import ConfigOverride, Prompt, SelectionRequest, pack_hashes
+from kvscout_scheduler.request import ConfigOverride, Prompt, SelectionRequest, Wanted, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 
 SPECS = [worker(f"w{number}", dp_size=1 + number % 3) for number in range(6)]
@@ -65,8 +65,10 @@ class Pair:
             Prompt(hashes, BLOCK, None, self.overlaps(blocks)),
             (Prompt(hashes[: blocks // 3 * 8], 3 * BLOCK),),
             request_id=name,
-            pinned_worker_id=rng.choice(ids) if rng.random() < 0.1 else "",
-            excluded_worker_ids=frozenset(rng.sample(ids, 2)) if rng.random() < 0.1 else frozenset(),
+            wanted=Wanted(
+                pinned_worker_id=rng.choice(ids) if rng.random() < 0.1 else "",
+                excluded_worker_ids=frozenset(rng.sample(ids, 2)) if rng.random() < 0.1 else frozenset(),
+            ),
             override=ConfigOverride(
                 overlap_score_weight=rng.choice((None, None, 0.0, 0.3, 7.7)),
                 router_temperature=rng.choice((None, None, 0.0, 0.1, 3.0)),

@@ -121,13 +121,10 @@ class Bookings:
         self.journal.booked(booking)
 
     def complete_prefill(self, key: RequestKey, attempt_id: int, now: float) -> bool:
-        """Ends a request's prefill phase.
-
-        Returns:
-            False if it was over already.
+        """Ends a request's prefill phase; False = it was over already.
 
         Raises:
-            NotFound: If this attempt is not active.
+            NotFound: This attempt is not active.
         """
         booking = self._called(key, attempt_id, now)
         if booking.phase is Phase.DECODE:
@@ -144,14 +141,11 @@ class Bookings:
             observer.prefill_completed(booking.facts, now - booking.booked_at, now)
 
     def add_output(self, key: RequestKey, attempt_id: int, blocks: int, now: float) -> int:
-        """Adds generated blocks to a request.
-
-        Returns:
-            Its output blocks in all.
+        """Adds generated blocks to a request; returns its output blocks in all.
 
         Raises:
-            FailedPrecondition: If output is not tracked.
-            NotFound: If this attempt is not active.
+            FailedPrecondition: Output is not tracked.
+            NotFound: This attempt is not active.
         """
         if not self._settings.track_output_blocks:
             raise FailedPrecondition("output blocks are not tracked (--router-track-output-blocks)")
@@ -181,17 +175,7 @@ class Bookings:
         return FreeOutcome.UNKNOWN
 
     def renew(self, key: RequestKey, attempt_id: int, now: float, lease_seconds: float = 0.0) -> bool:
-        """Renews a lease, from now.
-
-        Args:
-            key: The request.
-            attempt_id: Its attempt.
-            now: On the scheduler's clock.
-            lease_seconds: The new length; 0 = as it is.
-
-        Returns:
-            False if this attempt is not active.
-        """
+        """Renews a lease, from now, for another time if one is given; False = this attempt is not active."""
         booking = self._find(key, attempt_id)
         if booking is None:
             return False
@@ -203,11 +187,7 @@ class Bookings:
         return True
 
     def undelivered(self, key: RequestKey, attempt_id: int, now: float) -> bool:
-        """Takes back a booking whose answer was lost, unless a repeated call got the answer.
-
-        Returns:
-            Whether the booking ended.
-        """
+        """Takes back a booking whose answer was lost, unless a repeated call got it; whether the booking ended."""
         booking = self._find(key, attempt_id)
         if booking is None or booking.mirror:
             return False
@@ -254,15 +234,8 @@ class Bookings:
         return session, unknown
 
     def expire(self, now: float, limit: int) -> int:
-        """Ends bookings whose lease or whose owner's grace time is over; forgets old attempts.
-
-        Args:
-            now: On the scheduler's clock.
-            limit: How many.
-
-        Returns:
-            Bookings that ended.
-        """
+        """Ends so many of the bookings whose lease or whose owner's grace time is over; forgets old attempts. Returns
+        bookings that ended."""
         ended = self._expire_all(self.owners.forgotten(limit), EndReason.OWNER_FORGOT, now)
         ended += self._expire_all(self._leases.expired(now, limit - ended), EndReason.LEASE, now)
         ended += self._expire_all(self.owners.expired(now, limit - ended), EndReason.OWNER_GONE, now)

@@ -156,8 +156,9 @@ class Candidates:
 
     def overlap(self, index: int) -> tuple[int, float]:
         """`device_blocks` and `effective_blocks` of one candidate."""
-        if len(self._scores) == 1:
-            return self._scores[0][1].overlap(index)
+        scored = self._scores
+        if len(scored) == 1:
+            return scored[0][1].overlap(index)
         return self.device_blocks[index], self.effective_blocks[index]
 
     def uncached_tokens(self, index: int, effective_blocks: float) -> int:

@@ -68,9 +68,9 @@ def eligible(
     if not slots:
         raise Unavailable(f"model {request.model!r} has no {request.role} worker now")
     ranks, specs = pool.ranks, pool.specs
-    if dropped is None and request.pinned_worker_id:
+    if dropped is None and request.wanted.pinned_worker_id:
         # All others would be dropped; where the worker is not here, that is what says so.
-        slots = pool.slots_of.get(request.pinned_worker_id, slots)
+        slots = pool.slots_of.get(request.wanted.pinned_worker_id, slots)
     wanted = request.wanted
     for label, fits, refusal in demands(wanted) if wanted is not ANYONE else ():
         kept = [slot for slot in slots if fits(ranks[slot], specs[slot])]
@@ -143,7 +143,7 @@ def _cooling_down(pool: Pool, request: SelectionRequest, slots: list[int], now: 
         return None
     # Who pins a worker is told that it cools down, as others could do; of one worker alone that would leave nobody.
     among = slots
-    if request.pinned_worker_id:
+    if request.wanted.pinned_worker_id:
         among = [slot for slot in pool.order if slot not in pool.draining]
     left_out = pool.left_out(among, now)
     return Stage(
@@ -164,8 +164,8 @@ def _busy(pool: Pool, request: SelectionRequest, slots: list[int], now: float) -
         "busy",
         kept,
         lambda slots: ResourceExhausted(
-            f"the pinned worker {request.pinned_worker_id!r} is busy"
-            if request.pinned_worker_id
+            f"the pinned worker {request.wanted.pinned_worker_id!r} is busy"
+            if request.wanted.pinned_worker_id
             else f"all {len(slots)} workers that could take the request are busy"
         ),
     )

@@ -4,7 +4,7 @@
 
     our bookings ──journal──▶ our log ───┐
                                          ├──▶ the claim that holds ──▶ ours: a booking
-    views of others ────follower─────────┘                             another's: a mirror, a load without a lease
+    views of others ─────────────────────┘                             another's: a mirror, a load without a lease
 
 Invariants, between two messages
 1. Our log has an active claim to a name exactly if the booking of that name is ours.
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
 
 class Ownership(Journal):
-    """The claims of all replicas. Is told of our bookings (`Journal`) and of what others claim (`Follower`).
+    """The claims of all replicas. Is told of our bookings (`Journal`), and by each `View` of what others claim.
 
     Args:
         scheduler: Its bookings are told of from now on; it must have none yet.
@@ -214,7 +214,7 @@ class Ownership(Journal):
     def displaced(self, mirror: Booking) -> None:
         self._unplace(mirror.key, (mirror.key.tenant, mirror.facts.rank.worker_id))
 
-    # Follower: what others say.
+    # What others say, from their views.
 
     def claim_changed(self, key: RequestKey) -> None:
         """A view's claim to a name came, changed or went."""
@@ -235,8 +235,7 @@ class Ownership(Journal):
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
         """As if it were new: it may serve another model now."""
-        self._dirty.update(self._unplaced.get((new.tenant, new.worker_id), {}))
-        self.settle()
+        self.worker_added(new)
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
         """Its bookings have ended by now."""

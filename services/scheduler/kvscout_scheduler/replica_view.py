@@ -11,21 +11,20 @@ Invariants
 2. Who took over what of these is kept elsewhere (`ownership`): the digest is that of the other's log.
 3. Later batches are bounded by count; what does not fit is missed and comes with the snapshot.
 
-Pure: the clock is passed in, and whoever follows is told through a `Follower`.
+Pure: the clock is passed in, and `Ownership` is told of each change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvscout.v1 import replication_pb2
 from kvscout_scheduler.replica_claim import Claim, ClaimSet, ClaimState, Incarnation, claim_from_proto, owner_from_proto
-from kvscout_scheduler.request import RequestKey
 from kvscout_scheduler.translate import key_from_proto
 
 if TYPE_CHECKING:
-    from kvscout_scheduler.registers import Registers
+    from kvscout_scheduler.ownership import Ownership
 
 SILENT_SECONDS = 5.0
 """Two heartbeats missed and a bit: nothing is forwarded any more."""
@@ -36,29 +35,16 @@ RETRY_SECONDS = (0.1, 0.2, 0.25)
 MAX_LATER_BATCHES = 256
 
 
-class Follower(Protocol):
-    """Hears what changed in a view."""
-
-    registers: Registers
-    """Take what is shared beside requests."""
-
-    def claim_changed(self, key: RequestKey) -> None:
-        """The view's claim to a name came, changed or went."""
-
-    def freed_by_caller(self, key: RequestKey, attempt_id: int) -> None:
-        """A caller freed an attempt at that replica."""
-
-
 class View:
     """One other incarnation.
 
     Args:
         of: Whose.
-        follower: Told of each change.
+        ownership: Told of each change.
         now: Monotonic seconds.
     """
 
-    def __init__(self, of: Incarnation, follower: Follower, now: float) -> None:
+    def __init__(self, of: Incarnation, ownership: Ownership, now: float) -> None:
         self.of = of
         self.sequence = 0
         self.known = 0
@@ -72,7 +58,7 @@ class View:
         self.gaps = 0
         self.divergences = 0
         self.snapshots = 0
-        self._follower = follower
+        self._ownership = ownership
         self.claims = ClaimSet()
         self._witnesses: dict[str, int] = {}
         """Replicas that told how far they have followed it, beyond us."""
@@ -193,9 +179,9 @@ class View:
             return False
         claims = [claim_from_proto(each) for number in range(last + 1) for each in chunks[number].claims]
         for thresholds in chunks[0].thresholds:
-            self._follower.registers.merge_thresholds(thresholds)
+            self._ownership.registers.merge_thresholds(thresholds)
         for cool_down in chunks[0].cool_downs:
-            self._follower.registers.merge_cool_down(cool_down)
+            self._ownership.registers.merge_cool_down(cool_down)
         self.snapshots += 1
         self._replace(claims, chunk.sequence)
         self.diverged = False
@@ -238,9 +224,9 @@ class View:
                 case "add_request":
                     self._put(added[index])
                 case "thresholds":
-                    self._follower.registers.merge_thresholds(event.thresholds)
+                    self._ownership.registers.merge_thresholds(event.thresholds)
                 case "cool_down":
-                    self._follower.registers.merge_cool_down(event.cool_down)
+                    self._ownership.registers.merge_cool_down(event.cool_down)
                 case None:
                     self.diverged = True
                 case _:
@@ -264,14 +250,14 @@ class View:
             case "free":
                 self.claims.drop(key)
                 if event.by_caller:
-                    self._follower.freed_by_caller(key, claim.attempt_id)
-                self._follower.claim_changed(key)
+                    self._ownership.freed_by_caller(key, claim.attempt_id)
+                self._ownership.claim_changed(key)
 
     def _put(self, claim: Claim) -> None:
         self.claims.put(claim)
         if claim.state is ClaimState.FREED:
-            self._follower.freed_by_caller(claim.key, claim.attempt_id)
-        self._follower.claim_changed(claim.key)
+            self._ownership.freed_by_caller(claim.key, claim.attempt_id)
+        self._ownership.claim_changed(claim.key)
 
     def _replace(self, claims: Iterable[Claim], sequence: int) -> None:
         before, self.claims, self.sequence = self.claims, ClaimSet(), sequence
@@ -281,4 +267,4 @@ class View:
             else:
                 self._put(claim)
         for key in before:
-            self._follower.claim_changed(key)
+            self._ownership.claim_changed(key)

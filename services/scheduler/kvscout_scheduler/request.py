@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvscout_common.errors import InvalidArgument
@@ -138,15 +138,31 @@ EMPTY_PROMPT = Prompt()
 class Wanted(NamedTuple):
     """Which workers of a pool a request can go to: two that want the same can go to the same."""
 
-    pinned_worker_id: str
-    pinned_dp_rank: int | None
-    allowed_worker_ids: frozenset[str]
-    excluded_worker_ids: frozenset[str]
-    required_labels: frozenset[tuple[str, str]]
-    lora_name: str
+    pinned_worker_id: str = ""
+    """"" = free choice."""
+    pinned_dp_rank: int | None = None
+    allowed_worker_ids: frozenset[str] = frozenset()
+    """Empty = all."""
+    excluded_worker_ids: frozenset[str] = frozenset()
+    required_labels: frozenset[tuple[str, str]] = frozenset()
+    lora_name: str = ""
+
+    def validate(self) -> None:
+        """Checks that it does not contradict itself.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        pin = self.pinned_worker_id
+        if self.pinned_dp_rank is not None and not pin:
+            raise InvalidArgument("needs pinned_worker_id", field="pinned_dp_rank")
+        if pin and self.allowed_worker_ids and pin not in self.allowed_worker_ids:
+            raise InvalidArgument(f"{pin!r} is not one of allowed_worker_ids", field="pinned_worker_id")
+        if pin and pin in self.excluded_worker_ids:
+            raise InvalidArgument(f"{pin!r} is excluded as well", field="pinned_worker_id")
 
 
-ANYONE = Wanted("", None, frozenset(), frozenset(), frozenset(), "")
+ANYONE = Wanted()
 
 
 @dataclass(slots=True)
@@ -165,14 +181,7 @@ class SelectionRequest:
     """Names the booking; a query needs none."""
     attempt_id: int = 0
     """0 = the caller does not tell attempts apart."""
-    allowed_worker_ids: frozenset[str] = frozenset()
-    """Empty = all."""
-    excluded_worker_ids: frozenset[str] = frozenset()
-    pinned_worker_id: str = ""
-    """"" = free choice."""
-    pinned_dp_rank: int | None = None
-    required_labels: Mapping[str, str] = field(default_factory=dict)
-    lora_name: str = ""
+    wanted: Wanted = ANYONE
     override: ConfigOverride = NO_OVERRIDE
     priority: int = 0
     expected_output_tokens: int = 0
@@ -191,26 +200,6 @@ class SelectionRequest:
         """Name of its booking."""
         return RequestKey(self.tenant, self.model, self.role, self.request_id)
 
-    @property
-    def wanted(self) -> Wanted:
-        """Which workers of the pool it can go to."""
-        if not (
-            self.pinned_worker_id
-            or self.allowed_worker_ids
-            or self.excluded_worker_ids
-            or self.required_labels
-            or self.lora_name
-        ):
-            return ANYONE
-        return Wanted(
-            self.pinned_worker_id,
-            self.pinned_dp_rank,
-            self.allowed_worker_ids,
-            self.excluded_worker_ids,
-            frozenset(self.required_labels.items()),
-            self.lora_name,
-        )
-
     def validate(self) -> None:
         """Checks what needs no knowledge of the workers.
 
@@ -221,14 +210,7 @@ class SelectionRequest:
             raise InvalidArgument("must not be empty", field="model")
         if self.isl_tokens < 1:
             raise InvalidArgument("must be at least 1", field="isl_tokens")
-        if self.pinned_dp_rank is not None and not self.pinned_worker_id:
-            raise InvalidArgument("needs pinned_worker_id", field="pinned_dp_rank")
-        if self.pinned_worker_id:
-            if self.allowed_worker_ids and self.pinned_worker_id not in self.allowed_worker_ids:
-                raise InvalidArgument(
-                    f"{self.pinned_worker_id!r} is not one of allowed_worker_ids", field="pinned_worker_id"
-                )
-            if self.pinned_worker_id in self.excluded_worker_ids:
-                raise InvalidArgument(f"{self.pinned_worker_id!r} is excluded as well", field="pinned_worker_id")
+        if self.wanted is not ANYONE:
+            self.wanted.validate()
         if self.override is not NO_OVERRIDE:
             self.override.validate()

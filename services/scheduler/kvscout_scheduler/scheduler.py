@@ -61,7 +61,7 @@ class Scheduler:
         clock: Monotonic seconds.
         rng: For ties and temperatures.
         policies: None = this package's and those of installed packages.
-        wall_clock: Seconds since the Unix epoch, for those who watch.
+        wall_clock: Seconds since the Unix epoch, for those who watch, and between replicas.
         limits: What tenants may have.
         make_load: Which twin keeps the load; None = the native one where the extension is built and not switched off.
 

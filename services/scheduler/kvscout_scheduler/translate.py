@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, Final
 
 from kvscout.v1 import scheduler_pb2, types_pb2
@@ -22,6 +23,7 @@ from kvscout_scheduler.request import (
     Prompt,
     RequestKey,
     SelectionRequest,
+    Wanted,
     pack_hashes,
 )
 from kvscout_scheduler.thresholds import BusyThresholds
@@ -51,15 +53,7 @@ def overlaps_from_proto(message: types_pb2.Overlaps) -> Overlaps:
     """The columns of FindMatches; they are checked against the prompt later."""
     if not message.worker_ids:
         return NO_OVERLAPS
-    return Overlaps(
-        worker_ids=list(message.worker_ids),
-        dp_ranks=list(message.dp_ranks),
-        device_blocks=list(message.device_blocks),
-        host_blocks=list(message.host_blocks),
-        disk_blocks=list(message.disk_blocks),
-        external_blocks=list(message.external_blocks),
-        predicted_blocks=list(message.predicted_blocks),
-    )
+    return Overlaps(**{column.name: list(getattr(message, column.name)) for column in fields(Overlaps)})
 
 
 def _override(message: scheduler_pb2.SelectRequest) -> ConfigOverride:
@@ -103,12 +97,14 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
         role=role_from_proto(message.role),
         request_id=message.request_id,
         attempt_id=message.attempt_id,
-        allowed_worker_ids=frozenset(message.allowed_worker_ids),
-        excluded_worker_ids=frozenset(message.excluded_worker_ids),
-        pinned_worker_id=message.pinned_worker_id,
-        pinned_dp_rank=message.pinned_dp_rank if message.HasField("pinned_dp_rank") else None,
-        required_labels=dict(message.required_labels),
-        lora_name=message.lora_name,
+        wanted=Wanted(
+            message.pinned_worker_id,
+            message.pinned_dp_rank if message.HasField("pinned_dp_rank") else None,
+            frozenset(message.allowed_worker_ids),
+            frozenset(message.excluded_worker_ids),
+            frozenset(message.required_labels.items()),
+            message.lora_name,
+        ),
         override=_override(message),
         priority=message.priority,
         expected_output_tokens=message.expected_output_tokens,
