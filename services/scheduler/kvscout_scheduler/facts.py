@@ -48,11 +48,7 @@ class Facts(NamedTuple):
         Raises:
             InvalidArgument: Naming the field.
         """
-        for name, given in (
-            ("model", self.key.model),
-            ("request_id", self.key.request_id),
-            ("worker", self.rank.worker_id),
-        ):
+        for name, given in (("model", self.key.model), ("worker", self.rank.worker_id)):
             if not given:
                 raise InvalidArgument("must not be empty", field=name)
         if self.isl_tokens < 1:

@@ -60,8 +60,8 @@ class LifecycleRpc:
     def __init__(self, scheduler: Scheduler, elsewhere: Forwarding | None = None) -> None:
         self._scheduler = scheduler
         self._elsewhere = elsewhere
-        self._streams: set[_Outbox] = set()
-        self._readers: set[asyncio.Task[Any]] = set()
+        self._streams: dict[asyncio.Task[Any], _Outbox] = {}
+        """By the task that reads them."""
         self._ending: dict[asyncio.Task[Any], KvscoutError] = {}
         """Readers that are cancelled by us, and why."""
 
@@ -85,11 +85,10 @@ class LifecycleRpc:
         # Even an empty answer tells the owner that it is known: its bookings are safe from here on.
         outbox.news.set()
         operations = Operations(scheduler, owner, outbox.put, self._elsewhere)
-        self._streams.add(outbox)
         writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner}")
         reader = asyncio.current_task()
         assert reader is not None
-        self._readers.add(reader)
+        self._streams[reader] = outbox
         pulse = Pulse(patience, lambda silent: self._end(reader, silent))
         failure: BaseException | None = None
 
@@ -127,8 +126,7 @@ class LifecycleRpc:
         finally:
             pulse.stop()
             ended = self._ending.pop(reader, None)
-            self._streams.discard(outbox)
-            self._readers.discard(reader)
+            del self._streams[reader]
             writer.cancel()
             operations.close()
             # Whose stream ends in sight was there until now, however little it had to say.
@@ -143,12 +141,11 @@ class LifecycleRpc:
 
     async def drain_streams(self) -> None:
         """Tells every owner to go to the next scheduler, and ends the streams of those that stay."""
-        for outbox in self._streams:
+        for outbox in self._streams.values():
             outbox.next.draining = True
             outbox.news.set()
-        readers = set(self._readers)
-        if readers:
-            _, staying = await asyncio.wait(readers, timeout=LEAVE_SECONDS)
+        if self._streams:
+            _, staying = await asyncio.wait(set(self._streams), timeout=LEAVE_SECONDS)
             for reader in staying:
                 self._ending[reader] = Draining("the scheduler is draining")
                 reader.cancel()

@@ -52,10 +52,14 @@ class SchedulerCollector(Collector):
                 expected_cached.add_metric(labels, pool.hits[slot].cached_tokens)
         yield from (requests, prefill, decode, expected_prompt, expected_cached, balance, queued)
         stats = self._scheduler.stats
-        yield _counted("kvscout_decisions", "Workers picked, by policy", "policy", stats.decisions)
-        yield _counted("kvscout_refusals", "Selections that failed, by error", "error", stats.refusals)
-        help_ = "Bookings that ended without a Free, by reason"
-        yield _counted("kvscout_reservations_expired", help_, "reason", stats.ended)
+        decisions = CounterMetricFamily("kvscout_decisions", "Workers picked, by policy", labels=["policy"])
+        yield _counted(decisions, stats.decisions)
+        refusals = CounterMetricFamily("kvscout_refusals", "Selections that failed, by error", labels=["error"])
+        yield _counted(refusals, stats.refusals)
+        ended = CounterMetricFamily(
+            "kvscout_reservations_expired", "Bookings that ended without a Free, by reason", labels=["reason"]
+        )
+        yield _counted(ended, stats.ended)
         waits = HistogramMetricFamily("kvscout_queue_wait_seconds", "How long requests that were booked had waited")
         stats.queue_waits.add_to(waits)
         yield waits
@@ -63,8 +67,7 @@ class SchedulerCollector(Collector):
             yield from self._replicas.collect()
 
 
-def _counted(name: str, help_: str, label: str, counts: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(name, help_, labels=[label])
+def _counted(family: CounterMetricFamily, counts: Mapping[str, int]) -> Metric:
     for value, count in counts.items():
         family.add_metric([value], count)
     return family

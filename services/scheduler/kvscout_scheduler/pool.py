@@ -24,6 +24,11 @@ class HitCounts:
     isl_tokens: int = 0
     cached_tokens: int = 0
 
+    def count(self, facts: Facts) -> None:
+        """Adds a booking."""
+        self.isl_tokens += facts.isl_tokens
+        self.cached_tokens += facts.isl_tokens - facts.uncached_tokens
+
 
 class Leaving(NamedTuple):
     """A rank that is not registered any more, and has requests that were booked while it was."""

@@ -157,7 +157,7 @@ class Scheduler:
         )
         self._book(facts, block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
         if request.charge_prefill:
-            self._count_hits(pool, slot, facts)
+            pool.hits[slot].count(facts)
         return decision
 
     def reserve_or_wait(
@@ -235,7 +235,7 @@ class Scheduler:
         Prompt(facts.block_hashes).validate(facts.isl_tokens, pool.lane_of[slot].block_size)
         kept = facts._replace(block_hashes=b"")
         self._book(kept, facts.block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
-        self._count_hits(pool, slot, facts)
+        pool.hits[slot].count(facts)
         return facts.uncached_tokens
 
     def mark_prefill_complete(self, key: RequestKey, attempt_id: int = 0) -> bool:
@@ -365,13 +365,8 @@ class Scheduler:
             pool.load.check_invariants(allocations)
 
     def _make_pool(self, pool_id: PoolId) -> Pool:
-        settings = self.settings
-        pool = Pool(
-            pool_id,
-            self._make_load,
-            track_blocks=settings.tracks_blocks(pool_id.role),
-            queue_threshold=settings.queue_threshold,
-        )
+        tracks_blocks = self.settings.tracks_blocks(pool_id.role)
+        pool = Pool(pool_id, self._make_load, track_blocks=tracks_blocks, queue_threshold=self.settings.queue_threshold)
         self._selector.begin(pool)
         return pool
 
@@ -455,11 +450,6 @@ class Scheduler:
                 facts = facts._replace(block_hashes=block_hashes)
         booking = Booking(facts, pool, pool.place(slot, facts, block_hashes), now)
         self.bookings.add(booking, owner=owner, lease_seconds=lease_seconds)
-
-    def _count_hits(self, pool: Pool, slot: int, facts: Facts) -> None:
-        hits = pool.hits[slot]
-        hits.isl_tokens += facts.isl_tokens
-        hits.cached_tokens += facts.isl_tokens - facts.uncached_tokens
 
 
 def _check_booking(request_id: str, attempt_id: int, lease_seconds: float) -> None:
