@@ -666,6 +666,8 @@ def test_s8_replicas_agree_exactly_one_quiet_second_after_losses_repeats_partiti
         if rng.random() < 0.01:
             node = world[rng.choice(list(world.nodes))]
             node.cut_off = not node.cut_off
+            if not node.cut_off:
+                node.replication.query()
         if rng.random() < 0.01:
             node = world[rng.choice(list(world.nodes))]
             node.away = not node.away

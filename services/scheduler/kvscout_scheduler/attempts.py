@@ -33,9 +33,6 @@ class EndedAttempts:
         # A dict whose first entries are deleted one by one looks at all of the deleted ones for its first each time.
         self._ended: OrderedDict[tuple[RequestKey, int], tuple[Ended, float]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._ended)
-
     def add(self, key: RequestKey, attempt_id: int, how: Ended, now: float) -> None:
         """Remembers an attempt from now on."""
         name = (key, attempt_id)

@@ -45,9 +45,6 @@ class Owners:
         self._forgotten: dict[Booking, None] = {}
         """What its owner did not list when it came back, and that has not ended yet."""
 
-    def __len__(self) -> int:
-        return len(self._owners)
-
     def connect(
         self, name: OwnerName, listed: Container[tuple[RequestKey, int]], now: float, opened_at: int, wall_now: float
     ) -> int:

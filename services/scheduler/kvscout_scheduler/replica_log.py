@@ -41,25 +41,10 @@ class ReplicaLog:
 
     def put(self, claim: Claim) -> None:
         """Adds or replaces a claim; tells of one that differs in one thing no more than that."""
-        before = self.claims.get(claim.key)
+        change = _change(self.claims.get(claim.key), claim)
         self.claims.put(claim)
-        event = None
-        if before is not None and claim != before:
-            if claim == before._replace(state=ClaimState.DECODE):
-                first = replication_pb2.PrefillCompletedEvent(request=name_to_proto(claim))
-                event = replication_pb2.ReplicaEvent(mark_prefill_completed=first)
-            elif claim == before._replace(output_blocks=claim.output_blocks):
-                output = replication_pb2.OutputAddedEvent(
-                    request=name_to_proto(claim), output_blocks=claim.output_blocks
-                )
-                event = replication_pb2.ReplicaEvent(add_output=output)
-            elif claim == before._replace(lease_seconds=claim.lease_seconds):
-                renewed = replication_pb2.RenewedEvent(
-                    request=name_to_proto(claim), lease_seconds=claim.lease_seconds, **owner_to_proto(claim.owner)
-                )
-                event = replication_pb2.ReplicaEvent(renew=renewed)
-        if event is not None:
-            self.tell(event)
+        if change is not None:
+            self.tell(change)
         else:
             self.tell(replication_pb2.ReplicaEvent(add_request=claim_to_proto(claim)), claim.size())
 
@@ -97,6 +82,25 @@ class ReplicaLog:
             )
             start = end
         return batches
+
+
+def _change(before: Claim | None, claim: Claim) -> replication_pb2.ReplicaEvent | None:
+    """What tells of the one thing in which a claim differs from the one before; None = it is to be told whole."""
+    if before is None or before == claim:
+        return None
+    request = name_to_proto(claim)
+    if claim == before._replace(state=ClaimState.DECODE):
+        completed = replication_pb2.PrefillCompletedEvent(request=request)
+        return replication_pb2.ReplicaEvent(mark_prefill_completed=completed)
+    if claim == before._replace(output_blocks=claim.output_blocks):
+        output = replication_pb2.OutputAddedEvent(request=request, output_blocks=claim.output_blocks)
+        return replication_pb2.ReplicaEvent(add_output=output)
+    if claim == before._replace(lease_seconds=claim.lease_seconds):
+        owner, seconds = owner_to_proto(claim.owner), claim.lease_seconds
+        return replication_pb2.ReplicaEvent(
+            renew=replication_pb2.RenewedEvent(request=request, lease_seconds=seconds, **owner)
+        )
+    return None
 
 
 def end_of_batch(items: Sequence[T], size: Callable[[T], int], start: int) -> int:
