@@ -14,6 +14,7 @@ from kvscout_scheduler.cost import Lane
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.facts import Facts, Observer
 from kvscout_scheduler.request import EMPTY_PROMPT, HASH_BYTES, PoolId, Prompt
+from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.thresholds import NO_THRESHOLDS, BusyThresholds
 
 
@@ -55,16 +56,12 @@ class Pool:
     Args:
         pool_id: What its workers serve.
         make_load: Which twin keeps its load.
-        track_blocks: Whether requests occupy blocks.
-        queue_threshold: Requests wait for a worker that has more active prefill tokens than this times what it takes
-            into one batch; None = nobody waits.
+        settings: Of the scheduler.
     """
 
-    def __init__(
-        self, pool_id: PoolId, make_load: MakeLoad, *, track_blocks: bool, queue_threshold: float | None = None
-    ) -> None:
+    def __init__(self, pool_id: PoolId, make_load: MakeLoad, settings: SchedulerSettings) -> None:
         self.id = pool_id
-        self.load = make_load(track_blocks=track_blocks)
+        self.load = make_load(track_blocks=settings.tracks_blocks(pool_id.role))
         self.order: list[int] = []
         self.places: tuple[WorkerRank, ...] = ()
         """Rank at each slot, of those not in use the last one; another tuple after each change."""
@@ -94,7 +91,7 @@ class Pool:
         self.changed = False
         """Whether anything else changed since: who may go where must be looked at anew."""
         self._thresholds = NO_THRESHOLDS
-        self._queue_threshold = queue_threshold
+        self._queue_threshold = settings.queue_threshold
         self._unused: list[int] = []
 
     def add(self, spec: WorkerSpec) -> None:

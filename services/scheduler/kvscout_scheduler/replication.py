@@ -71,6 +71,8 @@ class Replication:
     def __init__(self, scheduler: Scheduler, replica_id: str) -> None:
         self.me = Incarnation(replica_id, int(scheduler.wall_clock() * MICROSECONDS))
         self.ownership = Ownership(scheduler, self.me)
+        self.views = self.ownership.views
+        """What is known of the others."""
         self.refused = 0
         """Messages that could not be read."""
         self.transit_seconds = 0.0
@@ -95,11 +97,6 @@ class Replication:
         """Sent since the last event."""
         self._warnings = RateLimitedLog(log)
         self.query()
-
-    @property
-    def views(self) -> dict[Incarnation, View]:
-        """What is known of the others."""
-        return self.ownership.views
 
     @property
     def conflict(self) -> str:

@@ -50,8 +50,6 @@ from kvscout_scheduler.waiting import RETRY_SECONDS, Answer, Waiter, WaitingLine
 from kvscout_scheduler.watching import Watchers
 from kvscout_scheduler.workers import Workers
 
-DEFAULT_SETTINGS = SchedulerSettings()
-
 
 class Scheduler:
     """Picks workers, books requests on them, and knows what is active.
@@ -72,7 +70,7 @@ class Scheduler:
 
     def __init__(
         self,
-        settings: SchedulerSettings = DEFAULT_SETTINGS,
+        settings: SchedulerSettings = SchedulerSettings(),
         *,
         clock: Callable[[], float],
         rng: Random,
@@ -365,8 +363,7 @@ class Scheduler:
             pool.load.check_invariants(allocations)
 
     def _make_pool(self, pool_id: PoolId) -> Pool:
-        tracks_blocks = self.settings.tracks_blocks(pool_id.role)
-        pool = Pool(pool_id, self._make_load, track_blocks=tracks_blocks, queue_threshold=self.settings.queue_threshold)
+        pool = Pool(pool_id, self._make_load, self.settings)
         self._selector.begin(pool)
         return pool
 

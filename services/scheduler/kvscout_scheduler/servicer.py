@@ -306,8 +306,6 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
 def _booked_by(operation: Operation) -> tuple[RequestKey, int] | None:
     """Request and attempt that an operation books."""
     match operation:
-        case Select(wanted, True):
-            return wanted.key, wanted.attempt_id
-        case Reserve(wanted):
+        case Select(wanted=wanted, books=True) | Reserve(wanted=wanted):
             return wanted.key, wanted.attempt_id
     return None

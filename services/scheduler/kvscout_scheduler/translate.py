@@ -56,13 +56,6 @@ def overlaps_from_proto(message: types_pb2.Overlaps) -> Overlaps:
     return Overlaps(**{column.name: list(getattr(message, column.name)) for column in fields(Overlaps)})
 
 
-def _override(message: scheduler_pb2.SelectRequest) -> ConfigOverride:
-    if not message.HasField("router_config_override"):
-        return NO_OVERRIDE
-    names = ("overlap_score_weight", "router_temperature", "policy", "seed")
-    return ConfigOverride(**given_fields(message.router_config_override, *names))
-
-
 def prompt_from_proto(message: scheduler_pb2.SelectRequest | scheduler_pb2.SchedulerGetPotentialLoadsRequest) -> Prompt:
     """The hashes and overlaps that a message has of its own."""
     return Prompt(
@@ -88,6 +81,10 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
     Raises:
         InvalidArgument: If a field cannot be read; the core checks the rest.
     """
+    override = NO_OVERRIDE
+    if message.HasField("router_config_override"):
+        names = ("overlap_score_weight", "router_temperature", "policy", "seed")
+        override = ConfigOverride(**given_fields(message.router_config_override, *names))
     return SelectionRequest(
         model=message.model,
         isl_tokens=message.isl_tokens,
@@ -105,7 +102,7 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
             frozenset(message.required_labels.items()),
             message.lora_name,
         ),
-        override=_override(message),
+        override=override,
         priority=message.priority,
         expected_output_tokens=message.expected_output_tokens,
         charge_prefill=not message.prefill_elsewhere,
