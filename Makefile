@@ -34,7 +34,7 @@ test: ## Run every test (pytest, and cargo test where cargo is).
 ifneq ($(CARGO),)
 	cargo test --quiet --manifest-path $(NATIVE) --no-default-features
 endif
-	$(PY) -m pytest -n $(TEST_WORKERS)
+	$(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 # What crosses processes, through each front, with TLS and tokens, and what begins and ends calls.
 GRPCIO_TESTS := $(addprefix tests/,$(addsuffix .py, \
@@ -43,7 +43,7 @@ GRPCIO_TESTS := $(addprefix tests/,$(addsuffix .py, \
 	scheduler/test_lifecycle_stream indexer/test_indexer_process))
 
 test-grpcio: ## Again over grpcio, which carries the calls where the extension is not built, what crosses processes.
-	kvscout_rpc_transport=grpcio $(PY) -m pytest -n $(TEST_WORKERS) $(GRPCIO_TESTS)
+	kvscout_rpc_transport=grpcio $(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal $(GRPCIO_TESTS)
 
 fuzz: ## Fuzz the index, every decoder and every rpc, for an hour or FUZZ_SECONDS; libFuzzer targets where cargo-fuzz is.
 	PYTHONPATH=tests $(PY) tests/fuzz.py

@@ -100,6 +100,8 @@ class Gateway:
         """What is to be freed, and in which attempt: it is not wanted any more, or not known to be booked."""
         self._asked: list[str] = []
         """Requests that are being booked."""
+        self._marked: set[str] = set()
+        """Requests whose prefill is over, and of which it was not heard that a scheduler was told so."""
         self._stale: set[asyncio.Task[None]] = set()
         self._replicas = replicas
         self._rng = Random(seed)
@@ -177,8 +179,8 @@ class Gateway:
             self.rebooked += 1
         self._note("booked again", lost)
         # What a replica takes over may be older than what the last one was told.
-        over = [name for name, (_, marked) in self.in_flight.items() if marked]
-        await stream.ask(*({"prefill_complete": stream.ref(name)} for name in over), seconds=CALL_SECONDS)
+        over = [name for name, (_, marked) in self.in_flight.items() if marked or name in self._marked]
+        await self._mark(stream, over)
         owed = list(self._owed)
         await stream.ask(*({"free": ref(*each)} for each in owed), seconds=CALL_SECONDS)
         self._owed.difference_update(owed)
@@ -198,18 +200,23 @@ class Gateway:
         self._owed.difference_update(asked)
         self._asked = []
 
-    async def _work(self, stream: GatewayStream) -> None:
-        names = [f"{self.name}-{next(self._numbers)}" for _ in range(self._rng.randint(1, 5))]
-        raising = types_pb2.RouterConfigOverride(policy="raising") if self._rng.random() < 0.1 else None
-        await self._book(stream, names, router_config_override=raising)
-        ripe = [name for name, (_, over) in self.in_flight.items() if not over and self._rng.random() < 0.5]
-        marked = await stream.ask(*({"prefill_complete": stream.ref(name)} for name in ripe), seconds=CALL_SECONDS)
-        for name, answer in zip(ripe, marked, strict=True):
+    async def _mark(self, stream: GatewayStream, names: list[str]) -> None:
+        self._marked = set(names)
+        answers = await stream.ask(*({"prefill_complete": stream.ref(name)} for name in names), seconds=CALL_SECONDS)
+        self._marked = set()
+        for name, answer in zip(names, answers, strict=True):
             if answer.code:
                 self.refused += 1
             else:
                 self.in_flight[name] = (self.in_flight[name][0], True)
                 self._note("marked", [name])
+
+    async def _work(self, stream: GatewayStream) -> None:
+        names = [f"{self.name}-{next(self._numbers)}" for _ in range(self._rng.randint(1, 5))]
+        raising = types_pb2.RouterConfigOverride(policy="raising") if self._rng.random() < 0.1 else None
+        await self._book(stream, names, router_config_override=raising)
+        ripe = [name for name, (_, over) in self.in_flight.items() if not over and self._rng.random() < 0.5]
+        await self._mark(stream, ripe)
         done = [name for name, (_, over) in self.in_flight.items() if over and self._rng.random() < 0.3]
         for name in done:
             del self.in_flight[name], self.history[name]
