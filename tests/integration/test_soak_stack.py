@@ -11,7 +11,7 @@ from soak_stack.run import run
 
 HELD = tuple(what for what in LIMITS if what not in EARLY)
 """What tells after minutes: memory takes longer to be what it will be, and so do the codes with which calls end."""
-PAUSE_SECONDS = 1.0
+PAUSE_SECONDS = 1.5
 """Of a client between two requests: the tests beside this one are to get on."""
 
 
