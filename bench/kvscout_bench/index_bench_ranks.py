@@ -76,7 +76,8 @@ class BenchedRank:
     def _prepare_replacing(self) -> Callable[[], CallTimes]:
         """The same rank in an index of its own that has room for no more: as many others come, an event a call."""
         known = self._index.worker_stats(self._rank)
-        blocks = known.blocks if known is not None else 0
+        assert known is not None
+        blocks = known.blocks
         bounded = NativeIndex(self._pool.block_size, max_blocks=blocks)
         bounded.add_worker(self._rank, WorkerOptions())
         bounded.load_messages(self._messages)

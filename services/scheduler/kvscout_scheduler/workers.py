@@ -85,8 +85,8 @@ class Workers:
         self.expire(now, END_AT_ONCE)
 
     def expire(self, now: float, limit: int) -> int:
-        """Ends bookings on ranks that have left for good, and pools that have neither workers nor bookings. If nothing
-        more ends for now, what has is logged.
+        """Ends bookings on ranks that have left for good, and pools that have neither workers nor bookings. Ends are
+        logged once there are no more of them for now.
 
         Args:
             now: On the scheduler's clock.
