@@ -4,7 +4,7 @@ CARGO := $(shell command -v cargo 2>/dev/null)
 NATIVE := native/Cargo.toml
 # Tests wait for processes more than they compute.
 TEST_WORKERS ?= 4
-CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler
+CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler bench/peers/floor
 SOURCES := common services clients bench protos/generate.py protos/compatibility.py protos/reference.py docs tests deploy setup.py
 .DEFAULT_GOAL := help
 KUBECONFORM := github.com/yannh/kubeconform/cmd/kubeconform@v0.7.0

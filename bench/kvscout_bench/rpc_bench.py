@@ -1,6 +1,7 @@
 """`kvscout bench rpc`: what calls cost their servers and their client, how long they take, and how many get through.
 
-Beside a peer in one run: our own services over grpcio, or Dynamo's standalone ones over HTTP.
+Beside a peer in one run: our own services over grpcio, Dynamo's standalone ones over HTTP, or a process that only reads
+and writes, which no service can undercut.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvscout_bench.selection import Selection
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
 
-PEERS = ("grpcio", "dynamo")
+PEERS = ("grpcio", "dynamo", "floor")
 OURS = "native"
 SECONDS, QUICK_SECONDS = 1.5, 0.2
 SATURATED = "saturated"

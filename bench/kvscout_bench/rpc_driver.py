@@ -19,11 +19,12 @@ import uvloop
 from kvscout_bench.gateway_load import at_rate
 from kvscout_bench.report import percentile
 from kvscout_bench.rpc_dynamo import DynamoSide
+from kvscout_bench.rpc_floor import FloorSide
 from kvscout_bench.rpc_ours import Call, OurSide
 from kvscout_bench.service_process import MeasuredProcess
 from kvscout_common.transport import Transport, choose
 
-DYNAMO = "dynamo"
+DYNAMO, FLOOR = "dynamo", "floor"
 WARM_CALLS = 50
 OUTSTANDING = 64
 """Where as many calls are made as get through."""
@@ -100,6 +101,8 @@ async def _cost(load: Callable[[], Awaitable[list[float]]]) -> float:
 def _side(name: str, workers: int, running: ExitStack) -> Side:
     if name == DYNAMO:
         return DynamoSide(workers, running)
+    if name == FLOOR:
+        return FloorSide(running)
     choose(Transport(name))
     return OurSide(name, workers, running)
 

@@ -51,7 +51,7 @@ class OurSide:
             _register(gateway.address, publishers.endpoints)
             indexer.until_applied(publishers.publish())
         for tokens in TOKENS:
-            found = indexer.stub.FindMatches(_query(tokens), timeout=CALL_SECONDS)
+            found = indexer.stub.FindMatches(find_request(tokens), timeout=CALL_SECONDS)
             require_all(found.overlaps.device_blocks, tokens, workers)
 
     async def call_of(self, kind: str, tokens: int, stack: AsyncExitStack) -> Call:
@@ -72,7 +72,7 @@ class OurSide:
 
     async def _find(self, tokens: int, stack: AsyncExitStack) -> Call:
         indexer = await stack.enter_async_context(open_channel(self._indexer))
-        return _unary(indexer.unary_unary(f"{INDEXER}FindMatches"), _query(tokens).SerializeToString())
+        return _unary(indexer.unary_unary(f"{INDEXER}FindMatches"), find_request(tokens).SerializeToString())
 
     async def _python(self, tokens: int, stack: AsyncExitStack) -> Call:
         indexer = await stack.enter_async_context(open_channel(self._indexer))
@@ -82,7 +82,7 @@ class OurSide:
     async def _message(self, tokens: int, stack: AsyncExitStack) -> Call:
         indexer = await stack.enter_async_context(open_channel(self._indexer))
         ask = Stream(indexer.stream_stream(f"{INDEXER}StreamFindMatches")(), stack)
-        request = indexer_pb2.StreamFindMatchesRequest(requests=[_query(tokens)]).SerializeToString()
+        request = indexer_pb2.StreamFindMatchesRequest(requests=[find_request(tokens)]).SerializeToString()
 
         async def call(number: int) -> None:
             await ask(request)
@@ -102,7 +102,7 @@ class OurSide:
         select: Any = scheduler.unary_unary(f"{SCHEDULER}SelectAndReserve")
         mark: Any = scheduler.unary_unary(f"{SCHEDULER}MarkPrefillComplete")
         free: Any = scheduler.unary_unary(f"{SCHEDULER}Free")
-        query, wanted = _query(tokens).SerializeToString(), _wanted(tokens).SerializeToString()
+        query, wanted = find_request(tokens).SerializeToString(), _wanted(tokens).SerializeToString()
 
         async def call(number: int) -> None:
             found = indexer_pb2.FindMatchesResponse.FromString(await find(query, timeout=CALL_SECONDS))
@@ -123,7 +123,7 @@ class OurSide:
         ask = Stream(indexer.stream_stream(f"{INDEXER}StreamFindMatches")(), stack)
         operations = Operations(scheduler.stream_stream(f"{SCHEDULER}Lifecycle")(), stack)
         await operations.open(f"bench-{next(self._ids)}")
-        query = indexer_pb2.StreamFindMatchesRequest(requests=[_query(tokens)]).SerializeToString()
+        query = indexer_pb2.StreamFindMatchesRequest(requests=[find_request(tokens)]).SerializeToString()
         wanted = _wanted(tokens)
 
         async def call(number: int) -> None:
@@ -232,7 +232,8 @@ def _unary(method: Any, request: bytes) -> Call:
     return call
 
 
-def _query(tokens: int) -> indexer_pb2.FindMatchesRequest:
+def find_request(tokens: int) -> indexer_pb2.FindMatchesRequest:
+    """Where the prompt of so many tokens is cached."""
     return indexer_pb2.FindMatchesRequest(model=MODEL, token_ids=prompt(tokens))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 import psutil
@@ -44,6 +45,17 @@ def test_a_side_that_is_closed_leaves_no_service_behind() -> None:
         started = psutil.Process(driver.pid).children()
     assert len(started) == 3
     assert not [child for child in started if child.is_running()]
+
+
+@pytest.mark.skipif(shutil.which("cargo") is None, reason="cargo is not there: it compiles what only reads and writes")
+def test_what_only_reads_and_writes_is_called_as_often_and_knows_no_other_kind() -> None:
+    with Driver([sys.executable, "-m", "kvscout_bench.rpc_driver", "floor"]) as driver:
+        for workload in ("find/4096/8/saturated", "find/512/8/300", "python/0/8/300"):
+            sample = driver.ask("run", workload=workload, seconds=0.1)
+            assert sample["operations"] > 10 and set(sample["parts_us"]) == {"floor"}
+        assert "unsupported" in driver.ask("run", workload="route/512/8/300", seconds=0.1)
+        (started,) = psutil.Process(driver.pid).children()
+    assert not started.is_running()
 
 
 def test_every_goal_is_of_a_row_and_every_kind_has_one() -> None:
