@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from typing import Any
 
 from aiohttp import web
 from free_ports import free_ports
+from web_servers import stop_accepting
 
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools"
 PODS = "/api/v1/namespaces/default/pods"
@@ -87,6 +89,7 @@ class FakeApi:
         """Paths and parameters, in order."""
         self._tls = tls
         self._runner: web.AppRunner | None = None
+        self._listening: socket.socket | None = None
         self._version = 100
         self._oldest = 100
         self._objects: dict[str, dict[str, Object]] = {PODS: {}, POOLS: {}}
@@ -110,11 +113,13 @@ class FakeApi:
         app.add_routes([web.get("/{path:.*}", self._answer)])
         self._runner = web.AppRunner(app, shutdown_timeout=0.01)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._tls).start()
+        self._listening = socket.create_server(("127.0.0.1", self.port))
+        await web.SockSite(self._runner, self._listening, ssl_context=self._tls).start()
 
     async def kill(self) -> None:
         """Every connection is reset, and nobody listens any more."""
-        assert self._runner is not None
+        assert self._runner is not None and self._listening is not None
+        await stop_accepting(self._listening)
         for connection in list(self._runner.server.connections if self._runner.server else ()):
             if connection.transport is not None:
                 connection.transport.abort()

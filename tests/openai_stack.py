@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
+from web_servers import web_server
 
 from kvscout_common.identity import TokenTable
 from kvscout_common.transport.http import HttpServer, serve_http
@@ -69,15 +70,8 @@ async def engine(script: Script) -> AsyncIterator[Engine]:
     made = Engine(script)
     app = web.Application(client_max_size=1 << 27)
     app.router.add_route("*", "/{path:.*}", made.handle)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0][:2]
-    made.url = f"http://{host}:{port}"
-    try:
+    async with web_server(app, handler_cancellation=True, shutdown_timeout=0.1) as made.url:
         yield made
-    finally:
-        await runner.cleanup()
 
 
 @dataclass(slots=True)

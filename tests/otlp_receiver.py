@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+from web_servers import web_server
 
 
 class Exported(NamedTuple):
@@ -67,15 +68,8 @@ async def otlp_receiver() -> AsyncIterator[Receiver]:
 
     app = web.Application()
     app.router.add_post("/v1/traces", take)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0][:2]
-    receiver.url = f"http://{host}:{port}"
-    try:
+    async with web_server(app, shutdown_timeout=0.1) as receiver.url:
         yield receiver
-    finally:
-        await runner.cleanup()
 
 
 def _span(service: str, span: Any) -> Exported:

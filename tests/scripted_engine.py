@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 from aiohttp import web
+from web_servers import web_server
 
 Script: TypeAlias = "Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]"
 
@@ -44,16 +45,8 @@ async def scripted_engine(script: Script) -> AsyncIterator[ScriptedEngine]:
     app = web.Application(client_max_size=1 << 26)
     for path in ("/v1/completions", "/v1/chat/completions"):
         app.router.add_post(path, engine.handle)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    engine.url = f"http://{host}:{port}"
-    try:
+    async with web_server(app, handler_cancellation=True, shutdown_timeout=0.1) as engine.url:
         yield engine
-    finally:
-        await runner.cleanup()
 
 
 async def begin(request: web.Request) -> web.StreamResponse:

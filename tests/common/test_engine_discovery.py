@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from mocker_process import running_mocker
 from processes import eventually
+from web_servers import web_server
 
 from kvscout_common.engine_discovery import Discovery
 from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
@@ -44,14 +45,8 @@ async def engine(pages: dict[str, Any]) -> AsyncIterator[str]:
 
     app = web.Application()
     app.add_routes([web.get("/{path:.*}", answer)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with web_server(app) as url:
+        yield url
 
 
 async def ask(url: str, kind: EngineKind = EngineKind.VLLM) -> EngineFacts:

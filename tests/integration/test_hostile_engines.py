@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from indexer_client import MODEL, indexer_process
 from processes import eventually
+from web_servers import web_server
 
 from kvscout.v1 import types_pb2, workers_pb2
 
@@ -39,8 +39,8 @@ async def hostile_engines() -> AsyncIterator[str]:
 
     app = web.Application()
     app.add_routes([web.get("/{path:.*}", answer)])
-    async with TestServer(app) as server:
-        yield str(server.make_url("")).rstrip("/")
+    async with web_server(app) as url:
+        yield url
 
 
 async def test_no_answer_of_an_engine_ends_an_indexer_or_hides_its_status() -> None:

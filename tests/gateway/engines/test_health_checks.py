@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 from processes import eventually
+from web_servers import web_server
 
 from kvscout_common.transport.http import connect
 from kvscout_common.worker import EngineKind, WorkerSpec
@@ -47,15 +48,11 @@ async def serving() -> AsyncIterator[Engine]:
     engine = Engine()
     app = web.Application()
     app.router.add_get("/health", engine.health)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine.url = "http://{}:{}".format(*runner.addresses[0][:2])
-    try:
-        yield engine
-    finally:
-        engine.hangs = False
-        await runner.cleanup()
+    async with web_server(app, handler_cancellation=True, shutdown_timeout=0.1) as engine.url:
+        try:
+            yield engine
+        finally:
+            engine.hangs = False
 
 
 @asynccontextmanager
