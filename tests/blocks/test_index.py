@@ -744,3 +744,14 @@ def test_a_batch_has_so_many_blocks_at_most_and_further_events_are_counted(index
     assert index.incomplete() == {W0}
     apply(index, run(5))
     assert device(index, 5) == {W0: 1}
+
+
+def test_blocks_whose_removal_is_more_than_a_batch_may_have_are_not_found_any_more(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    apply(index, run(1, 2))
+    apply(index, *[Removed((99,) * (BATCH_LIMIT // 4))] * 4, Removed((2,)))
+    assert ignored(index, Ignored.BATCH_LIMIT) == 1
+    assert device(index, 1, 2) == {}
+    assert index.incomplete() == {W0}
+    apply(index, run(1, 2))
+    assert device(index, 1, 2) == {W0: 2}

@@ -44,7 +44,8 @@ class Ignored(StrEnum):
     """A block of a group with a sliding window above `max_blocks`, or `WINDOW_LIMIT` if there is no bound; in
     blocks."""
     BATCH_LIMIT = "batch_limit"
-    """An event with which a batch would have more than `BATCH_LIMIT` blocks, stored and removed; in blocks."""
+    """An event with which a batch would have more than `BATCH_LIMIT` blocks, stored and removed; in blocks. Where it is
+    one that removes, all that is known of the worker goes."""
     UNKNOWN_REMOVED = "unknown_removed"
     """Removal of a copy that is not known; in blocks."""
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.dump import WorkerDump
-from kvscout_blocks.bytes.events import Cleared, EventBatch, Stored, Tier
+from kvscout_blocks.bytes.events import Cleared, EventBatch, Removed, Stored, Tier
 from kvscout_blocks.bytes.wire import MalformedBatch, decode_batch
 from kvscout_blocks.index import bound, state_dump
 from kvscout_blocks.index.block_index import (
@@ -197,6 +197,9 @@ class ReferenceIndex:
                 continue
             blocks = len(event.engine_hashes)
             if filled + blocks > BATCH_LIMIT:
+                if isinstance(event, Removed):
+                    # What it no longer has cannot be told from what it has.
+                    self._renew(worker, known)
                 known.ignore(Ignored.BATCH_LIMIT, blocks)
                 continue
             filled += blocks

@@ -77,6 +77,10 @@ impl Index {
             match event {
                 Event::Cleared => self.renew(state, worker),
                 _ if filled + blocks > BATCH_LIMIT => {
+                    if let Event::Removed(_) = event {
+                        // What it no longer has cannot be told from what it has.
+                        self.renew(state, worker);
+                    }
                     self.count(state, worker, Ignored::BatchLimit, blocks as u64);
                     continue;
                 }
