@@ -99,6 +99,8 @@ class GuardedMethod:
         self._answers = isinstance(self._behaviour, Synchronous)
         self.synchronous = self._answers and not self._traced
         """Whether calls need no task; one that is traced has one, to which what it is part of belongs."""
+        self.native: Any = getattr(self._behaviour, "native", None) if self.synchronous else None
+        """The extension's `Answers`; None = it has none."""
         self._audited = name.startswith("/kvscout.") and name.rpartition("/")[2] in AUDITED
         self.streams = (bool(handler.request_streaming), bool(handler.response_streaming))
         """Whether there are many requests, many answers."""

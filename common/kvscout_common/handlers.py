@@ -21,10 +21,13 @@ class Synchronous:
 
     Args:
         answer: Makes the answer; may ask for `current_identity`.
+        native: The extension's `Answers`: the native transport asks them first, and `answer` about what they decline;
+            None = there are none.
     """
 
-    def __init__(self, answer: Callable[[bytes], bytes]) -> None:
+    def __init__(self, answer: Callable[[bytes], bytes], native: Any = None) -> None:
         self.answer = answer
+        self.native = native
 
     def one_answer(self) -> Handler:
         """As the handler of an rpc with one request."""

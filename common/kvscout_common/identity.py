@@ -295,6 +295,11 @@ class Admission:
         self._streams = tokens.limits if tokens is not None and self._by_role and method in ENDLESS else None
         self._narrows = self._method in _NARROWED
 
+    @property
+    def admits_everybody(self) -> bool:
+        """Whether it makes no difference who calls."""
+        return self._tokens is None
+
     def admit(self, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
         """Who calls.
 

@@ -33,6 +33,11 @@ class Latencies:
         self.counts[bisect_left(self._bounds, seconds)] += 1
         self.seconds += seconds
 
+    def add(self, counts: Sequence[int], seconds: float) -> None:
+        """More of them, by bucket, and their sum."""
+        self.counts = [ours + theirs for ours, theirs in zip(self.counts, counts, strict=True)]
+        self.seconds += seconds
+
     def add_to(self, histogram: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
         """Adds the series of these labels."""
         buckets = zip((*map(str, self._bounds), "+Inf"), accumulate(self.counts), strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -22,6 +22,26 @@ class MethodTimes:
     def __init__(self) -> None:
         self.codes: Counter[grpc.StatusCode] = Counter()
         self.latencies = Latencies(BUCKETS)
+        self._elsewhere: list[Callable[[], tuple[list[int], float]]] = []
+
+    def count_with(self, read: Callable[[], tuple[list[int], float]]) -> None:
+        """Counts calls, too, that were answered elsewhere.
+
+        Args:
+            read: How many those are until now, by bucket, and the seconds that they took; asked by any thread.
+        """
+        self._elsewhere.append(read)
+
+    def totals(self) -> tuple[Counter[grpc.StatusCode], Latencies]:
+        """All until now, by status, and how long they took."""
+        # In one step: the loop may add a status meanwhile.
+        codes, latencies = Counter(dict(self.codes)), Latencies(BUCKETS)
+        for counts, seconds in ((self.latencies.counts, self.latencies.seconds), *(read() for read in self._elsewhere)):
+            latencies.add(counts, seconds)
+        answered = sum(latencies.counts) - sum(self.latencies.counts)
+        if answered:
+            codes[grpc.StatusCode.OK] += answered
+        return codes, latencies
 
     def ended(self, code: grpc.StatusCode, started: float) -> None:
         """One more.
@@ -59,8 +79,9 @@ class RpcTimes(Collector):
         )
         for name, times in self._methods.items():
             service, _, method = name.strip("/").rpartition("/")
-            for code, count in times.codes.items():
+            codes, latencies = times.totals()
+            for code, count in codes.items():
                 handled.add_metric([service, method, code.name], count)
-            if times.codes:
-                times.latencies.add_to(seconds, [service, method])
+            if codes:
+                latencies.add_to(seconds, [service, method])
         yield from (handled, seconds)

@@ -230,6 +230,11 @@ class Queries:
 
     def answer(self, request: bytes, now: float, caller_tenant: str) -> bytes | None: ...
     def answer_stream(self, message: bytes, now: float, caller_tenant: str) -> bytes | None: ...
+    def answers(self) -> Answers:
+        """`answer` for `Rpc.answer_method`."""
+
+    def stream_answers(self) -> Answers:
+        """`answer_stream` for `Rpc.answer_stream`."""
 
 # --- codec -----------------------------------------------------------------------------------------
 
@@ -499,6 +504,18 @@ class ClientTls:
             ValueError: One of them is wrong.
         """
 
+class Answers:
+    """Makes answers of messages where a server has them, without Python. Messages above 256 KiB are declined."""
+
+class AnswerTimes:
+    """How long answers took that Python has not seen, in the buckets of a histogram. Thread-safe."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """The upper bounds of the buckets, in seconds, ascending."""
+
+    def read(self) -> tuple[list[int], float]:
+        """Answers by bucket, the last one without a bound, and the seconds of all of them together."""
+
 class Rpc:
     """gRPC over HTTP/2, driven by one event loop, from one thread::
 
@@ -520,6 +537,7 @@ class Rpc:
         handshake_seconds: float = ...,
         queue_bytes: int = ...,
         max_age_seconds: float | None = ...,
+        clock: float = ...,
     ) -> None:
         """Opens its epoll.
 
@@ -532,6 +550,7 @@ class Rpc:
             handshake_seconds: From the connection to the end of the HTTP/2 preface.
             queue_bytes: Of messages that came and are not handled; with more, new calls are refused.
             max_age_seconds: After about so long an accepted connection takes no new calls; None = it always does.
+            clock: What the clock of `Answers` says now.
 
         Raises:
             OSError: There is no descriptor for it.
@@ -570,6 +589,27 @@ class Rpc:
         Raises:
             ValueError: `host` is no address.
             OSError: It cannot be bound.
+        """
+
+    def answer_method(self, listener: int, place: int, answers: Answers, tenant: str, times: AnswerTimes) -> None:
+        """Has calls of a method of one message and one answer answered by `turn` itself; what is declined is told as OPEN.
+
+        Args:
+            listener: Its number.
+            place: Of the method in its list.
+            answers: Makes them.
+            tenant: Of the callers; "*" = all.
+            times: Told of each.
+        """
+
+    def answer_stream(self, call: int, answers: Answers, tenant: str) -> None:
+        """Has the messages of a call that came answered by `turn` itself, in order, until one is declined, which is told as
+        MESSAGE, or an answer finds no room; then all that follow are told until this is called again.
+
+        Args:
+            call: Its number; nothing that it sent waits to be answered.
+            answers: Makes one of each.
+            tenant: Of the caller; "*" = all.
         """
 
     def set_tls(self, listener: int, tls: ServerTls | None = None) -> None:

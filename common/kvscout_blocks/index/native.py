@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.codec import MAX_CHUNK_BYTES, Published
@@ -340,6 +340,16 @@ class NativeQueries:
     def set_incomplete(self, pool: PoolKey, ranks: Sequence[WorkerRank]) -> None:
         """Says which ranks of a pool have an incomplete history."""
         self._queries.set_incomplete(pool.tenant, pool.model, pool.block_size, pool.eagle, ranks)
+
+    @property
+    def answers(self) -> Any:
+        """`answer` for whoever asks without Python."""
+        return self._queries.answers()
+
+    @property
+    def stream_answers(self) -> Any:
+        """`answer_stream` for whoever asks without Python."""
+        return self._queries.stream_answers()
 
     def answer(self, request: bytes, *, now: float, caller_tenant: str) -> bytes | None:
         """Answers a `FindMatchesRequest`.

@@ -9,15 +9,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 
 from kvscout_common.keepalive import TIME_MS, TIMEOUT_MS
 from kvscout_common.statuses import Status
 from kvscout_common.transport.deadlines import Deadlines
-from kvscout_native import HTTP_EVENTS, RPC_EVENTS, ClientTls, Http, Rpc, ServerTls
+from kvscout_native import HTTP_EVENTS, RPC_EVENTS, AnswerTimes, ClientTls, Http, Rpc, ServerTls
 
-__all__ = ["HTTP_EVENTS", "ClientTls", "Http", "NativeCore", "ServerTls"]
+__all__ = ["HTTP_EVENTS", "AnswerTimes", "ClientTls", "Http", "NativeCore", "ServerTls"]
 
 OPEN: Final = RPC_EVENTS["OPEN"]
 MESSAGE: Final = RPC_EVENTS["MESSAGE"]
@@ -75,7 +76,7 @@ class ClosedRpc:
     def ignore(self, *_: object) -> None:
         """What there is nobody to say to."""
 
-    answer = finish = headers = consumed = half_close = reset = close = set_tls = ignore
+    answer = answer_stream = finish = headers = consumed = half_close = reset = close = set_tls = ignore
 
 
 class NativeCore:
@@ -104,6 +105,7 @@ class NativeCore:
             max_age_seconds=max_age_seconds,
             keepalive_seconds=TIME_MS / 1000,
             keepalive_timeout_seconds=TIMEOUT_MS / 1000,
+            clock=time.monotonic(),
         )
         self.loop = asyncio.get_running_loop()
         self.deadlines = Deadlines(self.loop)
@@ -157,6 +159,8 @@ class NativeCore:
             self._tell()
         finally:
             self._turning = False
+            # Whoever was told may have said nothing, and the extension have answered by itself.
+            self._flushing = True
             self._flush()
 
     def _tell(self) -> None:

@@ -2,7 +2,8 @@
 
 ::
 
-    call ──▶ synchronous handler ──▶ answered in the same callback
+    call ──▶ the extension, where it has the answer and everybody may ask
+         ──▶ synchronous handler ──▶ answered in the same callback
          ──▶ any other handler ──▶ a task that stands ready runs it up to where it first waits
 """
 
@@ -21,11 +22,13 @@ import grpc
 from kvscout_common.errors import ConfigError
 from kvscout_common.guard import Guard, GuardedMethod
 from kvscout_common.handlers import Handler
+from kvscout_common.identity import ANONYMOUS
+from kvscout_common.rpc_metrics import BUCKETS
 from kvscout_common.statuses import INTERNAL_TEXT, status_of
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.tls import Pem
 from kvscout_common.transport.native_context import NativeContext, RequestIterator
-from kvscout_common.transport.native_core import NativeCore, ServerTls
+from kvscout_common.transport.native_core import AnswerTimes, NativeCore, ServerTls
 from kvscout_common.transport.ready_tasks import ReadyTasks
 from kvscout_common.transport.synchronous_stream import SynchronousStream
 
@@ -93,6 +96,11 @@ class NativeServer:
         self._methods = [self._guard.method(name, handler) for name, handler in self._handlers.items()]
         methods = [(method.name, *method.streams) for method in self._methods]
         self._listener, bound = self._core.rpc.listen(_numeric(host), port, methods, _tls(pem))
+        for place, method in enumerate(self._methods):
+            if method.native is not None and method.admission.admits_everybody and not any(method.streams):
+                times = AnswerTimes(BUCKETS)
+                method.times.count_with(times.read)
+                self._core.rpc.answer_method(self._listener, place, method.native, ANONYMOUS.tenant, times)
         return bound
 
     def renew(self, pem: Pem) -> None:

@@ -1,4 +1,8 @@
-"""A call of a synchronous handler whose both sides send many messages: each is answered as it comes, without a task."""
+"""A call of a synchronous handler whose both sides send many messages: each is answered as it comes, without a task.
+
+Those that the extension can answer it answers, until there is one that it cannot, or no room: then they come here,
+until none waits.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +59,7 @@ class SynchronousStream:
         if timeout_us is not None:
             self._deadline = core.deadlines.add(core.loop.time() + timeout_us / 1e6, lambda: self._end(DEADLINE))
         core.calls[number] = self
+        self._lend()
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
         """See `native_core.Sink`."""
@@ -85,8 +90,16 @@ class SynchronousStream:
             core.rpc.consumed(self._number, len(message))
             self._room = core.rpc.send(self._number, answer)
         core.flush()
-        if self._half_closed and not len(self._inbox):
-            self._end(OK)
+        if not len(self._inbox):
+            if self._half_closed:
+                self._end(OK)
+            elif self._room:
+                self._lend()
+
+    def _lend(self) -> None:
+        """Lets the extension answer what it can."""
+        if self._method.native is not None:
+            self._core.rpc.answer_stream(self._number, self._method.native, self._identity.tenant)
 
     def _end(self, status: Status | None) -> None:
         """Ends it with a status; None: the caller has gone."""

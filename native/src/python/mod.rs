@@ -1,5 +1,6 @@
 //! The Python module `kvscout_native._core`; `kvscout_native/__init__.pyi` documents it.
 
+mod answers;
 mod batch;
 mod codec;
 mod errors;
@@ -37,6 +38,7 @@ fn fault_name(kind: FaultKind) -> &'static str {
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    answers::register(module)?;
     hashing::register(module)?;
     http::register(module)?;
     batch::register(module)?;

@@ -5,18 +5,16 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use super::answers::{Answers, DETACH_ABOVE_BYTES};
 use super::index::BlockIndex;
 use crate::index::{WorkerName, WorkerRank};
 use crate::query;
-
-/// Requests above this many bytes may take longer than about 50 µs, so they release the GIL.
-const DETACH_ABOVE_BYTES: usize = 256 * 1024;
 
 /// The indexes that queries can reach; see the stub.
 #[pyclass(frozen, module = "kvscout_native")]
 #[derive(Default)]
 pub struct Queries {
-    queries: query::Queries,
+    queries: Arc<query::Queries>,
 }
 
 #[pymethods]
@@ -80,6 +78,16 @@ impl Queries {
         let run = || self.queries.answer_stream(message, now, caller_tenant);
         let answers = if message.len() > DETACH_ABOVE_BYTES { py.detach(run) } else { run() };
         answers.map(|bytes| PyBytes::new(py, &bytes))
+    }
+
+    fn answers(&self) -> Answers {
+        let queries = Arc::clone(&self.queries);
+        Answers::new(move |request, now, caller_tenant| queries.answer(request, now, caller_tenant))
+    }
+
+    fn stream_answers(&self) -> Answers {
+        let queries = Arc::clone(&self.queries);
+        Answers::new(move |message, now, caller_tenant| queries.answer_stream(message, now, caller_tenant))
     }
 }
 

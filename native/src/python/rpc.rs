@@ -8,6 +8,7 @@ use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 
+use super::answers::{AnswerTimes, Answering, Answers};
 use crate::rpc::{
     self, Address, Event, Kind, Limits, Metadata, News, Rpc, Seen, Status, TlsAcceptor, TlsConnector,
 };
@@ -79,6 +80,7 @@ impl ClientTls {
 #[pyclass(unsendable, module = "kvscout_native", name = "Rpc")]
 pub(super) struct RpcLoop {
     pub(super) rpc: Rpc,
+    answering: Answering,
 }
 
 type PyMetadata = Vec<(String, MetadataValue)>;
@@ -122,7 +124,7 @@ impl RpcLoop {
     #[pyo3(signature = (
         *, max_message_bytes=64 << 20, max_streams=1_000, max_connections=10_000, keepalive_seconds=5.0,
         keepalive_timeout_seconds=4.0, handshake_seconds=10.0, queue_bytes=256 << 20,
-        max_age_seconds=None
+        max_age_seconds=None, clock=0.0
     ))]
     #[allow(clippy::too_many_arguments)] // the Python signature
     fn new(
@@ -134,6 +136,7 @@ impl RpcLoop {
         handshake_seconds: f64,
         queue_bytes: usize,
         max_age_seconds: Option<f64>,
+        clock: f64,
     ) -> PyResult<Self> {
         let limits = Limits {
             max_message: max_message_bytes,
@@ -146,7 +149,7 @@ impl RpcLoop {
             max_age: max_age_seconds.map(Duration::from_secs_f64),
             ..Limits::default()
         };
-        Ok(Self { rpc: Rpc::new(limits)? })
+        Ok(Self { rpc: Rpc::new(limits)?, answering: Answering::new(clock) })
     }
 
     fn fileno(&self) -> i32 {
@@ -157,7 +160,9 @@ impl RpcLoop {
         let events = self.rpc.turn()?;
         let list = PyList::empty(py);
         for event in events {
-            list.append(event_tuple(py, event)?)?;
+            if !self.answering.take(&mut self.rpc, &event) {
+                list.append(event_tuple(py, event)?)?;
+            }
         }
         Ok(list)
     }
@@ -195,6 +200,21 @@ impl RpcLoop {
         };
         let methods = methods.into_iter().map(kind).collect();
         Ok(self.rpc.listen(address, methods, tls.map(|tls| tls.acceptor.clone()))?)
+    }
+
+    fn answer_method(
+        &mut self,
+        listener: u64,
+        place: u32,
+        answers: Py<Answers>,
+        tenant: String,
+        times: Py<AnswerTimes>,
+    ) {
+        self.answering.add_method((listener, place), answers, tenant, times);
+    }
+
+    fn answer_stream(&mut self, call: u64, answers: Py<Answers>, tenant: String) {
+        self.answering.add_stream(call, answers, tenant);
     }
 
     #[pyo3(signature = (listener, tls=None))]
@@ -283,6 +303,7 @@ impl RpcLoop {
     }
 
     fn finish(&mut self, call: u64, code: u8, details: String, metadata_pairs: PyMetadata) -> PyResult<()> {
+        self.answering.forget(call);
         let status = Status { code, message: details };
         self.rpc.finish(call, &status, &metadata(metadata_pairs)).map_err(no_metadata)
     }

@@ -41,9 +41,12 @@ class RawQueries:
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds the servicer to a server, with these handlers instead of its own."""
         indexer_pb2_grpc.add_IndexerServicer_to_server(self._servicer, server)
+        # What is traced is told of here.
+        native = self._native if not tracing.enabled() else None
+        find_matches, find_many = (native.answers, native.stream_answers) if native is not None else (None, None)
         handlers: dict[str, grpc.RpcMethodHandler[Any, bytes]] = {
-            "FindMatches": Synchronous(self.find_matches).one_answer(),
-            "StreamFindMatches": Synchronous(self.find_many).an_answer_each(),
+            "FindMatches": Synchronous(self.find_matches, find_matches).one_answer(),
+            "StreamFindMatches": Synchronous(self.find_many, find_many).an_answer_each(),
             "Dump": grpc.unary_stream_rpc_method_handler(
                 self._servicer.dump_messages, request_deserializer=indexer_pb2.DumpRequest.FromString
             ),
