@@ -10,7 +10,7 @@ RANGE = range(20_000, 32_000)
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that nobody has now; all different.
+    """Ports that nobody has now; all different. No other test is given one of them as long as this process lives.
 
     Drawn, and not in order: tests that run beside one another ask at once.
     """
@@ -21,7 +21,22 @@ def free_ports(number: int) -> list[int]:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        found.append(port)
+        if _claimed(port):
+            found.append(port)
         if len(found) == number:
             return found
     raise AssertionError(f"{number} free ports are not to be had")
+
+
+def _claimed(port: int) -> bool:
+    """Notes, where all processes of this machine see it, that a port is given away: whoever has it may not listen there
+    yet, or not at the moment."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        # An abstract name: it goes with the process.
+        claim.bind(f"\0kvscout-test-port-{port}")
+    except OSError:
+        claim.close()
+        return False
+    claim.detach()
+    return True
