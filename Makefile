@@ -4,6 +4,8 @@ CARGO := $(shell command -v cargo 2>/dev/null)
 NATIVE := native/Cargo.toml
 # Tests wait for processes more than they compute.
 TEST_WORKERS ?= 4
+# Those of one file follow one another: they share processes. The files with the longest come first (tests/conftest.py).
+PYTEST := $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler bench/peers/floor
 SOURCES := common services clients bench protos/generate.py protos/compatibility.py protos/reference.py docs tests deploy setup.py
 .DEFAULT_GOAL := help
@@ -34,7 +36,7 @@ test: ## Run every test (pytest, and cargo test where cargo is).
 ifneq ($(CARGO),)
 	cargo test --quiet --manifest-path $(NATIVE) --no-default-features
 endif
-	$(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal
+	$(PYTEST)
 
 # What crosses processes, through each front, with TLS and tokens, and what begins and ends calls.
 GRPCIO_TESTS := $(addprefix tests/,$(addsuffix .py, \
@@ -43,7 +45,7 @@ GRPCIO_TESTS := $(addprefix tests/,$(addsuffix .py, \
 	scheduler/test_lifecycle_stream indexer/test_indexer_process))
 
 test-grpcio: ## Again over grpcio, which carries the calls where the extension is not built, what crosses processes.
-	kvscout_rpc_transport=grpcio $(PY) -m pytest -n $(TEST_WORKERS) --dist worksteal $(GRPCIO_TESTS)
+	kvscout_rpc_transport=grpcio $(PYTEST) $(GRPCIO_TESTS)
 
 fuzz: ## Fuzz the index, every decoder and every rpc, for an hour or FUZZ_SECONDS; libFuzzer targets where cargo-fuzz is.
 	PYTHONPATH=tests $(PY) tests/fuzz.py
