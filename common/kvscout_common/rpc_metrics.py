@@ -34,13 +34,14 @@ class MethodTimes:
 
     def totals(self) -> tuple[Counter[grpc.StatusCode], Latencies]:
         """All until now, by status, and how long they took."""
-        # In one step: the loop may add a status meanwhile.
+        # In one step: the loop goes on meanwhile.
         codes, latencies = Counter(dict(self.codes)), Latencies(BUCKETS)
-        for counts, seconds in ((self.latencies.counts, self.latencies.seconds), *(read() for read in self._elsewhere)):
+        latencies.add(self.latencies.counts, self.latencies.seconds)
+        for read in self._elsewhere:
+            counts, seconds = read()
             latencies.add(counts, seconds)
-        answered = sum(latencies.counts) - sum(self.latencies.counts)
-        if answered:
-            codes[grpc.StatusCode.OK] += answered
+            if answered := sum(counts):
+                codes[grpc.StatusCode.OK] += answered
         return codes, latencies
 
     def ended(self, code: grpc.StatusCode, started: float) -> None:

@@ -157,6 +157,19 @@ async def test_with_tokens_calls_are_admitted_and_streams_answered_as_of_who_ope
         assert (refused.value.code(), queries.asked) == (grpc.StatusCode.PERMISSION_DENIED, 1)
 
 
+def test_a_call_that_ends_while_others_are_counted_takes_none_of_them_away() -> None:
+    method = RpcTimes().method("/p.S/M")
+
+    class Late(float):
+        def __radd__(self, other: float) -> float:
+            method.ended(grpc.StatusCode.OK, started=0.0)
+            return other + float(self)
+
+    method.count_with(lambda: ([4] + [0] * len(BUCKETS), Late(0.5)))
+    assert method.totals()[0] == {grpc.StatusCode.OK: 4}
+    assert method.totals()[0] == {grpc.StatusCode.OK: 5}
+
+
 def test_calls_that_were_answered_elsewhere_count_as_ok() -> None:
     times = RpcTimes()
     method = times.method("/p.S/M")

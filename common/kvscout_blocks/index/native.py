@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.codec import MAX_CHUNK_BYTES, Published
@@ -342,12 +342,12 @@ class NativeQueries:
         self._queries.set_incomplete(pool.tenant, pool.model, pool.block_size, pool.eagle, ranks)
 
     @property
-    def answers(self) -> Any:
+    def answers(self) -> kvscout_native.Answers:
         """`answer` for whoever asks without Python."""
         return self._queries.answers()
 
     @property
-    def stream_answers(self) -> Any:
+    def stream_answers(self) -> kvscout_native.Answers:
         """`answer_stream` for whoever asks without Python."""
         return self._queries.stream_answers()
 
