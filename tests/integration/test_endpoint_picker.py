@@ -26,11 +26,12 @@ from gateway_stack import MODEL, GatewayClient, Stack, connected, fresh_prompt, 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from process_metrics import scrape
 from processes import DEADLINE_SECONDS, Running, eventually, running
-from scripted_engine import ScriptedEngine, answer, begin, hang, scripted_engine, send_tokens
+from scripted_engine import ScriptedEngine, answer, begin, drop, hang, scripted_engine, send_tokens
 from trained_tokenizers import byte_level, save
 
-from kvscout.v1 import types_pb2, workers_pb2
+from kvscout.v1 import scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.channel import call
+from kvscout_gateway.engines.health import MIN_FAILURES
 from kvscout_gateway.front.endpoint_picker import wire
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -344,17 +345,27 @@ async def test_where_prefill_is_apart_its_worker_is_named_for_the_decode_worker_
             await call(world.client.stub.RemoveWorker, remove, timeout=DEADLINE_SECONDS)
 
 
-async def test_the_next_endpoint_of_a_pick_serves_where_the_first_cannot_be_reached(world: World, envoy: Envoy) -> None:
-    async def elsewhere() -> float:
-        return (await scrape(world.stack.gateway))["kvscout_endpoint_picks_served_elsewhere_total"]
-
+@asynccontextmanager
+async def lost_worker(world: World) -> AsyncIterator[None]:
+    """A second worker of "scripted", "lost", that cannot be reached."""
     lost = workers_pb2.Worker(
         worker_id="lost", model="scripted", http_endpoint=f"http://{world.lost}", engine=workers_pb2.ENGINE_KIND_VLLM,
         block_size=16,
     )  # fmt: skip
-    before = await elsewhere()
     await world.client.register(lost)
     try:
+        yield
+    finally:
+        remove = workers_pb2.RemoveWorkerRequest(worker_id="lost")
+        await call(world.client.stub.RemoveWorker, remove, timeout=DEADLINE_SECONDS)
+
+
+async def test_the_next_endpoint_of_a_pick_serves_where_the_first_cannot_be_reached(world: World, envoy: Envoy) -> None:
+    async def elsewhere() -> float:
+        return (await scrape(world.stack.gateway))["kvscout_endpoint_picks_served_elsewhere_total"]
+
+    before = await elsewhere()
+    async with lost_worker(world):
         async with asyncio.timeout(DEADLINE_SECONDS):
             while await elsewhere() == before:
                 assert (await envoy.post(completion(model="scripted"))).status == 200
@@ -370,9 +381,21 @@ async def test_the_next_endpoint_of_a_pick_serves_where_the_first_cannot_be_reac
             task.cancel()
             await asyncio.wait([task])
             await world.client.until_idle("scripted")
-    finally:
-        remove = workers_pb2.RemoveWorkerRequest(worker_id="lost")
-        await call(world.client.stub.RemoveWorker, remove, timeout=DEADLINE_SECONDS)
+
+
+async def test_a_worker_that_is_left_out_serves_where_no_other_can_be_reached(world: World, shipped: Envoy) -> None:
+    async with lost_worker(world):
+        world.scripted.script = drop
+        # What is sent to s0 first fails there first; the other one is the half that stays.
+        await world.client.route(fresh_prompt(16_000), model="scripted", pinned_worker_id="lost", request_id="load")
+        for _ in range(MIN_FAILURES):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await world.client.generate([1], model="scripted")
+        await call(world.client.stub.Free, scheduler_pb2.FreeRequest(model="scripted", request_id="load"))
+        assert any("s0/0 fails" in warning for warning in (await world.client.status()).service.warnings)
+        world.scripted.script = answer
+        answers = [await shipped.post(completion(model="scripted")) for _ in range(8)]
+        assert [one.status for one in answers] == [200] * 8
 
 
 async def test_only_the_proxy_s_subset_is_picked_from(world: World) -> None:

@@ -31,8 +31,8 @@ class World:
     def fail(self, name: str, times: int = 1) -> list[float]:
         return [self.health.failed(key(name), self.workers) for _ in range(times)]
 
-    def left_out(self) -> set[str]:
-        return set(self.health.left_out(TENANT, lambda: self.workers))
+    def left_out(self, *tried: str) -> set[str]:
+        return set(self.health.left_out(TENANT, lambda: self.workers, tried))
 
 
 def test_a_worker_is_left_out_at_its_third_failure_in_a_row() -> None:
@@ -154,6 +154,49 @@ def test_never_more_than_half_are_left_out(workers: int, most: int) -> None:
     for spec in world.workers:
         world.health.overloaded(key(spec.worker_id), 5)
     assert len(world.left_out()) == most
+
+
+def test_a_request_that_failed_at_all_others_gets_those_that_are_out() -> None:
+    world = World(4)
+    world.fail("a", 3)
+    for _ in range(MISSED_CHECKS):
+        world.health.checked(TENANT, "b", "no answer")
+    assert world.left_out("c") == {"a", "b"}  # there is still d
+    assert world.left_out("c", "d") == set()
+    assert world.left_out("gone", "d", "c", "a") == set()
+
+
+def test_a_request_that_failed_at_all_others_gets_those_that_start_slowly() -> None:
+    world = World(2)
+    world.fail("a", 3)
+    world.now = 10
+    world.health.ran(key("a"))
+    world.drawn = 0.99
+    assert world.left_out() == {"a"}
+    assert world.left_out("b") == set()
+
+
+def test_who_is_busy_is_left_alone_also_by_a_request_that_failed_at_all_others() -> None:
+    world = World(4)
+    world.fail("a", 3)
+    world.health.overloaded(key("b"), 5)
+    assert world.left_out("c", "d") == {"b"}
+
+
+def test_who_runs_a_request_that_had_nobody_else_is_back_in() -> None:
+    world = World(2)
+    world.fail("a", 3)
+    world.now = 1
+    world.health.ran(key("a"))  # what was sent there before
+    assert world.left_out() == {"a"}
+    world.health.sent(key("a"))
+    assert world.fail("a") == [0]  # it is out for no longer than it was
+    world.health.sent(key("a"))
+    world.health.ran(key("a"))
+    assert not world.health.failing()
+    assert not world.left_out()
+    assert world.fail("b", 3) == [0, 0, 10]  # the other one can be left out now
+    assert world.left_out() == {"b"}
 
 
 def test_the_ranks_of_a_worker_are_left_out_one_by_one() -> None:

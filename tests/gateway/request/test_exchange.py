@@ -209,6 +209,22 @@ async def test_what_fails_before_the_client_has_a_byte_is_tried_elsewhere(world:
     assert world.reported == [("w0", Fault.WORKER)]
 
 
+async def test_workers_that_die_in_turns_cost_no_request_as_long_as_one_lives(world: World, serve: Any) -> None:
+    lives = 1
+
+    def mortal(index: int) -> Script:
+        async def script(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return await (answer if index == lives else drop)(request, body)
+
+        return script
+
+    await serve(mortal(0), mortal(1))
+    for lives in (1, 0, 1, 0):
+        for _ in range(8):
+            client = await world.run()
+            assert (client.token_ids, client.placements[-1]) == ([1, 2], f"w{lives}")
+
+
 async def test_what_was_asked_is_kept_until_the_client_has_output_and_no_longer(world: World, serve: Any) -> None:
     kept: list[tuple[bytes, bytes]] = []
     request, prompt = asked(), replace(WISH.prompt)

@@ -10,14 +10,15 @@
 Beside that, a worker that does not answer its health checks gets nothing until it does (`health_checks`).
 
 What is known starts with a failure, so that a worker that never fails costs nothing. No more than half of the workers
-that could take a request are left out of it, whatever they did: where all fail, the cause is somewhere else.
+that could take a request are left out of it, whatever they did: where all fail, the cause is somewhere else. A request
+that failed at all others gets the ones that are out as well, and one that runs it is back in at once.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
@@ -78,7 +79,7 @@ class _Standing:
     """How long it was out the last time."""
     back_since: float = 0.0
     probing: bool = False
-    """The one request is under way that shows whether it is well again."""
+    """A request is under way that was sent since it is out, and shows whether it is well again."""
     busy_until: float = 0.0
 
     def roll(self, now: float) -> None:
@@ -127,19 +128,26 @@ class WorkerHealth:
         self._missed: dict[tuple[str, str], tuple[int, str]] = {}
         """Health checks in a row, and what was wrong with the last one, by tenant and worker id."""
 
-    def left_out(self, tenant: str, candidates: Callable[[], Sequence[WorkerSpec]]) -> tuple[str, ...]:
+    def left_out(
+        self, tenant: str, candidates: Callable[[], Sequence[WorkerSpec]], tried: Collection[str] = ()
+    ) -> tuple[str, ...]:
         """Ids of the workers that should not get a request now: those none of whose ranks should.
 
         Args:
             tenant: Whose request.
             candidates: Gives the workers that could take it; not asked while all are well.
+            tried: Ids of those that failed it: where all others are left out, only those are that say they are busy.
         """
         if not (self._standings or self._missed):
             return ()
         now, workers = self._clock(), candidates()
         grounds = [(self._ground(tenant, spec, now), spec.worker_id) for spec in workers]
         barred = sorted((ground, worker_id) for ground, worker_id in grounds if ground is not None)
-        return tuple(worker_id for _, worker_id in barred[: int(len(workers) * MAX_LEFT_OUT)])
+        barred = barred[: int(len(workers) * MAX_LEFT_OUT)]
+        out = {worker_id for _, worker_id in barred}
+        if tried and all(spec.worker_id in tried or spec.worker_id in out for spec in workers):
+            barred = [(ground, worker_id) for ground, worker_id in barred if ground is _Ground.BUSY]
+        return tuple(worker_id for _, worker_id in barred)
 
     def warnings(self) -> list[Warned]:
         """Who is left out because it failed, in sentences."""
@@ -186,7 +194,7 @@ class WorkerHealth:
     def sent(self, key: Key) -> None:
         """A request goes to it."""
         standing = self._standings.get(key)
-        if standing is not None and standing.out_until is not None and self._clock() >= standing.out_until:
+        if standing is not None and standing.out_until is not None:
             standing.probing = True
 
     def withdrawn(self, key: Key) -> None:
@@ -201,7 +209,7 @@ class WorkerHealth:
         if standing is None:
             return
         now = self._clock()
-        if standing.out_until is not None and now >= standing.out_until:
+        if standing.out_until is not None and (standing.probing or now >= standing.out_until):
             standing.out_until, standing.probing, standing.back_since = None, False, now
             standing.now, standing.before = _Counts(now), _Counts(now)
         standing.roll(now)
@@ -231,7 +239,7 @@ class WorkerHealth:
         failed = standing.now.failed + standing.before.failed
         ran = standing.now.ran + standing.before.ran
         if standing.out_until is not None and not on_probation:
-            return 0.0  # what was under way when it was left out
+            return 0.0  # what was under way when it was left out, or had nobody else
         if not on_probation and (failed < MIN_FAILURES or failed < MIN_SHARE * (failed + ran)):
             return 0.0
         out = sum(self._out(other) for other in ranks if other != key)

@@ -14,7 +14,7 @@ pays for a failure, the request or the worker, is told by `engines.failure`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from types import TracebackType
 from typing import TypeAlias
@@ -239,7 +239,7 @@ class Exchange:
         tried: list[Leg] = []
         while len(tried) <= self._all.migration_limit:
             been_at = [leg.placement.worker.worker_id for leg in tried]
-            excluded = (*wish.excluded, *undriven, *self._left_out(wish), *been_at)
+            excluded = (*wish.excluded, *undriven, *self._left_out(wish, been_at), *been_at)
             try:
                 leg = await self._open(wish, excluded, lambda: self._judge(wish, tried, ran=True))
             except KvscoutError as error:
@@ -284,10 +284,10 @@ class Exchange:
         except (Unavailable, ResourceExhausted, FailedPrecondition):
             return None
 
-    def _left_out(self, wish: Wish) -> tuple[str, ...]:
+    def _left_out(self, wish: Wish, tried: Collection[str] = ()) -> tuple[str, ...]:
         if wish.pinned:
             return ()
-        return self._means.health.left_out(wish.tenant, lambda: self._means.routing.candidates(wish))
+        return self._means.health.left_out(wish.tenant, lambda: self._means.routing.candidates(wish), tried)
 
     def _charge(self, wish: Wish, leg: Leg) -> None:
         """Has a failure paid for; returns if the leg may be tried elsewhere.

@@ -17,6 +17,7 @@ from processes import eventually
 from kvscout_common.identity import AccessRole, Identity, TokenTable, _digest
 from kvscout_common.tenant_limits import Limit
 from kvscout_common.worker import Adapter, Role
+from kvscout_gateway.engines.health import MISSED_CHECKS
 
 ANSWER = b'{ "id": "chatcmpl-1", "choices": [], "usage": {"prompt_tokens": 7}, "odd":1.0e3 }'
 IMAGE = "data:image/png;base64," + "A" * 3_000_000
@@ -247,6 +248,21 @@ async def test_other_paths_go_to_a_worker_of_the_model_as_they_came() -> None:
 async def test_another_path_moves_on_from_a_worker_that_cannot_be_reached() -> None:
     async with engine(says(b"{}")) as one, front(spec("w", one.url), spec("x", "http://127.0.0.1:1")) as served:
         for _ in range(8):
+            assert (await served.post("/v1/embeddings", {"model": MODEL}))[0] == 200
+
+
+async def test_another_path_comes_last_to_a_worker_that_is_left_out_and_comes_there() -> None:
+    async with engine(says(b"{}")) as one, engine(says(b"{}")) as other:
+        workers = [spec("w", one.url), spec("x", other.url), spec("y", other.url)]
+        async with front(*workers) as served:
+            for _ in range(MISSED_CHECKS):
+                served.gateway.health.checked("default", "w", "no answer")
+            for _ in range(8):
+                assert (await served.post("/v1/embeddings", {"model": MODEL}))[0] == 200
+            assert (len(one.received), len(other.received)) == (0, 8)
+        async with front(spec("w", one.url), spec("x", "http://127.0.0.1:1")) as served:
+            for _ in range(MISSED_CHECKS):
+                served.gateway.health.checked("default", "w", "no answer")
             assert (await served.post("/v1/embeddings", {"model": MODEL}))[0] == 200
 
 

@@ -215,15 +215,16 @@ class ExchangePicker:
         return ExchangePick(self, {wire.DESTINATION: ",".join(address_of(spec.http_endpoint) for spec in drawn)})
 
     def _fallbacks(self, wish: Wish, view: TenantView, first: str) -> list[str]:
-        """The addresses of some other workers that could take a request: not all are looked at, there may be a
-        thousand."""
+        """The addresses of some other workers that could take a request, those that are left out at the end: not all
+        are looked at, there may be a thousand."""
         wanted = self._config.fallbacks
         target = view.resolve(wish.model, wish.lora_name)
         specs = view.serving(target.model).specs
         some = self._draw.sample(specs, min(len(specs), 1 + LOOKED_AT * wanted))
-        fit = eligible(wish, target, Serving(tuple(some)))
+        fit = eligible(replace(wish, excluded=()), target, Serving(tuple(some)))
         out = self._exchanges.means.health.left_out(wish.tenant, lambda: specs)
-        others = dict.fromkeys(address_of(spec.http_endpoint) for spec in fit if spec.worker_id not in out)
+        fit.sort(key=lambda spec: spec.worker_id in out)
+        others = dict.fromkeys(address_of(spec.http_endpoint) for spec in fit)
         return [address for address in others if address not in ("", first)][:wanted]
 
 
@@ -339,7 +340,7 @@ class ExchangePick:
         if not worker_id:
             return
         try:
-            moved = await exchange.place(replace(leg.wish, pinned=worker_id, allowed=()))
+            moved = await exchange.place(replace(leg.wish, pinned=worker_id, allowed=(), excluded=()))
         except KvscoutError as error:
             log.debug("%s runs at %s, unbooked: %s", exchange.request_id, served, error)
             return

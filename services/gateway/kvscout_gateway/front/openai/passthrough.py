@@ -66,15 +66,17 @@ class Passthrough:
                     raise Unavailable(error.message, retry_after_seconds=error.retry_after_seconds) from error
 
     def _workers(self, tenant: str, model: str) -> Sequence[WorkerSpec]:
-        """Who may be asked, in an order that spreads requests."""
+        """Who may be asked, in an order that spreads requests; who fails what others run comes last."""
         view = self._gateway.catalog.tenant(tenant)
         specs = view.serving(view.resolve(model, "").model).specs if model else tuple(view.specs.values())
         if not specs:
             raise NotFound(f"no worker serves {model!r}" if model else "there are no workers", field="model")
-        able = self._gateway.reachable(tenant, specs)
+        able = [spec for spec in specs if spec.http_endpoint and not spec.draining]
         if not able:
             raise Unavailable(f"no worker of {model!r} can be reached over HTTP now", retry_after_seconds=1.0)
-        return random.sample(able, len(able))
+        random.shuffle(able)
+        out = self._gateway.health.left_out(tenant, lambda: specs)
+        return sorted(able, key=lambda spec: spec.worker_id in out)
 
     async def _send(self, call: HttpCall, body: bytes, spec: WorkerSpec, tenant: str) -> None:
         gateway = self._gateway
