@@ -183,7 +183,8 @@ async def test_what_a_killed_gateway_had_in_flight_ends_ten_seconds_later_and_no
             await until_streaming(client, gateway)
             runs = Runs(client, script)
             await runs.start(100)
-            await Runs(stack.client, script).start(1)  # another gateway's, which lives
+            others = Runs(stack.client, script)  # of a gateway that lives
+            await others.start(1)
             active = await client.active()
             assert len(active) == 101
             assert not any(request.HasField("lease_remaining_seconds") for request in active)
@@ -206,6 +207,8 @@ async def test_what_a_killed_gateway_had_in_flight_ends_ten_seconds_later_and_no
 
             await eventually(one_left)
             assert await ended_by_themselves(client) == {"owner_gone": 100}
+        script.goes_on.set()
+        await others.ended()
 
 
 async def test_a_scheduler_that_is_killed_and_restarted_learns_what_runs() -> None:

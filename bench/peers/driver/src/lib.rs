@@ -4,7 +4,10 @@
 
 pub mod command;
 mod fixture;
+mod loading;
 pub mod measure;
+mod other_thread;
+mod payload;
 mod workloads;
 
 use std::error::Error;

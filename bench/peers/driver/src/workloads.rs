@@ -1,22 +1,21 @@
 //! The workloads of `bench/README.md`.
 
 use std::collections::HashMap;
-use std::fs;
 use std::hint;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::fixture::{BLOCK_SIZE, Fixture, Stream, block_tokens};
+use crate::fixture::{Fixture, Stream, block_tokens};
+use crate::loading::{fill, local_hashes, resident_bytes};
 use crate::measure::{Clock, Slice, Slices, Times, involuntary_switches};
+use crate::other_thread::OtherThread;
+use crate::payload::stored_payload;
 use crate::{Block, Failure, Index};
 
-const GROUP: u64 = 64;
-const IN_FLIGHT: u64 = 64;
 const CHECKED_QUERIES: u64 = 256;
 const FRESH_EVENTS: u64 = 8;
 const FRESH_BLOCKS: u64 = 1024;
@@ -30,9 +29,6 @@ const REMOVED_BLOCKS: u64 = 1024;
 const SLICE: Duration = Duration::from_millis(4);
 /// A find that took longer may have been interrupted by another process, which is looked into.
 const SLOW_NS: f64 = 100_000.0;
-const PAGE_BYTES: u64 = 4096;
-
-type Job = Box<dyn FnOnce() -> Result<(), Failure> + Send>;
 
 /// A loaded index, and how far its random streams are used.
 pub struct Bench<I: Index> {
@@ -229,27 +225,9 @@ impl<I: Index> Bench<I> {
 
     /// One Stored event as engines publish it.
     fn fresh_payload(&self, e: u64) -> Vec<u8> {
-        let mut payload = vec![0x93, 0xCB];
-        payload.extend(1.0f64.to_be_bytes());
-        payload.extend([0x91, 0x98, 0xAB]);
-        payload.extend(b"BlockStored");
-        array(&mut payload, FRESH_BLOCKS as u16);
-        for hash in self.fresh_engine(e) {
-            payload.push(0xCF);
-            payload.extend(hash.to_be_bytes());
-        }
-        payload.push(0xC0);
-        array(&mut payload, FRESH_BLOCKS as u16 * BLOCK_SIZE as u16);
-        for i in e * FRESH_BLOCKS..(e + 1) * FRESH_BLOCKS {
-            for token in block_tokens(self.fixture.word(Stream::FreshLocal, i)) {
-                unsigned(&mut payload, token);
-            }
-        }
-        payload.push(BLOCK_SIZE as u8);
-        payload.extend([0xC0, 0xA3]);
-        payload.extend(b"GPU");
-        payload.extend([0xC0, 0xC0]);
-        payload
+        let locals =
+            (e * FRESH_BLOCKS..(e + 1) * FRESH_BLOCKS).map(|i| self.fixture.word(Stream::FreshLocal, i));
+        stored_payload(self.fresh_engine(e).collect(), locals.flat_map(block_tokens))
     }
 
     fn continue_prompts(&mut self, length: Duration) -> Result<(Times, Times), Failure> {
@@ -442,106 +420,4 @@ impl<I: Index> Bench<I> {
         self.index.tidy();
         Ok((times, Duration::from_nanos(done.load(Ordering::Acquire))))
     }
-}
-
-/// A thread for jobs, one at a time, which exists before any of them.
-struct OtherThread {
-    jobs: Sender<Job>,
-    done: Receiver<Result<(), Failure>>,
-    finished: Arc<AtomicBool>,
-}
-
-impl OtherThread {
-    fn new() -> Self {
-        let (jobs, queue) = channel::<Job>();
-        let (answers, done) = channel();
-        let finished = Arc::new(AtomicBool::new(true));
-        let finishes = Arc::clone(&finished);
-        thread::spawn(move || {
-            queue.into_iter().try_for_each(|job| {
-                let result = job();
-                finishes.store(true, Ordering::Release);
-                answers.send(result)
-            })
-        });
-        Self { jobs, done, finished }
-    }
-
-    fn start(&self, job: Job) {
-        self.finished.store(false, Ordering::Release);
-        self.jobs.send(job).expect("the thread lives as long as the sender");
-    }
-
-    fn is_finished(&self) -> bool {
-        self.finished.load(Ordering::Acquire)
-    }
-
-    fn wait(&self) -> Result<(), Failure> {
-        self.done.recv().expect("the thread answers each job")
-    }
-}
-
-fn local_hashes<I: Index>(fixture: &Fixture, prompt: u64, tokens: &mut Vec<u32>) -> Vec<u64> {
-    fixture.tokens(prompt, tokens);
-    I::local_hashes(tokens)
-}
-
-/// Stores the fixture; says how many memberships it has.
-fn fill<I: Index>(fixture: &Fixture, index: &I) -> Result<u64, Failure> {
-    let (mut memberships, mut in_flight) = (0, 0);
-    let (mut tokens, mut blocks) = (Vec::new(), Vec::new());
-    for first in (0..fixture.prompts).step_by(GROUP as usize) {
-        let group: Vec<_> = (first..fixture.prompts.min(first + GROUP))
-            .map(|prompt| (prompt, local_hashes::<I>(fixture, prompt, &mut tokens), fixture.holders(prompt)))
-            .collect();
-        for start in (0..fixture.blocks).step_by(fixture.event_blocks as usize) {
-            for (prompt, local, holders) in &group {
-                for &(worker, length) in holders.iter().filter(|(_, length)| *length > start) {
-                    let end = length.min(start + fixture.event_blocks);
-                    let parent = start.checked_sub(1).map(|last| fixture.engine_hash(*prompt, last));
-                    blocks.clear();
-                    blocks.extend((start..end).map(|b| Block {
-                        local: local[b as usize],
-                        engine: fixture.engine_hash(*prompt, b),
-                    }));
-                    index.apply(index.stored(worker, parent, &blocks))?;
-                    memberships += end - start;
-                    in_flight += 1;
-                    if in_flight == IN_FLIGHT {
-                        index.settle()?;
-                        in_flight = 0;
-                    }
-                }
-            }
-        }
-    }
-    index.settle()?;
-    Ok(memberships)
-}
-
-fn array(payload: &mut Vec<u8>, length: u16) {
-    payload.push(0xDC);
-    payload.extend(length.to_be_bytes());
-}
-
-fn unsigned(payload: &mut Vec<u8>, number: u32) {
-    match number {
-        0..=0x7F => payload.push(number as u8),
-        0x80..=0xFF => payload.extend([0xCC, number as u8]),
-        0x100..=0xFFFF => {
-            payload.push(0xCD);
-            payload.extend((number as u16).to_be_bytes());
-        }
-        _ => {
-            payload.push(0xCE);
-            payload.extend(number.to_be_bytes());
-        }
-    }
-}
-
-fn resident_bytes() -> Result<u64, Failure> {
-    let statm =
-        fs::read_to_string("/proc/self/statm").map_err(|error| format!("/proc/self/statm: {error}"))?;
-    let pages = statm.split(' ').nth(1).and_then(|pages| pages.parse::<u64>().ok());
-    Ok(pages.ok_or("/proc/self/statm: no resident pages")? * PAGE_BYTES)
 }
