@@ -384,6 +384,9 @@ async def test_the_next_endpoint_of_a_pick_serves_where_the_first_cannot_be_reac
 
 
 async def test_a_worker_that_is_left_out_serves_where_no_other_can_be_reached(world: World, shipped: Envoy) -> None:
+    async def booked() -> bool:
+        return [one.worker.worker_id for one in await world.client.active()] == ["s0"]
+
     async with lost_worker(world):
         world.scripted.script = drop
         # What is sent to s0 first fails there first; the other one is the half that stays.
@@ -396,6 +399,13 @@ async def test_a_worker_that_is_left_out_serves_where_no_other_can_be_reached(wo
         world.scripted.script = answer
         answers = [await shipped.post(completion(model="scripted")) for _ in range(8)]
         assert [one.status for one in answers] == [200] * 8
+        # What runs there is booked there, although the scheduler would send nothing there yet.
+        world.scripted.script = begin_and_hang
+        task = asyncio.ensure_future(shipped.post(completion(model="scripted")))
+        await eventually(booked, what="a request to be booked where it runs")
+        task.cancel()
+        await asyncio.wait([task])
+        await world.client.until_idle("scripted")
 
 
 async def test_only_the_proxy_s_subset_is_picked_from(world: World) -> None:

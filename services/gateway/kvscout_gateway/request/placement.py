@@ -50,8 +50,8 @@ class Wish:
     """This gateway runs the request itself, and holds its booking; else a caller does, who has a lease."""
     queue_wait_seconds: float | None = None
     """Longest wait in line at a scheduler; None = as for all."""
-    unaided: bool = False
-    """The worker whose turn it is takes it: no helper is asked, there is no time for that."""
+    unaided: str = ""
+    """Why no helper is asked, and the worker whose turn it is takes it; "" = they are asked."""
 
     def tell_trace(self) -> None:
         """Says what is asked in the span that runs now, if there are traces."""

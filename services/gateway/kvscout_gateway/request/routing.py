@@ -98,7 +98,7 @@ class RoutingFlow:
         started = self._clock()
         asked = self._prepare(wish)
         if wish.unaided:
-            return self._take_turn(asked, wish, "there was no time left to ask a scheduler")
+            return self._take_turn(asked, wish, wish.unaided)
         hashed = self._clock()
         if self._wants_overlaps(wish):
             with tracing.span("find_matches", tracing.Kind.CLIENT) as span:

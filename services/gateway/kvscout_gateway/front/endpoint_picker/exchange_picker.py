@@ -20,7 +20,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from kvscout_common import tracing
-from kvscout_common.errors import FailedPrecondition, KvscoutError, PermissionDenied, Unavailable
+from kvscout_common.errors import (
+    FailedPrecondition,
+    KvscoutError,
+    PermissionDenied,
+    ResourceExhausted,
+    Unavailable,
+)
 from kvscout_common.identity import current_identity
 from kvscout_common.log_lines import about_request
 from kvscout_common.transport.http import Dialect
@@ -48,6 +54,7 @@ NAME_BYTES = 16
 """Random ones of a pick's name."""
 QUEUE_SHARE = 0.75
 """Of the time for a pick, what it may stand in line: who waited so long is refused, not sent where all are busy."""
+NO_TIME = "there was no time left to ask a scheduler"
 LOOKED_AT = 3
 """Workers for each fallback that is wanted: some drain, or are left alone."""
 
@@ -120,7 +127,8 @@ class ExchangePicker:
         if not asked.model:
             return self._any(view, asked)
         wish, tokens = await self._wish(asked, tenant, view)
-        wish = replace(wish, queue_wait_seconds=QUEUE_SHARE * self._config.pick_seconds, unaided=unaided)
+        wait_seconds = QUEUE_SHARE * self._config.pick_seconds
+        wish = replace(wish, queue_wait_seconds=wait_seconds, unaided=NO_TIME if unaided else "")
         with ExitStack() as stack:
             exchange = stack.enter_context(self._exchanges.begin(wish))
             with about_request(exchange.request_id):
@@ -339,8 +347,13 @@ class ExchangePick:
         worker_id = self._picker.worker_at(exchange.wish, served)
         if not worker_id:
             return
+        wish = replace(leg.wish, pinned=worker_id, allowed=(), excluded=())
         try:
-            moved = await exchange.place(replace(leg.wish, pinned=worker_id, allowed=(), excluded=()))
+            try:
+                moved = await exchange.place(wish)
+            except (Unavailable, ResourceExhausted) as error:
+                # It is left out there, or busy; the request runs all the same, and is booked as one that does.
+                moved = await exchange.place(replace(wish, unaided=f"the proxy went to {served} itself: {error}"))
         except KvscoutError as error:
             log.debug("%s runs at %s, unbooked: %s", exchange.request_id, served, error)
             return
