@@ -31,8 +31,19 @@ class World:
     def fail(self, name: str, times: int = 1) -> list[float]:
         return [self.health.failed(key(name), self.workers) for _ in range(times)]
 
+    def start_slowly(self, name: str) -> None:
+        """It was out, is back, and gets none of the next requests."""
+        self.fail(name, 3)
+        self.now = 10
+        self.health.ran(key(name))
+        self.drawn = 0.99
+
+    def miss_checks(self, name: str) -> None:
+        for _ in range(MISSED_CHECKS):
+            self.health.checked(TENANT, name, "no answer")
+
     def left_out(self, *tried: str) -> set[str]:
-        return set(self.health.left_out(TENANT, lambda: self.workers, tried))
+        return self.health.left_out(TENANT, lambda: self.workers, tried)
 
 
 def test_a_worker_is_left_out_at_its_third_failure_in_a_row() -> None:
@@ -71,12 +82,8 @@ def test_who_is_back_gets_a_growing_share_of_requests() -> None:
 
 def test_slow_starts_never_keep_those_in_who_are_out() -> None:
     world = World(2)
-    world.fail("a", 3)
-    world.now = 10
-    world.health.ran(key("a"))
-    world.drawn = 0.99
-    for _ in range(MISSED_CHECKS):
-        world.health.checked(TENANT, "b", "no answer")
+    world.start_slowly("a")
+    world.miss_checks("b")
     assert world.left_out() == {"b"}
 
 
@@ -159,8 +166,7 @@ def test_never_more_than_half_are_left_out(workers: int, most: int) -> None:
 def test_a_request_that_failed_at_all_others_gets_those_that_are_out() -> None:
     world = World(4)
     world.fail("a", 3)
-    for _ in range(MISSED_CHECKS):
-        world.health.checked(TENANT, "b", "no answer")
+    world.miss_checks("b")
     assert world.left_out("c") == {"a", "b"}  # there is still d
     assert world.left_out("c", "d") == set()
     assert world.left_out("gone", "d", "c", "a") == set()
@@ -168,10 +174,7 @@ def test_a_request_that_failed_at_all_others_gets_those_that_are_out() -> None:
 
 def test_a_request_that_failed_at_all_others_gets_those_that_start_slowly() -> None:
     world = World(2)
-    world.fail("a", 3)
-    world.now = 10
-    world.health.ran(key("a"))
-    world.drawn = 0.99
+    world.start_slowly("a")
     assert world.left_out() == {"a"}
     assert world.left_out("b") == set()
 

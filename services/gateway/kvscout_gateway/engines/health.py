@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
@@ -130,7 +130,7 @@ class WorkerHealth:
 
     def left_out(
         self, tenant: str, candidates: Callable[[], Sequence[WorkerSpec]], tried: Collection[str] = ()
-    ) -> tuple[str, ...]:
+    ) -> set[str]:
         """Ids of the workers that should not get a request now: those none of whose ranks should.
 
         Args:
@@ -139,15 +139,25 @@ class WorkerHealth:
             tried: Ids of those that failed it: where all others are left out, only those are that say they are busy.
         """
         if not (self._standings or self._missed):
-            return ()
+            return set()
         now, workers = self._clock(), candidates()
         grounds = [(self._ground(tenant, spec, now), spec.worker_id) for spec in workers]
         barred = sorted((ground, worker_id) for ground, worker_id in grounds if ground is not None)
-        barred = barred[: int(len(workers) * MAX_LEFT_OUT)]
-        out = {worker_id for _, worker_id in barred}
+        out = {worker_id: ground for ground, worker_id in barred[: int(len(workers) * MAX_LEFT_OUT)]}
         if tried and all(spec.worker_id in tried or spec.worker_id in out for spec in workers):
-            barred = [(ground, worker_id) for ground, worker_id in barred if ground is _Ground.BUSY]
-        return tuple(worker_id for _, worker_id in barred)
+            return {worker_id for worker_id, ground in out.items() if ground is _Ground.BUSY}
+        return set(out)
+
+    def well_first(self, tenant: str, some: Iterable[WorkerSpec], among: Sequence[WorkerSpec]) -> list[WorkerSpec]:
+        """Workers in their order, but those that are left out at the end.
+
+        Args:
+            tenant: Whose request.
+            some: Those that it may go to.
+            among: All that could take it, half of whom stay in.
+        """
+        out = self.left_out(tenant, lambda: among)
+        return sorted(some, key=lambda spec: spec.worker_id in out)
 
     def warnings(self) -> list[Warned]:
         """Who is left out because it failed, in sentences."""

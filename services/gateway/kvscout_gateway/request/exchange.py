@@ -264,8 +264,10 @@ class Exchange:
 
     async def _open(self, wish: Wish, excluded: tuple[str, ...], on_output: Callable[[], None]) -> Leg:
         attempt, self._next_attempt = self._next_attempt, self._next_attempt + 1
-        wish = replace(wish, attempt_id=attempt, excluded=excluded, owned=True, lease_seconds=self._all.lease_seconds)
-        placement = await self._nearest(wish) or await self._means.routing.place(wish)
+        wish = replace(wish, attempt_id=attempt, owned=True, lease_seconds=self._all.lease_seconds)
+        # Who is left out now is nothing that the client asked for: the leg does not keep it.
+        placed = replace(wish, excluded=excluded) if excluded else wish
+        placement = await self._nearest(placed) or await self._means.routing.place(placed)
         leg = Leg(self._means, wish, placement, started=self._started, on_output=on_output)
         self._legs.append(leg)
         return leg
@@ -284,9 +286,9 @@ class Exchange:
         except (Unavailable, ResourceExhausted, FailedPrecondition):
             return None
 
-    def _left_out(self, wish: Wish, tried: Collection[str] = ()) -> tuple[str, ...]:
+    def _left_out(self, wish: Wish, tried: Collection[str] = ()) -> set[str]:
         if wish.pinned:
-            return ()
+            return set()
         return self._means.health.left_out(wish.tenant, lambda: self._means.routing.candidates(wish), tried)
 
     def _charge(self, wish: Wish, leg: Leg) -> None:

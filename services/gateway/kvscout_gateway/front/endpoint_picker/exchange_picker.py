@@ -229,9 +229,8 @@ class ExchangePicker:
         target = view.resolve(wish.model, wish.lora_name)
         specs = view.serving(target.model).specs
         some = self._draw.sample(specs, min(len(specs), 1 + LOOKED_AT * wanted))
-        fit = eligible(replace(wish, excluded=()), target, Serving(tuple(some)))
-        out = self._exchanges.means.health.left_out(wish.tenant, lambda: specs)
-        fit.sort(key=lambda spec: spec.worker_id in out)
+        fit = eligible(wish, target, Serving(tuple(some)))
+        fit = self._exchanges.means.health.well_first(wish.tenant, fit, specs)
         others = dict.fromkeys(address_of(spec.http_endpoint) for spec in fit)
         return [address for address in others if address not in ("", first)][:wanted]
 
@@ -347,7 +346,7 @@ class ExchangePick:
         worker_id = self._picker.worker_at(exchange.wish, served)
         if not worker_id:
             return
-        wish = replace(leg.wish, pinned=worker_id, allowed=(), excluded=())
+        wish = replace(leg.wish, pinned=worker_id, allowed=())
         try:
             try:
                 moved = await exchange.place(wish)

@@ -74,9 +74,7 @@ class Passthrough:
         able = [spec for spec in specs if spec.http_endpoint and not spec.draining]
         if not able:
             raise Unavailable(f"no worker of {model!r} can be reached over HTTP now", retry_after_seconds=1.0)
-        random.shuffle(able)
-        out = self._gateway.health.left_out(tenant, lambda: specs)
-        return sorted(able, key=lambda spec: spec.worker_id in out)
+        return self._gateway.health.well_first(tenant, random.sample(able, len(able)), specs)
 
     async def _send(self, call: HttpCall, body: bytes, spec: WorkerSpec, tenant: str) -> None:
         gateway = self._gateway
