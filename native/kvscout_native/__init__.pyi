@@ -4,6 +4,7 @@ Nothing but the module that pairs with a section below imports it:
 
 * hashing: `kvscout_common.hashing`, which documents the functions; the twin is `hashing_reference`.
 * token ids as JSON: `kvscout_common.token_json`; the twin is `token_json_reference`.
+* JSON objects: `kvscout_common.json_scan`; the twin is `json_scan_reference`.
 * index: `kvscout_blocks.index.native`; `kvscout_blocks.index.block_index` documents what the methods do, the twin is
   `reference_index`.
 * load: `kvscout_scheduler.native_load`; the twins are `kvscout_scheduler.active_load`, `prefix_tree`, `cost` and `time_cost`.
@@ -61,6 +62,17 @@ def write_tokens(token_ids: bytes) -> bytes:
 
 def read_tokens(text: str, at: int) -> tuple[bytes, int] | None:
     """The token ids of a list that begins at a place of an ASCII text, u32 each, and the place behind it."""
+
+# --- JSON objects ----------------------------------------------------------------------------------
+
+def scan_object(
+    data: bytes, *, max_fields: int, max_values: int, strict: bool, packed: str
+) -> tuple[list[tuple[str, int, int, int, int, int]], tuple[bytes | None, tuple[int, int] | None, int]]:
+    """The fields of an object; holds no lock for long texts. See `kvscout_common.json_scan`.
+
+    Raises:
+        ValueError: It is no object, or beyond a bound.
+    """
 
 # --- index -----------------------------------------------------------------------------------------
 
@@ -366,16 +378,18 @@ class Scores:
         weight: float,
         own_seconds: float,
         decode_seconds: float,
+        kept: float,
     ) -> Costs:
         """Costs by the rows of a table.
 
         Args:
-            table: Eight numbers a row, see `kvscout_scheduler.time_cost.TimeRow`.
+            table: Nine numbers a row, see `kvscout_scheduler.time_cost.TimeRow`.
             row_of: Number of its row, by slot.
             now: On the clock of the table.
             weight: Of prompts against decoding.
             own_seconds: A token of the prompt.
             decode_seconds: A token of context that is decoded beside it.
+            kept: What an evicted token costs, in those of the prompt.
         """
 
 class ActiveLoad:
@@ -470,8 +484,11 @@ RPC_EVENTS: dict[str, int]
   last. `seen`: 0 = the peer may have looked at the call; 1 = it refused it unseen; 2 = so did the whole connection, or
   the call was never sent.
 * (ANSWERED, call, headers, message, code, details, trailers): HEADERS, MESSAGE and END at once.
+* (HEAD, call, listener, place of the method, metadata): a call of one message came that is not all here: say `admit` or
+  `finish`; OPEN follows when the message is here.
 * (CONNECTED, connection), (CLOSED, connection, reason): of `connect`; CLOSED comes last, after END of its calls.
 * (ACCEPT_FAILED, errno, text): connections wait; they are accepted with the next `tick` that can.
+* (CROWDED, listener): there is no room for more connections; idle ones were closed, or else new ones.
 """
 
 class ServerTls:
@@ -503,6 +520,29 @@ class ClientTls:
         Raises:
             ValueError: One of them is wrong.
         """
+
+class ByteBudget:
+    """See `kvscout_common.byte_budget.Budget`."""
+
+    def __init__(self, limit: int, share: int) -> None:
+        """Bytes of all tenants together, and of each."""
+
+    @property
+    def limit(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def refused(self) -> tuple[int, int]: ...
+    def charge(self, tenant: str | None = None, copies: int = 1) -> ByteCharge: ...
+
+class ByteCharge:
+    """See `kvscout_common.byte_budget.Charge`."""
+
+    @property
+    def bytes(self) -> int: ...
+    def grow(self, bytes: int, /) -> tuple[int, str] | None: ...
+    def look(self, bytes: int, /) -> tuple[int, str] | None: ...
+    def release(self) -> None: ...
 
 class Answers:
     """Makes answers of messages where a server has them, without Python. Messages above 256 KiB are declined."""
@@ -536,6 +576,9 @@ class Rpc:
         keepalive_timeout_seconds: float = ...,
         handshake_seconds: float = ...,
         queue_bytes: int = ...,
+        budget: ByteBudget | None = ...,
+        message_seconds: float = ...,
+        message_window_seconds: float = ...,
         max_age_seconds: float | None = ...,
         clock: float = ...,
     ) -> None:
@@ -548,7 +591,11 @@ class Rpc:
             keepalive_seconds: Silence after which a peer is pinged.
             keepalive_timeout_seconds: Then it has so long to say anything.
             handshake_seconds: From the connection to the end of the HTTP/2 preface.
-            queue_bytes: Of messages that came and are not handled; with more, new calls are refused.
+            queue_bytes: Of messages that came and are not handled; with more, new calls are refused, and calls whose message
+                is still coming end.
+            budget: The same, shared with others; instead of `queue_bytes`.
+            message_seconds: Longest time that a message to a server may take to come.
+            message_window_seconds: In each of these periods 10 KiB of it have to.
             max_age_seconds: After about so long an accepted connection takes no new calls; None = it always does.
             clock: What the clock of `Answers` says now.
 
@@ -573,7 +620,7 @@ class Rpc:
         """Pings, gives up and accepts what is due; to be called once a second."""
 
     def stats(self) -> dict[str, int]:
-        """connections, calls and queued_bytes now; connections_refused and calls_refused until now."""
+        """connections, calls and queued_bytes now; connections_refused, connections_evicted and calls_refused until now."""
 
     def listen(
         self, host: str, port: int, methods: list[tuple[str, bool, bool]], tls: ServerTls | None = None
@@ -616,7 +663,7 @@ class Rpc:
         """New connections get other certificates."""
 
     def stop_listening(self, listener: int) -> None:
-        """Accepts no more."""
+        """Accepts no more; calls that come on connections that are open are served."""
 
     def leave(self, listener: int) -> None:
         """Sends GOAWAY on each of its connections: what runs goes on, new calls go elsewhere."""
@@ -689,8 +736,19 @@ class Rpc:
     def reset(self, call: int) -> None:
         """Breaks a call off; nothing more is told of it."""
 
+    def admit(self, call: int, tenant: str | None = None) -> None:
+        """The caller of a call that came may make it: messages larger than the windows of a stranger may come.
+
+        Args:
+            call: Its number.
+            tenant: Whose share of the budget they count for; None = nobody's.
+        """
+
     def consumed(self, call: int, message_bytes: int) -> None:
         """A message was handled: its sender may send more."""
+
+    def trust(self, call: int) -> None:
+        """Says that the caller of a call is a known one: its connection is not closed to make room for others."""
 
     def peer(self, call: int) -> str | None:
         """Address of the other side; None: the call is over."""
@@ -711,7 +769,8 @@ HTTP_EVENTS: dict[str, int]
   fields of `StreamReport`. What may go wrong is named as a `FailureKind`, or "sink gone", "sink stalled".
 * (ACCEPT_FAILED, errno, text): connections wait; they are accepted with the next `tick` that can.
 * (RPC_DUE, rpc): that `Rpc` has something to tell: call its `turn`.
-* (AGAIN,): there is more to do: call `flush` soon.
+* (AGAIN,): there is more to do: call `turn` soon.
+* (CROWDED, listener): there is no room for more connections; idle ones were closed, or else new ones.
 """
 
 class Http:
@@ -721,11 +780,13 @@ class Http:
     numbers that are never used twice: one that is over is ignored by every method.
     """
 
-    def __init__(self, clock: float) -> None:
+    def __init__(self, clock: float, *, vanished_seconds: float = 60.0) -> None:
         """Opens its epoll.
 
         Args:
             clock: What the loop's clock says now: times in reports are its.
+            vanished_seconds: A peer whose kernel acknowledges nothing for so long is gone; a client: for
+                `write_seconds`, if that is longer.
 
         Raises:
             OSError: There is no descriptor for it.
@@ -748,7 +809,7 @@ class Http:
         """Gives up and accepts what is due; to be called a few times a second, `turn` after it."""
 
     def stats(self) -> dict[str, int]:
-        """connections, calls and answers now; connections_refused until now."""
+        """connections, calls and answers now; connections_refused and connections_evicted until now."""
 
     def listen(
         self,
@@ -761,6 +822,8 @@ class Http:
         body_bytes: int,
         idle_seconds: float,
         body_seconds: float,
+        body_window_seconds: float = ...,
+        body_window_bytes: int = ...,
         write_seconds: float,
         tls: ServerTls | None = None,
     ) -> tuple[int, int]:
@@ -774,16 +837,24 @@ class Http:
         """New connections are answered with other certificates."""
 
     def stop_listening(self, listener: int) -> None:
-        """Takes no new connections; those there are end behind the answer that runs, idle ones at once."""
+        """Takes no new connections; those there are end behind their next answer, or a second later if none is asked for."""
 
     def close_connections(self, listener: int) -> None:
         """Closes those of a listener at once."""
 
+    def trust(self, call: int) -> None:
+        """Says that the client of a call is a known one: its connection is not closed to make room for others."""
+
     def open_connections(self, listener: int) -> int:
         """How many connections came to a listener and are open."""
 
-    def want_body(self, call: int) -> None:
-        """Asks for a body that did not come with its head; BODY or BODY_FAILED follows."""
+    def want_body(self, call: int, charge: ByteCharge | None = None) -> None:
+        """Asks for a body that did not come with its head; BODY or BODY_FAILED follows.
+
+        Args:
+            call: Its number.
+            charge: Grows with what comes; with no room for it the body fails.
+        """
 
     def start(self, call: int, status: int, headers: list[tuple[str, str]]) -> None:
         """Begins an answer; its head leaves with the first bytes of the body, or the end.

@@ -113,6 +113,9 @@ pub struct Batch {
     pub(crate) mm_items: Vec<Vec<String>>,
 }
 
+/// Events of one batch that may be unreadable; with more of them it is no batch.
+pub const FAULT_LIMIT: usize = 1024;
+
 /// Values of one vector that an empty batch keeps room for: those of a prompt of 16,384 tokens, and some.
 const KEPT: usize = 1 << 15;
 

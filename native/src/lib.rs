@@ -5,12 +5,14 @@
 #![forbid(unsafe_code)]
 
 pub mod acceptance;
+pub mod budget;
 pub mod codec;
 pub mod events;
 pub mod hashing;
 pub mod http;
 pub mod index;
 pub mod ingest;
+pub mod json_scan;
 pub mod load;
 pub mod protobuf;
 #[cfg(feature = "python")]

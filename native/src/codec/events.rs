@@ -2,7 +2,7 @@
 
 use super::decode::{DecodeError, fields, invalid, narrow, read_fixed64, text, tier_from_wire};
 use super::{FULL_ATTENTION, Identity, OTHER_ATTENTION, VERSION};
-use crate::events::{Batch, Event, FaultKind, Removed, Span, Stored};
+use crate::events::{Batch, Event, FAULT_LIMIT, FaultKind, Removed, Span, Stored};
 use crate::protobuf::Field;
 
 /// Events of one source, as a publisher sent them.
@@ -43,6 +43,9 @@ pub fn decode_events(message: &[u8]) -> Result<Published, DecodeError> {
     }
     published.batch.dp_rank = Some(published.identity.dp_rank);
     for (place, bytes) in events.into_iter().enumerate() {
+        if published.batch.faults.len() > FAULT_LIMIT {
+            return Err(invalid("events", format!("more than {FAULT_LIMIT} of them cannot be read")));
+        }
         let mut kind = None;
         fields("events", bytes, |number, field| {
             if let (1..=5, Field::Bytes(value)) = (number, field) {

@@ -11,10 +11,10 @@ use super::events::{EventRelay, Report};
 use super::server::Room;
 use super::wire::Wire;
 use super::{Connection, Event, Http, Messages, Peer, Side};
-use crate::rpc::socket::Stream;
+use crate::rpc::socket::{Stream, end_when_unacknowledged};
 
-/// Reads of one connection in a round.
-const READS: usize = 16;
+/// Steps of one connection before the next one is driven.
+const STEPS: usize = 16;
 
 impl Http {
     /// Sends a request on a connection that is idle, or else on a new one; `None`: there is neither.
@@ -51,6 +51,8 @@ impl Http {
             };
             // What the kernel has said meanwhile may be that its peer closed it.
             let now = Instant::now();
+            wire.begin_turn();
+            wire.begin_slice();
             match client.step(wire, &mut self.scratch, now, 0.0) {
                 Step::Waits => return Some(key),
                 _ => self.close(key, ""),
@@ -61,6 +63,7 @@ impl Http {
     fn connect(&mut self, origin: &str, peer: Peer) -> io::Result<u64> {
         let mut stream = TcpStream::connect(peer.address)?;
         stream.set_nodelay(true)?;
+        end_when_unacknowledged(&stream, self.vanished)?;
         let registry = self.poll.registry();
         let mut registered = Ok(());
         let now = Instant::now();
@@ -72,6 +75,7 @@ impl Http {
                 wire: Wire::connecting(Stream::Tcp(stream), peer.tls),
                 side: Side::Client(Box::new(client)),
                 peer: peer.address.to_string(),
+                ahead: 0,
                 rung: false,
             }
         });
@@ -83,7 +87,7 @@ impl Http {
     }
 
     pub(super) fn drive_client(&mut self, key: u64, messages: &mut dyn Messages) {
-        for _ in 0..READS {
+        for _ in 0..STEPS {
             let now = Instant::now();
             let clock = self.clock(now);
             let Some(connection) = self.connections.get_mut(key) else { return };

@@ -3,18 +3,21 @@
 use std::io;
 use std::net::SocketAddr;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Instant;
 
-use mio::net::TcpListener;
 use mio::{Interest, Token};
 use tokio_rustls::TlsAcceptor;
 
 use super::head::Headers;
 use super::server::{News, Room, Server, ServerLimits};
 use super::wire::Wire;
-use super::{Connection, Event, Http, LISTENER, Listener, Side};
+use super::{AHEAD_OF_ALL, Connection, Event, Http, LISTENER, Listener, Side};
+use crate::budget::Charge;
+use crate::rpc::crowds::out_of_descriptors;
 use crate::rpc::keyed::Keyed;
-use crate::rpc::socket::Stream;
+use crate::rpc::socket::{Stream, end_when_unacknowledged, listen};
+use crate::rpc::turn::ACCEPTED;
 
 impl Http {
     /// Listens; returns the listener and the port.
@@ -27,7 +30,7 @@ impl Http {
         limits: ServerLimits,
         tls: Option<TlsAcceptor>,
     ) -> io::Result<(u64, u16)> {
-        let mut socket = TcpListener::bind(address)?;
+        let mut socket = listen(address)?;
         let port = socket.local_addr()?.port();
         let registry = self.poll.registry();
         let mut registered = Ok(());
@@ -45,17 +48,14 @@ impl Http {
         }
     }
 
-    /// Takes no new connections any more, and no new requests on those there are.
+    /// Takes no new connections any more; those there are end behind their next answer, or soon if none is asked for.
     pub fn stop_listening(&mut self, listener: u64) {
         self.listeners.remove(listener);
+        let now = Instant::now();
         for key in self.connections_of(listener) {
-            let Some(Connection { side: Side::Server { server, .. }, .. }) = self.connections.get_mut(key)
-            else {
-                continue;
-            };
-            server.leave();
-            if server.is_idle() {
-                self.close(key, "the server stops");
+            if let Some(Connection { side: Side::Server { server, .. }, .. }) = self.connections.get_mut(key)
+            {
+                server.leave(now);
             }
         }
     }
@@ -76,24 +76,28 @@ impl Http {
         self.connections.keys().into_iter().filter(of).collect()
     }
 
-    /// Accepts what is there. Out of descriptors it stops; `tick` tries again.
+    /// Accepts what is there, so many in a turn. Out of descriptors it stops; `tick` tries again.
     pub(super) fn accept(&mut self, key: u64) {
-        loop {
+        for _ in 0..ACCEPTED {
             let Some(listener) = self.listeners.get_mut(key) else { return };
             let (mut stream, peer) = match listener.socket.accept() {
                 Ok(accepted) => accepted,
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock => return,
                     io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
+                    _ if out_of_descriptors(&error) && self.make_room(key, false) => continue,
                     _ => return self.news.push(Event::AcceptFailed(error.raw_os_error().unwrap_or(0))),
                 },
             };
-            if listener.connections >= listener.limits.connections {
+            let full = listener.connections >= listener.limits.connections;
+            if full && !self.make_room(key, true) {
                 self.refused += 1;
                 continue;
             }
+            let Some(listener) = self.listeners.get_mut(key) else { return };
             // A peer that has gone already is noticed by the first read.
             let _ = stream.set_nodelay(true);
+            let _ = end_when_unacknowledged(&stream, self.vanished.max(listener.limits.write));
             let (tls, limits) = (listener.tls.clone(), Rc::clone(&listener.limits));
             listener.connections += 1;
             let registry = self.poll.registry();
@@ -101,11 +105,12 @@ impl Http {
             let connection = self.connections.insert_with(|connection| {
                 let interest = Interest::READABLE | Interest::WRITABLE;
                 registered = registry.register(&mut stream, Token(connection as usize), interest);
-                let server = Server::new(key, limits, Instant::now());
+                let server = Box::new(Server::new(key, limits, Instant::now()));
                 Connection {
                     wire: Wire::accepted(Stream::Tcp(stream), tls.as_ref()),
                     side: Side::Server { server, call: None, feeder: None },
                     peer: peer.to_string(),
+                    ahead: 0,
                     rung: false,
                 }
             });
@@ -117,11 +122,48 @@ impl Http {
                 }
             }
         }
+        if !self.next_accepts.contains(&key) {
+            self.next_accepts.push(key);
+        }
+    }
+
+    /// Closes idle connections whose clients are none that is known, the longest idle of those first that have asked
+    /// nothing; whether there were any.
+    fn make_room(&mut self, listener: u64, even_if_asked: bool) -> bool {
+        let now = Instant::now();
+        if !self.crowds.look(now) {
+            return false;
+        }
+        let mut idle = Vec::new();
+        for key in self.connections_of(listener) {
+            if let Some(Connection { side: Side::Server { server, .. }, .. }) = self.connections.get(key)
+                && let Some((asked, since)) = server.worth()
+                && (even_if_asked || !asked)
+            {
+                idle.push((asked, since, key));
+            }
+        }
+        let evicted = self.crowds.choose(&mut idle, now);
+        for (.., key) in &evicted {
+            self.close(*key, "there are too many connections");
+        }
+        if even_if_asked || !evicted.is_empty() {
+            self.news.push(Event::Crowded(listener));
+        }
+        !evicted.is_empty()
+    }
+
+    /// The client of a call is a known one: its connection is not closed to make room for others.
+    pub fn trust(&mut self, call: u64) {
+        if let Some((_, Connection { side: Side::Server { server, .. }, .. })) = self.call(call) {
+            server.trusted = true;
+        }
     }
 
     pub(super) fn drive_server(&mut self, key: u64) {
         let Some(connection) = self.connections.get_mut(key) else { return };
-        let Connection { wire, side: Side::Server { server, call, feeder }, peer, .. } = connection else {
+        let Connection { wire, side: Side::Server { server, call, feeder }, peer, ahead, .. } = connection
+        else {
             return;
         };
         let (calls, news) = (&mut self.calls, &mut self.news);
@@ -135,6 +177,9 @@ impl Http {
         {
             calls.remove(over);
         }
+        let before = std::mem::replace(ahead, server.ahead(wire));
+        self.ahead = self.ahead + *ahead - before;
+        let crowded = self.ahead > AHEAD_OF_ALL && *ahead > before && server.refuse_head(wire, now);
         if server.has_room_again(wire.unsent()) {
             match (*feeder, *call) {
                 (Some(feeder), _) => {
@@ -151,6 +196,10 @@ impl Http {
                 (None, None) => {}
             }
         }
+        if crowded {
+            self.refused += 1;
+            self.ring(key);
+        }
         if !open {
             self.close(key, "the client has gone");
         }
@@ -162,8 +211,8 @@ impl Http {
         Some((key, self.connections.get_mut(key)?))
     }
 
-    /// The body of a request is wanted that did not come with its head.
-    pub fn want_body(&mut self, call: u64) {
+    /// The body of a request is wanted that did not come with its head, and charged.
+    pub fn want_body(&mut self, call: u64, charge: Option<Arc<Charge>>) {
         let Some(&key) = self.calls.get(call) else { return };
         let Some(Connection { wire, side: Side::Server { server, call: of, .. }, peer, .. }) =
             self.connections.get_mut(key)
@@ -172,7 +221,7 @@ impl Http {
         };
         let (calls, news) = (&mut self.calls, &mut self.news);
         let listener = server.listener;
-        server.want_body(wire, Instant::now(), &mut |said| {
+        server.want_body(wire, charge, Instant::now(), &mut |said| {
             told(said, key, listener, peer, of, calls, news);
         });
         self.ring(key);
@@ -263,7 +312,7 @@ pub fn told(
     let Some(call) = *call else { return };
     news.push(match said {
         News::Body(body) => Event::Body(call, body),
-        News::BodyFailed((status, text)) => Event::BodyFailed(call, status, text),
+        News::BodyFailed(status, text) => Event::BodyFailed(call, status, text),
         News::Gone | News::Begins(..) => {
             calls.remove(call);
             Event::Gone(call)

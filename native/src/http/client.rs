@@ -15,6 +15,8 @@ const TRAILER: Duration = Duration::from_secs(1);
 const IDLE: Duration = Duration::from_secs(4);
 const HEAD_BYTES: usize = 32 << 10;
 const HEADERS: usize = 128;
+/// Interim answers (1xx) that may precede an answer.
+const INTERIM_ANSWERS: usize = 100;
 
 /// What went wrong, or nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,7 +60,9 @@ pub enum Target {
 enum State {
     Idle,
     Head {
+        /// Bytes in which no end of it was found.
         seen: usize,
+        interim: usize,
     },
     Body,
     /// Everything was told; the rest is read so that the connection can be used again.
@@ -134,7 +138,7 @@ impl Client {
     pub fn ask(&mut self, answer: u64, method: &str) {
         self.answer = Some(answer);
         method.clone_into(&mut self.method);
-        self.state = State::Head { seen: 0 };
+        self.state = State::Head { seen: 0, interim: 0 };
         self.target = None;
         self.events = None;
         self.report = Report::default();
@@ -166,7 +170,7 @@ impl Client {
         loop {
             let step = match self.state {
                 State::Idle => None,
-                State::Head { seen } => self.read_head(wire, seen),
+                State::Head { seen, interim } => self.read_head(wire, seen, interim),
                 State::Body if self.target.is_none() || self.paused.is_some() => return Step::Waits,
                 State::Body => self.read_body(wire, now, clock),
                 State::Ending => self.read_end(wire, now),
@@ -201,31 +205,33 @@ impl Client {
         }
     }
 
-    fn read_head(&mut self, wire: &mut Wire, seen: usize) -> Option<Step> {
+    fn read_head(&mut self, wire: &mut Wire, mut seen: usize, mut interim: usize) -> Option<Step> {
         let nonsense = |text: &str| Some(Step::Ends(End::new(Outcome::Protocol, text)));
-        let inbound = wire.inbound();
-        let begins = &b"HTTP/1."[..inbound.len().min(7)];
-        if !inbound.starts_with(begins) {
-            return nonsense("what came is no HTTP/1.1");
-        }
-        let Some(length) = head::length(inbound, seen) else {
-            self.state = State::Head { seen: inbound.len() };
-            return if inbound.len() > HEAD_BYTES { nonsense("the head is too long") } else { None };
-        };
-        if length > HEAD_BYTES {
-            return nonsense("the head is too long");
-        }
-        let head = head::answer(&inbound[..length], HEADERS, &self.method);
-        wire.take(length);
-        self.state = State::Head { seen: 0 };
-        match head {
-            Err(text) => nonsense(text),
-            Ok(None) => self.read_head(wire, 0),
-            Ok(Some(head)) => {
-                self.state = State::Body;
-                self.body = head.body.clone();
-                self.keep_alive = head.keep_alive;
-                Some(Step::Head(head))
+        loop {
+            let inbound = wire.inbound();
+            let begins = &b"HTTP/1."[..inbound.len().min(7)];
+            if !inbound.starts_with(begins) {
+                return nonsense("what came is no HTTP/1.1");
+            }
+            let Some(length) = head::length(inbound, seen) else {
+                self.state = State::Head { seen: inbound.len(), interim };
+                return if inbound.len() > HEAD_BYTES { nonsense("the head is too long") } else { None };
+            };
+            if length > HEAD_BYTES {
+                return nonsense("the head is too long");
+            }
+            let head = head::answer(&inbound[..length], HEADERS, &self.method);
+            wire.take(length);
+            match head {
+                Err(text) => return nonsense(text),
+                Ok(None) if interim == INTERIM_ANSWERS => return nonsense("interim answers without end"),
+                Ok(None) => (seen, interim) = (0, interim + 1),
+                Ok(Some(head)) => {
+                    self.state = State::Body;
+                    self.body = head.body.clone();
+                    self.keep_alive = head.keep_alive;
+                    return Some(Step::Head(head));
+                }
             }
         }
     }

@@ -4,6 +4,9 @@ use std::borrow::Cow;
 
 use super::json::{Cursor, Field, is_true};
 
+/// Longer ones are not read: the event loop has a few milliseconds for each.
+pub const MAX_DOCUMENT: usize = 4 << 20;
+
 /// Whose documents they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dialect {
@@ -72,6 +75,9 @@ impl Documents {
 
     /// What is new in a document; `None`: it is none.
     pub fn read<'a>(&mut self, payload: &'a [u8]) -> Option<Noticed<'a>> {
+        if payload.len() > MAX_DOCUMENT {
+            return None;
+        }
         let text = std::str::from_utf8(payload).ok()?;
         match self.dialect {
             Dialect::OpenAi => self.read_openai(text),

@@ -24,6 +24,7 @@ mod json;
 mod server;
 mod wire;
 
+use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, RawFd};
@@ -49,14 +50,16 @@ pub use server::{Room, ServerLimits};
 use wire::Wire;
 pub use wire::{Tls, acceptor, connector};
 
+use crate::rpc::crowds::Crowds;
 use crate::rpc::keyed::Keyed;
+use crate::rpc::turn::Turn;
 
 /// Kernel events taken in one turn; the rest comes with the next.
 const EVENTS: usize = 1024;
-/// Rounds of one turn among connections that wake one another.
-const ROUNDS: usize = 64;
 /// Read at once.
 const SCRATCH: usize = 64 << 10;
+/// Of requests that nobody has asked for yet, of all connections: above, those whose head is not here are refused.
+const AHEAD_OF_ALL: usize = 64 << 20;
 /// In the token of a listener, to tell it from a connection's.
 const LISTENER: usize = 1 << 63;
 
@@ -73,7 +76,7 @@ pub enum Event {
     },
     Body(u64, Vec<u8>),
     /// The body cannot be had: a status, and why.
-    BodyFailed(u64, u16, &'static str),
+    BodyFailed(u64, u16, String),
     /// The client has gone.
     Gone(u64),
     /// There is room again for what is to be sent.
@@ -90,6 +93,8 @@ pub enum Event {
     Ended(u64, End, Box<Report>, Vec<u8>),
     /// Connections cannot be accepted: the error's number.
     AcceptFailed(i32),
+    /// A listener has no room: idle connections were closed, or, if there was none, new ones.
+    Crowded(u64),
 }
 
 /// Calls of gRPC servers, which answers go to.
@@ -106,7 +111,7 @@ struct Listener {
 }
 
 enum Side {
-    Server { server: Server, call: Option<u64>, feeder: Option<u64> },
+    Server { server: Box<Server>, call: Option<u64>, feeder: Option<u64> },
     Client(Box<Client>),
 }
 
@@ -114,6 +119,8 @@ struct Connection {
     wire: Wire,
     side: Side,
     peer: String,
+    /// Bytes that it has of `Http::ahead`.
+    ahead: usize,
     /// It is among those that are due.
     rung: bool,
 }
@@ -124,8 +131,9 @@ pub struct Stats {
     pub connections: usize,
     pub calls: usize,
     pub answers: usize,
-    /// Connections closed because there were too many.
+    /// New connections closed because there were too many, and idle ones.
     pub refused: u64,
+    pub evicted: u64,
 }
 
 /// Where a request goes if no connection is idle.
@@ -145,20 +153,27 @@ pub struct Http {
     calls: Keyed<u64>,
     answers: Keyed<u64>,
     idle: HashMap<String, Vec<u64>>,
-    due: Vec<u64>,
+    due: VecDeque<u64>,
+    /// Connections that have used their share of a turn up, and listeners.
+    next_turn: Vec<u64>,
+    next_accepts: Vec<u64>,
     news: Vec<Event>,
     scratch: Box<[u8]>,
     began: Instant,
     clock: f64,
+    vanished: Duration,
     refused: u64,
+    crowds: Crowds,
+    /// Bytes of memory for what came to servers and nobody has asked for.
+    ahead: usize,
 }
 
 impl Http {
-    /// `clock` is what the loop's clock says now.
+    /// `clock` is what the loop's clock says now; a peer that acknowledges nothing for as long as `vanished` is gone.
     ///
     /// # Errors
     /// There is no epoll to be had.
-    pub fn new(clock: f64) -> io::Result<Self> {
+    pub fn new(clock: f64, vanished: Duration) -> io::Result<Self> {
         Ok(Self {
             poll: Poll::new()?,
             events: Events::with_capacity(EVENTS),
@@ -167,12 +182,17 @@ impl Http {
             calls: Keyed::default(),
             answers: Keyed::default(),
             idle: HashMap::new(),
-            due: Vec::new(),
+            due: VecDeque::new(),
+            next_turn: Vec::new(),
+            next_accepts: Vec::new(),
             news: Vec::new(),
             scratch: vec![0; SCRATCH].into_boxed_slice(),
             began: Instant::now(),
             clock,
+            vanished,
             refused: 0,
+            crowds: Crowds::default(),
+            ahead: 0,
         })
     }
 
@@ -187,6 +207,7 @@ impl Http {
             calls: self.calls.len(),
             answers: self.answers.len(),
             refused: self.refused,
+            evicted: self.crowds.evicted(),
         }
     }
 
@@ -194,8 +215,8 @@ impl Http {
         self.clock + now.duration_since(self.began).as_secs_f64()
     }
 
-    /// Polls the sockets and drives what is ready; what happened since the last time, and whether there is more to do at
-    /// once. Never blocks.
+    /// Polls the sockets and drives what is ready; what happened since the last time, and whether there is more to do, by
+    /// another `turn`. Never blocks, and does so much work at most as `turn` says.
     ///
     /// # Errors
     /// The kernel refuses to poll.
@@ -213,32 +234,45 @@ impl Http {
             if key & LISTENER != 0 {
                 self.accept((key & !LISTENER) as u64);
             } else if let Some(connection) = self.connections.get(key as u64) {
-                let ended = event.is_read_closed() || event.is_error();
-                connection.wire.kernel_says(event.is_readable(), event.is_writable(), ended);
+                connection.wire.kernel_says(event);
                 self.ring(key as u64);
             }
         }
         self.events = events;
+        for key in std::mem::take(&mut self.next_accepts) {
+            self.accept(key);
+        }
+        for key in std::mem::take(&mut self.next_turn) {
+            if let Some(connection) = self.connections.get_mut(key) {
+                connection.wire.begin_turn();
+                self.ring(key);
+            }
+        }
         Ok(self.flush(messages))
     }
 
     /// Sends what is to be sent; as `turn`.
     pub fn flush(&mut self, messages: &mut dyn Messages) -> (Vec<Event>, bool) {
-        for _ in 0..ROUNDS {
-            if self.due.is_empty() {
+        let turn = Turn::begin();
+        while let Some(key) = self.due.pop_front() {
+            let Some(connection) = self.connections.get_mut(key) else { continue };
+            connection.rung = false;
+            connection.wire.begin_slice();
+            match connection.side {
+                Side::Server { .. } => self.drive_server(key),
+                Side::Client(_) => self.drive_client(key, messages),
+            }
+            if let Some(connection) = self.connections.get(key)
+                && connection.wire.has_to_wait()
+            {
+                self.next_turn.push(key);
+            }
+            if turn.is_over(self.news.len()) {
                 break;
             }
-            for key in std::mem::take(&mut self.due) {
-                if let Some(connection) = self.connections.get_mut(key) {
-                    connection.rung = false;
-                    match connection.side {
-                        Side::Server { .. } => self.drive_server(key),
-                        Side::Client(_) => self.drive_client(key, messages),
-                    }
-                }
-            }
         }
-        (std::mem::take(&mut self.news), !self.due.is_empty())
+        let more = !(self.due.is_empty() && self.next_turn.is_empty() && self.next_accepts.is_empty());
+        (std::mem::take(&mut self.news), more)
     }
 
     fn ring(&mut self, key: u64) {
@@ -246,12 +280,13 @@ impl Http {
             && !connection.rung
         {
             connection.rung = true;
-            self.due.push(key);
+            self.due.push_back(key);
         }
     }
 
     fn close(&mut self, key: u64, reason: &str) {
         let Some(connection) = self.connections.remove(key) else { return };
+        self.ahead -= connection.ahead;
         match connection.side {
             Side::Server { mut server, call, feeder } => {
                 if let Some(listener) = self.listeners.get_mut(server.listener) {

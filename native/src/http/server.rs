@@ -1,19 +1,26 @@
 //! The server's side of a connection: one request after the other, each answered before the next is looked at.
 
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use super::body::Decoder;
 use super::head::{self, Framing, Headers, Refusal, RequestHead};
 use super::wire::{Filled, Wire};
+use crate::budget::Charge;
 
 /// Of what is to be sent; with more, whoever sends has to wait.
 pub const SEND_LIMIT: usize = 64 << 10;
 /// Of what came behind a request, or of a body that nobody asked for yet.
 const AHEAD: usize = 64 << 10;
-/// How long what nobody wants is read, so that the answer is not lost with it.
+/// Empty lines that may precede a request; RFC 9112 2.2 knows of one.
+const EMPTY_LINES: usize = 4;
+/// How long an idle connection of a server that stops is left open for the request that may be on its way.
+const LAST_REQUEST: Duration = Duration::from_secs(1);
+/// How long what nobody wants is read, and how many bytes of it, so that the answer is not lost with it.
 const LINGER: Duration = Duration::from_secs(1);
+const LINGER_BYTES: usize = 1 << 20;
 
 /// What clients may cost.
 #[derive(Debug, Clone)]
@@ -24,6 +31,9 @@ pub struct ServerLimits {
     pub body_bytes: usize,
     pub idle: Duration,
     pub body: Duration,
+    /// In each `body_window`, so many bytes of a body have to come.
+    pub body_window: Duration,
+    pub body_window_bytes: usize,
     pub write: Duration,
 }
 
@@ -31,7 +41,7 @@ pub struct ServerLimits {
 pub enum News {
     Begins(RequestHead, Option<Vec<u8>>),
     Body(Vec<u8>),
-    BodyFailed(Refusal),
+    BodyFailed(u16, String),
     Gone,
 }
 
@@ -56,9 +66,21 @@ pub struct Server {
     limits: Rc<ServerLimits>,
     /// A request is being handled.
     pub busy: bool,
+    /// A request has come.
+    asked: bool,
+    /// The client is a known one: its connection is not closed to make room.
+    pub trusted: bool,
+    /// The server stops: each answer is the last of its connection.
+    leaving: bool,
+    /// The client sends no more.
+    input_ended: bool,
     body: Decoder,
     collected: Vec<u8>,
     wants_body: bool,
+    /// What is charged for the body that is wanted.
+    charge: Option<Arc<Charge>>,
+    /// When a window of the body's rate began, and the bytes that were here then.
+    window: (Instant, usize),
     expects_continue: bool,
     version_11: bool,
     keep_alive: bool,
@@ -67,6 +89,10 @@ pub struct Server {
     /// Somebody waits for room.
     full: bool,
     lingers: bool,
+    /// Empty lines that came instead of a request.
+    empty_lines: usize,
+    /// Bytes read that nobody wants.
+    lingered: usize,
     /// Bytes in which no head's end was found.
     seen: usize,
     /// When what is waited for began.
@@ -84,9 +110,15 @@ impl Server {
             listener,
             limits,
             busy: false,
+            asked: false,
+            trusted: false,
+            leaving: false,
+            input_ended: false,
             body: Decoder::of_length(0),
             collected: Vec::new(),
             wants_body: false,
+            charge: None,
+            window: (now, 0),
             expects_continue: false,
             version_11: true,
             keep_alive: true,
@@ -94,13 +126,15 @@ impl Server {
             answer: Answer::None,
             full: false,
             lingers: false,
+            empty_lines: 0,
+            lingered: 0,
             seen: 0,
             since: now,
             stuck: None,
         }
     }
 
-    /// Gets on as far as is possible now; false: the connection is over.
+    /// Gets on as far as its share of the turn lets it; false: the connection is over.
     pub fn drive(
         &mut self,
         wire: &mut Wire,
@@ -113,9 +147,16 @@ impl Server {
             Poll::Ready(Err(_)) => return false,
             Poll::Ready(Ok(())) => {}
         }
+        if wire.is_broken() {
+            self.gone(tell);
+            return false;
+        }
         loop {
             if !self.get_on(wire, now, tell) {
                 return false;
+            }
+            if self.input_ended {
+                return self.busy || wire.unsent() > 0;
             }
             if !self.lingers && wire.inbound().len() >= self.most_ahead() {
                 return true;
@@ -123,8 +164,8 @@ impl Server {
             match wire.fill(scratch) {
                 Ok(Filled::More) => {}
                 Ok(Filled::Nothing) => return true,
-                Ok(Filled::Ended) if matches!(self.answer, Answer::Ended) && !self.lingers => {
-                    return wire.unsent() > 0;
+                Ok(Filled::Ended) if !self.lingers && self.may_be_there(wire, tell) => {
+                    self.input_ended = true;
                 }
                 Ok(Filled::Ended) | Err(_) => {
                     self.gone(tell);
@@ -132,6 +173,24 @@ impl Server {
                 }
             }
         }
+    }
+
+    /// Whether a client that sends no more may wait for its answer all the same. One that has gone looks alike, until
+    /// something is sent to it: its kernel answers an interim answer with a reset. HTTP/1.0 has none, so that such a client
+    /// counts as gone, and is told so; and so does one that hangs up in the middle of an answer.
+    fn may_be_there(&mut self, wire: &mut Wire, tell: &mut dyn FnMut(News)) -> bool {
+        match self.answer {
+            Answer::Writing(_) => return false,
+            Answer::None | Answer::Noted(..) if self.busy && self.version_11 => {
+                wire.out().extend_from_slice(CONTINUE);
+            }
+            Answer::None | Answer::Noted(..) if self.busy => {
+                self.gone(tell);
+                self.refuse(wire, (400, "over HTTP/1.0 a client that closes its side counts as gone"));
+            }
+            _ => {}
+        }
+        true
     }
 
     fn most_ahead(&self) -> usize {
@@ -153,8 +212,9 @@ impl Server {
             };
             self.note_progress(wire.unsent(), now);
             if self.lingers {
+                self.lingered += wire.inbound().len();
                 wire.take(wire.inbound().len());
-                return true;
+                return self.lingered <= LINGER_BYTES;
             }
             if matches!(self.answer, Answer::Ended) {
                 if !sent_all {
@@ -162,8 +222,12 @@ impl Server {
                 }
                 self.busy = false;
                 self.since = now;
+                if self.input_ended && (!self.keep_alive || !self.body.is_done()) {
+                    return false;
+                }
                 if !self.keep_alive || !self.body.is_done() {
                     wire.shut();
+                    self.collected = Vec::new();
                     self.lingers = true;
                     continue;
                 }
@@ -190,6 +254,11 @@ impl Server {
     /// Whether there is one.
     fn read_head(&mut self, wire: &mut Wire, now: Instant, tell: &mut dyn FnMut(News)) -> bool {
         while wire.inbound().starts_with(b"\r\n") {
+            if self.empty_lines == EMPTY_LINES {
+                self.refuse(wire, (400, "empty lines instead of a request"));
+                return true;
+            }
+            self.empty_lines += 1;
             wire.take(2);
             self.seen = 0;
         }
@@ -215,13 +284,15 @@ impl Server {
             }
         };
         wire.take(length);
+        self.empty_lines = 0;
         self.busy = true;
+        self.asked = true;
         self.since = now;
         self.body = head.body.clone();
         self.wants_body = false;
         self.expects_continue = head.expects_continue;
         self.version_11 = head.version_11;
-        self.keep_alive = head.keep_alive;
+        self.keep_alive = head.keep_alive && !self.leaving;
         self.is_head = head.method == "HEAD";
         self.collected = Vec::new();
         let decoded = if self.too_long() { Ok(()) } else { self.decode(wire) };
@@ -250,33 +321,75 @@ impl Server {
         if !self.wants_body {
             return;
         }
-        let result = self.decode(wire).map_err(|text| (400, text));
-        let result = result.and_then(|()| if self.too_long() { Err(TOO_LONG) } else { Ok(()) });
-        match result {
-            Err(refusal) => {
-                self.wants_body = false;
-                self.keep_alive = false;
-                tell(News::BodyFailed(refusal));
-            }
-            Ok(()) if self.body.is_done() => {
-                self.wants_body = false;
-                tell(News::Body(std::mem::take(&mut self.collected)));
-            }
-            Ok(()) => {}
+        let before = self.collected.len();
+        if let Err(text) = self.decode(wire) {
+            return self.fail_body(400, text, tell);
+        }
+        if self.too_long() {
+            return self.fail_body(TOO_LONG.0, TOO_LONG.1, tell);
+        }
+        let charge = self.charge.as_ref();
+        if let Some(Err(over)) = charge.map(|charge| charge.grow(self.collected.len() - before)) {
+            return self.fail_body(over.status(), &over.to_string(), tell);
+        }
+        if self.body.is_done() {
+            self.wants_body = false;
+            self.charge = None;
+            tell(News::Body(std::mem::take(&mut self.collected)));
+            return;
+        }
+        if self.input_ended {
+            self.fail_body(400, "the body ends too early", tell);
         }
     }
 
-    /// The handler wants the body that did not come with the head.
-    pub fn want_body(&mut self, wire: &mut Wire, now: Instant, tell: &mut dyn FnMut(News)) {
+    fn fail_body(&mut self, status: u16, text: &str, tell: &mut dyn FnMut(News)) {
+        self.wants_body = false;
+        self.keep_alive = false;
+        self.collected = Vec::new();
+        if let Some(charge) = self.charge.take() {
+            charge.release();
+        }
+        tell(News::BodyFailed(status, text.to_owned()));
+    }
+
+    /// The handler wants the body that did not come with the head, and says what it is charged to.
+    pub fn want_body(
+        &mut self,
+        wire: &mut Wire,
+        charge: Option<Arc<Charge>>,
+        now: Instant,
+        tell: &mut dyn FnMut(News),
+    ) {
         if self.too_long() {
-            self.keep_alive = false;
-            return tell(News::BodyFailed(TOO_LONG));
+            return self.fail_body(TOO_LONG.0, TOO_LONG.1, tell);
+        }
+        if let Some(charge) = &charge {
+            let to_come = if let Decoder::Length(left) = self.body { left } else { 0 };
+            let here = self.collected.len();
+            let taken = charge.look(here as u64 + to_come).and_then(|()| charge.grow(here));
+            if let Err(over) = taken {
+                return self.fail_body(over.status(), &over.to_string(), tell);
+            }
         }
         self.wants_body = true;
+        self.charge = charge;
         self.since = now;
+        self.window = (now, self.collected.len());
         if self.expects_continue && self.collected.is_empty() && wire.inbound().is_empty() {
             wire.out().extend_from_slice(CONTINUE);
         }
+    }
+
+    /// Whether the last window brought too little of a body that is wanted.
+    fn is_slow(&mut self, now: Instant) -> bool {
+        let (began, before) = self.window;
+        if now.duration_since(began) <= self.limits.body_window {
+            return false;
+        }
+        let came = self.collected.len() - before;
+        self.window = (now, self.collected.len());
+        came < self.limits.body_window_bytes
     }
 
     /// Answers what is no request; the connection ends with it.
@@ -387,10 +500,13 @@ impl Server {
         if self.lingers {
             return waited <= LINGER;
         }
+        if self.leaving && self.is_idle() && waited > LAST_REQUEST {
+            return false;
+        }
         if self.wants_body && waited > self.limits.body {
-            self.wants_body = false;
-            self.keep_alive = false;
-            tell(News::BodyFailed((408, "the body takes too long")));
+            self.fail_body(408, "the body takes too long", tell);
+        } else if self.wants_body && self.is_slow(now) {
+            self.fail_body(408, "the body comes too slowly", tell);
         }
         if !self.busy && !matches!(self.answer, Answer::Ended) && waited > self.limits.idle {
             if wire.inbound().is_empty() {
@@ -401,14 +517,39 @@ impl Server {
         true
     }
 
-    /// No request is handled, and none has begun to come.
-    pub fn is_idle(&self) -> bool {
+    /// A head has begun to come, and there is no memory for more of it.
+    pub fn refuse_head(&mut self, wire: &mut Wire, now: Instant) -> bool {
+        let partial = !self.busy && matches!(self.answer, Answer::None) && !wire.inbound().is_empty();
+        if partial {
+            self.since = now;
+            self.refuse(wire, (503, "too many requests are coming"));
+        }
+        partial
+    }
+
+    /// Bytes of memory for what came of requests that nobody has asked for.
+    pub fn ahead(&self, wire: &Wire) -> usize {
+        wire.inbound_capacity() + if self.wants_body { 0 } else { self.collected.capacity() }
+    }
+
+    /// No request is handled.
+    fn is_idle(&self) -> bool {
         !self.busy && matches!(self.answer, Answer::None)
     }
 
-    /// The connection ends behind the answer that runs.
-    pub fn leave(&mut self) {
+    /// Since when it is idle, unless it is not or its client is a known one; before that, whether it has asked anything.
+    /// What is least is closed first where there is no room.
+    pub fn worth(&self) -> Option<(bool, Instant)> {
+        (self.is_idle() && !self.trusted).then_some((self.asked, self.since))
+    }
+
+    /// The connection ends behind the answer that runs, or behind that to a request that comes soon.
+    pub fn leave(&mut self, now: Instant) {
+        self.leaving = true;
         self.keep_alive = false;
+        if self.is_idle() {
+            self.since = now;
+        }
     }
 }
 

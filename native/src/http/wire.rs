@@ -7,6 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use mio::event::Event;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::rustls::pki_types::ServerName;
 use tokio_rustls::rustls::{ClientConfig, ServerConfig};
@@ -91,13 +92,35 @@ impl Wire {
         Self { stage, ready, inbound: Vec::new(), taken: 0, out: Vec::new(), sent: 0 }
     }
 
-    /// Notes what the kernel says.
-    pub fn kernel_says(&self, readable: bool, writable: bool, ended: bool) {
+    /// Notes what the kernel says, in a new turn.
+    pub fn kernel_says(&self, event: &Event) {
         if let Some(ready) = &self.ready {
-            ready.ended.set(ready.ended.get() || ended);
-            ready.readable.set(ready.readable.get() || readable || ended);
-            ready.writable.set(ready.writable.get() || writable);
+            ready.kernel_says(event);
         }
+    }
+
+    /// The peer takes nothing any more.
+    pub fn is_broken(&self) -> bool {
+        self.ready.as_ref().is_some_and(|ready| ready.broken.get())
+    }
+
+    /// Gives it its share of a new turn.
+    pub fn begin_turn(&self) {
+        if let Some(ready) = &self.ready {
+            ready.begin_turn();
+        }
+    }
+
+    /// It is driven from now on.
+    pub fn begin_slice(&self) {
+        if let Some(ready) = &self.ready {
+            ready.begin_slice();
+        }
+    }
+
+    /// See `Readiness::has_to_wait`.
+    pub fn has_to_wait(&self) -> bool {
+        self.ready.as_ref().is_some_and(|ready| ready.has_to_wait())
     }
 
     /// Connects and greets as far as is possible now.
@@ -161,6 +184,11 @@ impl Wire {
     /// What came and is not taken.
     pub fn inbound(&self) -> &[u8] {
         &self.inbound[self.taken..]
+    }
+
+    /// Bytes of memory for what came.
+    pub fn inbound_capacity(&self) -> usize {
+        self.inbound.capacity()
     }
 
     /// So many bytes of it were taken.

@@ -2,7 +2,7 @@
 
 use super::store::{Refused, Target};
 use super::window::{self, WindowGroups};
-use super::{Handle, Index, State, WorkerName};
+use super::{Handle, Index, SLICE, State, WorkerName};
 use crate::acceptance::Rules;
 use crate::events::{Batch, Event, Removed, Stored};
 
@@ -68,6 +68,7 @@ impl Index {
         };
         self.complete(state, state.ranks[worker].slot);
         let mut filled = 0;
+        let mut rooting = SLICE;
         for event in &batch.events {
             let blocks = match event {
                 Event::Cleared => 0,
@@ -90,7 +91,8 @@ impl Index {
                 Event::Stored(stored) => self.stored(state, worker, batch, stored),
                 Event::Removed(removed) => self.removed(state, worker, batch, removed),
             }
-            state.ledger.finish();
+            rooting += blocks;
+            state.ledger.finish_within(&mut rooting);
             // Event by event, since each Cleared takes a slot.
             self.drain(state, blocks + 1);
             filled += blocks;
@@ -129,6 +131,10 @@ impl Index {
 
     fn stored(&self, state: &mut State, worker: Handle, batch: &Batch, event: &Stored) {
         let slot = state.ranks[worker].slot;
+        let content = state.ledger.worker_mut(slot);
+        content.zero_is_block |=
+            event.parent.is_none() && event.has_content() || batch.hashes(event.engine_hashes).contains(&0);
+        let event = &content.rooted(event);
         let full_groups = state.ledger.worker(slot).full_groups.len();
         if !state.ledger.learn_group(slot, event.group, event.full_attention, GROUP_LIMIT) {
             match self.window_stored(state, worker, batch, event) {

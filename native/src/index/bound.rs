@@ -313,17 +313,22 @@ impl Worker {
             .collect()
     }
 
-    /// Notes that the reach of a presence changed, in a round.
-    pub fn note_idle(&mut self, level: usize, presence: PresenceId, before: u32, round: u32) {
+    /// Notes that the reach of a presence, below another, changed in a round.
+    pub fn note_idle(
+        &mut self,
+        level: usize,
+        presence: PresenceId,
+        above: PresenceId,
+        before: u32,
+        round: u32,
+    ) {
         if level != self.slowest_level() {
             return;
         }
-        let part = &self.presences[presence];
-        let (reach, above) = (part.reach_on(level), part.parent);
-        match reach {
+        match self.presences[presence].reach_on(level) {
             0 => self.note_idle_part(above, 0),
             // What grows is used now; what does not may have been used long ago.
-            _ => self.note_idle_part(presence, if reach > before { round } else { 0 }),
+            reach => self.note_idle_part(presence, if reach > before { round } else { 0 }),
         }
     }
 

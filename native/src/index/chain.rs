@@ -88,7 +88,9 @@ impl Ledger {
     pub fn split(&mut self, node: NodeId, at: u32) -> NodeId {
         let entry = &self.nodes[node];
         let (len, workers) = (entry.len(), entry.presences.len());
-        let children: Vec<NodeId> = self.nodes.children(node).collect();
+        // No more of them than make the tail the dearer part: there may be any number.
+        let most = (at as usize * workers).saturating_sub((len - at) as usize * workers) / 4;
+        let children: Vec<NodeId> = self.nodes.children(node).take(most + 1).collect();
         let new_tail = (len - at) as usize * workers + 4 * children.len() <= at as usize * workers;
         let shard = shard_of(node);
         self.copy_before_split(node);
@@ -182,7 +184,7 @@ impl Ledger {
                 **more = more.split_off(at);
             }
             self.nodes[tail].set_presence(slot, presence);
-            self.hang_under_node(slot, presence, head);
+            self.hang(slot, presence, head);
             return;
         }
         let other = self.worker_mut(slot).split_presence(presence, at, new_tail);
@@ -205,17 +207,15 @@ impl Ledger {
         self.nodes[head].set_presence(slot, first);
         self.nodes[tail].set_presence(slot, second);
         if new_tail {
-            let children = self.children_of(slot, first);
-            let parts = &mut self.worker_mut(slot).presences;
-            for &child in &children {
-                parts[child].parent = second;
-            }
-            parts[second].first_child = std::mem::take(&mut parts[first].first_child);
+            let worker = self.worker_mut(slot);
+            worker.unrooted.rename(first, second);
+            let children = std::mem::take(&mut worker.presences[first].first_child);
+            worker.presences[second].first_child = children;
         } else {
             self.unhang(slot, second, above);
-            self.hang_under_node(slot, first, above);
+            self.hang(slot, first, above);
         }
-        self.hang(slot, second, first);
+        self.hang(slot, second, head);
         if self.is_bounded {
             self.worker_mut(slot).note_idle_part(other, 0);
         }

@@ -2,7 +2,8 @@
 //!
 //! They have links of their own, although those of the nodes would lead to them as well: below a prompt that all share
 //! hang 100,000 nodes, of which a worker has ten, and whoever finds it whole or cut has to go to those ten only. The
-//! links cost 12 bytes a presence, and no time that shows: small events without them took as long.
+//! links cost 12 bytes a presence, and no time that shows: small events without them took as long. Which presence is
+//! above one is said by the nodes: so all that hang below one move at once, however many they are.
 
 use super::ledger::Ledger;
 use super::nodes::{index_of, shard_of};
@@ -21,12 +22,10 @@ impl Ledger {
         let presence = worker.presences.insert(part);
         assert!(presence <= MAX_PRESENCES, "a worker has blocks in more than {MAX_PRESENCES} runs");
         if let Some(first) = worker.detached.remove(&node) {
-            for child in self.siblings_from(slot, first) {
-                self.hang(slot, child, presence);
-            }
+            worker.presences[presence].first_child = first;
         }
         self.nodes[node].set_presence(slot, presence);
-        self.hang_under_node(slot, presence, self.nodes[node].parent);
+        self.hang(slot, presence, self.nodes[node].parent);
         presence
     }
 
@@ -41,51 +40,49 @@ impl Ledger {
         self.doubt(node);
     }
 
-    /// Hangs a presence, which hangs nowhere, under the one in a node, or notes that there is none.
-    pub fn hang_under_node(&mut self, slot: u32, presence: PresenceId, parent: NodeId) {
-        if parent == 0 {
-            return;
-        }
-        match self.nodes[parent].presence(slot) {
-            Some(above) => self.hang(slot, presence, above),
-            None => self.detach(slot, presence, parent),
-        }
+    /// The worker's presence in the node above that of a presence; 0: there is none, or the node begins a prompt.
+    pub fn above(&self, slot: u32, presence: PresenceId) -> PresenceId {
+        let parent = self.nodes[self.part(slot, presence).node].parent;
+        if parent == 0 { 0 } else { self.nodes[parent].presence(slot).unwrap_or(0) }
     }
 
-    /// Notes a presence whose node's parent has none: siblings are linked as below a presence.
-    fn detach(&mut self, slot: u32, presence: PresenceId, parent: NodeId) {
+    /// Hangs a presence, which hangs nowhere, below the worker's presence in a node, or notes that there is none.
+    pub fn hang(&mut self, slot: u32, presence: PresenceId, node_above: NodeId) {
+        if node_above == 0 {
+            return;
+        }
+        let above = self.nodes[node_above].presence(slot);
         let worker = self.worker_mut(slot);
-        let next = worker.detached.insert(parent, presence).unwrap_or(0);
+        let next = match above {
+            Some(above) => std::mem::replace(&mut worker.presences[above].first_child, presence),
+            None => worker.detached.insert(node_above, presence).unwrap_or(0),
+        };
         let part = &mut worker.presences[presence];
-        (part.parent, part.previous, part.next) = (0, 0, next);
+        (part.previous, part.next) = (0, next);
         if next != 0 {
             worker.presences[next].previous = presence;
         }
     }
 
-    pub fn hang(&mut self, slot: u32, presence: PresenceId, parent: PresenceId) {
-        let parts = &mut self.worker_mut(slot).presences;
-        let next = std::mem::replace(&mut parts[parent].first_child, presence);
-        let part = &mut parts[presence];
-        (part.parent, part.previous, part.next) = (parent, 0, next);
-        if next != 0 {
-            parts[next].previous = presence;
-        }
-    }
-
-    /// Takes a presence away from the one above it, or from the detached ones of the node above.
+    /// Takes a presence away from where `hang` put it.
     pub fn unhang(&mut self, slot: u32, presence: PresenceId, node_above: NodeId) {
+        if node_above == 0 {
+            return;
+        }
+        let above = self.nodes[node_above].presence(slot);
         let worker = self.worker_mut(slot);
         let part = &mut worker.presences[presence];
-        let (parent, previous, next) = (part.parent, part.previous, part.next);
-        (part.parent, part.previous, part.next) = (0, 0, 0);
+        let (previous, next) = (std::mem::take(&mut part.previous), std::mem::take(&mut part.next));
+        if let Some(above) = above {
+            worker.unrooted.skip(above, presence, next);
+        }
         if next != 0 {
             worker.presences[next].previous = previous;
         }
         if previous != 0 {
             worker.presences[previous].next = next;
-        } else if parent != 0 {
-            worker.presences[parent].first_child = next;
+        } else if let Some(above) = above {
+            worker.presences[above].first_child = next;
         } else if next != 0 {
             worker.detached.insert(node_above, next);
         } else {
@@ -93,28 +90,26 @@ impl Ledger {
         }
     }
 
-    pub fn children_of(&self, slot: u32, presence: PresenceId) -> Vec<PresenceId> {
-        self.siblings_from(slot, self.part(slot, presence).first_child)
-    }
-
-    fn siblings_from(&self, slot: u32, first: PresenceId) -> Vec<PresenceId> {
+    /// The presences below one, until another; 0: all.
+    pub fn children_until(
+        &self,
+        slot: u32,
+        presence: PresenceId,
+        end: PresenceId,
+    ) -> impl Iterator<Item = PresenceId> + '_ {
         let parts = &self.worker(slot).presences;
-        std::iter::successors((first != 0).then_some(first), |&child| {
-            let next = parts[child].next;
-            (next != 0).then_some(next)
-        })
-        .collect()
+        let first = parts[presence].first_child;
+        let before_end = move |child: PresenceId| (child != 0 && child != end).then_some(child);
+        std::iter::successors(before_end(first), move |&child| before_end(parts[child].next))
     }
 
     /// Makes the presences below one detached children of a node.
     pub fn disown_children(&mut self, slot: u32, presence: PresenceId, node: NodeId) {
-        let children = self.children_of(slot, presence);
-        if children.is_empty() {
-            return;
-        }
-        self.part_mut(slot, presence).first_child = 0;
-        for child in children {
-            self.detach(slot, child, node);
+        let worker = self.worker_mut(slot);
+        worker.unrooted.forget(presence);
+        let first = std::mem::take(&mut worker.presences[presence].first_child);
+        if first != 0 {
+            worker.detached.insert(node, first);
         }
     }
 

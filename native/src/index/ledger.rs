@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use hashbrown::HashMap;
 
+use super::SLICE;
 use super::nodes::{Nodes, index_of, shard_of};
 use super::presence::Presence;
 use super::trie::Trie;
@@ -106,10 +107,22 @@ impl Ledger {
     }
 
     /// Ends an operation: the trie is in step and has nothing that nobody needs.
+    ///
+    /// Below a block that came back more may be left to be rooted than one operation does: see `root_slice`.
     pub fn finish(&mut self) {
+        self.finish_within(&mut SLICE.clone());
+    }
+
+    /// The same, rooting no more presences than a budget, which it reduces.
+    pub fn finish_within(&mut self, rooting: &mut usize) {
         let mut dirty = std::mem::take(&mut self.dirty);
-        for (slot, presence) in dirty.drain(..) {
+        for &(slot, presence) in &dirty {
             self.refresh(slot, presence);
+        }
+        for slot in dirty.drain(..).map(|(slot, _)| slot) {
+            if !self.worker(slot).dropped {
+                *rooting -= self.root_slice(slot, *rooting);
+            }
         }
         self.dirty = dirty;
         let mut doubtful = std::mem::take(&mut self.doubtful);

@@ -304,6 +304,8 @@ impl Index {
                 left -= state.ledger.fill(slot, left).min(left);
                 waiting |= state.ledger.worker(slot).filling.is_some();
             }
+            left -= state.ledger.root_slice(slot, left).min(left);
+            waiting |= !state.ledger.worker(slot).unrooted.is_empty();
             if state.ledger.worker(slot).demotion.is_some() {
                 left -= self.demote_slice(state, slot, left).0.min(left);
                 waiting |= state.ledger.worker(slot).demotion.is_some();

@@ -45,8 +45,6 @@ pub struct Presence {
     pub node: NodeId,
     /// Depth of the node's first block.
     pub start: u32,
-    /// The presence in the parent node; 0: there is none, or the node begins a prompt.
-    pub parent: PresenceId,
     pub first_child: PresenceId,
     pub next: PresenceId,
     pub previous: PresenceId,

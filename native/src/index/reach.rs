@@ -1,31 +1,107 @@
 //! How far queries see each presence, level by level: what `finish` brings the trie in step with.
 
+use std::collections::BTreeMap;
+
 use smallvec::{SmallVec, smallvec};
 
 use super::ledger::Ledger;
 use super::nodes::{index_of, shard_of};
 use super::worker::{LEVELS, PresenceId};
 
+/// Presences that became full on a level, and from which child on none is rooted there yet.
+///
+/// Hiding what is below a presence cannot wait, rooting it can. So a block with any number of children that comes and
+/// goes costs no more than what was rooted below it in between, which has a budget.
+#[derive(Debug, Default)]
+pub struct Unrooted(BTreeMap<(PresenceId, usize), PresenceId>);
+
+impl Unrooted {
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Moves the first unrooted child of a presence; 0: there is none.
+    fn set(&mut self, presence: PresenceId, level: usize, child: PresenceId) {
+        if child == 0 {
+            self.0.remove(&(presence, level));
+        } else {
+            self.0.insert((presence, level), child);
+        }
+    }
+
+    /// Goes on to the next child where one leaves its presence.
+    pub fn skip(&mut self, presence: PresenceId, child: PresenceId, next: PresenceId) {
+        if self.0.is_empty() {
+            return;
+        }
+        for level in 0..LEVELS {
+            if self.0.get(&(presence, level)) == Some(&child) {
+                self.set(presence, level, next);
+            }
+        }
+    }
+
+    /// Forgets a presence, to whose children this does not apply any more.
+    pub fn forget(&mut self, presence: PresenceId) {
+        self.rename(presence, 0);
+    }
+
+    /// Notes that children hang below another presence now (0: none).
+    pub fn rename(&mut self, from: PresenceId, to: PresenceId) {
+        if self.0.is_empty() {
+            return;
+        }
+        for level in 0..LEVELS {
+            if let Some(child) = self.0.remove(&(from, level))
+                && to != 0
+            {
+                self.set(to, level, child);
+            }
+        }
+    }
+}
+
 impl Ledger {
-    /// Brings the reach of a presence in step with what it holds, and of those below where that matters.
+    /// Brings the reach of a presence in step with what it holds, and hides what is below it where that is not rooted
+    /// any more; `root_slice` roots what is.
     pub fn refresh(&mut self, slot: u32, presence: PresenceId) {
         if self.worker(slot).filling.is_some() {
             self.refresh_above(slot, presence);
         }
         for level in self.worker(slot).levels() {
-            let mut pending: SmallVec<[PresenceId; 4]> = smallvec![presence];
-            while let Some(presence) = pending.pop() {
-                if self.refresh_one(slot, level, presence) {
-                    pending.extend(self.children_of(slot, presence));
-                }
-                if self.is_bounded {
-                    self.worker_mut(slot).note_unmatchable(presence);
-                }
+            self.refresh_level(slot, level, presence);
+        }
+    }
+
+    /// Roots about `budget` presences below those that became full; how many it looked at.
+    pub fn root_slice(&mut self, slot: u32, budget: usize) -> usize {
+        let mut done = 0;
+        while done < budget
+            && let Some((&(presence, level), &child)) = self.worker(slot).unrooted.0.first_key_value()
+        {
+            let worker = self.worker_mut(slot);
+            let next = worker.presences[child].next;
+            worker.unrooted.set(presence, level, next);
+            self.refresh_level(slot, level, child);
+            done += 1;
+        }
+        done
+    }
+
+    fn refresh_level(&mut self, slot: u32, level: usize, presence: PresenceId) {
+        let mut pending: SmallVec<[PresenceId; 4]> = smallvec![presence];
+        while let Some(presence) = pending.pop() {
+            if self.refresh_one(slot, level, presence) {
+                let unrooted = self.worker_mut(slot).unrooted.0.remove(&(presence, level));
+                pending.extend(self.children_until(slot, presence, unrooted.unwrap_or(0)));
+            }
+            if self.is_bounded {
+                self.worker_mut(slot).note_unmatchable(presence);
             }
         }
     }
 
-    /// The same on one level; whether those below became rooted or hidden.
+    /// The same of one presence; whether those below it are hidden now.
     fn refresh_one(&mut self, slot: u32, level: usize, presence: PresenceId) -> bool {
         let worker = self.worker(slot);
         let Some(part) = worker.presences.get(presence) else { return false };
@@ -34,40 +110,53 @@ impl Ledger {
             return false;
         }
         let entry = &self.nodes[node];
+        let (len, seat, node_above) = (entry.len(), worker.seats[level], entry.parent);
+        let above = self.above(slot, presence);
         let rooted = || {
-            entry.parent == 0
-                || part.parent != 0 && {
-                    let above = &worker.presences[part.parent];
-                    above.reach_on(level) == self.nodes[above.node].len()
-                }
+            node_above == 0
+                || above != 0 && worker.presences[above].reach_on(level) == self.nodes[node_above].len()
         };
         let reach = if prefix > 0 && rooted() { prefix } else { 0 };
         if reach == before {
             return false;
         }
-        let (len, seat) = (entry.len(), worker.seats[level]);
+        let first_child = part.first_child;
         let worker = self.worker_mut(slot);
         worker.presences[presence].set_reach_on(level, reach);
         worker.rooted[level] = worker.rooted[level] + u64::from(reach) - u64::from(before);
+        if reach == len {
+            worker.unrooted.set(presence, level, first_child);
+        }
+        let comes_first = before == 0 && worker.unrooted.0.contains_key(&(above, level));
         if self.is_bounded {
             let round = self.trie.round();
-            self.worker_mut(slot).note_idle(level, presence, before, round);
+            self.worker_mut(slot).note_idle(level, presence, above, before, round);
         }
         self.trie.set_reach(shard_of(node), index_of(node), [(seat, reach)]);
-        (reach == len) != (before == len)
+        if comes_first {
+            // Before those that are not rooted yet, on whatever level.
+            self.unhang(slot, presence, node_above);
+            self.hang(slot, presence, node_above);
+            for other in self.worker(slot).levels().filter(|&other| other != level) {
+                if self.worker(slot).unrooted.0.contains_key(&(above, other)) {
+                    self.refresh_level(slot, other, presence);
+                }
+            }
+        }
+        before == len
     }
 
     /// While levels are filled, a presence's reach follows from that of those above only once they are; how many.
     fn refresh_above(&mut self, slot: u32, presence: PresenceId) -> usize {
         let mut above: SmallVec<[PresenceId; 16]> = SmallVec::new();
-        let mut step = self.part(slot, presence).parent;
+        let mut step = self.above(slot, presence);
         while step != 0 && !self.is_full(slot, step) {
             above.push(step);
-            step = self.part(slot, step).parent;
+            step = self.above(slot, step);
         }
         for &presence in above.iter().rev() {
             for level in self.worker(slot).levels() {
-                self.refresh_one(slot, level, presence);
+                self.refresh_level(slot, level, presence);
             }
         }
         above.len()
@@ -105,7 +194,7 @@ impl Ledger {
             if worker.presences.get(presence).is_some() {
                 done += self.refresh_above(slot, presence);
                 for level in self.worker(slot).levels() {
-                    self.refresh_one(slot, level, presence);
+                    self.refresh_level(slot, level, presence);
                 }
             }
             done += 1;

@@ -162,7 +162,8 @@ impl Ledger {
             if parent == 0 {
                 return Some(Above::Root);
             }
-            (parent, worker.presences.get(part.parent), self.nodes[parent].len() - 1)
+            let above = self.nodes[parent].presence(slot).map(|above| &worker.presences[above]);
+            (parent, above, self.nodes[parent].len() - 1)
         };
         let bound = above.filter(|above| above.bound.contains(offset));
         let name = bound.map(|above| &above.own[offset as usize]);

@@ -103,6 +103,7 @@ impl Index {
         for slot in 0..state.ledger.workers.len() as u32 {
             if state.ledger.workers[slot as usize].is_some() {
                 state.ledger.fill(slot, usize::MAX);
+                state.ledger.root_slice(slot, usize::MAX);
             }
         }
         let state = &*state;
@@ -167,12 +168,14 @@ fn check_worker(
         ensure(entry.start == part.start, || format!("{}: start", at()))?;
         ensure(!part.is_empty(), || format!("{}: needed", at()))?;
         let above = if entry.parent == 0 { None } else { ledger.nodes[entry.parent].presence(slot) };
-        ensure(part.parent == above.unwrap_or(0), || format!("{}: hangs", at()))?;
-        let first = worker.detached.get(&entry.parent).copied().filter(|_| part.parent == 0);
-        let detached = std::iter::successors(first, |&sibling| Some(worker.presences[sibling].next))
+        let first = above.map(|above| worker.presences[above].first_child);
+        let first = first.or_else(|| worker.detached.get(&entry.parent).copied());
+        let hangs = std::iter::successors(first, |&sibling| Some(worker.presences[sibling].next))
             .take_while(|&sibling| sibling != 0)
             .any(|sibling| sibling == presence);
-        ensure(detached == (entry.parent != 0 && above.is_none()), || format!("{}: detached", at()))?;
+        ensure(hangs == (entry.parent != 0), || format!("{}: hangs", at()))?;
+        let both = above.is_some() && worker.detached.contains_key(&entry.parent);
+        ensure(!both, || format!("{}: detached", at()))?;
         let refs = refs.entry(part.node).or_insert_with(|| vec![Refs::default(); entry.refs.len()]);
         for offset in 0..entry.len() {
             refs[offset as usize].pins += u16::from(part.pins(offset));
@@ -200,10 +203,9 @@ fn check_worker(
         }
         for level in worker.levels() {
             let is_rooted = entry.parent == 0
-                || part.parent != 0 && {
-                    let above = &worker.presences[part.parent];
-                    above.reach_on(level) == ledger.nodes[above.node].len()
-                };
+                || above.is_some_and(|above| {
+                    worker.presences[above].reach_on(level) == ledger.nodes[entry.parent].len()
+                });
             let has = |offset: u32| match level {
                 PREDICTED => part.level(offset) == 0 || part.is_predicted(offset),
                 _ => part.level(offset) <= level,

@@ -25,8 +25,10 @@ use super::demoted::{Demoted, Demotion};
 use super::ghosts::{Above, Ghost, Ghosts};
 use super::orphans::Orphans;
 use super::presence::Presence;
+use super::reach::Unrooted;
 use super::trie::MAX_RUN;
 use super::window::WindowGroups;
+use crate::events::Stored;
 use crate::slab::Slab;
 use crate::table::{Slot, Table, mix};
 
@@ -98,10 +100,13 @@ pub struct Worker {
     pub dropped: bool,
     /// A limit kept something of it out.
     pub incomplete: bool,
+    /// A prompt began without a parent, or a block was called 0: so a parent 0 is a block like any other.
+    pub zero_is_block: bool,
     /// The next presence to take out of the trie, once the worker is dropped; 0: the highest.
     pub drain_next: PresenceId,
     /// The last presence whose reach on levels that were opened is computed; None: all are.
     pub filling: Option<PresenceId>,
+    pub unrooted: Unrooted,
     /// Where the bound takes next.
     pub idle: Idle,
     /// Groups with a sliding window, if there are any.
@@ -310,6 +315,13 @@ impl Worker {
     /// Makes room for so many engine hashes at once: nothing grows while they come.
     pub fn reserve(&mut self, engine_hashes: usize) {
         self.table.reserve(engine_hashes);
+    }
+
+    /// An event in which a parent 0 is none, since some engines have no other word for it. A worker's is if it never
+    /// began a prompt without a parent, and never had a block 0.
+    pub fn rooted(&self, event: &Stored) -> Stored {
+        let is_block = self.zero_is_block || self.locate(0).is_some() || self.orphans.contains(0);
+        Stored { parent: event.parent.filter(|&parent| parent != 0 || is_block), ..*event }
     }
 
     /// Whether something is under way that the next write must find done.

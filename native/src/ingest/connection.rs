@@ -280,15 +280,17 @@ impl Connection {
             };
         }
         if self.ping_at <= now {
-            // Who does not read them does not answer either.
-            if self.session.out.is_empty() {
-                self.session.ping(TTL_SECONDS);
-            }
             self.ping_at = now + PING_EVERY;
             if self.left.is_empty() {
                 self.left.shrink_to(KEPT);
             }
-            self.pinged = self.pinged.or(Some(now));
+            if self.session.knows_ping() {
+                // Who does not read them does not answer either.
+                if self.session.out.is_empty() {
+                    self.session.ping(TTL_SECONDS);
+                }
+                self.pinged = self.pinged.or(Some(now));
+            }
             if !self.send() {
                 return (Turn::Ended, now);
             }
@@ -436,6 +438,28 @@ mod tests {
         }
         assert_eq!(world.tick(24.9), Turn::Waits);
         assert_eq!(world.tick(25.0), Turn::Ended);
+    }
+
+    #[test]
+    fn a_silent_engine_of_zmtp_3_0_is_neither_pinged_nor_given_up() {
+        let mut world = World::new();
+        let mut handshake = HANDSHAKE[..HANDSHAKE.len() - 7].to_vec();
+        handshake[11] = 0;
+        assert_eq!(world.say(&handshake, 0.0), Turn::Waits);
+        assert!(world.heard().ends_with(b"\x00\x01\x01"), "a subscription is the last that it hears");
+        assert_eq!(world.tick(5.0), Turn::Opened);
+        for seconds in [10.0, 20.0, 100.0, 1000.0] {
+            assert_eq!(world.tick(seconds), Turn::Waits);
+            assert_eq!(world.heard(), b"");
+        }
+        assert_eq!(world.say(&batch(1, 3), 1001.0), Turn::Waits);
+        assert_eq!(world.told, ["1: 3"]);
+        // One that sends PINGs knows them, whatever it greets as.
+        assert_eq!(world.say(b"\x04\x07\x04PING\x00\x00", 1002.0), Turn::Waits);
+        assert_eq!(world.heard(), b"\x04\x05\x04PONG");
+        assert_eq!(world.tick(1010.0), Turn::Waits);
+        assert_eq!(world.heard(), b"\x04\x07\x04PING\x01\x2c");
+        assert_eq!(world.tick(1025.0), Turn::Ended);
     }
 
     #[test]

@@ -6,9 +6,11 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net as unix;
 use std::path::Path;
+use std::time::Duration;
 
 use mio::event::Source;
 use mio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use socket2::{SockRef, TcpKeepalive};
 
 use crate::rpc::socket::Stream;
 
@@ -58,6 +60,22 @@ impl Place {
                 Ok(Listener::Ipc(UnixListener::bind_addr(address)?, address.clone()))
             }
         }
+    }
+}
+
+/// Silence after which TCP asks whether a peer is there, how often, and how many times without an answer: one that
+/// vanished is noticed within 30 s, whatever it speaks.
+const IDLE: Duration = Duration::from_secs(10);
+const PROBE_EVERY: Duration = Duration::from_secs(5);
+const PROBES: u32 = 4;
+
+/// Has the kernel end a connection whose peer is gone without a word.
+pub fn keep_alive(stream: &Stream) -> io::Result<()> {
+    match stream {
+        Stream::Tcp(stream) => SockRef::from(stream).set_tcp_keepalive(
+            &TcpKeepalive::new().with_time(IDLE).with_interval(PROBE_EVERY).with_retries(PROBES),
+        ),
+        Stream::Unix(_) => Ok(()),
     }
 }
 

@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::bypass::{Bypass, Offered};
 use super::connection::{Connection, News, Turn, UNFINISHED_IN_ALL};
 use super::intake::Notice;
-use super::place::{Listener, Place};
+use super::place::{Listener, Place, keep_alive};
 use super::zmtp::Message;
 use crate::events::Batch;
 use crate::rpc::socket::Stream;
@@ -256,6 +256,7 @@ impl Sockets {
     }
 
     fn watch(&mut self, slot: usize, mut stream: Stream, context: &mut Context<'_>) -> io::Result<()> {
+        keep_alive(&stream)?;
         context.registry.register(stream.source(), token(self.number, slot), INTEREST)?;
         let connection = Connection::new(stream, &self.topic, self.longest_frame, context.now);
         self.connections.push((slot, connection));

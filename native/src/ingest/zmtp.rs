@@ -5,6 +5,8 @@
 //! us      greeting · READY(SUB) · SUBSCRIBE(topic) · PING ······ PONG ·····
 //! engine  greeting · READY(PUB) ················· PONG · message · PING · message ···
 //! ```
+//!
+//! PING came with 3.1: a peer that greets as 3.0 is sent none, and whether it is still there is left to TCP.
 
 /// Frames of a malformed message whose lengths are told.
 const SHOWN: usize = 8;
@@ -68,6 +70,8 @@ pub struct Session {
     longest_frame: usize,
     /// The peer takes subscriptions as commands (3.1), not as messages (3.0).
     by_command: bool,
+    /// The peer knows PING: it greets as 3.1, or has sent one. Others answer none, or end the connection at one.
+    knows_ping: bool,
     /// Of the message that is not complete: bytes that were looked at, frames in them, where the first ones are.
     scanned: usize,
     frames: usize,
@@ -88,6 +92,7 @@ impl Session {
             topic: topic.into(),
             longest_frame,
             by_command: false,
+            knows_ping: false,
             scanned: 0,
             frames: 0,
             spans: [(0, 0); SHOWN],
@@ -97,6 +102,11 @@ impl Session {
 
     pub fn is_open(&self) -> bool {
         self.phase == Phase::Open
+    }
+
+    /// Whether the peer answers PINGs, so that its silence means that it is gone.
+    pub fn knows_ping(&self) -> bool {
+        self.knows_ping
     }
 
     /// Takes it for granted that a subscription came, after a while: not every peer answers PINGs. Whether there was one.
@@ -193,6 +203,7 @@ impl Session {
             return Err(Refusal(format!("a greeting that wants the security mechanism {mechanism}")));
         }
         self.by_command = greeting[MAJOR] > 3 || greeting[MINOR] >= 1;
+        self.knows_ping = self.by_command;
         self.phase = Phase::Handshake;
         self.command(b"READY", &[b"\x0bSocket-Type\0\0\0\x03SUB"]);
         Ok(None)
@@ -230,7 +241,9 @@ impl Session {
                 }
                 self.phase = Phase::Subscribing;
                 self.subscribe();
-                self.ping(0);
+                if self.knows_ping {
+                    self.ping(0);
+                }
                 Ok(false)
             }
             (Phase::Subscribing, b"PONG") => {
@@ -246,6 +259,7 @@ impl Session {
                 if self.out.len() > UNSENT {
                     return Err(Refusal("more PINGs than it reads answers".into()));
                 }
+                self.knows_ping = true;
                 let context = data.get(2..).unwrap_or_default();
                 self.command(b"PONG", &[&context[..context.len().min(CONTEXT)]]);
                 Ok(false)
@@ -406,18 +420,13 @@ mod tests {
     }
 
     #[test]
-    fn a_subscription_is_a_message_to_3_0_and_a_command_to_3_1() {
-        for (minor, subscription) in [(0, frame(0, b"\x01topic")), (1, frame(COMMAND, b"\x09SUBSCRIBEtopic"))]
-        {
+    fn a_subscription_is_a_message_to_3_0_and_a_command_with_a_ping_behind_it_to_3_1() {
+        let by_command = [frame(COMMAND, b"\x09SUBSCRIBEtopic"), frame(COMMAND, b"\x04PING\0\0")].concat();
+        for (minor, subscription) in [(0, frame(0, b"\x01topic")), (1, by_command)] {
             let (_, out) = read("topic", &[greeting(minor), ready("PUB")].concat(), 9).expect("a handshake");
             assert_eq!(
                 out,
-                [
-                    frame(COMMAND, b"\x05READY\x0bSocket-Type\0\0\0\x03SUB"),
-                    subscription,
-                    frame(COMMAND, b"\x04PING\0\0")
-                ]
-                .concat()
+                [frame(COMMAND, b"\x05READY\x0bSocket-Type\0\0\0\x03SUB"), subscription].concat()
             );
         }
     }

@@ -23,16 +23,17 @@ pub struct Row {
     pub contexts: f64,
     pub requests: f64,
     pub prefills: f64,
+    pub room: f64,
 }
 
 impl Row {
     /// Numbers in one.
-    pub const LENGTH: usize = 8;
+    pub const LENGTH: usize = 9;
 
     /// One of a table, its numbers in the order of the fields.
     pub fn new(numbers: [f64; Self::LENGTH]) -> Self {
-        let [behind, due_at, pace, used, seen, contexts, requests, prefills] = numbers;
-        Self { behind, due_at, pace, used, seen, contexts, requests, prefills }
+        let [behind, due_at, pace, used, seen, contexts, requests, prefills, room] = numbers;
+        Self { behind, due_at, pace, used, seen, contexts, requests, prefills, room }
     }
 
     /// Seconds of prefill that are left of what is booked.
@@ -42,6 +43,11 @@ impl Row {
         }
         let left = self.due_at - now;
         self.behind + if left > 0.0 { left } else { (-left).min(MOST_OVERDUE) }
+    }
+
+    /// Uncached tokens of a prompt, and those that they evict, as much as they count.
+    fn priced_tokens(&self, uncached: f64, kept: f64) -> f64 {
+        uncached + kept * (uncached - self.room).max(0.0)
     }
 
     /// 1 / (1 − `used`) at a time.
@@ -59,15 +65,17 @@ pub struct TimeQuestion {
     pub weight: f64,
     pub own_seconds: f64,
     pub decode_seconds: f64,
+    pub kept: f64,
 }
 
 impl Scores {
     /// Costs in seconds; None: there is no row for a slot.
     pub fn seconds(&self, question: &TimeQuestion, row: impl Fn(u32) -> Option<Row>) -> Option<Costs> {
-        let &TimeQuestion { now, weight, own_seconds, decode_seconds } = question;
+        let &TimeQuestion { now, weight, own_seconds, decode_seconds, kept } = question;
         let cost = |(&slot, cached): (&u32, &f64)| {
             let row = row(slot)?;
-            let own = row.crowding(now) * row.pace * own_seconds * (self.isl_tokens - cached);
+            let tokens = row.priced_tokens(self.isl_tokens - cached, kept);
+            let own = row.crowding(now) * row.pace * own_seconds * tokens;
             let beside = decode_seconds * (row.contexts + row.requests * self.isl_tokens);
             Some(weight * (row.ahead(now) + own) + beside)
         };
@@ -88,6 +96,7 @@ mod tests {
         contexts: 0.0,
         requests: 0.0,
         prefills: 0.0,
+        room: f64::INFINITY,
     };
 
     #[test]
@@ -95,6 +104,13 @@ mod tests {
         let row = Row { behind: 0.5, due_at: 3.0, prefills: 2.0, ..IDLE };
         assert_eq!([2.0, 3.0, 4.0, 100.0].map(|now| row.ahead(now)), [1.5, 0.5, 1.5, 5.5]);
         assert_eq!(IDLE.ahead(100.0), 0.0);
+    }
+
+    #[test]
+    fn what_evicts_others_counts_as_more_tokens() {
+        let row = Row { room: 30.0, ..IDLE };
+        assert_eq!([10.0, 30.0, 50.0].map(|uncached| row.priced_tokens(uncached, 0.5)), [10.0, 30.0, 60.0]);
+        assert_eq!(IDLE.priced_tokens(50.0, 0.5), 50.0);
     }
 
     #[test]

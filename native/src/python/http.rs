@@ -1,6 +1,7 @@
 //! Python binding of `http`.
 
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use hashbrown::HashMap;
@@ -8,6 +9,7 @@ use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
+use super::budget::ByteCharge;
 use super::rpc::{ClientTls, RpcLoop, ServerTls, address};
 use crate::http::{
     self, Dialect, Event, EventRelay, Form, Headers, Http, Messages, Outcome, Peer, Report, Room,
@@ -15,7 +17,7 @@ use crate::http::{
 };
 
 /// Kinds of events, the first item of each; the stub has the others.
-const KINDS: [(&str, u8); 13] = [
+const KINDS: [(&str, u8); 14] = [
     ("REQUEST", REQUEST),
     ("BODY", BODY),
     ("BODY_FAILED", BODY_FAILED),
@@ -29,6 +31,7 @@ const KINDS: [(&str, u8); 13] = [
     ("ACCEPT_FAILED", ACCEPT_FAILED),
     ("RPC_DUE", RPC_DUE),
     ("AGAIN", AGAIN),
+    ("CROWDED", CROWDED),
 ];
 const REQUEST: u8 = 0;
 const BODY: u8 = 1;
@@ -43,6 +46,7 @@ const ENDED: u8 = 9;
 const ACCEPT_FAILED: u8 = 10;
 const RPC_DUE: u8 = 11;
 const AGAIN: u8 = 12;
+const CROWDED: u8 = 13;
 
 /// HTTP driven by an event loop; see the stub.
 #[pyclass(unsendable, module = "kvscout_native", name = "Http")]
@@ -143,8 +147,10 @@ impl HttpLoop {
 #[pymethods]
 impl HttpLoop {
     #[new]
-    fn new(clock: f64) -> PyResult<Self> {
-        Ok(Self { http: Http::new(clock)?, servers: Servers::default(), passed_to: HashMap::new() })
+    #[pyo3(signature = (clock, *, vanished_seconds=60.0))]
+    fn new(clock: f64, vanished_seconds: f64) -> PyResult<Self> {
+        let http = Http::new(clock, seconds(vanished_seconds))?;
+        Ok(Self { http, servers: Servers::default(), passed_to: HashMap::new() })
     }
 
     fn fileno(&self) -> i32 {
@@ -170,11 +176,13 @@ impl HttpLoop {
         found.set_item("calls", stats.calls)?;
         found.set_item("answers", stats.answers)?;
         found.set_item("connections_refused", stats.refused)?;
+        found.set_item("connections_evicted", stats.evicted)?;
         Ok(found)
     }
 
     #[pyo3(signature = (
-        host, port, *, connections, head_bytes, headers, body_bytes, idle_seconds, body_seconds, write_seconds, tls=None
+        host, port, *, connections, head_bytes, headers, body_bytes, idle_seconds, body_seconds,
+        body_window_seconds=10.0, body_window_bytes=10 << 10, write_seconds, tls=None
     ))]
     #[allow(clippy::too_many_arguments)]
     fn listen(
@@ -187,6 +195,8 @@ impl HttpLoop {
         body_bytes: usize,
         idle_seconds: f64,
         body_seconds: f64,
+        body_window_seconds: f64,
+        body_window_bytes: usize,
         write_seconds: f64,
         tls: Option<&ServerTls>,
     ) -> PyResult<(u64, u16)> {
@@ -197,6 +207,8 @@ impl HttpLoop {
             body_bytes,
             idle: seconds(idle_seconds),
             body: seconds(body_seconds),
+            body_window: seconds(body_window_seconds),
+            body_window_bytes,
             write: seconds(write_seconds),
         };
         Ok(self.http.listen(address(host, port)?, limits, tls.map(|tls| http::acceptor(&tls.acceptor)))?)
@@ -214,12 +226,17 @@ impl HttpLoop {
         self.http.close_connections(listener);
     }
 
+    fn trust(&mut self, call: u64) {
+        self.http.trust(call);
+    }
+
     fn open_connections(&self, listener: u64) -> usize {
         self.http.connections_of(listener).len()
     }
 
-    fn want_body(&mut self, call: u64) {
-        self.http.want_body(call);
+    #[pyo3(signature = (call, charge=None))]
+    fn want_body(&mut self, call: u64, charge: Option<&ByteCharge>) {
+        self.http.want_body(call, charge.map(|held| Arc::clone(&held.charge)));
     }
 
     fn start(&mut self, call: u64, status: u16, headers: Headers) -> PyResult<()> {
@@ -467,6 +484,7 @@ fn event_tuple<'py>(py: Python<'py>, event: Event) -> PyResult<Bound<'py, PyTupl
             let text = io::Error::from_raw_os_error(number).to_string();
             (ACCEPT_FAILED, number, text).into_pyobject(py)
         }
+        Event::Crowded(listener) => (CROWDED, listener).into_pyobject(py),
     }
 }
 

@@ -241,6 +241,7 @@ impl Scores {
         weight: f64,
         own_seconds: f64,
         decode_seconds: f64,
+        kept: f64,
     ) -> PyResult<Costs> {
         let (Some(table), Some(row_of)) = (table.as_slice(py), row_of.as_slice(py)) else {
             return Err(PyValueError::new_err("a table in one piece"));
@@ -250,7 +251,7 @@ impl Scores {
             let numbers = rows.get(row_of.get(slot as usize)?.get() as usize)?;
             Some(TimeRow::new(numbers.each_ref().map(|number| number.get())))
         };
-        let question = TimeQuestion { now, weight, own_seconds, decode_seconds };
+        let question = TimeQuestion { now, weight, own_seconds, decode_seconds, kept };
         let costs = self.scores.seconds(&question, row);
         costs.map(|costs| Costs { costs }).ok_or_else(|| PyIndexError::new_err("a slot without a row"))
     }

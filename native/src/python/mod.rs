@@ -2,12 +2,14 @@
 
 mod answers;
 mod batch;
+mod budget;
 mod codec;
 mod errors;
 mod hashing;
 mod http;
 mod index;
 mod ingest;
+mod json_scan;
 mod load;
 mod queries;
 mod rpc;
@@ -42,9 +44,11 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     hashing::register(module)?;
     http::register(module)?;
     batch::register(module)?;
+    budget::register(module)?;
     codec::register(module)?;
     index::register(module)?;
     ingest::register(module)?;
+    json_scan::register(module)?;
     load::register(module)?;
     queries::register(module)?;
     rpc::register(module)?;

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::exceptions::{PyOSError, PyValueError};
@@ -9,12 +10,14 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 
 use super::answers::{AnswerTimes, Answering, Answers};
+use super::budget::ByteBudget;
+use crate::budget::Budget;
 use crate::rpc::{
     self, Address, Event, Kind, Limits, Metadata, News, Rpc, Seen, Status, TlsAcceptor, TlsConnector,
 };
 
 /// Kinds of events, the first item of each; the stub has the others.
-const KINDS: [(&str, u8); 11] = [
+const KINDS: [(&str, u8); 13] = [
     ("OPEN", OPEN),
     ("MESSAGE", MESSAGE),
     ("HALF_CLOSED", HALF_CLOSED),
@@ -26,6 +29,8 @@ const KINDS: [(&str, u8); 11] = [
     ("CLOSED", CLOSED),
     ("ACCEPT_FAILED", ACCEPT_FAILED),
     ("ANSWERED", ANSWERED),
+    ("CROWDED", CROWDED),
+    ("HEAD", HEAD),
 ];
 const OPEN: u8 = 0;
 const MESSAGE: u8 = 1;
@@ -38,6 +43,8 @@ const CONNECTED: u8 = 7;
 const CLOSED: u8 = 8;
 const ACCEPT_FAILED: u8 = 9;
 const ANSWERED: u8 = 10;
+const CROWDED: u8 = 11;
+const HEAD: u8 = 12;
 
 /// Of a call that ended, whether the peer may have looked at it; the stub has them.
 const SEEN_MAYBE: u8 = 0;
@@ -124,7 +131,7 @@ impl RpcLoop {
     #[pyo3(signature = (
         *, max_message_bytes=64 << 20, max_streams=1_000, max_connections=10_000, keepalive_seconds=5.0,
         keepalive_timeout_seconds=4.0, handshake_seconds=10.0, queue_bytes=256 << 20,
-        max_age_seconds=None, clock=0.0
+        budget=None, message_seconds=60.0, message_window_seconds=10.0, max_age_seconds=None, clock=0.0
     ))]
     #[allow(clippy::too_many_arguments)] // the Python signature
     fn new(
@@ -135,6 +142,9 @@ impl RpcLoop {
         keepalive_timeout_seconds: f64,
         handshake_seconds: f64,
         queue_bytes: usize,
+        budget: Option<&ByteBudget>,
+        message_seconds: f64,
+        message_window_seconds: f64,
         max_age_seconds: Option<f64>,
         clock: f64,
     ) -> PyResult<Self> {
@@ -142,7 +152,12 @@ impl RpcLoop {
             max_message: max_message_bytes,
             max_streams,
             max_connections,
-            queue: queue_bytes,
+            budget: match budget {
+                Some(shared) => Arc::clone(&shared.budget),
+                None => Budget::new(queue_bytes, queue_bytes),
+            },
+            message: Duration::from_secs_f64(message_seconds),
+            message_window: Duration::from_secs_f64(message_window_seconds),
             handshake: Duration::from_secs_f64(handshake_seconds),
             keepalive: Duration::from_secs_f64(keepalive_seconds),
             keepalive_timeout: Duration::from_secs_f64(keepalive_timeout_seconds),
@@ -182,6 +197,7 @@ impl RpcLoop {
         found.set_item("calls", stats.calls)?;
         found.set_item("queued_bytes", stats.queued_bytes)?;
         found.set_item("connections_refused", stats.connections_refused)?;
+        found.set_item("connections_evicted", stats.connections_evicted)?;
         found.set_item("calls_refused", stats.calls_refused)?;
         Ok(found)
     }
@@ -312,8 +328,17 @@ impl RpcLoop {
         self.rpc.reset(call);
     }
 
+    #[pyo3(signature = (call, tenant=None))]
+    fn admit(&mut self, call: u64, tenant: Option<&str>) {
+        self.rpc.admit(call, tenant);
+    }
+
     fn consumed(&mut self, call: u64, message_bytes: usize) {
         self.rpc.consumed(call, message_bytes);
+    }
+
+    fn trust(&mut self, call: u64) {
+        self.rpc.trust(call);
     }
 
     fn peer(&self, call: u64) -> Option<&str> {
@@ -331,6 +356,9 @@ fn event_tuple<'py>(py: Python<'py>, event: Event) -> PyResult<Bound<'py, PyTupl
         Event::Open { call, listener, method, metadata, timeout_us, message } => {
             let message = message.map(|message| PyBytes::new(py, &message));
             (OPEN, call, listener, method, to_python(py, &metadata)?, timeout_us, message).into_pyobject(py)
+        }
+        Event::Head { call, listener, method, metadata } => {
+            (HEAD, call, listener, method, to_python(py, &metadata)?).into_pyobject(py)
         }
         Event::Call(call, news) => match news {
             News::Message(message) => (MESSAGE, call, PyBytes::new(py, &message)).into_pyobject(py),
@@ -360,6 +388,7 @@ fn event_tuple<'py>(py: Python<'py>, event: Event) -> PyResult<Bound<'py, PyTupl
             let text = io::Error::from_raw_os_error(number).to_string();
             (ACCEPT_FAILED, number, text).into_pyobject(py)
         }
+        Event::Crowded(listener) => (CROWDED, listener).into_pyobject(py),
     }
 }
 

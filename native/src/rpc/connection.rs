@@ -24,6 +24,7 @@ use tokio_rustls::{Accept, Connect, TlsAcceptor, TlsConnector};
 
 use super::limits::Limits;
 use super::socket::{Io, Readiness, Socket, Stream};
+use super::turn::BEGUN;
 use super::wake::Bell;
 
 /// A request as it comes in, with what answers it.
@@ -88,6 +89,13 @@ pub struct Connection {
     /// What the kernel says of its socket; None while it is not connected.
     pub ready: Option<Rc<Readiness>>,
     pub streams: HashSet<u64>,
+    /// Calls of it that somebody handles, and since when there is none.
+    pub handled: usize,
+    pub idle_since: Instant,
+    /// There was one.
+    pub asked: bool,
+    /// The caller is a known one: its connection is not closed to make room.
+    pub trusted: bool,
     pub peer: String,
     opened_at: Instant,
     heard_at: Instant,
@@ -100,6 +108,8 @@ pub struct Connection {
     ages_at: Option<Instant>,
     /// It takes no new streams any more.
     pub leaving: bool,
+    /// A call was admitted: the peer has the window of one that is known.
+    known: bool,
     limits: Rc<Limits>,
 }
 
@@ -152,6 +162,10 @@ impl Connection {
             bell,
             ready,
             streams: HashSet::new(),
+            handled: 0,
+            idle_since: now,
+            asked: false,
+            trusted: false,
             peer,
             opened_at: now,
             heard_at: now,
@@ -161,6 +175,7 @@ impl Connection {
             resets: (now, 0),
             ages_at: None,
             leaving: false,
+            known: false,
             limits,
         }
     }
@@ -170,22 +185,44 @@ impl Connection {
         matches!(self.stage, Stage::Server(_) | Stage::Client(_))
     }
 
-    /// Notes what the kernel says.
-    pub fn kernel_says(&mut self, readable: bool, writable: bool, ended: bool) {
+    /// Notes what the kernel says, in a new turn.
+    pub fn kernel_says(&self, event: &mio::event::Event) {
         if let Some(ready) = &self.ready {
-            ready.ended.set(ready.ended.get() || ended);
-            ready.readable.set(ready.readable.get() || readable || ended);
-            ready.writable.set(ready.writable.get() || writable);
+            ready.kernel_says(event);
         }
     }
 
-    /// Reads, writes and gets on as far as is possible now; requests that came are handed on.
+    /// Gives it its share of a new turn.
+    pub fn begin_turn(&self) {
+        if let Some(ready) = &self.ready {
+            ready.begin_turn();
+        }
+    }
+
+    /// See `Readiness::has_to_wait`.
+    pub fn has_to_wait(&self) -> bool {
+        self.ready.as_ref().is_some_and(|ready| ready.has_to_wait())
+    }
+
+    /// Reads, writes and gets on as far as its share of the turn lets it; requests that came are handed on.
     pub fn drive(&mut self, mut incoming: impl FnMut(Incoming)) -> Progress {
         self.bell.taken();
+        if let Some(ready) = &self.ready {
+            ready.begin_slice();
+        }
         let waker = self.bell.waker().clone();
         let mut context = Context::from_waker(&waker);
-        let mut opened = false;
+        let (mut opened, mut begun) = (false, 0);
         let reason = loop {
+            if begun == BEGUN {
+                // It is driven again, behind all others that are due.
+                self.bell.ring();
+                return Progress::Waits;
+            }
+            let mut incoming = |request| {
+                begun += 1;
+                incoming(request);
+            };
             match self.step(&mut context, &mut incoming) {
                 Poll::Pending if opened => return Progress::Opened,
                 Poll::Pending => return Progress::Waits,
@@ -274,11 +311,37 @@ impl Connection {
         }
     }
 
+    /// Since when it is idle, unless it is not or its caller is a known one; before that, whether it has asked anything.
+    /// What is least is closed first where there is no room.
+    pub fn worth(&self) -> Option<(bool, Instant)> {
+        let accepted = matches!(self.side, Side::Server(_));
+        (accepted && self.handled == 0 && !self.trusted).then_some((self.asked, self.idle_since))
+    }
+
+    /// Tells the peer, as far as it reads, that what it opens from now on is not looked at.
+    pub fn turn_away(&mut self) {
+        if let Stage::Server(connection) = &mut self.stage {
+            connection.abrupt_shutdown(Reason::NO_ERROR);
+            self.drive(|_| {});
+        }
+    }
+
     /// Tells the peer to open no more streams; those that are open go on.
     pub fn leave(&mut self) {
         self.leaving = true;
         if let Stage::Server(connection) = &mut self.stage {
             connection.graceful_shutdown();
+            self.bell.ring();
+        }
+    }
+
+    /// Opens the window of a peer of which a call was admitted.
+    pub fn admit(&mut self) {
+        if !self.known
+            && let Stage::Server(connection) = &mut self.stage
+        {
+            self.known = true;
+            connection.set_target_window_size(self.limits.connection_window);
             self.bell.ring();
         }
     }

@@ -56,6 +56,11 @@ impl Deframer {
         self.encoding = encoding;
     }
 
+    /// Forgets a message that is not complete.
+    pub fn clear(&mut self) {
+        self.rest = BytesMut::new();
+    }
+
     /// Bytes of a message that is not complete.
     pub fn waiting(&self) -> usize {
         self.rest.len()

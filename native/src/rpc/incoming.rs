@@ -8,7 +8,6 @@ use http::{Method, Response, StatusCode};
 use mio::{Interest, Token};
 use tokio_rustls::TlsAcceptor;
 
-use super::Rpc;
 use super::call::{self, Call, Kind};
 use super::connection::{Incoming, Side};
 use super::framing::{Deframer, Encoding};
@@ -16,6 +15,8 @@ use super::listener::{LISTENER, Listener};
 use super::metadata::{self, Metadata};
 use super::status::{self, Status};
 use super::wake::{Bell, Due};
+use super::{Event, Rpc};
+use crate::budget::Charge;
 
 impl Rpc {
     /// Listens; returns the listener and the port.
@@ -28,15 +29,16 @@ impl Rpc {
         methods: Vec<(String, Kind)>,
         tls: Option<TlsAcceptor>,
     ) -> io::Result<(u64, u16)> {
-        let (listener, port) = Listener::bind(address, methods, tls)?;
-        let key = self.listeners.insert_with(|_| listener);
-        let listener = self.listeners.get_mut(key).expect("just stored");
-        self.poll.registry().register(
-            &mut listener.socket,
-            Token(key as usize | LISTENER),
-            Interest::READABLE,
-        )?;
-        Ok((key, port))
+        let (mut listener, port) = Listener::bind(address, methods, tls)?;
+        let registry = self.poll.registry();
+        let mut registered = Ok(());
+        let key = self.listeners.insert_with(|key| {
+            if let Some(socket) = &mut listener.socket {
+                registered = registry.register(socket, Token(key as usize | LISTENER), Interest::READABLE);
+            }
+            listener
+        });
+        registered.map(|()| (key, port))
     }
 
     /// New connections use other certificates.
@@ -46,9 +48,11 @@ impl Rpc {
         }
     }
 
-    /// Takes no new connections any more.
+    /// Takes no new connections any more; calls on those there are are served.
     pub fn stop_listening(&mut self, listener: u64) {
-        self.listeners.remove(listener);
+        if let Some(listener) = self.listeners.get_mut(listener) {
+            listener.socket = None;
+        }
     }
 
     /// Tells the peers of a listener to open no more calls on the connections they have.
@@ -58,8 +62,9 @@ impl Rpc {
         }
     }
 
-    /// Closes the connections of a listener at once.
+    /// Closes a listener and its connections at once.
     pub fn close_connections(&mut self, listener: u64) {
+        self.listeners.remove(listener);
         for key in self.connections_of(listener) {
             self.end_connection(key, "the server closes it");
         }
@@ -93,7 +98,7 @@ impl Rpc {
         }
         let method = self.listeners.get(by).and_then(|listener| listener.method(head.uri.path()));
         let encoding = Encoding::named(head.headers.get("grpc-encoding").map(HeaderValue::as_bytes));
-        let refused = if self.held > self.limits.queue {
+        let refused = if self.limits.budget.room() == 0 {
             self.refused_calls += 1;
             Some(Status::new(status::RESOURCE_EXHAUSTED, status::FULL))
         } else if encoding == Encoding::Unknown {
@@ -106,10 +111,10 @@ impl Rpc {
         let kind =
             method.map_or(Kind { request_streaming: true, response_streaming: true }, |(_, kind)| kind);
         let deframer = Deframer::new(self.limits.max_message, encoding);
-        let (queue, windows) = (&self.queue, self.limits.windows());
+        let (queue, limits) = (&self.queue, &self.limits);
         let key = self.calls.insert_with(|key| {
             let bell = Bell::new(queue, Due::Stream(key));
-            Call::accepted(connection, bell, kind, receive, respond, deframer, windows)
+            Call::accepted(connection, bell, kind, receive, respond, deframer, limits)
         });
         from.streams.insert(key);
         let call = self.calls.get_mut(key).expect("just stored");
@@ -130,6 +135,23 @@ impl Rpc {
             }
         }
         self.tell(key, Call::drive);
+        if let Some(call) = self.calls.get(key)
+            && call.awaits_request()
+            && let Some(call::Meta { listener, method, metadata, .. }) = call.meta.clone()
+        {
+            self.news.push(Event::Head { call: key, listener, method, metadata });
+        }
+    }
+
+    /// The caller of a call that came is known and may make it: messages larger than the first window may come, charged
+    /// to the tenant.
+    pub fn admit(&mut self, call: u64, tenant: Option<&str>) {
+        let Some(admitted) = self.calls.get(call) else { return };
+        if let Some(connection) = self.connections.get_mut(admitted.connection) {
+            connection.admit();
+        }
+        let charge = Charge::new(&self.limits.budget, tenant, 1);
+        self.tell(call, |call, _| call.admit(charge));
     }
 
     /// Sends headers, unless they are sent.

@@ -1,8 +1,11 @@
 //! What a peer may cost.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use h2::{client, server};
+
+use crate::budget::Budget;
 
 /// Streams that were reset here are remembered: what was on its way is ignored, and not answered with another reset.
 const REMEMBERED: usize = 1_000;
@@ -21,8 +24,15 @@ pub struct Limits {
     /// Bytes that a peer may send ahead of what was handled: of a stream, of a connection.
     pub stream_window: u32,
     pub connection_window: u32,
-    /// Bytes of messages that came and are not handled, in all; above, new calls are refused.
-    pub queue: usize,
+    /// Of a connection of which no call was admitted yet.
+    pub first_window: u32,
+    /// Bytes of messages that came and are not handled. With no room left new calls are refused, and calls whose
+    /// message is still coming end.
+    pub budget: Arc<Budget>,
+    /// Longest time that one message may take to come, and how many bytes of it each window has to bring.
+    pub message: Duration,
+    pub message_window: Duration,
+    pub message_window_bytes: usize,
     /// Of one stream, to be sent; with more, whoever sends has to wait.
     pub send_queue: usize,
     pub max_headers: u32,
@@ -44,7 +54,11 @@ impl Default for Limits {
             max_connections: 10_000,
             stream_window: 1 << 20,
             connection_window: 4 << 20,
-            queue: 256 << 20,
+            first_window: 65_535,
+            budget: Budget::new(256 << 20, 256 << 20),
+            message: Duration::from_secs(60),
+            message_window: Duration::from_secs(10),
+            message_window_bytes: 10 << 10,
             send_queue: 64 << 10,
             max_headers: 16 << 10,
             resets_per_second: 500,
@@ -72,7 +86,10 @@ impl Limits {
         builder
             .max_concurrent_streams(self.max_streams)
             .initial_window_size(self.stream_window)
-            .initial_connection_window_size(self.connection_window)
+            .initial_connection_window_size(self.first_window)
+            // By itself `h2` allows half a window of it: the first one is too small for a burst of short messages that
+            // comes with the headers of its call, before anybody could admit it.
+            .data_frame_budget(self.connection_window as usize / 2)
             .max_header_list_size(self.max_headers)
             .max_send_buffer_size(self.send_queue.max(1 << 20))
             .max_concurrent_reset_streams(REMEMBERED)

@@ -13,7 +13,9 @@ use tokio_rustls::TlsAcceptor;
 
 use super::call::Kind;
 use super::connection::Connection;
-use super::socket::Stream;
+use super::crowds::out_of_descriptors;
+use super::socket::{Stream, listen};
+use super::turn::ACCEPTED;
 use super::wake::{Bell, Due};
 use super::{Event, Rpc};
 
@@ -21,7 +23,8 @@ use super::{Event, Rpc};
 pub const LISTENER: usize = 1 << 63;
 
 pub struct Listener {
-    pub socket: TcpListener,
+    /// None once it takes no new connections; calls that come on those there are find their methods all the same.
+    pub socket: Option<TcpListener>,
     methods: HashMap<String, (u32, Kind)>,
     pub tls: Option<TlsAcceptor>,
 }
@@ -32,11 +35,11 @@ impl Listener {
         methods: Vec<(String, Kind)>,
         tls: Option<TlsAcceptor>,
     ) -> io::Result<(Self, u16)> {
-        let socket = TcpListener::bind(address)?;
+        let socket = listen(address)?;
         let port = socket.local_addr()?.port();
         let places =
             methods.into_iter().zip(0u32..).map(|((name, kind), place)| (name, (place, kind))).collect();
-        Ok((Self { socket, methods: places, tls }, port))
+        Ok((Self { socket: Some(socket), methods: places, tls }, port))
     }
 
     /// Place and kind of a method.
@@ -46,15 +49,17 @@ impl Listener {
 }
 
 impl Rpc {
-    /// Accepts what is there. Out of descriptors it stops; `tick` tries again.
+    /// Accepts what is there, so many in a turn. Out of descriptors it stops; `tick` tries again.
     pub(super) fn accept(&mut self, key: u64) {
-        loop {
+        for _ in 0..ACCEPTED {
             let Some(listener) = self.listeners.get_mut(key) else { return };
-            let (mut stream, peer) = match listener.socket.accept() {
+            let Some(socket) = &listener.socket else { return };
+            let (mut stream, peer) = match socket.accept() {
                 Ok(accepted) => accepted,
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock => return,
                     io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
+                    _ if out_of_descriptors(&error) && self.make_room(key, false) => continue,
                     _ => {
                         self.news.push(Event::AcceptFailed(error.raw_os_error().unwrap_or(0)));
                         return;
@@ -62,7 +67,7 @@ impl Rpc {
                 },
             };
             let tls = listener.tls.clone();
-            if self.accepted >= self.limits.max_connections {
+            if self.accepted >= self.limits.max_connections && !self.make_room(key, true) {
                 self.refused_connections += 1;
                 continue;
             }
@@ -93,6 +98,46 @@ impl Rpc {
                 return;
             }
             self.accepted += 1;
+        }
+        if !self.next_accepts.contains(&key) {
+            self.next_accepts.push(key);
+        }
+    }
+
+    /// Closes idle connections whose callers are none that is known, the longest idle of those first that have asked
+    /// nothing; whether there were any.
+    fn make_room(&mut self, listener: u64, even_if_asked: bool) -> bool {
+        let now = Instant::now();
+        if !self.crowds.look(now) {
+            return false;
+        }
+        let mut idle = Vec::new();
+        for key in self.connections.keys() {
+            if let Some((asked, since)) = self.connections.get(key).and_then(Connection::worth)
+                && (even_if_asked || !asked)
+            {
+                idle.push((asked, since, key));
+            }
+        }
+        let evicted = self.crowds.choose(&mut idle, now);
+        for (.., key) in &evicted {
+            if let Some(connection) = self.connections.get_mut(*key) {
+                connection.turn_away();
+            }
+            self.end_connection(*key, "there are too many connections");
+        }
+        if even_if_asked || !evicted.is_empty() {
+            self.news.push(Event::Crowded(listener));
+        }
+        !evicted.is_empty()
+    }
+
+    /// The caller of a call is a known one: its connection is not closed to make room for others.
+    pub fn trust(&mut self, call: u64) {
+        if let Some(call) = self.calls.get(call)
+            && let Some(connection) = self.connections.get_mut(call.connection)
+        {
+            connection.trusted = true;
         }
     }
 }

@@ -16,6 +16,7 @@
 
 mod call;
 mod connection;
+pub(crate) mod crowds;
 mod framing;
 mod incoming;
 pub(crate) mod keyed;
@@ -26,8 +27,10 @@ mod outgoing;
 pub(crate) mod socket;
 mod status;
 pub(crate) mod tls;
+pub(crate) mod turn;
 mod wake;
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
@@ -36,11 +39,13 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use h2::Reason;
+use hashbrown::HashSet;
 use mio::{Events, Poll};
 
 use call::Call;
 pub use call::{Kind, News};
 use connection::{Connection, Progress, Side};
+use crowds::Crowds;
 pub use framing::{Deframer, Encoding};
 use keyed::Keyed;
 pub use limits::Limits;
@@ -50,12 +55,11 @@ pub use outgoing::Address;
 pub use status::{Seen, Status};
 pub use tls::{acceptor, connector};
 pub use tokio_rustls::{TlsAcceptor, TlsConnector};
-use wake::{Due, WakeQueue};
+use turn::Turn;
+use wake::WakeQueue;
 
 /// Kernel events taken in one turn; the rest comes with the next.
 const EVENTS: usize = 1024;
-/// Rounds of one turn among connections and calls that wake one another.
-const ROUNDS: usize = 64;
 
 /// What happened.
 #[derive(Debug, PartialEq, Eq)]
@@ -69,6 +73,14 @@ pub enum Event {
         timeout_us: Option<u64>,
         message: Option<Bytes>,
     },
+    /// The headers of a call came, and not all of the one message that it begins with: it waits to be admitted, or
+    /// finished.
+    Head {
+        call: u64,
+        listener: u64,
+        method: u32,
+        metadata: Metadata,
+    },
     /// More of a call.
     Call(u64, News),
     Connected(u64),
@@ -76,6 +88,8 @@ pub enum Event {
     Closed(u64, String),
     /// Connections cannot be accepted: the error's number.
     AcceptFailed(i32),
+    /// A listener has no room: idle connections were closed, or, if there was none, new ones.
+    Crowded(u64),
 }
 
 /// What is there now, and was until now.
@@ -84,8 +98,10 @@ pub struct Stats {
     pub connections: usize,
     pub calls: usize,
     pub queued_bytes: usize,
-    /// Connections closed because there were too many, or because they did harm.
+    /// New connections closed because there were too many, others because they did harm.
     pub connections_refused: u64,
+    /// Idle connections closed because there were too many.
+    pub connections_evicted: u64,
     /// Calls refused because too much waited to be handled.
     pub calls_refused: u64,
 }
@@ -99,12 +115,18 @@ pub struct Rpc {
     listeners: Keyed<Listener>,
     connections: Keyed<Connection>,
     calls: Keyed<Call>,
-    due: Vec<Due>,
+    /// Taken out of the queue: calls, connections, oldest first.
+    due_calls: VecDeque<u64>,
+    due_connections: VecDeque<u64>,
+    /// Connections that have used their share of a turn up, and listeners.
+    next_turn: Vec<u64>,
+    next_accepts: Vec<u64>,
     news: Vec<Event>,
     held: usize,
     accepted: usize,
     refused_connections: u64,
     refused_calls: u64,
+    crowds: Crowds,
 }
 
 impl Rpc {
@@ -117,12 +139,16 @@ impl Rpc {
             listeners: Keyed::default(),
             connections: Keyed::default(),
             calls: Keyed::default(),
-            due: Vec::new(),
+            due_calls: VecDeque::new(),
+            due_connections: VecDeque::new(),
+            next_turn: Vec::new(),
+            next_accepts: Vec::new(),
             news: Vec::new(),
             held: 0,
             accepted: 0,
             refused_connections: 0,
             refused_calls: 0,
+            crowds: Crowds::default(),
         })
     }
 
@@ -137,11 +163,13 @@ impl Rpc {
             calls: self.calls.len(),
             queued_bytes: self.held,
             connections_refused: self.refused_connections,
+            connections_evicted: self.crowds.evicted(),
             calls_refused: self.refused_calls,
         }
     }
 
-    /// Polls the sockets and drives what is ready; what happened since the last time. Never blocks.
+    /// Polls the sockets and drives what is ready; what happened since the last time. Never blocks, and does so much work
+    /// at most as `turn` says: `flush` tells whether there is more.
     ///
     /// # Errors
     /// The kernel refuses to poll.
@@ -159,43 +187,57 @@ impl Rpc {
             if key & LISTENER != 0 {
                 self.accept((key & !LISTENER) as u64);
             } else if let Some(connection) = self.connections.get_mut(key as u64) {
-                let ended = event.is_read_closed() || event.is_error();
-                connection.kernel_says(event.is_readable(), event.is_writable(), ended);
+                connection.kernel_says(event);
                 connection.bell.ring();
             }
         }
         self.events = events;
+        for key in std::mem::take(&mut self.next_accepts) {
+            self.accept(key);
+        }
+        for key in std::mem::take(&mut self.next_turn) {
+            if let Some(connection) = self.connections.get_mut(key) {
+                connection.begin_turn();
+                connection.bell.ring();
+            }
+        }
         self.drive();
         Ok(std::mem::take(&mut self.news))
     }
 
-    /// Sends what is to be sent. What happens meanwhile is told by the next `turn`; true if there is something.
+    /// Sends what is to be sent. What happens meanwhile is told by the next `turn`; true if there is something, or more
+    /// to do.
     pub fn flush(&mut self) -> bool {
         self.drive();
-        !self.news.is_empty() || !self.queue.is_empty()
+        !(self.news.is_empty()
+            && self.queue.is_empty()
+            && self.due_calls.is_empty()
+            && self.due_connections.is_empty()
+            && self.next_turn.is_empty()
+            && self.next_accepts.is_empty())
     }
 
-    /// Drives what is due, and what that wakes, until nothing is or everybody had a fair share.
+    /// Drives what is due, and what that wakes, until nothing is or the turn is over.
     fn drive(&mut self) {
-        for _ in 0..ROUNDS {
-            let mut due = std::mem::take(&mut self.due);
-            self.queue.swap(&mut due);
-            // Calls first: what they give to their connections goes out with one write.
-            for due in &due {
-                if let Due::Stream(key) = due {
-                    self.tell(*key, Call::drive);
-                }
-            }
-            for due in &due {
-                if let Due::Connection(key) = due {
-                    self.drive_connection(*key);
-                }
-            }
-            let done = due.is_empty();
-            due.clear();
-            self.due = due;
-            if done {
+        let turn = Turn::begin();
+        loop {
+            self.queue.take(&mut self.due_calls, &mut self.due_connections);
+            if self.due_calls.is_empty() && self.due_connections.is_empty() {
                 return;
+            }
+            // Calls first: what they give to their connections goes out with one write.
+            while let Some(key) = self.due_calls.pop_front() {
+                self.tell(key, Call::drive);
+                if turn.is_over(self.news.len()) {
+                    return;
+                }
+            }
+            for _ in 0..self.due_connections.len() {
+                let Some(key) = self.due_connections.pop_front() else { break };
+                self.drive_connection(key);
+                if turn.is_over(self.news.len()) {
+                    return;
+                }
             }
         }
     }
@@ -206,6 +248,11 @@ impl Rpc {
         let progress = connection.drive(|request| incoming.push(request));
         for request in incoming {
             self.begin(key, request);
+        }
+        if let Some(connection) = self.connections.get(key)
+            && connection.has_to_wait()
+        {
+            self.next_turn.push(key);
         }
         match progress {
             Progress::Waits => self.open_waiting(key),
@@ -224,17 +271,26 @@ impl Rpc {
     fn tell<R>(&mut self, key: u64, act: impl FnOnce(&mut Call, &mut dyn FnMut(News)) -> R) -> Option<R> {
         let call = self.calls.get_mut(key)?;
         let held = call.held();
-        call.set_room(self.limits.queue.saturating_sub(self.held));
+        call.set_room(self.limits.budget.room());
         let mut told = Vec::new();
         let result = act(call, &mut |news| told.push(news));
+        self.refused_calls += u64::from(!call.settle(&mut |news| told.push(news)));
         self.held = self.held + call.held() - held;
         let meta = call.meta.take();
         let over = call.over;
         let mut meta = if over { None } else { meta };
+        let on = call.connection;
         for news in News::joined(told) {
             match news {
                 News::Begins(message) => {
                     if let Some(call::Meta { listener, method, metadata, timeout_us }) = meta.take() {
+                        if let Some(call) = self.calls.get_mut(key) {
+                            call.handled = true;
+                        }
+                        if let Some(connection) = self.connections.get_mut(on) {
+                            connection.handled += 1;
+                            connection.asked = true;
+                        }
                         self.news.push(Event::Open {
                             call: key,
                             listener,
@@ -261,6 +317,10 @@ impl Rpc {
         self.held -= call.held();
         let Some(connection) = self.connections.get_mut(call.connection) else { return };
         connection.streams.remove(&key);
+        if call.handled {
+            connection.handled -= 1;
+            connection.idle_since = Instant::now();
+        }
         // What dropping its handles leaves to be sent.
         connection.bell.ring();
         if call.was_reset && connection.stream_reset(Instant::now()) {
@@ -301,10 +361,33 @@ impl Rpc {
         for key in self.listeners.keys() {
             self.accept(key);
         }
-        for key in self.calls.keys() {
-            self.tell(key, |call, _| call.open_for_one());
-        }
+        self.look_at_calls(now);
         self.drive();
+    }
+
+    /// Lets messages come whose turn it is, and ends calls whose message takes too long.
+    fn look_at_calls(&mut self, now: Instant) {
+        let keys = self.calls.keys();
+        let mut held_up = HashSet::new();
+        for key in &keys {
+            if let Some(call) = self.calls.get(*key)
+                && call.is_backed_up()
+            {
+                held_up.insert(call.connection);
+            }
+        }
+        let limits = Rc::clone(&self.limits);
+        for key in keys {
+            let late = self.tell(key, |call, tell| {
+                call.open_for_one();
+                let late = call.is_late(now, held_up.contains(&call.connection), &limits);
+                if late {
+                    call.fail(Status::new(status::DEADLINE_EXCEEDED, "the message comes too slowly"), tell);
+                }
+                late
+            });
+            self.refused_calls += u64::from(late == Some(true));
+        }
     }
 
     /// Sends a message; false: wait for `Writable` before the next.
@@ -320,7 +403,9 @@ impl Rpc {
     /// A message of so many bytes was handled.
     pub fn consumed(&mut self, call: u64, bytes: usize) {
         if let Some(call) = self.calls.get_mut(call) {
-            self.held -= call.consumed(bytes);
+            let consumed = call.consumed(bytes);
+            call.charge.shrink(consumed);
+            self.held -= consumed;
         }
     }
 

@@ -83,9 +83,10 @@ impl Rpc {
         let Side::Client { authority, .. } = &on.side else { return Ok(None) };
         let request = request(authority, method, metadata, timeout_us)?;
         let deframer = Deframer::new(self.limits.max_message, Encoding::Identity);
-        let (queue, windows) = (&self.queue, self.limits.windows());
+        let (queue, limits) = (&self.queue, &self.limits);
         let key = self.calls.insert_with(|key| {
-            Call::waiting(connection, Bell::new(queue, Due::Stream(key)), request, deframer, windows)
+            let bell = Bell::new(queue, Due::Stream(key));
+            Call::waiting(connection, bell, request, deframer, limits)
         });
         on.streams.insert(key);
         if let Side::Client { waiting, .. } = &mut on.side {

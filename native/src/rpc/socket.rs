@@ -3,18 +3,56 @@
 
 use std::cell::Cell;
 use std::io::{self, Read, Write};
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
 
-use mio::net::{TcpStream, UnixStream};
+use mio::event::Event;
+use mio::net::{TcpListener, TcpStream, UnixStream};
+use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::{client, server};
+
+use super::turn::{SHARE, SLICE};
 
 /// Bytes written that wait for the kernel; with more, the writer has to.
 const COLLECTED: usize = 256 * 1024;
 /// Capacity kept for the next time.
 const KEPT: usize = 64 * 1024;
+/// Connections that wait to be accepted; the kernel lowers it to `net.core.somaxconn`.
+const BACKLOG: i32 = 4096;
+/// Silence after which the kernel asks a peer whether it is there, and how long after that it asks again.
+const PROBE_AFTER: Duration = Duration::from_secs(15);
+const PROBE_AGAIN: Duration = Duration::from_secs(5);
+
+/// Listens at an address. More connections may wait to be accepted than the standard library lets: beyond these the
+/// kernel drops who comes, and he tries again after a second.
+///
+/// # Errors
+/// The address cannot be bound.
+pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    let listener = TcpListener::bind(address)?;
+    SockRef::from(&listener).listen(BACKLOG)?;
+    Ok(listener)
+}
+
+/// Has the kernel end a connection whose peer acknowledges nothing for so long: neither data nor probes.
+///
+/// # Errors
+/// The peer has gone already.
+pub fn end_when_unacknowledged(stream: &TcpStream, limit: Duration) -> io::Result<()> {
+    let socket = SockRef::from(stream);
+    let (after, again) = (PROBE_AFTER.min(limit / 4), PROBE_AGAIN.min(limit / 4));
+    let second = Duration::from_secs(1);
+    socket.set_tcp_keepalive(
+        &TcpKeepalive::new().with_time(after.max(second)).with_interval(again.max(second)),
+    )?;
+    #[cfg(target_os = "linux")]
+    socket.set_tcp_user_timeout(Some(limit))?;
+    Ok(())
+}
 
 /// A connected socket, or one that is about to be.
 #[derive(Debug)]
@@ -85,8 +123,70 @@ pub struct Readiness {
     pub writable: Cell<bool>,
     /// There is an end to be read behind what is there.
     pub ended: Cell<bool>,
+    /// The peer takes nothing any more: it was reset, or both directions are closed.
+    pub broken: Cell<bool>,
     /// Bytes read until now.
     pub received: Cell<u64>,
+    /// Bytes that may still be read in this turn.
+    share: Cell<usize>,
+    /// Until when, once something was read.
+    slice_ends_at: Cell<Option<Instant>>,
+    /// It was said that there may be more than its share.
+    waits: Cell<bool>,
+}
+
+impl Readiness {
+    fn new() -> Self {
+        Self {
+            readable: Cell::new(true),
+            writable: Cell::new(true),
+            ended: Cell::new(false),
+            broken: Cell::new(false),
+            received: Cell::new(0),
+            share: Cell::new(SHARE),
+            slice_ends_at: Cell::new(None),
+            waits: Cell::new(false),
+        }
+    }
+
+    /// Notes what the kernel says, in a new turn.
+    pub fn kernel_says(&self, event: &Event) {
+        let ended = event.is_read_closed() || event.is_error();
+        self.ended.set(self.ended.get() || ended);
+        self.broken.set(self.broken.get() || event.is_write_closed() || event.is_error());
+        self.readable.set(self.readable.get() || event.is_readable() || ended);
+        self.writable.set(self.writable.get() || event.is_writable());
+        self.begin_turn();
+    }
+
+    /// Gives it its share of a new turn.
+    pub fn begin_turn(&self) {
+        self.share.set(SHARE);
+        self.waits.set(false);
+    }
+
+    /// It is driven from now on.
+    pub fn begin_slice(&self) {
+        self.slice_ends_at.set(None);
+    }
+
+    /// Whether something may be read in this turn.
+    fn has_share(&self) -> bool {
+        if self.share.get() > 0 {
+            let now = Instant::now();
+            match self.slice_ends_at.get() {
+                None => self.slice_ends_at.set(Some(now + SLICE)),
+                Some(ends_at) if now >= ends_at => self.share.set(0),
+                Some(_) => {}
+            }
+        }
+        self.share.get() > 0
+    }
+
+    /// Whether it has used its share up, and is to be driven again in the next turn; true once a turn.
+    pub fn has_to_wait(&self) -> bool {
+        self.readable.get() && self.share.get() == 0 && !self.waits.replace(true)
+    }
 }
 
 /// See the module. Whoever drives it again when the kernel says more need not be woken.
@@ -100,13 +200,7 @@ pub struct Socket {
 
 impl Socket {
     pub fn new(stream: Stream) -> Self {
-        let ready = Readiness {
-            readable: Cell::new(true),
-            writable: Cell::new(true),
-            ended: Cell::new(false),
-            received: Cell::new(0),
-        };
-        Self { stream, ready: Rc::new(ready), out: Vec::new(), written: 0 }
+        Self { stream, ready: Rc::new(Readiness::new()), out: Vec::new(), written: 0 }
     }
 
     pub fn readiness(&self) -> Rc<Readiness> {
@@ -153,11 +247,13 @@ impl AsyncRead for Socket {
         _context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        while self.ready.readable.get() {
-            let wanted = buffer.remaining();
-            match self.stream.read(buffer.initialize_unfilled()) {
+        // Without a share left it waits for the next turn: whoever drives it asks `has_to_wait`.
+        while self.ready.readable.get() && self.ready.has_share() {
+            let wanted = buffer.remaining().min(self.ready.share.get());
+            match self.stream.read(buffer.initialize_unfilled_to(wanted)) {
                 Ok(count) => {
                     buffer.advance(count);
+                    self.ready.share.set(self.ready.share.get() - count);
                     self.ready.received.set(self.ready.received.get() + count as u64);
                     // Less than asked for is all there is; the kernel tells when more comes, but not of an end twice.
                     if count > 0 && count < wanted && !self.ready.ended.get() {

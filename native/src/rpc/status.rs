@@ -7,6 +7,7 @@ use h2::Reason;
 
 pub const CANCELLED: u8 = 1;
 pub const UNKNOWN: u8 = 2;
+pub const DEADLINE_EXCEEDED: u8 = 4;
 pub const PERMISSION_DENIED: u8 = 7;
 pub const RESOURCE_EXHAUSTED: u8 = 8;
 pub const UNIMPLEMENTED: u8 = 12;

@@ -1,5 +1,6 @@
 //! What has to be driven: a waker puts its key into a queue, once until it is taken out.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Wake, Waker};
@@ -20,9 +21,14 @@ pub struct WakeQueue {
 }
 
 impl WakeQueue {
-    /// Exchanges what is due with an empty list.
-    pub fn swap(&self, due: &mut Vec<Due>) {
-        std::mem::swap(&mut *self.due.lock(), due);
+    /// Moves what is due behind what was already.
+    pub fn take(&self, calls: &mut VecDeque<u64>, connections: &mut VecDeque<u64>) {
+        for due in self.due.lock().drain(..) {
+            match due {
+                Due::Stream(key) => calls.push_back(key),
+                Due::Connection(key) => connections.push_back(key),
+            }
+        }
     }
 
     pub fn is_empty(&self) -> bool {

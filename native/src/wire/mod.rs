@@ -11,7 +11,7 @@ mod tokens;
 use events::{read_removed, read_stored};
 use msgpack::{Failure, MAX_NESTING, Read, Reader, Value, for_each_field};
 
-use crate::events::{Batch, Event, FaultKind};
+use crate::events::{Batch, Event, FAULT_LIMIT, FaultKind};
 
 /// Larger payloads are refused before they are read.
 pub const MAX_PAYLOAD_BYTES: usize = 64 * 1024 * 1024;
@@ -69,6 +69,9 @@ pub fn decode_into(batch: &mut Batch, payload: &[u8]) -> Result<(), Malformed> {
                 events = reader.elements()?;
                 for _ in 0..events.unwrap_or(0) {
                     read_event(reader, batch)?;
+                    if batch.faults.len() > FAULT_LIMIT {
+                        return Err(Failure::Meaning(String::new()));
+                    }
                 }
                 Ok(())
             }
@@ -81,6 +84,10 @@ pub fn decode_into(batch: &mut Batch, payload: &[u8]) -> Result<(), Malformed> {
     })();
     match read {
         Err(Failure::Bytes(message)) => return Err(malformed("payload", format!("no msgpack: {message}"))),
+        _ if batch.faults.len() > FAULT_LIMIT => {
+            let message = format!("more than {FAULT_LIMIT} of them cannot be read");
+            return Err(malformed("events", message));
+        }
         Ok(()) if reader.at < payload.len() => {
             return Err(malformed("payload", "no msgpack: bytes follow the batch".into()));
         }

@@ -126,6 +126,7 @@ impl Index {
         let Some(windows) = &state.ledger.worker(rank.slot).windows else { return };
         for event in &batch.events {
             let Event::Stored(event) = event else { continue };
+            let event = &state.ledger.worker(rank.slot).rooted(event);
             if !windows.judges(event.group) || !event.has_content() || rules.judge_content(event).is_some() {
                 continue;
             }

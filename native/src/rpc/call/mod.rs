@@ -8,6 +8,7 @@ mod send;
 
 use std::collections::VecDeque;
 use std::task::{Context, Poll};
+use std::time::Instant;
 
 use bytes::Bytes;
 use h2::client::ResponseFuture;
@@ -17,9 +18,11 @@ use http::Request;
 use http::header::{HeaderMap, HeaderValue};
 
 use super::framing::Deframer;
+use super::limits::Limits;
 use super::metadata::Metadata;
 use super::status::{self, Seen, Status};
 use super::wake::Bell;
+use crate::budget::Charge;
 
 pub const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
 
@@ -99,6 +102,7 @@ enum Ending {
 }
 
 /// What is told with the beginning of a call that came.
+#[derive(Clone)]
 pub struct Meta {
     pub listener: u64,
     pub method: u32,
@@ -122,6 +126,14 @@ pub struct Call {
     /// Complete messages that were told and are not handled: how many, and their bytes.
     unhandled: usize,
     unhandled_bytes: usize,
+    /// What is charged for what it holds.
+    pub charge: Charge,
+    /// It may be sent a message larger than its first window.
+    admitted: bool,
+    /// All bytes of messages that came.
+    came: usize,
+    /// Of a message that is coming: since when, when the last window of its rate began, and `came` then.
+    arriving: Option<(Instant, Instant, usize)>,
     /// Bytes that came and whose window is shut.
     shut: usize,
     /// With more shut by a message that is still coming, its window opens: it could not come through otherwise.
@@ -135,6 +147,8 @@ pub struct Call {
     send_limit: usize,
     /// There is room for messages larger than the window.
     may_grow: bool,
+    /// Somebody handles it.
+    pub handled: bool,
     /// The caller gave it up.
     pub was_reset: bool,
     /// Whether the peer may have looked at it, if it ended now.
@@ -151,10 +165,10 @@ impl Call {
         receive: RecvStream,
         respond: SendResponse<Bytes>,
         deframer: Deframer,
-        windows: (usize, usize),
+        limits: &Limits,
     ) -> Self {
         let role = Role::Server { kind, respond: Some(respond), begun: false, request: None };
-        Self::new(connection, bell, role, Some(receive), deframer, windows)
+        Self::new(connection, bell, role, Some(receive), deframer, limits)
     }
 
     /// A call that waits until it is `opened`.
@@ -163,10 +177,11 @@ impl Call {
         bell: Bell,
         request: Request<()>,
         deframer: Deframer,
-        windows: (usize, usize),
+        limits: &Limits,
     ) -> Self {
-        let call = Self::new(connection, bell, Role::Client { response: None }, None, deframer, windows);
-        Self { request: Some(request), ..call }
+        let role = Role::Client { response: None };
+        let call = Self::new(connection, bell, role, None, deframer, limits);
+        Self { request: Some(request), admitted: true, ..call }
     }
 
     fn new(
@@ -175,7 +190,7 @@ impl Call {
         role: Role,
         receive: Option<RecvStream>,
         deframer: Deframer,
-        windows: (usize, usize),
+        limits: &Limits,
     ) -> Self {
         Self {
             connection,
@@ -189,15 +204,20 @@ impl Call {
             deframer,
             unhandled: 0,
             unhandled_bytes: 0,
+            charge: Charge::new(&limits.budget, None, 1),
+            admitted: false,
+            came: 0,
+            arriving: None,
             shut: 0,
-            shut_limit: windows.0,
+            shut_limit: limits.windows().0,
             queue: VecDeque::new(),
             queued: 0,
             ending: None,
             sent_all: false,
             full: false,
-            send_limit: windows.1,
+            send_limit: limits.windows().1,
             may_grow: true,
+            handled: false,
             was_reset: false,
             seen: Seen::Maybe,
             over: false,
@@ -218,6 +238,26 @@ impl Call {
     /// Bytes that came and are not handled.
     pub fn held(&self) -> usize {
         self.unhandled_bytes + self.deframer.waiting()
+    }
+
+    /// Has what it holds charged. A call whose message is still coming ends if there is no room for it, and false is
+    /// returned.
+    pub fn settle(&mut self, tell: &mut dyn FnMut(News)) -> bool {
+        let (held, charged) = (self.held(), self.charge.bytes());
+        if held <= charged {
+            if held < charged {
+                self.charge.shrink(charged - held);
+            }
+            return true;
+        }
+        let Err(over) = self.charge.grow(held - charged) else { return true };
+        if !self.is_partial() {
+            self.charge.force(held - charged);
+            return true;
+        }
+        self.fail(Status::new(status::RESOURCE_EXHAUSTED, over.to_string()), tell);
+        self.charge.shrink(charged.saturating_sub(self.held()));
+        false
     }
 
     /// Says how many bytes there is room for, of all calls.
@@ -270,13 +310,14 @@ impl Call {
     }
 
     /// What the peer sends makes no sense: who began a call is told, whoever answers it is told that the caller has gone.
-    fn fail(&mut self, status: Status, tell: &mut dyn FnMut(News)) {
+    pub fn fail(&mut self, status: Status, tell: &mut dyn FnMut(News)) {
         if !self.is_server() {
             self.reset(Reason::CANCEL);
             return self.end(status, Vec::new(), tell);
         }
         self.gone(tell);
         self.over = false;
+        self.deframer.clear();
         self.queue.clear();
         self.queued = 0;
         self.finish(&status, HeaderMap::new());

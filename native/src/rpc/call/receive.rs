@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Instant;
 
 use bytes::Bytes;
 use h2::RecvStream;
@@ -10,9 +11,11 @@ use http::header::HeaderValue;
 use http::{Response, StatusCode};
 
 use super::super::framing::{Encoding, PREFIX};
+use super::super::limits::Limits;
 use super::super::metadata;
 use super::super::status::{self, INTERNAL, Status, UNKNOWN};
 use super::{Call, Kind, News, Role};
+use crate::budget::Charge;
 
 impl Call {
     pub(super) fn receive_all(&mut self, context: &mut Context<'_>, tell: &mut dyn FnMut(News)) {
@@ -69,6 +72,7 @@ impl Call {
     /// False if the call is over with that.
     fn take(&mut self, bytes: Bytes, tell: &mut dyn FnMut(News)) -> bool {
         self.shut += bytes.len();
+        self.came += bytes.len();
         let role = &mut self.role;
         let (mut completed, mut completed_bytes, mut one_too_many) = (0, 0, false);
         let taken = self.deframer.take(bytes, |message| {
@@ -81,6 +85,9 @@ impl Call {
                 _ => tell(News::Message(message)),
             }
         });
+        if completed > 0 {
+            self.arriving = None;
+        }
         self.unhandled += completed;
         self.unhandled_bytes += completed_bytes;
         self.open_for_one();
@@ -140,9 +147,47 @@ impl Call {
 
     /// Lets a message that is larger than the window come, if it is the only one that is here and there is room for it.
     pub fn open_for_one(&mut self) {
-        if self.may_grow && self.unhandled == 0 && self.shut >= self.shut_limit {
+        if self.admitted && self.may_grow && self.unhandled == 0 && self.shut >= self.shut_limit {
             self.release(self.shut);
         }
+    }
+
+    /// Its caller is known and may make it: larger messages may come, charged to the caller's tenant.
+    pub fn admit(&mut self, charge: Charge) {
+        self.admitted = true;
+        self.charge = charge;
+        self.open_for_one();
+    }
+
+    /// The call came, and of the one message that it begins with not all is here.
+    pub fn awaits_request(&self) -> bool {
+        matches!(&self.role, Role::Server { kind, begun: false, .. } if !kind.request_streaming)
+            && self.receive.is_some()
+    }
+
+    /// A message came in part.
+    pub fn is_partial(&self) -> bool {
+        self.is_server() && self.receive.is_some() && self.deframer.waiting() > 0
+    }
+
+    /// Messages came whole that are not handled.
+    pub fn is_backed_up(&self) -> bool {
+        self.unhandled > 0
+    }
+
+    /// Whether a message that is awaited takes too long; to be asked again and again. What comes on a connection that
+    /// is held up by this side is not judged.
+    pub fn is_late(&mut self, now: Instant, held_up: bool, limits: &Limits) -> bool {
+        if held_up || !(self.is_partial() || self.awaits_request()) {
+            self.arriving = None;
+            return false;
+        }
+        let (began, window, before) = *self.arriving.get_or_insert((now, now, self.came));
+        if now.duration_since(window) <= limits.message_window {
+            return false;
+        }
+        self.arriving = Some((began, now, self.came));
+        self.came - before < limits.message_window_bytes || now.duration_since(began) > limits.message
     }
 
     fn release(&mut self, length: usize) {

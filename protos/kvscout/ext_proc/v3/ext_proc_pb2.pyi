@@ -598,7 +598,13 @@ Global___HeaderValueOption: _TypeAlias = HeaderValueOption  # noqa: Y015
 class BodyMutation(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    BODY_FIELD_NUMBER: _builtins.int
+    CLEAR_BODY_FIELD_NUMBER: _builtins.int
     STREAMED_RESPONSE_FIELD_NUMBER: _builtins.int
+    body: _builtins.bytes
+    """In the modes BUFFERED and STREAMED: takes the place of what came."""
+    clear_body: _builtins.bool
+    """In the same modes: nothing takes its place."""
     @_builtins.property
     def streamed_response(self) -> Global___StreamedBodyResponse:
         """In mode FULL_DUPLEX_STREAMED."""
@@ -606,13 +612,15 @@ class BodyMutation(_message.Message):
     def __init__(
         self,
         *,
+        body: _builtins.bytes = ...,
+        clear_body: _builtins.bool = ...,
         streamed_response: Global___StreamedBodyResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["mutation", b"mutation", "streamed_response", b"streamed_response"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "clear_body", b"clear_body", "mutation", b"mutation", "streamed_response", b"streamed_response"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mutation", b"mutation", "streamed_response", b"streamed_response"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "clear_body", b"clear_body", "mutation", b"mutation", "streamed_response", b"streamed_response"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_mutation: _TypeAlias = _typing.Literal["streamed_response"]  # noqa: Y015
+    _WhichOneofReturnType_mutation: _TypeAlias = _typing.Literal["body", "clear_body", "streamed_response"]  # noqa: Y015
     _WhichOneofArgType_mutation: _TypeAlias = _typing.Literal["mutation", b"mutation"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_mutation) -> _WhichOneofReturnType_mutation | None: ...
 
