@@ -32,6 +32,8 @@ class ServerConfig:
     """0 = any free port; the ready line tells which."""
     metrics_port: int = -1
     """-1 = no metrics endpoint, 0 = any free port."""
+    metrics_worker_ranks: int = 64
+    """Worker ranks with series of their own; the others are summed."""
     workers_file: Path | None = None
     workers_dns: tuple[str, ...] = ()
     """`dns://name:port?fields` whose addresses are workers."""
@@ -45,12 +47,16 @@ class ServerConfig:
     """Metrics need a token of `auth_tokens` that is for all tenants."""
     tls: TlsFiles | None = None
     max_message_bytes: int = 64 * 1024 * 1024
+    request_memory_bytes: int = 512 * 1024 * 1024
+    """Of memory, for requests that are still coming or not yet passed on; no tenant may hold more than half of it."""
     max_concurrent_streams: int = 1000
     """Calls that one connection may have open; a client holds further ones back."""
     max_connection_age_seconds: float = 0.0
     """About so long a connection takes new calls; 0 = for ever."""
     grace_seconds: float = 120.0
     """Time that running calls have to end by themselves once the server is told to stop."""
+    shutdown_delay_seconds: float | None = None
+    """Time before that in which health says NOT_SERVING and calls are still taken; None = as its ports need it."""
     transport: Transport = field(default_factory=chosen)
     log_level: str = "info"
     log_format: str = "text"
@@ -79,12 +85,15 @@ class ServerConfig:
             )
         if values["metrics_auth"] and values["auth_tokens"] is None:
             raise ConfigError("needs --auth-tokens", field="metrics_auth")
+        if values["request_memory_bytes"] < 2 * values["max_message_bytes"]:
+            raise ConfigError("must be at least twice --max-message-bytes", field="request_memory_bytes")
         if values["otlp_endpoint"]:
             tracing.check_endpoint(values["otlp_endpoint"])
         return cls(
             host=host,
             port=values["port"],
             metrics_port=values["metrics_port"],
+            metrics_worker_ranks=values["metrics_worker_ranks"],
             workers_file=values["workers_file"],
             workers_dns=tuple(values.get("workers_dns", ())),
             workers_k8s=tuple(values.get("workers_k8s", ())),
@@ -94,9 +103,11 @@ class ServerConfig:
             metrics_auth=values["metrics_auth"],
             tls=TlsFiles(certificate, key, client_ca) if certificate else None,
             max_message_bytes=values["max_message_bytes"],
+            request_memory_bytes=values["request_memory_bytes"],
             max_concurrent_streams=values["max_concurrent_streams"],
             max_connection_age_seconds=values["max_connection_age_seconds"],
             grace_seconds=values["grace_seconds"],
+            shutdown_delay_seconds=values["shutdown_delay_seconds"],
             transport=Transport(values["rpc_transport"]),
             log_level=values["log_level"],
             log_format=values["log_format"],

@@ -6,16 +6,19 @@ An engine that is hostile, or only broken, costs its own answer and nothing else
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvscout_common.errors import Unavailable
+from kvscout_common.json_scan import load_json
 from kvscout_common.plain_text import printable
-from kvscout_common.transport.http import HttpClient, HttpFailed, HttpRequest, connect
+from kvscout_common.transport.http import Headers, HttpClient, HttpFailed, HttpRequest, connect
 
 MAX_PAGE_BYTES: Final = 4 * 1024 * 1024
+MAX_PAGE_VALUES: Final = 100_000
+"""Of a page of JSON."""
 INLINE_BYTES: Final = 32 * 1024
 """Larger pages are parsed in a thread: the event loop has less than a millisecond for one engine."""
 _ABSENT: Final = (404, 405, 501)
@@ -39,20 +42,21 @@ async def asking_engines() -> AsyncIterator[HttpClient]:
         await http.close()
 
 
-async def read_page(http: HttpClient, url: str, *, timeout_seconds: float) -> bytes | None:
+async def read_page(http: HttpClient, url: str, *, timeout_seconds: float, headers: Headers = ()) -> bytes | None:
     """A page; None = the engine has none at this address.
 
     Args:
         http: To ask with.
         url: What to ask for.
         timeout_seconds: For all of it.
+        headers: That the engine wants to see, such as its key.
 
     Raises:
         Unavailable: There is no such answer in time, or one that is too large, packed, or of another place.
     """
     try:
         async with asyncio.timeout(timeout_seconds):
-            answer = await http.send(HttpRequest(url, "GET", _UNPACKED), connect_seconds=timeout_seconds)
+            answer = await http.send(HttpRequest(url, "GET", (*_UNPACKED, *headers)), connect_seconds=timeout_seconds)
             try:
                 if answer.status in _ABSENT:
                     return None
@@ -81,15 +85,15 @@ async def read_json(http: HttpClient, url: str, *, timeout_seconds: float) -> An
     """A page of JSON; None = the engine has none at this address.
 
     Raises:
-        Unavailable: As `read_page`, or it is no JSON.
+        Unavailable: As `read_page`, or it is no JSON, or there is too much in it.
     """
     page = await read_page(http, url, timeout_seconds=timeout_seconds)
     if page is None:
         return None
     try:
-        return await parsed(page, json.loads)
-    except (ValueError, RecursionError) as error:
-        raise Unavailable(f"{url} answers no JSON") from error
+        return await parsed(page, partial(load_json, max_values=MAX_PAGE_VALUES))
+    except ValueError as error:
+        raise Unavailable(f"the answer of {url} {printable(str(error))}") from error
 
 
 async def parsed(page: bytes, parse: Callable[[bytes], T]) -> T:

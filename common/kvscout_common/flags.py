@@ -25,6 +25,8 @@ E = TypeVar("E", bound=StrEnum)
 SERVER = "Server"
 BEHAVIOUR = "Behaviour"
 PERFORMANCE = "Performance"
+SHUTDOWN_DELAY_SECONDS = 5.0
+"""Where callers find out by health checks: more than two intervals of the Envoy configuration that is shipped."""
 _UNCUT = 1_000
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -142,6 +144,12 @@ def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool 
             type=click.IntRange(-1, 65535),
             help="Prometheus port; 0 = any free one, -1 = none.",
         ),
+        server_flag(
+            "--metrics-worker-ranks",
+            default=64,
+            type=click.IntRange(min=0),
+            help="Worker ranks that have series of their own on /metrics; the others are summed.",
+        ),
         server_flag("--workers-file", type=_FILE, help="YAML file of workers, watched for changes."),
         *(discovery if discovers else ()),
         server_flag("--auth-tokens", type=_FILE, help="YAML file of bearer tokens; required beyond loopback."),
@@ -165,6 +173,13 @@ def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool 
             help="Largest message accepted.",
         ),
         server_flag(
+            "--request-memory-bytes",
+            default=512 * 1024 * 1024,
+            type=click.IntRange(min=8192),
+            help="Memory for requests that are coming, or not yet answered by an engine; no tenant may hold more than"
+            " half. Further ones are refused.",
+        ),
+        server_flag(
             "--max-concurrent-streams",
             default=1000,
             type=click.IntRange(min=1),
@@ -182,6 +197,14 @@ def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool 
             default=120.0,
             type=click.FloatRange(min=0),
             help="Time that running calls have after SIGTERM to end by themselves; a second SIGTERM ends it.",
+        ),
+        server_flag(
+            "--shutdown-delay-seconds",
+            default=None,
+            type=click.FloatRange(min=0),
+            help="Time from SIGTERM, in which health says NOT_SERVING and new calls are still taken, before ports are"
+            f" closed: for callers that find out by health checks. unset = {SHUTDOWN_DELAY_SECONDS:g} with an endpoint"
+            " picker, else 0.",
         ),
         server_flag(
             "--rpc-transport",

@@ -22,9 +22,9 @@ import grpc
 from kvscout_common import tracing
 from kvscout_common.audit import audited
 from kvscout_common.endings import INTENDED
-from kvscout_common.errors import Unimplemented
+from kvscout_common.errors import KvscoutError, PermissionDenied, Unauthenticated, Unimplemented
 from kvscout_common.handlers import Context, Continuation, Handler, Synchronous, read_message
-from kvscout_common.identity import AUDITED, Admission, Identity, TokenTable, enter, leave
+from kvscout_common.identity import AUDITED, AccessRole, Admission, Identity, TokenTable, enter, leave
 from kvscout_common.rpc_metrics import MethodTimes, RpcTimes
 from kvscout_common.running_calls import ENDLESS, RunningCall, RunningCalls, draining
 from kvscout_common.statuses import caller_gone, status_of
@@ -49,8 +49,8 @@ class Guard(grpc.aio.ServerInterceptor):
         self.calls = calls or RunningCalls()
         self._times = times or RpcTimes()
         self._tokens = tokens
-        self._guarded: dict[str, tuple[Handler, Handler]] = {}
-        """By method: what was registered, and what is called in its place."""
+        self._guarded: dict[str, tuple[Handler, GuardedMethod, Handler, Handler]] = {}
+        """By method: what was registered, the rpc, what is called in its place, and what refuses a call unread."""
 
     def method(self, name: str, handler: Handler) -> GuardedMethod:
         """An rpc of the server.
@@ -72,8 +72,11 @@ class Guard(grpc.aio.ServerInterceptor):
         name = handler_call_details.method
         known = self._guarded.get(name)
         if known is None or known[0] is not handler:
-            known = self._guarded[name] = (handler, self.method(name, handler).as_handler())
-        return known[1]
+            method = self.method(name, handler)
+            known = self._guarded[name] = (handler, method, method.as_handler(), method.as_handler(reads=False))
+        _, method, guarded, refuses = known
+        # grpc would read the one message of a call, however long it takes to come, before anybody is asked.
+        return guarded if method.admits(handler_call_details.invocation_metadata or ()) else refuses
 
 
 class GuardedMethod:
@@ -124,18 +127,22 @@ class GuardedMethod:
         self.admission.closed(identity)
         self.calls.end(call)
 
-    def as_handler(self) -> Handler:
-        """For grpc.aio."""
+    def as_handler(self, *, reads: bool = True) -> Handler:
+        """For grpc.aio.
+
+        Args:
+            reads: False = for a call that is not admitted: nothing that its caller sends is waited for.
+        """
+        many_requests, many_answers = self.streams
         make: Callable[..., Handler] = {
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,
             (True, False): grpc.stream_unary_rpc_method_handler,
             (True, True): grpc.stream_stream_rpc_method_handler,
-        }[self.streams]
+        }[(many_requests or not reads, many_answers)]
+
         # Writes to the context instead of yielding: when the caller goes away, the behaviour's generator is closed here
         # and now, in the call's own task, and not whenever it happens to be collected.
-        many_requests = self.streams[0]
-
         async def run(request: Any, context: Any) -> Any:
             return await self.run(request if many_requests else [request], context)
 
@@ -150,6 +157,14 @@ class GuardedMethod:
         """
         return self.admission.admit(metadata)
 
+    def admits(self, metadata: Any) -> bool:
+        """Whether `admit` lets the caller in."""
+        try:
+            self.admit(metadata)
+        except (Unauthenticated, PermissionDenied):
+            return False
+        return True
+
     def answer(self, request: bytes, identity: Identity) -> bytes:
         """The answer of a synchronous handler to one message."""
         entered = enter(identity)
@@ -159,13 +174,14 @@ class GuardedMethod:
         finally:
             leave(entered)
 
-    async def run(self, request: Any, context: Any) -> Any:
+    async def run(self, request: Any, context: Any, *, admitted: Callable[[Identity], None] | None = None) -> Any:
         """Runs a call in its own task.
 
         Args:
             request: A list of its bytes, taken out when they are read: what a stream is asked is not kept until its
                 end. Or the iterator of several.
             context: Given the answers of a handler that has several.
+            admitted: Told who calls.
 
         Returns:
             The one answer.
@@ -182,6 +198,8 @@ class GuardedMethod:
                 await context.send_initial_metadata(())
             metadata = context.invocation_metadata() or ()
             identity = self.admit(metadata)
+            if admitted is not None:
+                admitted(identity)
             with self._span(metadata) if self._traced else tracing.NOTHING:
                 return await self._counted(request, context, identity)
         except grpc.aio.AbortError:
@@ -227,6 +245,8 @@ class GuardedMethod:
             while task.cancelling():
                 task.uncancel()
             raise draining() from None
+        except KvscoutError as error:
+            raise (error if identity.role is AccessRole.ADMIN else error.for_clients()) from error.__cause__
         finally:
             leave(entered)
             self.end(task, identity)

@@ -13,8 +13,8 @@ Roles, each including what the ones before it may do only where the table below 
 * `client`: routes and generates, tracks its requests, reads what viewers read.
 * `admin`: everything; also what kvscout services present to one another.
 
-`name` is what the audit log calls its bearer. A second list, `limits`, says how much each tenant may have at once
-(`tenant_limits`).
+`name` is what the audit log calls its bearer, `priority` the highest that its requests may have (left out: any for an
+admin, 0 for others). A second list, `limits`, says how much each tenant may have at once (`tenant_limits`).
 
 Every tenant named anywhere in a request must be the token's own ("*" = all). In `ListWorkers` and `GetStatus` every
 caller may ask for "*" and gets what it may see. `grpc.health.v1` needs no token, so
@@ -44,7 +44,8 @@ from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 
 MAX_BYTES = 1024 * 1024
 """Of a tokens file."""
-_KEYS = frozenset({"token", "sha256", "role", "tenant", "name"})
+MAX_PRIORITY = (1 << 31) - 1
+_KEYS = frozenset({"token", "sha256", "role", "tenant", "name", "priority"})
 """Of an entry in it."""
 
 
@@ -131,6 +132,8 @@ class Identity:
     tenant: str
     name: str = ""
     """Of the token's bearer; "" = the tokens file does not tell."""
+    max_priority: int | None = None
+    """The highest priority that its requests may have; None = any."""
 
     def may_call(self, method: str) -> bool:
         """Whether the role allows a method, given by its short name."""
@@ -264,7 +267,7 @@ def _read_entry(entry: Any, where: str) -> tuple[str, Identity]:
         raise ConfigError(f"has a key other than {', '.join(sorted(_KEYS))}", field=where)
     if ("token" in entry) == ("sha256" in entry):
         raise ConfigError("needs exactly one of token, sha256", field=where)
-    for key in _KEYS & entry.keys():
+    for key in _KEYS & entry.keys() - {"priority"}:
         if not isinstance(entry[key], str) or not entry[key]:
             raise ConfigError("must be text, in quotes where YAML reads something else", field=f"{where}.{key}")
     if entry.get("role") not in list(AccessRole):
@@ -273,7 +276,10 @@ def _read_entry(entry: Any, where: str) -> tuple[str, Identity]:
     if not re.fullmatch("[0-9a-f]{64}", digest):
         raise ConfigError("must be 64 hexadecimal digits", field=f"{where}.sha256")
     role, tenant = AccessRole(entry["role"]), str(entry.get("tenant", DEFAULT_TENANT))
-    return digest, Identity(role, tenant, entry.get("name", ""))
+    priority = entry.get("priority", None if role is AccessRole.ADMIN else 0)
+    if priority is not None and (type(priority) is not int or not 0 <= priority <= MAX_PRIORITY):
+        raise ConfigError(f"must be a whole number from 0 to {MAX_PRIORITY}", field=f"{where}.priority")
+    return digest, Identity(role, tenant, entry.get("name", ""), priority)
 
 
 def _digest(token: str) -> str:

@@ -27,6 +27,8 @@ from prometheus_client.registry import Collector
 from kvscout_common.endings import tell_panic
 from kvscout_common.errors import PermissionDenied, Unauthenticated
 from kvscout_common.identity import TokenTable
+from kvscout_common.rank_series import RankSeries
+from kvscout_common.web_origins import WebOrigins
 from kvscout_common.worker import ALL_TENANTS
 
 log = logging.getLogger("kvscout.metrics")
@@ -47,8 +49,9 @@ MAX_CONNECTIONS = 32
 class _OnLoop(Collector):
     """Has a registry read on the event loop that owns what its collectors read."""
 
-    def __init__(self, registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, registry: CollectorRegistry, ranks: int, loop: asyncio.AbstractEventLoop) -> None:
         self._registry = registry
+        self._ranks = RankSeries(ranks)
         self._loop = loop
 
     def collect(self) -> Iterable[Metric]:
@@ -56,7 +59,7 @@ class _OnLoop(Collector):
 
         async def read() -> list[Metric]:
             try:
-                return list(self._registry.collect())
+                return list(self._ranks.bounded(self._registry.collect()))
             except BaseException as error:
                 tell_panic(error)
                 raise
@@ -73,6 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404, "only /metrics is here")
             return
         try:
+            self.server.origins.require(self.headers.items())
             self.server.admit(self.headers.get("Authorization"))
         except Unauthenticated as error:
             self._send(401, str(error).encode(), {"WWW-Authenticate": "Bearer"})
@@ -114,9 +118,15 @@ class _Server(ThreadingTCPServer):
     request_queue_size = MAX_CONNECTIONS
 
     def __init__(
-        self, family: socket.AddressFamily, address: Any, metrics: Collector, tokens: TokenTable | None
+        self,
+        family: socket.AddressFamily,
+        address: Any,
+        metrics: Collector,
+        tokens: TokenTable | None,
+        origins: WebOrigins,
     ) -> None:
         self.address_family = family
+        self.origins = origins
         self.metrics = metrics
         self._tokens = tokens
         self._opened: dict[Any, float] = {}
@@ -190,7 +200,12 @@ def registry_of(collector: Collector) -> CollectorRegistry:
 
 
 def serve_metrics(
-    registry: CollectorRegistry, host: str, port: int, tokens: TokenTable | None = None
+    registry: CollectorRegistry,
+    host: str,
+    port: int,
+    tokens: TokenTable | None = None,
+    *,
+    worker_ranks: int,
 ) -> tuple[int, Callable[[], None]]:
     """Serves /metrics from threads of its own; collectors are read on the running loop.
 
@@ -199,6 +214,7 @@ def serve_metrics(
         host: Address to bind.
         port: 0 = any free port.
         tokens: Who may read it; None = everybody.
+        worker_ranks: Those with series of their own, see `RankSeries`.
 
     Returns:
         The port, and a function that stops serving.
@@ -207,7 +223,8 @@ def serve_metrics(
         OSError: If the port is taken.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    server = _Server(family, address, _OnLoop(registry, asyncio.get_running_loop()), tokens)
+    origins = WebOrigins(guarded=tokens is not None, host=host)
+    server = _Server(family, address, _OnLoop(registry, worker_ranks, asyncio.get_running_loop()), tokens, origins)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
 

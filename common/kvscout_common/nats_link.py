@@ -243,7 +243,8 @@ class NatsLink:
             self.problem = ""
 
     async def _on_connected(self) -> None:
-        log.info("connected to NATS at %s", self.client.connected_url and self.client.connected_url.netloc)
+        url = self.client.connected_url
+        log.info("connected to NATS at %s", url and url.netloc.rpartition("@")[2])
         self._first.set()
         self._connections.set()
 

@@ -280,9 +280,19 @@ class Registry:
         that come after them.
         """
         wanted = {WorkerName(spec.tenant, spec.worker_id): spec for spec in specs}
-        for entry in [e for e in self._entries.values() if e.source is source and e.name not in wanted]:
-            self._drop(entry, str(source))
+        self.remove_from_source(source, [name for name in self.names_of_source(source) if name not in wanted])
         self.add_to_source(source, wanted.values())
+
+    def names_of_source(self, source: Source) -> list[WorkerName]:
+        """Return the names of all that a source contributes, in the order in which they came."""
+        return [name for name, entry in self._entries.items() if entry.source is source]
+
+    def remove_from_source(self, source: Source, names: Iterable[WorkerName]) -> None:
+        """Remove some of what a source contributes; names of which another source has the entry stay."""
+        for name in names:
+            entry = self._entries.get(name)
+            if entry is not None and entry.source is source:
+                self._drop(entry, str(source))
 
     def add_to_source(self, source: Source, specs: Iterable[WorkerSpec]) -> None:
         """Adds and updates some of what a source contributes, by the rules of `replace_source`."""

@@ -14,8 +14,10 @@ engine then, and again after a container of it was restarted.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +42,10 @@ log = logging.getLogger("kvscout.registry")
 
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 PODS = "/api/v1/namespaces/{}/pods"
+PODS_A_SLICE = 32
+"""So many are looked at before others have their turn: a few milliseconds."""
+REFRESH_SECONDS = 60.0
+"""After so long all pods are looked at again: another source may have let go of a worker of theirs."""
 WARNED_PODS = 20
 """Of one selection, by name; the others are counted."""
 
@@ -81,6 +87,18 @@ class _Spec(NamedTuple):
     spec: WorkerSpec
 
 
+class _Standing(NamedTuple):
+    """What one pod comes to."""
+
+    specs: dict[WorkerName, WorkerSpec]
+    uid: str
+    worker_ids: frozenset[str]
+    """Of all its ports, also of those that are not known yet."""
+
+
+_GONE = _Standing({}, "", frozenset())
+
+
 @dataclass(slots=True)
 class _Followed:
     """One selection and what is known of it."""
@@ -92,12 +110,12 @@ class _Followed:
     labels: str = ""
     """What `pods` is selected by."""
     following: asyncio.Task[None] | None = None
-    admitted: set[str] = field(default_factory=set)
-    """Uids of the pods that have been Ready."""
+    admitted: dict[str, str] = field(default_factory=dict)
+    """The uids of the pods that have been Ready, by key."""
     offers: dict[str, _Offer] = field(default_factory=dict)
     """What each pod was found to offer."""
-    problems: dict[str, str] = field(default_factory=dict)
-    """Pods, or ports of them, that are no workers, and why."""
+    problems: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By pod: the pod, or ports of it, that are no workers, and why."""
 
     @property
     def pool(self) -> InferencePool | None:
@@ -154,13 +172,17 @@ class KubernetesWorkers:
         self._registry = registry
         self._ask = ask
         self._changed = asyncio.Event()
+        self._stale: dict[str, None] = {}
+        """Keys of the pods to be looked at, in order."""
+        self._standings: dict[str, _Standing] = {}
+        """By pod."""
+        self._replaced = False
+        """What an earlier life of this process told of pods that are gone is taken back."""
         self._slots = asyncio.Semaphore(ASKED_AT_ONCE)
         self._questions: dict[str, _Question] = {}
         """By worker id."""
         self._specs: dict[str, _Spec] = {}
         """By worker id."""
-        self._uids: dict[WorkerName, str] = {}
-        """Of the pods whose workers the registry was told."""
         self._followed = [self._begin(selection) for selection in parsed]
         self.read = asyncio.Event()
         """Set when everything was listed, and every engine that is up asked once."""
@@ -177,10 +199,11 @@ class KubernetesWorkers:
                     found.append(f"{of}: {source.unreadable}")
             if followed.pools is not None and followed.pools.listed and followed.pool is None:
                 found.append(f"{of}: there is no such InferencePool in namespace {followed.namespace!r}")
-            problems = sorted(followed.problems.items())
-            found += [f"pod {name} is no worker: {why}" for name, why in problems[:WARNED_PODS]]
-            if len(problems) > WARNED_PODS:
-                found.append(f"{of}: {len(problems) - WARNED_PODS} more pods are no workers")
+            count = sum(map(len, followed.problems.values()))
+            problems = itertools.chain.from_iterable(one.items() for one in followed.problems.values())
+            found += [f"pod {name} is no worker: {why}" for name, why in heapq.nsmallest(WARNED_PODS, problems)]
+            if count > WARNED_PODS:
+                found.append(f"{of}: {count - WARNED_PODS} more pods are no workers")
         return [TenantWarning(ALL_TENANTS, text) for text in found]
 
     async def run(self) -> None:
@@ -193,8 +216,12 @@ class KubernetesWorkers:
                 self._changed.clear()
                 for followed in self._followed:
                     self._follow_pods(followed, http, tasks)
-                self._reconcile(engines, tasks)
-                await self._changed.wait()
+                await self._reconcile(engines, tasks)
+                try:
+                    async with asyncio.timeout(REFRESH_SECONDS):
+                        await self._changed.wait()
+                except TimeoutError:
+                    self._all_changed(())
 
     def _begin(self, selection: Selection) -> _Followed:
         namespace = selection.namespace or self._access.namespace
@@ -202,9 +229,8 @@ class KubernetesWorkers:
             return _Followed(selection, namespace, None)
         named = {"fieldSelector": f"metadata.name={selection.pool}"}
         path = POOLS.format(namespace)
-        return _Followed(
-            selection, namespace, ListWatch(self._access, path, named, InferencePool.read, self._changed.set)
-        )
+        pools = ListWatch(self._access, path, named, InferencePool.read, self._all_changed)
+        return _Followed(selection, namespace, pools)
 
     def _follow_pods(self, followed: _Followed, http: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> None:
         """Sees to it that the pods of a selection are followed: those of a pool are others when its selector is."""
@@ -219,62 +245,96 @@ class KubernetesWorkers:
             followed.following.cancel()
         followed.labels, before = labels, followed.pods
         followed.pods = followed.following = None
+        if before is not None:
+            self._stale.update(dict.fromkeys(before.objects))
         if labels:
             path = PODS.format(followed.namespace)
-            followed.pods = ListWatch(self._access, path, {"labelSelector": labels}, Pod.read, self._changed.set)
+            followed.pods = ListWatch(self._access, path, {"labelSelector": labels}, Pod.read, self._pods_changed)
             if before is not None:
-                followed.pods.objects = before.objects  # until the new ones are listed
+                followed.pods.objects = dict(before.objects)  # until the new ones are listed
             followed.following = tasks.create_task(followed.pods.run(http), name=f"kubernetes pods {labels}")
 
-    def _reconcile(self, http: HttpClient, tasks: asyncio.TaskGroup) -> None:
-        """Makes the registry's workers those of the pods as they are known now."""
-        specs: dict[WorkerName, WorkerSpec] = {}
-        uids: dict[WorkerName, str] = {}
-        asked: set[str] = set()
+    def _pods_changed(self, keys: Collection[str]) -> None:
+        self._stale.update(dict.fromkeys(keys))
+        self._changed.set()
+
+    def _all_changed(self, _: Collection[str]) -> None:
         for followed in self._followed:
-            followed.problems.clear()
-            pods = followed.pods.objects if followed.pods is not None else {}
-            followed.admitted.intersection_update({pod.uid for pod in pods.values()})
-            for key in followed.offers.keys() - pods.keys():
-                del followed.offers[key]
-            for pod in pods.values():
-                if pod.ended or not pod.ip:
-                    continue
-                up = pod.ready and not pod.deleting
-                if up:
-                    followed.admitted.add(pod.uid)
-                if pod.uid not in followed.admitted:
-                    continue
-                offer = followed.offer(pod)
-                if offer.problem:
-                    followed.problems[pod.key] = offer.problem
-                for worker in offer.workers:
-                    asked.add(worker.worker_id)
-                    try:
-                        spec = self._spec(worker, pod, http, tasks)
-                        self._registry.admit(spec)
-                    except (Unavailable, InvalidArgument) as error:
-                        followed.problems[worker.worker_id] = str(error)
-                        continue
-                    name = WorkerName(spec.tenant, spec.worker_id)
-                    specs.setdefault(name, spec if up else spec.with_draining(True))
-                    uids.setdefault(name, pod.uid)
-        for worker_id in self._questions.keys() - asked:
-            self._questions.pop(worker_id).task.cancel()
-        for worker_id in self._specs.keys() - asked:
-            del self._specs[worker_id]
+            if followed.pods is not None:
+                self._stale.update(dict.fromkeys(followed.pods.objects))
+        self._changed.set()
+
+    async def _reconcile(self, http: HttpClient, tasks: asyncio.TaskGroup) -> None:
+        """Makes the registry's workers those of the pods that have changed, as they are known now."""
+        while self._stale:
+            keys = list(itertools.islice(self._stale, PODS_A_SLICE))
+            for key in keys:
+                del self._stale[key]
+                self._look_at(key, http, tasks)
+            await asyncio.sleep(0)
         if not all(followed.listed for followed in self._followed):
-            # Of what is not listed yet, an earlier life of this process may have told others.
-            self._registry.add_to_source(Source.KUBERNETES, specs.values())
+            return
+        if not self._replaced:
+            # Of what was not listed yet, an earlier life of this process may have told others.
+            self._replaced = True
+            known = {name for standing in self._standings.values() for name in standing.specs}
+            told = self._registry.names_of_source(Source.KUBERNETES)
+            self._registry.remove_from_source(Source.KUBERNETES, [name for name in told if name not in known])
+        if not self.read.is_set() and all(question.tried for question in self._questions.values()):
+            self.read.set()
+
+    def _look_at(self, key: str, http: HttpClient, tasks: asyncio.TaskGroup) -> None:
+        """Tells the registry what one pod comes to."""
+        old = self._standings.get(key, _GONE)
+        new = self._standing(key, http, tasks)
+        if new.worker_ids or new.specs:
+            self._standings[key] = new
         else:
-            same = [spec for name, spec in specs.items() if self._uids.get(name, uids[name]) == uids[name]]
-            if len(same) < len(specs):
-                # What is known of a pod's cache and its requests is nothing of the next one of that name.
-                self._registry.replace_source(Source.KUBERNETES, same)
-            self._registry.replace_source(Source.KUBERNETES, specs.values())
-            self._uids = uids
-            if all(question.tried for question in self._questions.values()):
-                self.read.set()
+            self._standings.pop(key, None)
+        for worker_id in old.worker_ids - new.worker_ids:
+            if (question := self._questions.pop(worker_id, None)) is not None:
+                question.task.cancel()
+            self._specs.pop(worker_id, None)
+        # What is known of a pod's cache and its requests is nothing of the next one of that name.
+        kept = new.specs.keys() if new.uid == old.uid else ()
+        self._registry.remove_from_source(Source.KUBERNETES, [name for name in old.specs if name not in kept])
+        self._registry.add_to_source(Source.KUBERNETES, new.specs.values())
+
+    def _standing(self, key: str, http: HttpClient, tasks: asyncio.TaskGroup) -> _Standing:
+        """What a pod comes to by all selections; of two that select it, the first counts."""
+        specs: dict[WorkerName, WorkerSpec] = {}
+        uid, worker_ids = "", set[str]()
+        for followed in self._followed:
+            problems: dict[str, str] = {}
+            followed.problems.pop(key, None)
+            pod = followed.pods.objects.get(key) if followed.pods is not None else None
+            if pod is None:
+                followed.admitted.pop(key, None)
+                followed.offers.pop(key, None)
+                continue
+            if pod.ended or not pod.ip:
+                continue
+            up = pod.ready and not pod.deleting
+            if up:
+                followed.admitted[key] = pod.uid
+            if followed.admitted.get(key) != pod.uid:
+                continue
+            uid = uid or pod.uid
+            offer = followed.offer(pod)
+            if offer.problem:
+                problems[key] = offer.problem
+            for worker in offer.workers:
+                worker_ids.add(worker.worker_id)
+                try:
+                    spec = self._spec(worker, pod, http, tasks)
+                    self._registry.admit(spec)
+                except (Unavailable, InvalidArgument) as error:
+                    problems[worker.worker_id] = str(error)
+                    continue
+                specs.setdefault(WorkerName(spec.tenant, spec.worker_id), spec if up else spec.with_draining(True))
+            if problems:
+                followed.problems[key] = problems
+        return _Standing(specs, uid, frozenset(worker_ids))
 
     def _spec(self, worker: PodWorker, pod: Pod, http: HttpClient, tasks: asyncio.TaskGroup) -> WorkerSpec:
         """A worker with what its engine told.
@@ -292,7 +352,7 @@ class KubernetesWorkers:
             if question is not None:
                 question.task.cancel()
                 facts = question.facts if question.life.uid == pod.uid else None
-            task = tasks.create_task(self._learn(worker, http), name=f"ask {worker.worker_id}")
+            task = tasks.create_task(self._learn(worker, pod.key, http), name=f"ask {worker.worker_id}")
             question = self._questions[worker.worker_id] = _Question(life, task, facts)
         if question.facts is None:
             raise Unavailable(question.problem or f"{worker.http_endpoint} has not answered yet")
@@ -305,7 +365,7 @@ class KubernetesWorkers:
             known = self._specs[worker.worker_id] = _Spec(worker, facts, spec)
         return known.spec
 
-    async def _learn(self, worker: PodWorker, http: HttpClient) -> None:
+    async def _learn(self, worker: PodWorker, pod_key: str, http: HttpClient) -> None:
         """Asks an engine until it answers."""
         pause = FIRST_RETRY_SECONDS
         while True:
@@ -318,11 +378,11 @@ class KubernetesWorkers:
                 if not question.problem:
                     log.warning("pod worker %s is not known yet: %s", worker.worker_id, error)
                 question.problem, question.tried = str(error), True
-                self._changed.set()
+                self._pods_changed((pod_key,))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LAST_RETRY_SECONDS)
             else:
                 question = self._questions[worker.worker_id]
                 question.facts, question.problem, question.tried = facts, "", True
-                self._changed.set()
+                self._pods_changed((pod_key,))
                 return

@@ -16,7 +16,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry
 
 from kvscout_common import __version__, tracing
 from kvscout_common.binding import wait_for_port
+from kvscout_common.byte_budget import Budget, BudgetCollector, make_budget
 from kvscout_common.config import ServerConfig
 from kvscout_common.descriptors import raise_descriptor_limit
 from kvscout_common.endings import FirstDefect
@@ -75,6 +76,8 @@ class SidePort:
     """Health says SERVING of these as long as the process answers."""
     ready_names: tuple[str, ...] = ()
     """And of these, as of the services, once the app is warm."""
+    shutdown_delay_seconds: float = 0.0
+    """Where the configuration does not say; see there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +105,17 @@ class App:
     """Long-running tasks by name; each runs until cancelled."""
     warm: Callable[[], Awaitable[None]] | None = None
     """Awaited before health says SERVING, in bounded time; calls are answered meanwhile."""
+    leave: Callable[[], object] | None = None
+    """Called at SIGTERM: the service says from now on that it is going to stop, and still takes calls."""
     drain: Callable[[], Awaitable[None]] | None = None
-    """Called at SIGTERM, when clients were told to go elsewhere; returns when nothing is left to wait for."""
+    """Called when clients were told to go elsewhere; returns when nothing is left to wait for."""
     close: Callable[[], Awaitable[None]] | None = None
     """Called last, to close what the service holds."""
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
     limits: TenantLimits = field(default_factory=TenantLimits)
     """Told what the tokens file allows each tenant."""
+    budget: Budget | None = None
+    """Charged for requests that come; None = its servers have one alone, by `ServerConfig.request_memory_bytes`."""
     side_ports: Sequence[SidePort] = ()
     http: HttpPort | None = None
     ready: Mapping[str, Any] = field(default_factory=dict)
@@ -186,14 +193,15 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
             certificates = ServerCertificates(config.tls)
             files.append(certificates.file)
         calls, times = RunningCalls(), RpcTimes()
-        main = await _start(config, app, certificates, Guard(tokens, calls, times))
+        budget = app.budget if app.budget is not None else make_budget(config.request_memory_bytes)
+        main = await _start(config, app, certificates, Guard(tokens, calls, times), budget)
         held.push_async_callback(main.server.stop, 0)
         if app.bound is not None:
             app.bound(main.port)
         sides: dict[str, _Listening] = {}
         for side in app.side_ports:
             guard = Guard(tokens if side.needs_token else None, calls, times)
-            sides[side.name] = await _start_side(config, side, certificates, guard)
+            sides[side.name] = await _start_side(config, side, certificates, guard, budget)
             held.push_async_callback(sides[side.name].server.stop, 0)
         listening = (main, *sides.values())
         http, further_ports = None, {name: side.port for name, side in sides.items()}
@@ -203,15 +211,20 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
             further_ports["http"] = await _bind_http(http, config, app.http.port, certificates)
         if app.warm is None:
             await _all_ready(listening)
-        app.metrics.register(TransportCollector([one.server for one in listening]))
+        app.metrics.register(TransportCollector([one.server for one in listening], http))
         app.metrics.register(times)
+        app.metrics.register(BudgetCollector(budget))
         app.metrics.register(app.limits)
         register_process_metrics(app.metrics, app.name)
         metrics_port = None
         if config.metrics_port >= 0:
             await wait_for_port(config.host, config.metrics_port)
             metrics_port, stop_metrics = serve_metrics(
-                app.metrics, config.host, config.metrics_port, tokens if config.metrics_auth else None
+                app.metrics,
+                config.host,
+                config.metrics_port,
+                tokens if config.metrics_auth else None,
+                worker_ranks=config.metrics_worker_ranks,
             )
             held.push_async_callback(asyncio.to_thread, stop_metrics)
         # Everything made so far lives as long as the process: the collector need not look at it again.
@@ -229,6 +242,9 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
                 warming.cancel()
             for one in listening:
                 await one.probe.enter_graceful_shutdown()
+            if app.leave is not None:
+                app.leave()
+            await _wait_at_most(signals.at_once, _shutdown_delay(config, app))
             leaving = [asyncio.ensure_future(side.server.stop(config.grace_seconds)) for side in sides.values()]
             if http is not None:
                 leaving.append(asyncio.ensure_future(http.stop(config.grace_seconds)))
@@ -241,6 +257,18 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
             log.info("%s stopped", app.name)
             for task in background:
                 task.cancel()
+
+
+def _shutdown_delay(config: ServerConfig, app: App) -> float:
+    if config.shutdown_delay_seconds is not None:
+        return config.shutdown_delay_seconds
+    return max((side.shutdown_delay_seconds for side in app.side_ports), default=0.0)
+
+
+async def _wait_at_most(event: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 class _Listening(NamedTuple):
@@ -262,8 +290,9 @@ async def _start(
     app: App,
     certificates: ServerCertificates | None,
     guard: Guard,
+    budget: Budget,
 ) -> _Listening:
-    server, probe = _server(config, app.services, guard)
+    server, probe = _server(config, app.services, guard, budget)
     names = [name for name, _ in app.services]
     enable_reflection((*names, health.SERVICE_NAME), server)
     port = await _bind(server, config, config.port, certificates)
@@ -275,8 +304,9 @@ async def _start_side(
     side: SidePort,
     certificates: ServerCertificates | None,
     guard: Guard,
+    budget: Budget,
 ) -> _Listening:
-    server, probe = _server(config, side.services, guard)
+    server, probe = _server(config, side.services, guard, budget)
     secured = None if side.make_pem is None else certificates or side.make_pem()
     port = await _bind(server, config, side.port, secured)
     started = await _started(server, probe, port, ("", *(name for name, _ in side.services), *side.ready_names))
@@ -288,9 +318,10 @@ def _server(
     config: ServerConfig,
     services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]],
     guard: Guard,
+    budget: Budget,
 ) -> tuple[Any, health.aio.HealthServicer]:
     server: Any = (
-        _native_server(config, guard) if config.transport is Transport.NATIVE else _grpcio_server(config, guard)
+        _native_server(config, guard, budget) if config.transport is Transport.NATIVE else _grpcio_server(config, guard)
     )
     probe = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
@@ -326,7 +357,7 @@ def _grpcio_server(config: ServerConfig, guard: Guard) -> grpc.aio.Server:
     )
 
 
-def _native_server(config: ServerConfig, guard: Guard) -> Any:
+def _native_server(config: ServerConfig, guard: Guard, budget: Budget) -> Any:
     # Imported here: the extension may not be there.
     from kvscout_common.transport.native_server import NativeServer
 
@@ -335,6 +366,7 @@ def _native_server(config: ServerConfig, guard: Guard) -> Any:
         max_message_bytes=config.max_message_bytes,
         max_streams=config.max_concurrent_streams,
         max_age_seconds=config.max_connection_age_seconds or None,
+        budget=budget,
     )
 
 

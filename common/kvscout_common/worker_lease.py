@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
+from kvscout_common.leases import DEFAULT_LEASE_SECONDS, RENEWALS, RETRY_SECONDS
 from kvscout_common.nats_link import NatsLink, end_if_cancelled
 from kvscout_common.registry import WorkerName
 from kvscout_common.telemetry import RateLimitedLog
@@ -14,11 +15,6 @@ from kvscout_common.worker import WorkerSpec
 from kvscout_common.worker_bucket import Renewal, Stored, WorkerBucket
 
 log = logging.getLogger("kvscout.registry")
-
-DEFAULT_LEASE_SECONDS = 10
-RENEWALS = 3
-"""In one lease: two may be lost."""
-RETRY_SECONDS = 0.5
 
 
 class WorkerLease:

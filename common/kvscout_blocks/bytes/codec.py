@@ -16,6 +16,7 @@ from kvscout.v1 import events_pb2, types_pb2
 from kvscout_blocks.bytes.acceptance import Ignored, judge_content, local_hashes_of
 from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, DumpedWindowBlock, WindowGroup, WorkerDump
 from kvscout_blocks.bytes.events import (
+    FAULT_LIMIT,
     Cleared,
     DecodedBatch,
     Event,
@@ -227,6 +228,8 @@ def decode_events(message: events_pb2.KvEventBatch) -> Published:
     faults: list[Fault] = []
     reset = False
     for place, event in enumerate(message.events):
+        if len(faults) > FAULT_LIMIT:
+            raise InvalidArgument(f"more than {FAULT_LIMIT} of them cannot be read", field="events")
         kind = event.WhichOneof("kind")
         try:
             if kind == "stored":

@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
+
+FAULT_LIMIT: Final = 1024
+"""Events of one batch that may be unreadable; with more of them it is no batch."""
 
 
 class Tier(IntEnum):

@@ -8,7 +8,8 @@
     event   [tag, field ...] (vLLM ≤ 0.23, SGLang ≤ 0.5.19)  or {"type": tag, field: value ...}
 
 Unknown fields are ignored, in either form, so that newer engines stay readable. An event that cannot be
-read costs itself; only a payload that is no batch costs the batch. All functions are pure.
+read costs itself; only a payload that is no batch, or has more than `FAULT_LIMIT` such events, costs the batch. All
+functions are pure.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from typing import Any, Final, NamedTuple
 
 import msgpack
 
-from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
+from kvscout_blocks.bytes.events import (
+    FAULT_LIMIT,
+    Cleared,
+    Event,
+    EventBatch,
+    Fault,
+    FaultKind,
+    Removed,
+    Stored,
+    Tier,
+)
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import engine_hash
 
@@ -166,6 +177,8 @@ def decode_batch(payload: bytes) -> EventBatch:
         read = _decode_event(event)
         if isinstance(read, Fault):
             faults.append(read)
+            if len(faults) > FAULT_LIMIT:
+                raise MalformedBatch(f"more than {FAULT_LIMIT} of them cannot be read", field="events")
         else:
             events.append(read)
     seconds = float(timestamp) if isinstance(timestamp, (int, float)) else 0.0

@@ -130,6 +130,8 @@ class Holdings:
         """Nodes held on any tier."""
         self.device_copies = 0
         self.windows: WindowGroups | None = None
+        self.zero_is_block = False
+        """A prompt began without a parent, or a block was called 0: so a parent 0 is a block like any other."""
         """Groups with a sliding window, if there are any."""
         self.may_have_hidden = False
         """False proves that no block is hidden; True says that one may be."""

@@ -57,6 +57,16 @@ class KnownWorker:
         return tuple(sorted(group for group, full in self.groups.items() if full))
 
 
+def _rooted(holdings: Holdings, event: Stored) -> Stored:
+    """An event in which a parent 0 is none, since some engines have no other word for it.
+
+    A worker's is if it never began a prompt without a parent, and never had a block 0.
+    """
+    if event.parent != 0 or holdings.zero_is_block or 0 in holdings.blocks or 0 in holdings.orphans:
+        return event
+    return replace(event, parent=None)
+
+
 class Ingest:
     """Changes the holdings of workers as events tell.
 
@@ -83,6 +93,10 @@ class Ingest:
         Returns:
             False if it shows that the worker is incompatible: what is held of it is to go.
         """
+        holdings = known.holdings
+        if 0 in event.engine_hashes or (event.parent is None and (event.tokens or event.local_hashes)):
+            holdings.zero_is_block = True
+        event = _rooted(holdings, event)
         if not known.learn_group(event.group, event.full_attention):
             self._window_stored(known, event)
         elif not event.tokens and not event.local_hashes:
@@ -129,6 +143,7 @@ class Ingest:
             for event in batch.events:
                 if not isinstance(event, Stored) or event.group not in groups:
                     continue
+                event = _rooted(known.holdings, event)
                 if (event.tokens or event.local_hashes) and judge_content(event, *rules) is None:
                     yield event.parent, event.engine_hashes, local_hashes_of(event, *rules)
 

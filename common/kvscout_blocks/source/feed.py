@@ -121,8 +121,12 @@ class SourceInput(Protocol):
     def on_state(self, state: SourceState) -> None:
         """A state came live: the publisher says that it replaces what was known."""
 
-    def on_reconnect(self) -> None:
-        """The live channel was (re)connected: batches may have been lost."""
+    def on_reconnect(self, *, new_publisher: bool = False) -> None:
+        """The live channel was (re)connected: batches may have been lost.
+
+        Args:
+            new_publisher: For some seconds before, nobody was there who could have published.
+        """
 
     def on_malformed(self, reason: str) -> None:
         """Something came that has no place in the sequence."""

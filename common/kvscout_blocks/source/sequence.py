@@ -60,6 +60,15 @@ QUARANTINE_AFTER: Final = 100
 
 QUARANTINE_SECONDS: Final = 60.0
 
+MIXED_AFTER: Final = 8
+"""Live batches whose ids do not rise, without a reconnect: an engine that begins anew has another connection."""
+ONE_AGAIN_AFTER: Final = 100
+"""Live batches in a row whose ids rise, after which there is one publisher, again."""
+MIXED: Final = (
+    "two publishers number their batches independently at one endpoint: give each engine, and each data-parallel rank, "
+    "an endpoint of its own"
+)
+
 T = TypeVar("T")
 
 
@@ -103,6 +112,8 @@ class DropReason(StrEnum):
     """Of a former incarnation, or overtaken by a restart or a Cleared."""
     WRONG_RANK = "wrong_rank"
     QUARANTINED = "quarantined"
+    MIXED = "mixed"
+    """Of one of two publishers at one endpoint."""
 
 
 class Drop(NamedTuple):
@@ -158,7 +169,7 @@ class SourceSequence(Generic[T]):
         self.missing = ""
         """What is missing while `history_incomplete`."""
         self.misconfigured = ""
-        """Why the source is refused, while its batches name another rank, or an epoch that is over."""
+        """Why the source is refused, while its batches name another rank, an epoch that is over, or two publishers."""
         self.quarantined_until: float | None = None
         self.retry_at: float | None = None
         """When to call `on_tick`, on the caller's clock; as at `quarantined_until`."""
@@ -180,6 +191,20 @@ class SourceSequence(Generic[T]):
         """Whether a reply of this round came, so that the next ones continue it."""
         self._malformed_in_row = 0
         self._outdated_in_row = 0
+        self._mixed = False
+        """Whether there are two publishers, so that nothing is applied."""
+        self._live_id = -1
+        """Of the last live batch."""
+        self._falls = 0
+        """Live batches whose ids did not rise, since the reconnect or since many in a row rose."""
+        self._rises = 0
+        """Live batches in a row whose ids rose."""
+        self._new_publisher = False
+        """Nobody published at the other end until it was connected to."""
+        self.unproven_start = False
+        """Whether the publisher is taken to have begun with batch 1 although nothing shows that it had no batch 0."""
+        self._began_at_one = False
+        """A replay from 0 on began with 1: if one that is asked for later does, nothing was dropped before it."""
         self._healing = False
         """Whether the replay is asked for because history is incomplete, not because anything new is missing."""
 
@@ -200,6 +225,8 @@ class SourceSequence(Generic[T]):
             self.last_id is not None
             and not (self.epoch or self.replaying or self._held or self.misconfigured or self._malformed_in_row)
             and self.quarantined_until is None
+            and not self._began_at_one
+            and self._falls < MIXED_AFTER - 1
         )
 
     @property
@@ -212,6 +239,7 @@ class SourceSequence(Generic[T]):
         if applied:
             self.last_id, self._digests = last_id, dict(digests)
             self._highest_live = max(self._highest_live, last_id)
+            self._note_live(last_id - applied + 1, last_id)
             self.counters["applied"] += applied
 
     def restore(self, *, epoch: int, last_id: int | None, last_digest: int | None = None) -> None:
@@ -299,7 +327,7 @@ class SourceSequence(Generic[T]):
         A replay that fails changes nothing then, unless batch 0 has come: from there on it is one like any other.
         """
         out: list[Decision[T]] = []
-        if self.history_incomplete and self._can_replay and not self.replaying:
+        if self.history_incomplete and self._can_replay and not (self.replaying or self._mixed):
             self._request(out, everything=True)
             self._healing = True
         return out
@@ -308,6 +336,8 @@ class SourceSequence(Generic[T]):
         """A batch came over the live channel."""
         out: list[Decision[T]] = []
         if not self._admit(batch, now, out):
+            return out
+        if self._is_mixed(batch, out):
             return out
         self._outdated_in_row = self._outdated_in_row + 1 if batch.epoch < self.epoch else 0
         if self._outdated_in_row >= OUTDATED_AFTER:
@@ -330,13 +360,20 @@ class SourceSequence(Generic[T]):
         self._trim()
         return out
 
-    def on_reconnect(self) -> list[Decision[T]]:
+    def on_reconnect(self, *, new_publisher: bool = False) -> list[Decision[T]]:
         """The live channel was (re)connected: batches may have been lost, the engine may be another.
 
         Batches held until now may be of another life than what comes; if they are not, the replay has them.
+
+        Args:
+            new_publisher: For a while before, nobody was there who could have published.
         """
         out: list[Decision[T]] = []
         self.quarantined_until = None
+        self._live_id, self._falls, self._rises = -1, 0, 0
+        self._new_publisher = new_publisher
+        if self._mixed:
+            self._mixed, self.misconfigured = False, ""
         self._drop_held(out)
         if self._can_replay:
             self._request(out)
@@ -358,6 +395,11 @@ class SourceSequence(Generic[T]):
         if self._healing and batch.event_id == 0:
             # All of it comes again, not as a state: that replaces what is incomplete.
             self._begin_again("all its batches come again", out)
+            self._verified = True
+        if self._healing and batch.event_id == 1 and not self._answered and self._began_at_one:
+            # A replay from 0 on began with 1 before, and more was published since: none had to go for that, so that
+            # none was there before 1.
+            self._complete()
         # Within one epoch an id is one batch, however often it is encoded; without epochs its bytes decide.
         waiting = None if batch.epoch else self._held.get(batch.event_id)
         known = None if batch.epoch else self._digests.get(batch.event_id)
@@ -451,7 +493,7 @@ class SourceSequence(Generic[T]):
         out: list[Decision[T]] = []
         if self.quarantined_until is not None and now >= self.quarantined_until:
             self.quarantined_until = None
-            if self._can_replay and not self.replaying:
+            if self._can_replay and not (self.replaying or self._mixed):
                 self._request(out)
         if self.retry_at is not None and now >= self.retry_at:
             self._request(out, failures=self._failures)
@@ -471,7 +513,7 @@ class SourceSequence(Generic[T]):
     def _refuse_rank(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> bool:
         """Refuses a batch that names another rank, and all that came before it; whether it did."""
         if batch.dp_rank is None or batch.dp_rank == self._dp_rank:
-            self.misconfigured = ""
+            self.misconfigured = MIXED if self._mixed else ""
             return False
         self.misconfigured = f"batches name rank {batch.dp_rank}, the registration {self._dp_rank}"
         self._drop(batch, DropReason.WRONG_RANK, out)
@@ -501,6 +543,10 @@ class SourceSequence(Generic[T]):
         elif self.replaying:
             self._hold(batch, out)
         elif batch.event_id == expected:
+            self._apply(batch, out)
+            self._ask_for_the_start(out)
+        elif self.last_id is None and batch.event_id == 1 and self._new_publisher and not self._can_replay:
+            self.unproven_start = True
             self._apply(batch, out)
         else:
             self.counters["gaps"] += 1
@@ -537,6 +583,48 @@ class SourceSequence(Generic[T]):
         self._highest_live = -1
         self._healing = False
         self._complete()
+
+    def _is_mixed(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> bool:
+        """Whether there are two publishers, so that a live batch is dropped: then ids fall again and again."""
+        if batch.epoch or self._seen(batch):
+            return False
+        self._note_live(batch.event_id, batch.event_id)
+        mixed = self._falls >= MIXED_AFTER
+        if mixed and not self._mixed:
+            self._drop_held(out)
+            self._end_replay()
+            self.attempt += 1
+            self._begin_again(MIXED, out)
+            self._lose("whatever two publishers send", out)
+        if self._mixed and not mixed:
+            # What is missing before this one, the first that counts, is seen as at any first contact.
+            self._complete()
+        self._mixed, self.misconfigured = mixed, MIXED if mixed else ""
+        if mixed:
+            self._drop(batch, DropReason.MIXED, out)
+        return mixed
+
+    def _note_live(self, first_id: int, last_id: int) -> None:
+        """Notes that live batches came with these ids, one after another."""
+        if first_id <= self._live_id:
+            self._falls, self._rises = self._falls + 1, last_id - first_id
+        else:
+            self._rises += 1 + last_id - first_id
+        self._live_id = last_id
+        if self._rises >= ONE_AGAIN_AFTER:
+            self._falls = 0
+
+    def _ask_for_the_start(self, out: list[Decision[T]]) -> None:
+        """Asks once more from 0 on, where a replay began with 1, now that more was published."""
+        if self._began_at_one:
+            self._request(out, everything=True)
+            self._healing = True
+
+    def on_missing_start(self) -> None:
+        """What came refers to what did not: a publisher that was taken to have begun with batch 1 had a batch 0."""
+        if self.unproven_start:
+            self.unproven_start = False
+            self.history_incomplete, self.missing = True, "0..0"
 
     def _reaches(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> bool:
         """Whether nothing that can still be had is missing before a replayed batch."""
@@ -579,6 +667,9 @@ class SourceSequence(Generic[T]):
         out.append(RequestReplay(0 if everything or self.last_id is None else self.last_id, self.attempt))
 
     def _end_replay(self) -> None:
+        if self._healing:
+            # It was tried; a start that is not shown by it stays missing.
+            self._began_at_one = False
         self.replaying = self._healing = False
         self.retry_at = None
         self._failures = 0
@@ -611,6 +702,8 @@ class SourceSequence(Generic[T]):
         expected = self._expected()
         if event_id > expected:
             self._lose(f"{expected}..{event_id - 1}", out)
+            if (expected, event_id) == (0, 1) and self.replaying and not self.epoch:
+                self._began_at_one = True
         elif not self._verified:
             self._lose(f"whatever came before {event_id}", out)
         self._verified = True
@@ -623,8 +716,9 @@ class SourceSequence(Generic[T]):
             out.append(Demote(missing))
 
     def _complete(self) -> None:
-        self.history_incomplete = False
+        self.history_incomplete = self.unproven_start = False
         self.missing = ""
+        self._began_at_one = False
 
     def _apply(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> None:
         held = self._held.pop(batch.event_id, None)
@@ -637,6 +731,7 @@ class SourceSequence(Generic[T]):
         self.counters["applied"] += 1
         self.counters["malformed"] += batch.malformed
         self.last_id = batch.event_id
+        self._new_publisher = False
         self._digests.pop(batch.event_id, None)
         self._digests[batch.event_id] = batch.digest
         self._trim()

@@ -24,6 +24,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
 
+from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.index.block_index import Applied, BlockIndex, Loading
 from kvscout_blocks.index.slices import at_once, in_slices
@@ -121,6 +122,8 @@ class Source:
         self.malformed_frames = 0
         self.faulty_events = 0
         self.resets = 0
+        self._unknown_before = 0
+        """Removals of unknown blocks before the present publisher came."""
         self.served = 0
         """Requests that its worker is said to have served, each of which should have brought events."""
         self.opened_at = clock()
@@ -204,7 +207,20 @@ class Source:
         due = (self._sequence.retry_at, self._sequence.quarantined_until)
         if self._gate.is_open and any(at is not None and at <= now for at in due):
             self._carry_out(self.sequence.on_tick(now))
+        if self._gate.is_open and self._sequence.unproven_start and self._lacks_its_start():
+            self.sequence.on_missing_start()
+            self._carry_out([])
         self.feed.tick(now)
+
+    def _lacks_its_start(self) -> bool:
+        """Whether what came refers to blocks that did not: their batch was lost."""
+        stats = self.index.worker_stats(self.rank)
+        return stats is not None and (stats.orphans > 0 or self._unknown_removed() > self._unknown_before)
+
+    def _unknown_removed(self) -> int:
+        """Removals of blocks that were not known, of all lives."""
+        stats = self.index.worker_stats(self.rank)
+        return stats.ignored.get(Ignored.UNKNOWN_REMOVED, 0) if stats is not None else 0
 
     def recover(self, *, any_epoch: bool = False) -> None:
         """Drops what is known of the rank and fetches it again, as far as it can still be had.
@@ -235,10 +251,12 @@ class Source:
         self._connected.set()
         self._gate.do(lambda: self._load_live(state), state.size_bytes)
 
-    def on_reconnect(self) -> None:
+    def on_reconnect(self, *, new_publisher: bool = False) -> None:
         """See `SourceInput.on_reconnect`."""
         self._connected.set()
-        self._gate.do(lambda: self._carry_out(self.sequence.on_reconnect()))
+        if new_publisher:
+            self._unknown_before = self._unknown_removed()
+        self._gate.do(lambda: self._carry_out(self.sequence.on_reconnect(new_publisher=new_publisher)))
 
     def heal(self) -> None:
         """See `SourceInput.heal`."""
@@ -316,10 +334,14 @@ class Source:
             if isinstance(decision, Apply):
                 self._apply(decision.batch)
             elif isinstance(decision, Reset):
-                log.warning("worker %s/%d: %s, its blocks are forgotten", *self.rank, decision.reason)
+                self._warnings.warning(
+                    (self.rank, "restart"), "worker %s/%d: %s, its blocks are forgotten", *self.rank, decision.reason
+                )
                 self._restart()
             elif isinstance(decision, Demote):
-                log.warning("worker %s/%d: events %s are lost", *self.rank, decision.missing)
+                self._warnings.warning(
+                    (self.rank, "lost"), "worker %s/%d: events %s are lost", *self.rank, decision.missing
+                )
                 demotion = self.index.demotion(self.rank, ttl_seconds=self._ttl_seconds, now=self._clock())
                 # Of a rank with few blocks the second slice is the end.
                 if demotion.step() and demotion.step():

@@ -25,6 +25,8 @@ from kvscout_common.worker import EventEndpoint, WorkerRank
 
 log = logging.getLogger("kvscout.events")
 
+NEW_AFTER_SECONDS = 3.0
+"""Whoever publishes where nobody was for so long is new: one that was there before would have been connected again."""
 REOPEN_SECONDS = 1.0
 """Between two tries to use an endpoint: an address that is in use, such as our own of a moment ago, gets free."""
 MAX_REOPEN_SECONDS = 30.0
@@ -63,6 +65,8 @@ class ZmqFeed:
         self.can_replay = bool(endpoint.replay_endpoint)
         self.broken = ""
         self.outage = ""
+        self._away_since: float | None = None
+        """Since when nobody is connected, on the clock."""
         self._rank = rank
         self._index = index
         self._context = context
@@ -176,18 +180,23 @@ class ZmqFeed:
 
     def _on_connected(self) -> None:
         assert self._source is not None
-        self.outage = ""
-        self._source.on_reconnect()
+        away = self._away_since is not None and self._clock() - self._away_since >= NEW_AFTER_SECONDS
+        self.outage, self._away_since = "", None
+        self._source.on_reconnect(new_publisher=away)
 
     def _on_unconnected(self) -> None:
         endpoint = self.address.endpoint
-        self._tell_outage(
-            f"nothing is connected to {endpoint}" if self.address.bind else f"nothing answers at {endpoint}"
-        )
+        if self._away_since is None:
+            self._away_since = self._clock()
+        if self.address.bind:
+            self._tell_outage(f"nothing is connected to {endpoint}, which is bound here for the engine to connect to")
+        else:
+            self._tell_outage(f"nothing answers at {endpoint}")
 
     def _on_refused(self, reason: str) -> None:
         """A connection was ended because of what came; where we connect, it is for us to have it made again."""
         assert self._source is not None
+        self._away_since = None
         reason = f"{reason}, from {self._connects_to}"
         self._source.on_malformed(reason)
         if self.address.bind:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -27,10 +28,19 @@ from kvscout.v1 import (
     workers_pb2,
 )
 from kvscout_common.channel import ClientSecurity, call, open_channel
-from kvscout_common.doctor.snapshot import HELPER_KINDS, Engine, Kind, Service, Snapshot, WorkerName
+from kvscout_common.doctor.snapshot import (
+    HELPER_KINDS,
+    PROXY_COUNTERS,
+    Engine,
+    Kind,
+    Proxy,
+    Service,
+    Snapshot,
+    WorkerName,
+)
 from kvscout_common.endpoints import address_problem
 from kvscout_common.engine_facts import ASKED
-from kvscout_common.engine_http import NoAnswer, asking_engines
+from kvscout_common.engine_http import NoAnswer, asking_engines, read_json
 from kvscout_common.engine_query import ask_engine
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable, Unimplemented
 from kvscout_common.plain_text import printable
@@ -99,7 +109,12 @@ class Collection:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def snapshot(
-        self, named: Iterable[Named], *, known: Iterable[Service] = (), engines: bool = True
+        self,
+        named: Iterable[Named],
+        *,
+        known: Iterable[Service] = (),
+        engines: bool = True,
+        proxies: Sequence[str] = (),
     ) -> Snapshot:
         """Asks these, and whom they name; never fails: who does not answer is part of the snapshot.
 
@@ -107,6 +122,7 @@ class Collection:
             named: Where to begin.
             known: Services that need not be asked: whoever asks is one.
             engines: Ask the workers' engines, too.
+            proxies: Base URLs of the admin interfaces of Envoys to ask.
         """
         services = list(known)
         asked: set[tuple[Kind | None, str]] = {(one.kind, one.address) for one in services}
@@ -128,12 +144,19 @@ class Collection:
             waiting = [other for service in answered for other in _named_by(service)]
         services.sort(key=lambda service: list(Kind).index(service.kind) if service.kind else len(Kind))
         snapshot = Snapshot(tuple(services), left_out=left_out)
-        if not engines:
+        specs = _specs(snapshot) if engines else []
+        if not specs and not proxies:
+            # The client of HTTP takes longer to load than the services take to answer.
             return snapshot
-        specs = _specs(snapshot)
         async with asking_engines() as http:
             found = await asyncio.gather(*(self._ask_engine(http, spec) for spec in specs[:MAX_ASKED]))
-        return replace(snapshot, engines=tuple(found), left_out=left_out + max(0, len(specs) - MAX_ASKED))
+            asked_proxies = await asyncio.gather(*(self._ask_proxy(http, url.rstrip("/")) for url in proxies))
+        return replace(
+            snapshot,
+            engines=tuple(found),
+            left_out=left_out + max(0, len(specs) - MAX_ASKED),
+            proxies=tuple(asked_proxies),
+        )
 
     async def _ask(self, named: Named) -> Service:
         if problem := address_problem(named.address):
@@ -225,6 +248,17 @@ class Collection:
                 error_text = f"{spec.http_endpoint} does not answer within {self._timeout:g} s"
                 return Engine(name, spec.http_endpoint, error=error_text)
         return Engine(name, spec.http_endpoint, facts, reached=True)
+
+    async def _ask_proxy(self, http: HttpClient, url: str) -> Proxy:
+        page = f"{url}/stats?format=json&usedonly&filter={quote(PROXY_COUNTERS, safe='')}"
+        async with self._places:
+            try:
+                stats = await read_json(http, page, timeout_seconds=self._timeout)
+                return Proxy(url, {str(stat["name"]): int(stat["value"]) for stat in stats["stats"] if "value" in stat})
+            except Unavailable as error:
+                return Proxy(url, error=printable(str(error)))
+            except (KeyError, TypeError, ValueError):
+                return Proxy(url, error="no admin interface of Envoy: its /stats has another form")
 
 
 def _named_by(service: Service) -> list[Named]:

@@ -44,8 +44,8 @@ def _note(name: str, what: str, remedy: str) -> Condition:
 SERVICE_UNREACHABLE = _error(
     "service-unreachable",
     "No service answers at an address.",
-    "Start it there, or correct the address where it is given: --gateway, --indexer, --scheduler, a bridge's "
-    "--advertise. With TLS or tokens on, give --tls-ca and --token-file.",
+    "Start it there, or correct the address where it is given: --gateway, --indexer, --scheduler, --envoy-admin, a "
+    "bridge's --advertise. With TLS or tokens on, give --tls-ca and --token-file.",
 )
 WRONG_SERVICE = _error(
     "wrong-service",
@@ -61,6 +61,21 @@ NOT_SERVING = _warning(
     "not-serving",
     "A service answers and takes no calls now.",
     "One that starts waits for its workers, for NATS and for peers, at most a minute; one that drains ends by itself.",
+)
+
+# The proxy in front of the engines
+
+PROXY_OVERFLOW = _warning(
+    "proxy-overflow",
+    "An Envoy refused requests or retries, or made them wait for a connection, at the limits of its circuit breakers.",
+    "Raise the thresholds of the cluster's circuit_breakers, as deploy/envoy/envoy.yaml does: without them Envoy "
+    "allows 3 retries and 1,024 requests.",
+)
+PICKER_BYPASSED = _warning(
+    "picker-bypassed",
+    "Requests went past the endpoint picker, by turns and unbooked, because an Envoy could not ask it.",
+    "Expected while no picker runs. Else look at the picker's load and log, at Envoy's message_timeout, and at the "
+    "circuit_breakers of the picker's cluster.",
 )
 
 # NATS
@@ -104,6 +119,12 @@ REGISTRATIONS_DIFFER = _error(
     "A gateway and its helpers know different workers, or the same ones differently.",
     "A moment after a change this passes. Else give all the same registry: one NATS namespace, or one workers file.",
 )
+TENANTS_SHARE_ENGINE = _warning(
+    "tenants-share-engine",
+    "Workers of several tenants are one engine, whose cache is one: each can tell from overlaps, usage and times to "
+    "the first token which prefixes the other has sent.",
+    "Give each tenant engines of its own, or have each tenant's requests carry a cache_salt of its own.",
+)
 SHARDS_DIFFER = _error(
     "shards-differ",
     "An indexer has another share of the workers than its gateway expects: what is cached on the others is not found.",
@@ -146,7 +167,9 @@ EVENTS_UNREACHABLE = _error(
     "events-unreachable",
     "Nothing answers at the address where a worker's KV events are awaited: what it caches is not known.",
     "Correct the event endpoint, or start the engine with KV events; it must bind more than 127.0.0.1 to be reached "
-    "from other machines.",
+    "from other machines. An engine that connects to its endpoint instead (vLLM does without `*` in it, the llm-d "
+    "simulator always) is registered with `bind: true` and the address to be bound here; with `bind: true`, start the "
+    "engine with this machine's address, and restart it if it does not connect again by itself.",
 )
 EVENTS_SILENT = _error(
     "events-silent",
@@ -158,7 +181,7 @@ EVENTS_MISCONFIGURED = _error(
     "events-misconfigured",
     "The events of a worker cannot be read as it is registered.",
     "Register an event endpoint for each rank, or the transport that its events come over; an indexer that reads NATS "
-    "needs --nats-server.",
+    "needs --nats-server. Where two publishers send, give each engine and each rank an endpoint of its own.",
 )
 EVENTS_UNREADABLE = _error(
     "events-unreadable",
@@ -181,6 +204,12 @@ REPLAY_MISSING = _warning(
     "replay-missing",
     "A worker has no replay endpoint: events that are lost once are lost for good.",
     "Start vLLM with replay_endpoint in --kv-events-config, and register it.",
+)
+BLOCKS_ORPHANED = _warning(
+    "blocks-orphaned",
+    "Blocks of a worker hang below blocks that its events never named: no request finds them.",
+    "Events were lost before it was read: `ResetWorker` of the indexer begins anew with what its replay socket has. If "
+    "it stays, the engine names parents in a way that is not read: report it with its release.",
 )
 REMOVALS_LOST = _warning(
     "removals-lost",

@@ -12,7 +12,8 @@ from kvscout_common.doctor.event_checks import check_events
 from kvscout_common.doctor.machine_checks import check_machines
 from kvscout_common.doctor.nats_checks import check_nats
 from kvscout_common.doctor.prediction_checks import check_predictions
-from kvscout_common.doctor.registry_checks import check_registrations, check_shards
+from kvscout_common.doctor.proxy_checks import check_proxies
+from kvscout_common.doctor.registry_checks import check_registrations, check_shards, check_tenants
 from kvscout_common.doctor.replica_checks import check_replicas
 from kvscout_common.doctor.service_checks import check_helpers, check_services
 from kvscout_common.doctor.snapshot import Snapshot
@@ -26,8 +27,10 @@ MAX_CHARACTERS = 1_000
 
 CHECKS: tuple[Callable[[Snapshot], Iterator[Symptom]], ...] = (
     check_services,
+    check_proxies,
     check_nats,
     check_registrations,
+    check_tenants,
     check_shards,
     check_engines,
     check_events,

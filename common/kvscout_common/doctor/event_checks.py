@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from kvscout.v1 import gateway_pb2, indexer_pb2, workers_pb2
 from kvscout_common.doctor.conditions import (
     BLOCK_SIZE_DIFFERS,
+    BLOCKS_ORPHANED,
     EVENTS_MISCONFIGURED,
     EVENTS_SILENT,
     EVENTS_UNREACHABLE,
@@ -35,6 +36,9 @@ _CONDITIONS: dict[int, Condition] = {
     indexer_pb2.SOURCE_STATE_QUARANTINED: EVENTS_UNREADABLE,
     indexer_pb2.SOURCE_STATE_INCOMPLETE: HISTORY_INCOMPLETE,
 }
+ORPHANS = 16
+ORPHANS_SHARE = 10
+"""So many blocks without their parent, and more than this part of those that have it, are none that wait for it."""
 _UNINDEXED = ("bad_length", "hash_conflict")
 """Reasons for which events are left out that no engine should give."""
 
@@ -110,6 +114,8 @@ def _contents(source: indexer_pb2.SourceStatus, where: str) -> Iterator[Symptom]
             yield Symptom(EVENTS_UNREADABLE, f"{where}: {count:,} events left out ({reason})")
     if source.malformed and source.state != indexer_pb2.SOURCE_STATE_QUARANTINED:
         yield Symptom(EVENTS_UNREADABLE, f"{where}: {source.malformed:,} batches or events could not be decoded")
+    if source.orphans >= ORPHANS and source.orphans * ORPHANS_SHARE > source.blocks:
+        yield Symptom(BLOCKS_ORPHANED, f"{where}: {source.orphans:,} blocks, beside {source.blocks:,} that are found")
     if source.over_capacity:
         yield Symptom(REMOVALS_LOST, f"{where}: {source.blocks:,} blocks")
     if groups := source.unjudged_groups:

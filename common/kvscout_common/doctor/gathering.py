@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -44,10 +44,12 @@ class Gathering:
         self._timeout = timeout_seconds
         self._clock = clock
 
-    async def snapshot(self, named: Iterable[Named], *, known: Iterable[Service] = (), engines: bool) -> Snapshot:
-        """What they say of themselves; see `Collection.snapshot`."""
+    async def snapshot(
+        self, named: Iterable[Named], *, known: Iterable[Service] = (), engines: bool, proxies: Sequence[str] = ()
+    ) -> Snapshot:
+        """What they, and some proxies, say of themselves; see `Collection.snapshot`."""
         collection = Collection(self._security, tenant=self._tenant, timeout_seconds=self._timeout)
-        return await collection.snapshot(named, known=known, engines=engines)
+        return await collection.snapshot(named, known=known, engines=engines, proxies=proxies)
 
     async def look(self, named: Iterable[Named], *, known: Iterable[Service] = ()) -> Moment:
         """What is known now; never fails.

@@ -10,6 +10,7 @@ from kvscout_common.doctor.conditions import (
     REGISTRATIONS_DIFFER,
     SCHEDULER_WITHOUT_WORKERS,
     SHARDS_DIFFER,
+    TENANTS_SHARE_ENGINE,
 )
 from kvscout_common.doctor.snapshot import Kind, Service, Snapshot, WorkerName, worker_name
 from kvscout_common.doctor.symptom import Symptom
@@ -33,6 +34,21 @@ def check_registrations(snapshot: Snapshot) -> Iterator[Symptom]:
             helper = by_address.get(one.address)
             if helper is not None and helper.workers is not None:
                 yield from _compared(gateway, known, helper)
+
+
+def check_tenants(snapshot: Snapshot) -> Iterator[Symptom]:
+    """Engines that workers of several tenants are."""
+    workers: dict[str, set[WorkerName]] = {}
+    for service in snapshot.services:
+        for entry in service.workers or ():
+            endpoint = entry.worker.http_endpoint.rstrip("/").lower()
+            if endpoint:
+                workers.setdefault(endpoint, set()).add(worker_name(entry.worker))
+    for endpoint, names in workers.items():
+        tenants = sorted({name.tenant for name in names})
+        if len(tenants) > 1:
+            listed = ", ".join(tenants[:SHOWN]) + (" and others" if len(tenants) > SHOWN else "")
+            yield Symptom(TENANTS_SHARE_ENGINE, f"{endpoint} is a worker of the tenants {listed}: {_names(names)}")
 
 
 def check_shards(snapshot: Snapshot) -> Iterator[Symptom]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -108,6 +108,22 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
+class Proxy:
+    """An Envoy in front of the engines, as its admin interface answers."""
+
+    url: str
+    """Of the admin interface."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """Those of `PROXY_COUNTERS`, by their full names."""
+    error: str = ""
+    """Why they are not known; "" = they are."""
+
+
+PROXY_COUNTERS = r"upstream_(cx|rq_pending|rq_retry)_overflow$|ext_proc\..*failure_mode_allowed$"
+"""Envoy's counters of what its limits refused, and of requests that no picker was asked for; a regular expression."""
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """All of it."""
 
@@ -116,6 +132,8 @@ class Snapshot:
     """Of the workers that have an HTTP endpoint; empty = engines were not asked."""
     left_out: int = 0
     """Services and engines that were too many to ask."""
+    proxies: tuple[Proxy, ...] = ()
+    """Those that were named."""
 
     def told(self, kind: type[S]) -> Iterator[tuple[Service, S]]:
         """Every service that told a status of one kind, and the status."""

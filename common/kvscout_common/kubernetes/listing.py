@@ -14,17 +14,18 @@ asked for anew each minute, so that a connection that is dead without having end
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import aiohttp
 
 from kvscout_common.engine_http import parsed
 from kvscout_common.errors import Unavailable
+from kvscout_common.json_scan import load_json
 from kvscout_common.kubernetes.access import KubernetesAccess
 from kvscout_common.kubernetes.objects import ObjectProblem
 from kvscout_common.plain_text import printable
@@ -34,10 +35,13 @@ log = logging.getLogger("kvscout.kubernetes")
 PAGE_OBJECTS: Final = 100
 MAX_PAGE_BYTES: Final = 8 * 1024 * 1024
 """Of larger ones half as many objects are asked for the next time."""
+MAX_PAGE_VALUES: Final = 200_000
+"""A pod has some hundred."""
+LARGE_PAGE_BYTES: Final = 1024 * 1024
 MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 """Of one watched object; what a cluster stores is below 2 MiB."""
 MAX_OBJECTS: Final = 5_000
-"""As in a workers file: they take effect in one step of the event loop."""
+"""As in a workers file."""
 LIST_SECONDS: Final = 30.0
 """For each page."""
 WATCH_SECONDS: Final = 60
@@ -86,7 +90,7 @@ class ListWatch(Generic[T]):
         path: Of the collection, such as `/api/v1/namespaces/default/pods`.
         query: What selects of it, such as `{"labelSelector": "app=vllm"}`.
         read: Reads one object; raises `ObjectProblem`.
-        changed: Called after every change of what is public here.
+        changed: Called after every change of what is public here, with the keys of the objects that changed.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class ListWatch(Generic[T]):
         path: str,
         query: Mapping[str, str],
         read: Callable[[Any], T],
-        changed: Callable[[], None],
+        changed: Callable[[Collection[str]], None],
     ) -> None:
         self._access = access
         self._url = access.server + path
@@ -160,10 +164,12 @@ class ListWatch(Generic[T]):
             query["continue"] = more
         else:
             raise Unavailable(f"more than {MAX_OBJECTS:,} objects: select fewer")
+        before = self.objects
         self.objects, self._version, self.unreadable = found, version, unreadable
         self.listed = True
         self._works()
-        self._changed()
+        gone = before.keys() - found.keys()
+        self._changed([*gone, *(key for key, one in found.items() if before.get(key) is not one)])
 
     async def _page(self, http: aiohttp.ClientSession, query: Mapping[str, str]) -> Mapping[str, Any]:
         body = bytearray()
@@ -173,7 +179,12 @@ class ListWatch(Generic[T]):
                 if len(body) > MAX_PAGE_BYTES:
                     self._page_objects = max(1, self._page_objects // 2)
                     raise Unavailable(f"the API answers more than {MAX_PAGE_BYTES:,} bytes")
-        return await _document(bytes(body))
+        try:
+            return await _document(bytes(body))
+        except Unavailable:
+            if len(body) > LARGE_PAGE_BYTES:  # there may only be too much in it
+                self._page_objects = max(1, self._page_objects // 2)
+            raise
 
     async def _watch(self, http: aiohttp.ClientSession) -> None:
         query = {
@@ -219,7 +230,7 @@ class ListWatch(Generic[T]):
             one = self._read(item)
         except ObjectProblem as error:
             self.unreadable = f"{_name_of(item)}: {error}"
-            self._changed()
+            self._changed(())
             return
         if kind == "DELETED":
             self.objects.pop(one.key, None)
@@ -229,7 +240,7 @@ class ListWatch(Generic[T]):
             self.objects[one.key] = one
         else:
             self.unreadable = f"{one.key}: left out, there are {len(self.objects):,}"
-        self._changed()
+        self._changed((one.key,))
 
     async def _pieces(
         self, http: aiohttp.ClientSession, query: Mapping[str, str], seconds: float
@@ -266,13 +277,13 @@ class ListWatch(Generic[T]):
             log.warning("%s: %s", self._url, problem)
         if self.problem != problem:
             self.problem = problem
-            self._changed()
+            self._changed(())
 
     def _works(self) -> None:
         if self.problem:
             log.info("%s is followed again", self._url)
             self.problem = ""
-            self._changed()
+            self._changed(())
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> Unavailable:
@@ -295,9 +306,9 @@ async def _refusal(response: aiohttp.ClientResponse) -> Unavailable:
 
 async def _document(body: bytes) -> Mapping[str, Any]:
     try:
-        document = await parsed(body, json.loads)
-    except (ValueError, RecursionError) as error:
-        raise Unavailable("the API answers no JSON") from error
+        document = await parsed(body, partial(load_json, max_values=MAX_PAGE_VALUES))
+    except ValueError as error:
+        raise Unavailable(f"the API's answer {printable(str(error))}") from error
     if not isinstance(document, Mapping):
         raise Unavailable("the API answers no object")
     return document

@@ -6,9 +6,11 @@ import asyncio
 import errno
 import io
 import math
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakSet
 
 import aiohttp
@@ -18,6 +20,7 @@ from kvscout_common.transport.event_relay import EventRelay
 from kvscout_common.transport.http import (
     IDLE_SECONDS,
     TRAILER_SECONDS,
+    VANISHED_SECONDS,
     Dialect,
     FailureKind,
     Form,
@@ -28,6 +31,7 @@ from kvscout_common.transport.http import (
     SinkStalled,
     StreamReport,
 )
+from kvscout_common.transport.sockets import end_when_unacknowledged
 
 MAX_HEADER_BYTES = 32 * 1024
 LONG_BODY = 1024 * 1024
@@ -46,7 +50,9 @@ class AiohttpClient:
         context = ssl.create_default_context(cadata=None if ca is None else ca.decode("ascii"))
         # How many requests run at once is limited elsewhere, for all engines together.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=context),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=IDLE_SECONDS, ssl=context, socket_factory=_socket
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             # A packed answer is none: a few bytes of it may unpack to anything.
             auto_decompress=False,
@@ -86,6 +92,14 @@ class AiohttpClient:
             # A body that lasts until its connection ends would seem to be complete.
             answer.abort()
         await self._session.close()
+
+
+def _socket(address: Any) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    connection = socket.socket(family, kind, protocol)
+    connection.setblocking(False)
+    end_when_unacknowledged(connection, VANISHED_SECONDS)
+    return connection
 
 
 class AiohttpAnswer:

@@ -12,8 +12,13 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_DOCUMENT_BYTES = 4 * 1024 * 1024
+"""Longer ones are not read: the event loop has a few milliseconds for each."""
 MAX_DEPTH = 200
 """Arrays and objects within one another."""
+_MARKS = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[{]|[\]}]', re.DOTALL)
+"""What begins and ends lists and objects, and strings, also one that does not end: it would be looked for anew at each
+of its quotation marks."""
 _TEXTS = ("reasoning", "reasoning_content", "refusal")
 """Of a chat's delta: output, but not the text of the answer."""
 
@@ -63,6 +68,8 @@ def load(payload: bytes) -> dict[str, Any]:
     Raises:
         NoDocument: It is no JSON object.
     """
+    if len(payload) > MAX_DOCUMENT_BYTES:
+        raise NoDocument(f"it has more than {MAX_DOCUMENT_BYTES >> 20} MiB")
     try:
         text = str(payload, "utf-8")
         if text.count("[") + text.count("{") > MAX_DEPTH:
@@ -77,7 +84,7 @@ def load(payload: bytes) -> dict[str, Any]:
 
 def _check_depth(text: str) -> None:
     depth = 0
-    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
+    for found in _MARKS.finditer(text):
         depth += (found[0] in "[{") - (found[0] in "]}")
         if depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} arrays and objects within one another")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Protocol, TypeAlias
 
+from kvscout_common.byte_budget import Charge
 from kvscout_common.endings import NobodyWaits
 from kvscout_common.tls import Pem
 from kvscout_common.transport import Transport, chosen
@@ -35,6 +36,14 @@ TRAILER_SECONDS = 1.0
 IDLE_SECONDS = 4.0
 """Idle connections are kept this long: below the 5 s after which uvicorn, and so vLLM, closes them. A request written
 to a connection that the engine is just closing would count as a failure of the engine."""
+
+VANISHED_SECONDS = 60.0
+"""A peer whose kernel acknowledges nothing for so long is gone, though it never said so: neither engine nor client
+holds its connection for longer. One that is merely slow acknowledges."""
+FULL = "%d connections are open, as many as may be: idle ones of clients without a token are closed, or else new ones"
+"""The log line; `kvscout_http_refused_total` and `kvscout_rpc_refused_total` count them."""
+LAST_REQUEST_SECONDS = 1.0
+"""Of a server that stops: how long an idle connection is left open for the request that may be on its way."""
 
 
 class FailureKind(StrEnum):
@@ -252,12 +261,17 @@ class HttpCall(Sink, Protocol):
     headers: Headers
     peer: str
     """The client's address."""
+    answer_headers: Headers
+    """Go with every answer, beside its own; empty until somebody sets them."""
 
-    async def body(self) -> bytes:
+    async def body(self, charge: Charge | None = None) -> bytes:
         """All of the body, for who asks first: it is not kept here.
 
+        Args:
+            charge: Grows with what comes; whoever has the body keeps it for as long. None = nothing is charged.
+
         Raises:
-            HttpRefused: It is too long, or comes too slowly.
+            HttpRefused: It is too long, comes too slowly, or there is no room for it.
             SinkGone: The client has gone before its end.
         """
 
@@ -266,6 +280,9 @@ class HttpCall(Sink, Protocol):
 
     async def start(self, status: int, headers: Headers) -> None:
         """Begins an answer whose body is written piece by piece; its head leaves with the first piece, or the end."""
+
+    def trust(self) -> None:
+        """Says that the client is a known one: its connection is not closed to make room for others."""
 
     async def end(self) -> None:
         """Ends what was started. A handler that returns or raises without it breaks the connection off."""
@@ -279,7 +296,8 @@ class HttpLimits:
     """What clients may cost."""
 
     connections: int = 10_000
-    """Open at once; further ones are closed."""
+    """Open at once. Above, idle ones of clients without a token are closed, first those that have asked nothing, of
+    them the longest idle; if there is none, the new one is."""
     header_bytes: int = 32 * 1024
     """Of a request's head, its line included."""
     headers: int = 128
@@ -288,12 +306,19 @@ class HttpLimits:
     """From the connection, or the end of an answer, to the end of a request's head."""
     body_seconds: float = 60.0
     """For a whole body."""
+    body_window_seconds: float = 10.0
+    """In each of these periods `body_window_bytes` of a body have to come."""
+    body_window_bytes: int = 10 * 1024
     write_seconds: float = 60.0
     """Longest wait for a client that reads nothing."""
 
 
 class HttpServer(Protocol):
-    """Runs a handler in a task for each request that comes; cancels it when the client goes."""
+    """Runs a handler in a task for each request that comes; cancels it when the client goes.
+
+    A client that has sent all and closed its side only is still there. It looks like one that has gone until something
+    is sent to it; so it is sent an interim answer, `100 Continue`, which a client that has gone answers with a reset.
+    """
 
     async def listen(self, host: str, port: int, pem: Pem | None = None) -> int:
         """Binds an address; returns the port.
@@ -307,7 +332,11 @@ class HttpServer(Protocol):
         """New connections are answered with other certificates."""
 
     async def stop(self, grace: float) -> None:
-        """Takes nothing new, waits so many seconds for what runs, then closes what is left."""
+        """Accepts no connection, waits so many seconds for what runs, then closes what is left. Requests that come in
+        the first moments, on connections that are open, are served as the last of theirs."""
+
+    def stats(self) -> dict[str, int]:
+        """`connections` open now; `connections_refused` and `connections_evicted`, idle ones, since it began."""
 
 
 def connect(*, ca: bytes | None = None) -> HttpClient:

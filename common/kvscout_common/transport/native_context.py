@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import grpc
 
 from kvscout_common.handlers import Handler
+from kvscout_common.identity import ANONYMOUS, Identity
 from kvscout_common.transport.answering import Answer
 from kvscout_common.transport.native_core import HALF_CLOSED, MESSAGE, RESET, WRITABLE, Metadata, NativeCore
 from kvscout_common.transport.waiting import Inbox, Notice
@@ -49,6 +50,8 @@ class NativeContext:
         """The caller has gone, or its deadline is over: nobody waits for what is done here."""
         self._ends_at = None if timeout_us is None else self._loop.time() + timeout_us / 1e6
         self._deadline: int | None = None
+        self._reads = bool(handler.request_streaming)
+        """Messages of the caller are still to come."""
         self.closed = False
         """The handler has returned."""
         core.calls[number] = self
@@ -86,6 +89,13 @@ class NativeContext:
         elif kind == RESET:
             self._finished = True
             self._end()
+
+    def admitted(self, identity: Identity) -> None:
+        """Notes who calls: a connection of a known caller is not closed for others, and its messages may be large."""
+        if identity is not ANONYMOUS:
+            self._core.rpc.trust(self._number)
+        if self._reads:
+            self._core.admit(self._number, identity)
 
     def invocation_metadata(self) -> Metadata:
         """What the caller sent beside its messages."""

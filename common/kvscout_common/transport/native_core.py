@@ -13,12 +13,24 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 
+from kvscout_common.identity import Identity
 from kvscout_common.keepalive import TIME_MS, TIMEOUT_MS
 from kvscout_common.statuses import Status
 from kvscout_common.transport.deadlines import Deadlines
-from kvscout_native import HTTP_EVENTS, RPC_EVENTS, AnswerTimes, ClientTls, Http, Rpc, ServerTls
+from kvscout_common.worker import ALL_TENANTS
+from kvscout_native import (
+    HTTP_EVENTS,
+    RPC_EVENTS,
+    AnswerTimes,
+    ByteBudget,
+    ByteCharge,
+    ClientTls,
+    Http,
+    Rpc,
+    ServerTls,
+)
 
-__all__ = ["HTTP_EVENTS", "AnswerTimes", "ClientTls", "Http", "NativeCore", "ServerTls"]
+__all__ = ["HTTP_EVENTS", "AnswerTimes", "ByteBudget", "ByteCharge", "ClientTls", "Http", "NativeCore", "ServerTls"]
 
 OPEN: Final = RPC_EVENTS["OPEN"]
 MESSAGE: Final = RPC_EVENTS["MESSAGE"]
@@ -31,13 +43,17 @@ CONNECTED: Final = RPC_EVENTS["CONNECTED"]
 CLOSED: Final = RPC_EVENTS["CLOSED"]
 ACCEPT_FAILED: Final = RPC_EVENTS["ACCEPT_FAILED"]
 ANSWERED: Final = RPC_EVENTS["ANSWERED"]
+CROWDED: Final = RPC_EVENTS["CROWDED"]
+HEAD: Final = RPC_EVENTS["HEAD"]
 
 SEEN_MAYBE, SEEN_NOT_SENT = 0, 2
 """Of END: whether the peer may have looked at the call."""
 
 _OF_CONNECTIONS = frozenset({CONNECTED, CLOSED})
+_BEGINNINGS = frozenset({OPEN, HEAD})
 
 TICK_SECONDS = 1.0
+MAX_CONNECTIONS = 10_000
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -76,18 +92,22 @@ class ClosedRpc:
     def ignore(self, *_: object) -> None:
         """What there is nobody to say to."""
 
-    answer = answer_stream = finish = headers = consumed = half_close = reset = close = set_tls = ignore
+    answer = answer_stream = admit = finish = headers = consumed = half_close = reset = close = set_tls = ignore
+    trust = ignore
 
 
 class NativeCore:
     """One epoll of its own, read by the running loop.
 
     Args:
-        opened: Called for each call that comes.
+        opened: Called for each call that comes, and before that if its message is still coming.
         failed: Told why connections cannot be accepted.
+        crowded: Told that there is no room for more.
         max_message_bytes: Longest message in either direction.
         max_streams: Calls open at once on a connection.
+        max_connections: Accepted and open at once.
         max_age_seconds: About so long a connection that was accepted takes new calls; None = for ever.
+        budget: The extension's `ByteBudget`, charged for messages that come; None = one of its own.
     """
 
     def __init__(
@@ -95,14 +115,19 @@ class NativeCore:
         *,
         max_message_bytes: int,
         max_streams: int = 1000,
+        max_connections: int = MAX_CONNECTIONS,
         max_age_seconds: float | None = None,
+        budget: Any = None,
         opened: Callable[[tuple[Any, ...]], None] | None = None,
         failed: Callable[[str], None] | None = None,
+        crowded: Callable[[], None] | None = None,
     ) -> None:
         self.rpc = Rpc(
             max_message_bytes=max_message_bytes,
             max_streams=max_streams,
+            max_connections=max_connections,
             max_age_seconds=max_age_seconds,
+            budget=budget,
             keepalive_seconds=TIME_MS / 1000,
             keepalive_timeout_seconds=TIMEOUT_MS / 1000,
             clock=time.monotonic(),
@@ -114,8 +139,10 @@ class NativeCore:
         """Of a channel."""
         self._opened = opened
         self._failed = failed
+        self._crowded = crowded
         self._flushing = False
         self._turning = False
+        self._next_turn: asyncio.Handle | None = None
         self._fd = self.rpc.fileno()
         self.loop.add_reader(self._fd, self.turn)
         self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
@@ -139,6 +166,11 @@ class NativeCore:
         self.rpc.finish(number, status.code.value[0], status.text, list(status.trailers))
         self.flush()
 
+    def admit(self, number: int, identity: Identity) -> None:
+        """The caller of a call that came may make it: its messages may be large, and count for its tenant."""
+        self.rpc.admit(number, None if identity.tenant == ALL_TENANTS else identity.tenant)
+        self.flush()
+
     def close(self) -> None:
         """Ends it, and closes its sockets."""
         if not self._closed:
@@ -151,6 +183,9 @@ class NativeCore:
 
     def turn(self) -> None:
         """Reads what there is, and has it heard."""
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+            self._next_turn = None
         if self._closed:
             return
         # What is said meanwhile leaves at the end of this, and not of the loop's next turn.
@@ -166,12 +201,15 @@ class NativeCore:
     def _tell(self) -> None:
         for event in self.rpc.turn():
             kind = event[0]
-            if kind == OPEN:
+            if kind in _BEGINNINGS:
                 assert self._opened is not None
                 self._opened(event)
             elif kind == ACCEPT_FAILED:
                 assert self._failed is not None
                 self._failed(event[2])
+            elif kind == CROWDED:
+                assert self._crowded is not None
+                self._crowded()
             else:
                 sinks = self.connections if kind in _OF_CONNECTIONS else self.calls
                 sink = sinks.get(event[1])
@@ -182,9 +220,9 @@ class NativeCore:
         if not self._flushing:
             return
         self._flushing = False
-        if not self._closed and self.rpc.flush():
-            # Not at once: a peer that answers whatever it is sent would keep the loop here.
-            self.loop.call_soon(self.turn)
+        if not self._closed and self.rpc.flush() and self._next_turn is None:
+            # Not at once: the loop's timers and other sockets come first.
+            self._next_turn = self.loop.call_soon(self.turn)
 
     def _tick(self) -> None:
         self.rpc.tick()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final, Protocol, cast
 
-from kvscout_common.transport.http import StreamReport
+from kvscout_common.transport.http import VANISHED_SECONDS, StreamReport
 from kvscout_common.transport.native_core import HTTP_EVENTS, Http, NativeCore
 
 REQUEST: Final = HTTP_EVENTS["REQUEST"]
@@ -28,6 +28,7 @@ ENDED: Final = HTTP_EVENTS["ENDED"]
 ACCEPT_FAILED: Final = HTTP_EVENTS["ACCEPT_FAILED"]
 RPC_DUE: Final = HTTP_EVENTS["RPC_DUE"]
 AGAIN: Final = HTTP_EVENTS["AGAIN"]
+CROWDED: Final = HTTP_EVENTS["CROWDED"]
 
 _OF_CALLS = frozenset({BODY, BODY_FAILED, GONE, WRITABLE})
 
@@ -51,10 +52,18 @@ class ClosedHttp:
     def write(self, call: int, data: bytes) -> None:
         """The client has gone."""
 
+    def open_connections(self, listener: int) -> int:
+        """They are closed."""
+        return 0
+
+    def stats(self) -> dict[str, int]:
+        """Nothing is open."""
+        return {"connections_refused": 0, "connections_evicted": 0}
+
     def ignore(self, *_: object) -> None:
         """What there is nobody to say to."""
 
-    want_body = respond = start = end = handled = set_tls = ignore
+    want_body = respond = start = end = handled = set_tls = trust = ignore
     keep = tell = pass_to_call = pass_to_messages = resume = abort = close_idle = ignore
 
 
@@ -63,7 +72,7 @@ class HttpCore:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.http = Http(self.loop.time())
+        self.http = Http(self.loop.time(), vanished_seconds=VANISHED_SECONDS)
         self.calls: dict[int, Hearer] = {}
         self.answers: dict[int, Hearer] = {}
         self.listeners: dict[int, Hearer] = {}
@@ -73,6 +82,7 @@ class HttpCore:
         self._closed = False
         self._flushing = False
         self._turning = False
+        self._next_turn: asyncio.Handle | None = None
         self._fd = self.http.fileno()
         self.loop.add_reader(self._fd, self._turn)
         self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
@@ -107,6 +117,9 @@ class HttpCore:
         return None if found is None else StreamReport(*found)
 
     def _turn(self) -> None:
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+            self._next_turn = None
         if self._closed:
             return
         # What is said meanwhile leaves at the end of this, and not of the loop's next turn.
@@ -124,7 +137,10 @@ class HttpCore:
             self._handle(self.http.flush())
 
     def _tick(self) -> None:
-        self.http.tick()
+        # What came while the loop did something else is not late.
+        self._turn()
+        if not self._closed:
+            self.http.tick()
         self._turn()
         if not self._closed:
             self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
@@ -134,10 +150,14 @@ class HttpCore:
             kind = event[0]
             if kind == REQUEST:
                 hearer = self.listeners.get(event[2])
+            elif kind == CROWDED:
+                hearer = self.listeners.get(event[1])
             elif kind in _OF_CALLS:
                 hearer = self.calls.get(event[1])
             elif kind == AGAIN:
-                self.loop.call_soon(self._flush)
+                # Not at once: the loop's timers and other sockets come first.
+                if self._next_turn is None:
+                    self._next_turn = self.loop.call_soon(self._turn)
                 continue
             elif kind == RPC_DUE:
                 self.rpc_cores[event[1]].turn()

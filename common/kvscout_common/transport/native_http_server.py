@@ -6,14 +6,24 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from typing import Any
+from typing import Any, cast
 
+from kvscout_common.byte_budget import Charge
 from kvscout_common.errors import ConfigError
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.tls import Pem
-from kvscout_common.transport.http import Headers, HttpHandler, HttpLimits, HttpRefused, SinkGone, SinkStalled
-from kvscout_common.transport.native_core import ServerTls
-from kvscout_common.transport.native_http import ACCEPT_FAILED, BODY, BODY_FAILED, GONE, WRITABLE, HttpCore, shared
+from kvscout_common.transport.http import FULL, Headers, HttpHandler, HttpLimits, HttpRefused, SinkGone, SinkStalled
+from kvscout_common.transport.native_core import ByteCharge, ServerTls
+from kvscout_common.transport.native_http import (
+    ACCEPT_FAILED,
+    BODY,
+    BODY_FAILED,
+    CROWDED,
+    GONE,
+    WRITABLE,
+    HttpCore,
+    shared,
+)
 from kvscout_common.transport.ready_tasks import ReadyTasks
 from kvscout_common.transport.waiting import Notice
 
@@ -53,6 +63,8 @@ class NativeHttpServer:
             body_bytes=limits.body_bytes,
             idle_seconds=limits.idle_seconds,
             body_seconds=limits.body_seconds,
+            body_window_seconds=limits.body_window_seconds,
+            body_window_bytes=limits.body_window_bytes,
             write_seconds=limits.write_seconds,
             tls=None if pem is None else _tls(pem),
         )
@@ -90,10 +102,18 @@ class NativeHttpServer:
         self._ready.close()
         core.release()
 
+    def stats(self) -> dict[str, int]:
+        """See `http.HttpServer.stats`; `connections` are those of this server, the others of all on this loop."""
+        core = self._core
+        return {**core.http.stats(), "connections": core.http.open_connections(self._listener or 0)}
+
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
         """See `native_http.Hearer`."""
         if kind == ACCEPT_FAILED:
             self._accept_log.warning("accept", "connections cannot be accepted: %s", event[2])
+            return
+        if kind == CROWDED:
+            self._accept_log.warning("full", FULL, self._limits.connections)
             return
         call = NativeHttpCall(self._core, self._limits, event)
         task = self._ready.run(self._run(call))
@@ -138,7 +158,8 @@ class NativeHttpCall:
         self._limits = limits
         self._body: bytes | None = body
         self._body_asked = False
-        self._refused: HttpRefused | None = None
+        self._refused: tuple[int, str] | None = None
+        """Status and text, where there is no body. No exception: its traceback would keep what the handler has."""
         self._news = Notice(core.loop)
         """The body, or room."""
         self._has_room = True
@@ -154,6 +175,7 @@ class NativeHttpCall:
         self.path, _, self.query = target.partition("?")
         self.headers: Headers = headers
         self.peer: str = peer
+        self.answer_headers: Headers = ()
         core.calls[number] = self
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
@@ -161,7 +183,7 @@ class NativeHttpCall:
         if kind == BODY:
             self._body = event[2]
         elif kind == BODY_FAILED:
-            self._refused = HttpRefused(event[2], event[3])
+            self._refused = event[2:]
         elif kind == WRITABLE:
             self._has_room = True
         elif kind == GONE:
@@ -170,16 +192,19 @@ class NativeHttpCall:
                 self.task.cancel()
         self._news.tell()
 
-    async def body(self) -> bytes:
+    async def body(self, charge: Charge | None = None) -> bytes:
         """See `http.HttpCall.body`."""
         assert not self._body_asked, "the body is asked for once"
         self._body_asked = True
-        if self._body is None:
-            self.core.http.want_body(self.number)
+        if self._body is not None:
+            if charge is not None and (refusal := charge.grow(len(self._body))) is not None:
+                raise HttpRefused(*refusal)
+        else:
+            self.core.http.want_body(self.number, cast(ByteCharge | None, charge))
             self.core.flush()
             while self._body is None:
                 if self._refused is not None:
-                    raise self._refused
+                    raise HttpRefused(*self._refused)
                 if self.is_gone:
                     raise SinkGone("the client has gone")
                 await self._news.wait()
@@ -190,12 +215,12 @@ class NativeHttpCall:
         """See `http.HttpCall.respond`."""
         assert not self._has_begun, "an answer was begun"
         self._has_begun = self._ended = True
-        self.core.http.respond(self.number, status, list(headers), body)
+        self.core.http.respond(self.number, status, [*headers, *self.answer_headers], body)
         self.core.flush()
 
     async def start(self, status: int, headers: Headers) -> None:
         """See `http.HttpCall.start`."""
-        self.core.http.start(self.number, status, list(headers))
+        self.core.http.start(self.number, status, [*headers, *self.answer_headers])
 
     async def write(self, data: bytes) -> None:
         """See `http.Sink.write`."""
@@ -212,6 +237,10 @@ class NativeHttpCall:
                         await self._news.wait()
             except TimeoutError as error:
                 raise SinkStalled(f"nothing was read for {self._limits.write_seconds:.3g} s") from error
+
+    def trust(self) -> None:
+        """See `http.HttpCall.trust`."""
+        self.core.http.trust(self.number)
 
     async def end(self) -> None:
         """See `http.HttpCall.end`."""

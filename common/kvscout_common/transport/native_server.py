@@ -27,8 +27,9 @@ from kvscout_common.rpc_metrics import BUCKETS
 from kvscout_common.statuses import INTERNAL_TEXT, status_of
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.tls import Pem
+from kvscout_common.transport.http import FULL
 from kvscout_common.transport.native_context import NativeContext, RequestIterator
-from kvscout_common.transport.native_core import AnswerTimes, NativeCore, ServerTls
+from kvscout_common.transport.native_core import HEAD, MAX_CONNECTIONS, AnswerTimes, NativeCore, ServerTls
 from kvscout_common.transport.ready_tasks import ReadyTasks
 from kvscout_common.transport.synchronous_stream import SynchronousStream
 
@@ -45,7 +46,10 @@ class NativeServer:
         guard: What every call passes.
         max_message_bytes: Longest message in either direction.
         max_streams: Calls open at once on a connection.
+        max_connections: Open at once. Above, idle ones of callers without a token are closed, first those on which no
+            call has come, of them the longest idle; if there is none, the new one is.
         max_age_seconds: About so long a connection takes new calls; None = for ever.
+        budget: The extension's, charged for messages that come; None = one of its own.
     """
 
     def __init__(
@@ -54,18 +58,24 @@ class NativeServer:
         *,
         max_message_bytes: int,
         max_streams: int,
+        max_connections: int = MAX_CONNECTIONS,
         max_age_seconds: float | None = None,
+        budget: Any = None,
     ) -> None:
         self._guard = guard
         self._handlers: dict[str, Handler] = {}
         self._methods: list[GuardedMethod] = []
         self._accept_log = RateLimitedLog(log)
+        self._max_connections = max_connections
         self._core = NativeCore(
             max_message_bytes=max_message_bytes,
             max_streams=max_streams,
+            max_connections=max_connections,
             max_age_seconds=max_age_seconds,
+            budget=budget,
             opened=self._open,
             failed=self._cannot_accept,
+            crowded=self._crowded,
         )
         self._listener: int | None = None
         self._ready = ReadyTasks(self._core.loop)
@@ -152,7 +162,13 @@ class NativeServer:
     def _cannot_accept(self, reason: str) -> None:
         self._accept_log.warning("accept", "connections cannot be accepted: %s", reason)
 
+    def _crowded(self) -> None:
+        self._accept_log.warning("full", FULL, self._max_connections)
+
     def _open(self, event: tuple[Any, ...]) -> None:
+        if event[0] == HEAD:
+            self._judge(event)
+            return
         _, number, _, place, metadata, timeout_us, message = event
         method = self._methods[place]
         if not method.synchronous:
@@ -173,7 +189,10 @@ class NativeServer:
         else:
             started = time.perf_counter()
             try:
-                self._core.rpc.answer(number, method.answer(message, method.admit(metadata)))
+                identity = method.admit(metadata)
+                if identity is not ANONYMOUS:
+                    self._core.rpc.trust(number)
+                self._core.rpc.answer(number, method.answer(message, identity))
                 self._core.flush()
             except BaseException as error:
                 status = status_of(error, method.name)
@@ -182,9 +201,22 @@ class NativeServer:
             else:
                 method.times.ended(grpc.StatusCode.OK, started)
 
+    def _judge(self, event: tuple[Any, ...]) -> None:
+        """Admits a call whose message is still coming, or ends it: strangers' messages are not waited for."""
+        _, number, _, place, metadata = event
+        method, started = self._methods[place], time.perf_counter()
+        try:
+            identity = method.admit(metadata)
+        except BaseException as error:
+            status = status_of(error, method.name)
+            method.times.ended(status.code, started)
+            self._core.finish(number, status)
+        else:
+            self._core.admit(number, identity)
+
     async def _run(self, method: GuardedMethod, context: NativeContext, request: Any) -> None:
         try:
-            response = await method.run(request, context)
+            response = await method.run(request, context, admitted=context.admitted)
             context.finish_with(response)
         except grpc.aio.AbortError:
             context.finish_aborted()

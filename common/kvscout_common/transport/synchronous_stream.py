@@ -13,6 +13,7 @@ import grpc
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.guard import GuardedMethod
+from kvscout_common.identity import ANONYMOUS
 from kvscout_common.running_calls import draining
 from kvscout_common.statuses import Status, status_of
 from kvscout_common.transport.native_core import HALF_CLOSED, MESSAGE, RESET, WRITABLE, Metadata, NativeCore
@@ -50,7 +51,10 @@ class SynchronousStream:
         core.flush()
         try:
             self._identity = method.admit(metadata)
+            if self._identity is not ANONYMOUS:
+                core.rpc.trust(number)
             method.begin(self, self._identity)
+            core.admit(number, self._identity)
         except KvscoutError as error:
             status = status_of(error, method.name)
             method.times.ended(status.code, self._started)
