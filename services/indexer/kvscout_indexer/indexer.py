@@ -201,15 +201,16 @@ class Indexer:
         index = self.pools.get(spec.pool)
         if index is None:
             return []
-        incomplete = rank in self.pools.incomplete(spec.pool)
         source = self._sources.get((spec.tenant, rank))
         if source is not None:
+            # What is missing as of the cut, for which it may wait: events may be lost meanwhile.
             taken = await source.cut()
         else:
-            cut = index.cut(rank)
+            incomplete, cut = rank in self.pools.incomplete(spec.pool), index.cut(rank)
             taken = SourceCut(cut, 0, incomplete, None) if cut is not None else None
         if taken is None:
             return []
+        incomplete = taken.history_incomplete
         messages = await cut_messages(taken.cut, spec.pool, history_incomplete=incomplete, epoch=None) or []
         if messages and not taken.epoch and taken.last_digest is not None:
             messages[-1] = with_last_digest(messages[-1], taken.last_digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _POOL = ["tenant", "model", "block_size"]
 _SOURCE = ["tenant", "model", "worker", "dp_rank"]
+_STATE = ["tenant", "model", "state"]
 _INDEX_GAUGES = {
     "kvscout_index_blocks": ("blocks", "Distinct prefix blocks"),
     "kvscout_index_memberships": ("memberships", "(block, worker rank) pairs"),
@@ -65,6 +67,8 @@ class IndexerCollector(Collector):
         blind = GaugeMetricFamily(
             "kvscout_source_blind", "1 = requests were served and no event ever came", labels=_SOURCE
         )
+        sources = GaugeMetricFamily("kvscout_sources", "Worker ranks, by the state of their events", labels=_STATE)
+        counted: Counter[tuple[str, str, indexer_pb2.SourceState.ValueType]] = Counter()
         now = time.monotonic()
         for spec, rank, source in self._indexer.sources(ALL_TENANTS):
             stats = self._indexer.pools.of(spec).worker_stats(rank)
@@ -79,7 +83,11 @@ class IndexerCollector(Collector):
             lag.add_metric(labels, seen.lag_batches)
             state.add_metric(labels, float(not seen.reason))
             blind.add_metric(labels, float(seen.state == indexer_pb2.SOURCE_STATE_BLIND))
-        yield from (events, age, lag, state, blind)
+            counted[spec.tenant, spec.model, seen.state] += 1
+        for (tenant, model, value), number in counted.items():
+            name = indexer_pb2.SourceState.Name(value).removeprefix("SOURCE_STATE_").lower()
+            sources.add_metric([tenant, model, name], number)
+        yield from (events, age, lag, state, blind, sources)
         if self._indexer.nats_core is not None:
             yield from _core_metrics(self._indexer.nats_core)
         peers = CounterMetricFamily(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvscout.v1 import indexer_pb2, workers_pb2
 from kvscout_blocks.index.block_index import BlockIndex, WorkerStats
+from kvscout_blocks.source.sequence import DropReason
 from kvscout_blocks.source.source import Source
 from kvscout_common.nats_names import NatsNames
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
@@ -175,7 +176,7 @@ def source_status(
             status.last_event_age_seconds = now - source.received_at
         status.lag_batches = sequence.held
         status.applied = counters["applied"]
-        status.dropped = counters["duplicate"] + counters["stale"] + counters["wrong_rank"] + counters["quarantined"]
+        status.dropped = sum(counters[reason] for reason in DropReason)
         status.wrong_rank = counters["wrong_rank"]
         status.gaps = counters["gaps"]
         status.replays = counters["replays"]

@@ -233,7 +233,8 @@ class StreamSources:
         unasked, self._unasked = self._unasked, []
         for lane in unasked:
             if lane.taker is not None and lane.live and lane.unverified:
-                lane.unverified = False
+                # Until the answer is there, snapshots say that something may be missing.
+                lane.unverified, lane.doubtful = False, True
                 lane.taker.verify()
 
     def doubt_all(self) -> None:

@@ -327,14 +327,14 @@ class Bookings:
         return booking
 
     def _own(self, booking: Booking, now: float) -> None:
-        """Takes over a mirror, before it is written to. Its owner holds it if that is connected here, else a lease:
-        the owner may be well, and connected elsewhere."""
+        """Takes over a mirror, before it is written to. Its owner holds it; one that is not connected here counts as
+        gone from now. If it is well and connected elsewhere, the replica there claims the request again."""
         if not booking.mirror:
             return
         booking.mirror = False
         # That of the replica that booked it: what comes of a call here ends nothing that runs.
         booking.answers = 1
-        if booking.owner is not None and self.owners.connected(booking.owner, now):
+        if booking.owner is not None:
             self.owners.add(booking, booking.owner, now)
         else:
             self._leases.set(booking, now + booking.lease_seconds)

@@ -69,6 +69,12 @@ class Candidates:
         return self._pool.places
 
     @property
+    def cache_tokens(self) -> dict[int, int]:
+        """Tokens that the device cache of each registered rank of the pool holds, by slot; 0 = unknown."""
+        pool = self._pool
+        return {slot: pool.specs[slot].total_kv_blocks * pool.lane_of[slot].block_size for slot in pool.order}
+
+    @property
     def ranks(self) -> list[WorkerRank]:
         """Ranks, ascending."""
         return [self._pool.ranks[slot] for slot in self.slots]

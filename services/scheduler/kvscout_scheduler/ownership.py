@@ -120,7 +120,9 @@ class Ownership(Journal):
         self.settle()
 
     def end_overdue(self, now: float, *, first: bool) -> None:
-        """Ends requests of silent replicas whose lease is over, or whose owner is connected here and left them.
+        """Ends requests of silent replicas: those of unary callers when their lease is over, those of owners when the
+        owner is connected here and left them, or has not been heard of for its grace time. A silent replica is not
+        known to hear its owners for longer than we heard it; an owner that is well lists its requests elsewhere.
 
         Args:
             now: On the clock.
@@ -128,21 +130,22 @@ class Ownership(Journal):
         """
         grace = self._scheduler.settings.owner_grace_seconds
         later = 0.0 if first else SECOND_TO_END_SECONDS
-        connected: dict[OwnerName | None, float] = {}
+        connected: dict[OwnerName, float] = {}
         for of, view in list(self.views.items()):
             if view.live(now):
                 continue
             for key, claim in list(view.claims.items()):
                 if not claim.active:
                     continue
-                owner = claim.owner
-                if owner not in connected:
-                    connected[owner] = self._owners.connected(owner, now) if owner is not None else 0.0
-                if connected[owner] > grace and claim.owner_since <= self._owner_since(owner):
-                    reason = EndReason.OWNER_FORGOT
-                elif now - view.heard_at >= claim.lease_seconds + later:
-                    reason = EndReason.LEASE
-                else:
+                reason, left, patience = EndReason.LEASE, now - view.heard_at, claim.lease_seconds + later
+                if (owner := claim.owner) is not None:
+                    if owner not in connected:
+                        connected[owner] = self._owners.connected(owner, now)
+                    if connected[owner] and claim.owner_since <= self._owner_since(owner):
+                        reason, left, patience = EndReason.OWNER_FORGOT, connected[owner], grace
+                    else:
+                        reason, patience = EndReason.OWNER_GONE, grace + later
+                if left < patience:
                     continue
                 held = self.holder(key)
                 if held is not None and held.by == of:

@@ -2,8 +2,9 @@
 
 ::
 
-    cost(w) = overlap_score_weight · (ahead(w) + crowding(w) · pace(w) · own · uncached_tokens(w))
-              + decode · (contexts(w) + requests(w) · isl)
+    cost(w)    = overlap_score_weight · (ahead(w) + crowding(w) · pace(w) · own · (uncached(w) + kept · evicted(w)))
+                 + decode · (contexts(w) + requests(w) · isl)
+    evicted(w) = max(0, uncached(w) − room(w))                                                  tokens
 
 What is known of workers is a table of numbers, one row each, that the policy writes and both twins read; the other twin
 is `native/src/load/time_cost.rs`. Both compute every number in the same order.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from math import inf
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -41,6 +43,8 @@ class TimeRow(NamedTuple):
     requests: float = 0.0
     prefills: float = 0.0
     """Requests without a first token."""
+    room: float = inf
+    """Tokens that its cache could take without evicting any."""
 
 
 ROW: Final = Struct(f"{len(TimeRow._fields)}d")
@@ -61,6 +65,8 @@ class TimeQuestion(NamedTuple):
     """A token of the request's prompt."""
     decode_seconds: float
     """A token of context that is decoded beside the request."""
+    kept: float
+    """What an evicted token counts, in uncached ones of the request: the share of all caches that is empty."""
 
     def row(self, slot: int) -> TimeRow:
         """What is under way on a slot."""
@@ -78,16 +84,21 @@ def time_costs(
         slots: The workers.
         cached_tokens: Of the prompt, on each.
     """
-    table, row_of, now, weight, own, decode = question
+    table, row_of, now, weight, own, decode, kept = question
     rows, costs = list(ROW.iter_unpack(table)), []
     for slot, cached in zip(slots, cached_tokens, strict=True):
-        behind, due_at, pace, used, seen, contexts, requests, prefills = rows[row_of[slot]]
+        behind, due_at, pace, used, seen, contexts, requests, prefills, room = rows[row_of[slot]]
         ahead, crowding = ahead_of(behind, due_at, prefills, now), crowding_of(used, seen, prefills, now)
         costs.append(
-            weight * (ahead + crowding * pace * own * (isl_tokens - cached))
+            weight * (ahead + crowding * pace * own * priced_tokens(isl_tokens - cached, room, kept))
             + decode * (contexts + requests * isl_tokens)
         )
     return costs
+
+
+def priced_tokens(uncached: float, room: float, kept: float) -> float:
+    """Uncached tokens of a prompt, and those that they evict, as much as they count; see `TimeRow`, `TimeQuestion`."""
+    return uncached + kept * max(0.0, uncached - room)
 
 
 def ahead_of(behind: float, due_at: float, prefills: float, now: float) -> float:

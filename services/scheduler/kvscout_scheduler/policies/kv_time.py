@@ -1,14 +1,16 @@
 """`kv-time`: the worker on which a request costs the least time, its own and that of others.
 
 Its rates are learned: seconds a prompt token from how long prefills take, seconds a token of context from inter-token
-latencies. Until anything is known they are those of a large model on current accelerators.
+latencies. Until anything is known they are those of a large model on current accelerators. How full a cache is follows
+from bookings.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 from kvscout_common.worker import WorkerRank
@@ -17,7 +19,15 @@ from kvscout_scheduler.facts import End, Facts
 from kvscout_scheduler.policies.policy import Policy
 from kvscout_scheduler.rates import Line, Mean
 from kvscout_scheduler.request import RequestKey
-from kvscout_scheduler.time_cost import HORIZON_SECONDS, ROW, TimeQuestion, TimeRow, ahead_of, crowding_of
+from kvscout_scheduler.time_cost import (
+    HORIZON_SECONDS,
+    ROW,
+    TimeQuestion,
+    TimeRow,
+    ahead_of,
+    crowding_of,
+    priced_tokens,
+)
 
 PREFILL: Final = (0.01, 50e-6, 4_096.0)
 """What is believed at first: seconds of a prefill without tokens, seconds a token, and where that holds."""
@@ -70,6 +80,10 @@ class _Worker:
     prefilled: float = 0.0
     """Seconds of all prefills so far: those that decode had to wait meanwhile."""
     used: float = 0.0
+    capacity: int = 0
+    """Tokens that its cache holds; 0 = unknown, or it is not registered now."""
+    held: int = 0
+    """Of these, as many as were booked since then: an engine keeps what it has until there is no room."""
 
     def look(self, now: float) -> None:
         """Brings `used` up to a time."""
@@ -100,6 +114,7 @@ class _Worker:
             self.contexts,
             self.requests,
             len(self.prefills),
+            self.capacity - self.held if self.capacity else inf,
         )
 
 
@@ -111,13 +126,17 @@ class KvTime(Policy):
         cost(w)     = overlap_score_weight · (ahead(w) + crowding(w) · own(w)) + decode(w)        seconds
 
         ahead(w)    = what is left of the prompts booked there before
-        own(w)      = uncached tokens · seconds a token
+        own(w)      = (uncached(w) + empty · evicted(w)) · seconds a token
+        evicted(w)  = what of uncached(w) goes beyond the room in w's cache, in tokens
+        empty       = share of all caches that is empty
         crowding(w) = 1 / (1 − share of the time in which w has had prompts to compute)
         decode(w)   = DECODE_WEIGHT · output tokens · (contexts(w) + requests(w) · isl) · seconds a token of context
 
     While a worker computes a prompt, others who come wait: the more of them, the less idle it is, which is what
     `crowding` counts. So a cached prefix is worth more the more there is to do, and another worker is given a copy of
-    it when its holder has no time and the other has. In `decode`, contexts are what slows this request down, and
+    it when its holder has no time and the other has. What a full cache loses for a prompt has to be computed again,
+    which is needless as far as other caches have room; where all are full it counts nothing, as it is lost wherever the
+    prompt goes. In `decode`, contexts are what slows this request down, and
     requests times its own context are what it slows down.
     """
 
@@ -136,6 +155,14 @@ class KvTime(Policy):
         self._places: tuple[WorkerRank, ...] | None = None
         """Of the pool when `_row_of` was made."""
         self._row_of = array("I")
+        self._slot_of: dict[WorkerRank, int] = {}
+        """Of the registered workers."""
+        self._cache_tokens: dict[WorkerRank, int] = {}
+        """What the cache of each of them holds; 0 = unknown."""
+        self._capacity = 0
+        """Σ of that."""
+        self._held = 0
+        """Of these, tokens that have come."""
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         return candidates.seconds(self._question(candidates))
@@ -143,19 +170,21 @@ class KvTime(Policy):
     def describe(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
         isl, now, question = candidates.request.isl_tokens, candidates.now, self._question(candidates)
         row = question.row(candidates.slots[index])
-        seconds = row.pace * question.own_seconds * (isl - candidates.cached_tokens[index])
+        uncached = isl - candidates.cached_tokens[index]
+        seconds = row.pace * question.own_seconds * priced_tokens(uncached, row.room, question.kept)
+        evicts = " and of what it evicts" if uncached > row.room and question.kept else ""
         others = question.decode_seconds * (row.contexts + row.requests * isl)
         ahead = ahead_of(row.behind, row.due_at, row.prefills, now)
         crowding = crowding_of(row.used, row.seen, row.prefills, now)
         return (
-            f"{ahead:.3g} s of prompts ahead, {seconds:.3g} s of its own that count "
+            f"{ahead:.3g} s of prompts ahead, {seconds:.3g} s of its own{evicts} that count "
             f"{crowding:.3g} times, {others:.3g} s for decoding beside others, cost {costs[index]:.3g} s"
         )
 
     def booked(self, facts: Facts, now: float) -> None:
         worker = self._workers.get(facts.rank)
         if worker is None:
-            worker = self._workers[facts.rank] = _Worker(self._new_row(), now, now, now)
+            worker = self._add(facts.rank, now)
         worker.look(now)
         if not worker.prefills:
             worker.since = now
@@ -164,6 +193,7 @@ class KvTime(Policy):
         worker.tokens += facts.uncached_tokens
         worker.requests += 1
         worker.contexts += facts.isl_tokens
+        self._hold(worker, facts.uncached_tokens)
         worker.plan(self.prefill)
         worker.write(self._table)
 
@@ -184,6 +214,7 @@ class KvTime(Policy):
         self._prefilled(request, now, learn=end.freed and end.output_tokens == 1)
         if end.freed and end.output_tokens:
             self.output.add(end.output_tokens)
+            self._hold(worker, end.output_tokens)
             if request.contexts >= 0 and end.output_tokens > 1:
                 contexts = (request.contexts + worker.contexts) / 2
                 seconds = max(0.0, end.decode_seconds - (worker.prefilled - request.prefilled))
@@ -195,16 +226,15 @@ class KvTime(Policy):
         if not worker.requests and len(self._workers) > 2 * len(self._requests) + 1_024:
             # Workers come and go under new names.
             del self._workers[facts.rank]
+            self._held -= worker.held
             self._unused.append(worker.row)
-            self._places = None
+            self._point(facts.rank, 0)
 
     def _question(self, candidates: Candidates) -> TimeQuestion:
         """What is known when a request asks."""
         request, places = candidates.request, candidates.places
         if places is not self._places:
-            known = map(self._workers.get, places)
-            self._row_of = array("I", [0 if worker is None else worker.row for worker in known])
-            self._places = places
+            self._arrange(places, candidates.cache_tokens)
         return TimeQuestion(
             self._table,
             self._row_of,
@@ -212,15 +242,48 @@ class KvTime(Policy):
             candidates.settings.overlap_score_weight,
             self.prefill.slope if request.charge_prefill else 0.0,
             DECODE_WEIGHT * (request.expected_output_tokens or self.output.value) * self.decode.slope,
+            1.0 - self._held / self._capacity if self._capacity else 0.0,
         )
 
-    def _new_row(self) -> int:
-        """For a worker that is not known."""
-        self._places = None
+    def _arrange(self, places: tuple[WorkerRank, ...], cache_tokens: Mapping[int, int]) -> None:
+        """Workers were registered or went: finds the row and the cache of each."""
+        rows = ((worker := self._workers.get(place)) and worker.row for place in places)
+        self._row_of = array("I", [row or 0 for row in rows])
+        self._slot_of = {places[slot]: slot for slot in cache_tokens}
+        self._places = places
+        self._cache_tokens = {places[slot]: tokens for slot, tokens in cache_tokens.items()}
+        self._capacity, self._held = sum(cache_tokens.values()), 0
+        for rank, worker in self._workers.items():
+            tokens = self._cache_tokens.get(rank, 0)
+            if worker.capacity != tokens:
+                # One that comes back may have nothing any more.
+                worker.held = min(worker.held, tokens) if worker.capacity else 0
+                worker.capacity = tokens
+                worker.write(self._table)
+            self._held += worker.held
+
+    def _hold(self, worker: _Worker, tokens: int) -> None:
+        """The cache of a worker takes new tokens."""
+        more = min(tokens, worker.capacity - worker.held)
+        worker.held += more
+        self._held += more
+
+    def _add(self, rank: WorkerRank, now: float) -> _Worker:
+        """A worker that is not known gets a row."""
         if self._unused:
-            return self._unused.pop()
-        self._table.extend(IDLE)
-        return len(self._table) // len(IDLE) - 1
+            row = self._unused.pop()
+        else:
+            self._table.extend(IDLE)
+            row = len(self._table) // len(IDLE) - 1
+        self._point(rank, row)
+        made = self._workers[rank] = _Worker(row, now, now, now, capacity=self._cache_tokens.get(rank, 0))
+        return made
+
+    def _point(self, rank: WorkerRank, row: int) -> None:
+        """Says where the row of a worker is, if it is registered."""
+        slot = self._slot_of.get(rank)
+        if slot is not None:
+            self._row_of[slot] = row
 
     def _prefilled(self, request: _Request, now: float, *, learn: bool) -> None:
         """A request computes its prompt no more."""
@@ -231,10 +294,10 @@ class KvTime(Policy):
         del worker.prefills[request]
         worker.tokens -= request.tokens
         if learn:
-            expected = self.prefill.at(request.tokens)
             # Who was stopped for an hour says little of how fast it is.
-            took = min(max(0.0, now - worker.since), MOST_PACE * expected)
+            took = min(max(0.0, now - worker.since), MOST_PACE * self.prefill.at(request.tokens))
             self.prefill.add(request.tokens, took)
+            expected = self.prefill.at(request.tokens)
             worker.prefilled += worker.pace * self.prefill.slope * request.tokens
             worker.pace_mean.add(max(LEAST_PACE, took / expected), expected)
             worker.pace = worker.pace_mean.value
