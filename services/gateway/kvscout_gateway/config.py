@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.nats_config import NatsConfig
 from kvscout_common.shards import Shard
+from kvscout_common.web_origins import WebOrigins
 from kvscout_gateway.engines.patience import Patience
 from kvscout_gateway.failover import DNS
+from kvscout_gateway.front.client_paths import ClientPaths
 from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.front.shadow.config import ShadowConfig
 
@@ -58,23 +61,30 @@ class GatewayConfig:
     """Of the OpenAI front; 0 = any free one, -1 = none."""
     dashboard: bool = True
     """At / of that port."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of pages of the web that may ask the OpenAI front; "*" = any."""
+    client_paths: ClientPaths = field(default_factory=ClientPaths)
+    """What of engines' paths clients may ask for."""
     shadow: ShadowConfig | None = None
     """The user's own balancer decides; None = this gateway does."""
     tokenizers: Mapping[str, Path] = field(default_factory=dict)
     """Folder of each model's tokenizer; "" = of all models that have none of their own."""
+    finds_tokenizers: bool = False
+    """Whether those of other models are looked for on this machine."""
     tokenizer_cache_bytes: int = 64 * 1024 * 1024
     """Of texts and their tokens, for each tenant and model."""
     tokenize_timeout_seconds: float = 0.05
     """Longest wait for an engine that tokenizes a prompt, where there is no tokenizer here; 0 = none is asked."""
     session_affinity: str = ""
     """Where the name of a session stands: "user" or "header:NAME"; "" = sessions are nothing here."""
-    lease_seconds: int = 300
+    lease_seconds: int = 30
     """Lease of the gateway's own bookings where it has no stream to the scheduler; renewed while a request runs."""
     endpoint_picker: EndpointPickerConfig | None = None
     """None = off."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where one thing excludes another."""
+        """Raises ConfigError where one thing excludes another, or an origin is none."""
+        WebOrigins(guarded=True, host="", allowed=self.cors_origins)
         if self.shadow is None:
             return
         if self.endpoint_picker is not None:
@@ -121,14 +131,20 @@ def indexer_shards(flag: str, given: Sequence[str]) -> tuple[tuple[str, ...], ..
     return tuple(replicas)
 
 
+FIND_TOKENIZERS: Final = "auto"
+"""In place of a folder: they are looked for."""
+
+
 def tokenizer_folders(flag: str, given: Sequence[str]) -> dict[str, Path]:
-    """Folders of tokenizers by model, from `DIR` or `MODEL=DIR` each; "" = of all other models.
+    """Folders of tokenizers by model, from `DIR` or `MODEL=DIR` each; "" = of all other models. `auto` names none.
 
     Raises:
         ConfigError: If one is no folder, or a model is given twice; names the flag.
     """
     folders: dict[str, Path] = {}
     for one in given:
+        if one == FIND_TOKENIZERS:
+            continue
         # A folder may have the sign in its name, a model that is named has none.
         model, path = ("", Path(one)) if Path(one).is_dir() else (one.partition("=")[0], Path(one.partition("=")[2]))
         if not path.is_dir() or path == Path():

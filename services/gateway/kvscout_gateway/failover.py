@@ -120,6 +120,8 @@ Probe: TypeAlias = "Callable[[Stub, float], Awaitable[object]]"
 class HelperDown(Unavailable):
     """No member of a list answered: the gateway goes on without it."""
 
+    discreet = "a service behind the gateway does not answer"
+
 
 def address_order(address: str) -> tuple[int, int, int]:
     """By number: every gateway has the same order, so that all use the same one of the list."""

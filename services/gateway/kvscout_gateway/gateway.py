@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
+from kvscout_common.byte_budget import Charge, make_budget
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import FailedPrecondition, KvscoutError
 from kvscout_common.followed_file import read_file
@@ -30,6 +31,7 @@ from kvscout_gateway.engines.engine_key import EngineKey
 from kvscout_gateway.engines.failure import EngineFailed
 from kvscout_gateway.engines.health import WorkerHealth
 from kvscout_gateway.engines.health_checks import HealthChecks
+from kvscout_gateway.engines.patience import Pulse
 from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.failover import Failover, Member
@@ -65,6 +67,8 @@ from kvscout_gateway.tokens.sources import Tokens
 log = logging.getLogger("kvscout.gateway")
 _SYSTEM_RANDOM = random.SystemRandom()
 
+BODY_COPIES = 4
+"""Bytes of memory that each byte of a body over HTTP is counted as: as it came, as text, what it says, as it leaves."""
 SETTINGS_SECONDS = 5.0
 """How often the scheduler's settings are read."""
 CLOSE_SECONDS = 2.0
@@ -137,6 +141,7 @@ class Gateway:
             self.health,
             lambda: [entry.spec for entry in self.registry.entries(ALL_TENANTS)],
             self._heard,
+            self._lost,
             period_seconds=config.health_check_seconds,
         )
         self.indexer_check = IndexerCheck(self.indexers, self.observations)
@@ -172,8 +177,12 @@ class Gateway:
             lease_seconds=config.lease_seconds,
             limits=self.registry.limits,
         )
+        self.budget = make_budget(config.server.request_memory_bytes)
+        """Of requests that are not passed on yet."""
         self.shadow_report = ShadowReport()
         """Empty unless this gateway shadows."""
+        self.leaving = False
+        """It has been told to stop; requests may still be taken."""
         self.on_drain: list[Callable[[], object]] = []
         """Called when nothing new is taken any more, by whom something would wait for longer than it has to."""
         self.tokens = Tokens(self, metrics)
@@ -186,6 +195,10 @@ class Gateway:
         if config.shadow is not None:
             metrics.register(ShadowCollector(self.shadow_report))
         self.registry.listen(self)
+
+    def charge(self, tenant: str) -> Charge:
+        """What is charged for a request's body and what is made of it here; nothing yet."""
+        return self.budget.charge(tenant, BODY_COPIES)
 
     def worker_added(self, spec: WorkerSpec) -> None:
         """Nothing: observations are made when first needed."""
@@ -232,8 +245,13 @@ class Gateway:
                 f"with --shadow {self.config.shadow.balancer} decides: only what comes over HTTP is passed on to it"
             )
 
+    def leave(self) -> None:
+        """Says from now on that it is going to stop."""
+        self.leaving = True
+
     async def drain(self) -> None:
         """Refuses new requests; waits until none is in flight and every Free is delivered."""
+        self.leave()
         self.exchanges.draining = True
         for let_go in self.on_drain:
             let_go()
@@ -262,7 +280,7 @@ class Gateway:
         members = [about(member.name, why) for member in self.registration.members if (why := problem(member))]
         return service_info(
             self.started,
-            draining=self.exchanges.draining,
+            draining=self.leaving,
             warnings=[
                 *members,
                 *self.membership.warnings(),
@@ -309,8 +327,18 @@ class Gateway:
     def _heard(self, spec: WorkerSpec, seconds: float) -> bool:
         """Whether one of a worker's ranks has put out something in the last so many seconds."""
         since = asyncio.get_running_loop().time() - seconds
+        return any(pulse.last_beat() > since for pulse in self._pulses(spec))
+
+    def _lost(self, spec: WorkerSpec, problem: str, asked_at: float) -> None:
+        """A worker does not answer its health checks: nothing waits for it that it has put out nothing for since."""
+        pulses = self._pulses(spec)
+        if all(pulse.last_beat() <= asked_at for pulse in pulses):
+            for pulse in pulses:
+                pulse.lose(problem, asked_at)
+
+    def _pulses(self, spec: WorkerSpec) -> list[Pulse]:
         seen = (self.observations.by_rank.get((spec.tenant, rank)) for rank in spec.ranks)
-        return any(one is not None and one.pulse.last_beat() > since for one in seen)
+        return [one.pulse for one in seen if one is not None]
 
     def _resync(self, member: Member[Any]) -> None:
         self.membership.resync(member)

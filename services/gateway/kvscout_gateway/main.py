@@ -13,8 +13,9 @@ from kvscout_common.errors import ConfigError
 from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SERVER, SectionedCommand, client_flags, flag, server_flags
 from kvscout_common.nats_config import NatsConfig, nats_flags
 from kvscout_common.serving import App, run
-from kvscout_gateway.config import GatewayConfig, addresses, indexer_shards, tokenizer_folders
+from kvscout_gateway.config import FIND_TOKENIZERS, GatewayConfig, addresses, indexer_shards, tokenizer_folders
 from kvscout_gateway.engines.patience import Patience
+from kvscout_gateway.front.client_paths import ClientPaths
 from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig, endpoint_picker_flags
 from kvscout_gateway.front.shadow.config import ShadowConfig, shadow_flags
 
@@ -104,10 +105,10 @@ from kvscout_gateway.front.shadow.config import ShadowConfig, shadow_flags
 )
 @flag(
     "--engine-answer-seconds",
-    default=600.0,
+    default=1800.0,
     type=click.FloatRange(min=0.1),
     section=PERFORMANCE,
-    help="Longest silence of an engine whose answer comes as a whole.",
+    help="Longest time for an answer that comes as a whole, from an engine that answers its health checks.",
 )
 @flag(
     "--engine-health-seconds",
@@ -139,10 +140,10 @@ from kvscout_gateway.front.shadow.config import ShadowConfig, shadow_flags
 )
 @flag(
     "--lease-seconds",
-    default=300,
+    default=30,
     type=click.IntRange(3, 3600),
     section=BEHAVIOUR,
-    help="Lease of bookings made without a stream.",
+    help="Lease of bookings made without a stream, renewed at a third of it; those of a killed gateway end with it.",
 )
 @endpoint_picker_flags()
 @shadow_flags()
@@ -153,12 +154,26 @@ from kvscout_gateway.front.shadow.config import ShadowConfig, shadow_flags
     section=SERVER,
     help="Port of the OpenAI API; 0 = any free one, -1 = none.",
 )
+@flag(
+    "--cors-origin",
+    multiple=True,
+    metavar="ORIGIN",
+    section=SERVER,
+    help="Origin whose pages may ask the HTTP port from a browser, such as https://chat.example.com; * = any. Repeat.",
+)
+@flag(
+    "--client-path",
+    multiple=True,
+    metavar="PATH",
+    section=SERVER,
+    help="Further path of engines that clients may ask for, such as /v1/videos/*; * = one part of it. Repeat.",
+)
 @flag("--no-dashboard", is_flag=True, section=SERVER, help="No page at / of that port.")
 @flag(
     "--tokenizer",
     multiple=True,
     help="[MODEL=]DIR with tokenizer.json and tokenizer_config.json, for routing texts by their tokens; repeat for"
-    " further models.",
+    " further models. auto = those of others are looked for on this machine.",
 )
 @flag(
     "--tokenizer-cache-mib",
@@ -228,8 +243,11 @@ def main(**values: Any) -> None:
             engine_ca=values["engine_ca"],
             http_port=values["http_port"],
             dashboard=not values["no_dashboard"],
+            cors_origins=values["cors_origin"],
+            client_paths=ClientPaths(values["client_path"]),
             shadow=ShadowConfig.from_flags(values),
             tokenizers=tokenizer_folders("tokenizer", values["tokenizer"]),
+            finds_tokenizers=FIND_TOKENIZERS in values["tokenizer"],
             tokenizer_cache_bytes=values["tokenizer_cache_mib"] << 20,
             tokenize_timeout_seconds=values["tokenize_timeout_ms"] / 1000,
             session_affinity=values["session_affinity"],
@@ -260,10 +278,12 @@ async def build(config: GatewayConfig) -> App:
         services=[(SERVICE, GatewayServicer(gateway).add_to)],
         tasks={**gateway.tasks(), **openai.tasks()},
         warm=gateway.warm,
+        leave=gateway.leave,
         drain=gateway.drain,
         close=gateway.close,
         metrics=metrics,
         limits=gateway.registry.limits,
+        budget=gateway.budget,
         side_ports=side_ports,
         http=openai.port() if config.http_port >= 0 else None,
     )

@@ -81,6 +81,14 @@ class ClientRequest(Protocol):
     def at_once(self) -> bool:
         """The answer comes as a whole when it is complete, and no stream."""
 
+    @property
+    def with_key(self) -> bool:
+        """The engine is shown the client's own key, if it has one."""
+
+    @property
+    def demands_tool_call(self) -> bool:
+        """The output has to be a tool call: some engines refuse a request whose output ends before it is one."""
+
     def dialect(self, adapter: EngineAdapter) -> Dialect:
         """Of what the engine answers to it."""
 
@@ -101,6 +109,8 @@ class TokenRequest:
     """Sampling and stop parameters, named as vLLM names them."""
     form: Form = Form.PIECES
     at_once: bool = False
+    with_key: bool = False
+    demands_tool_call: bool = False
 
     @property
     def max_tokens(self) -> int | None:

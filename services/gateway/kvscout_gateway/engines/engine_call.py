@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from kvscout_common import tracing
@@ -22,6 +21,7 @@ from kvscout_common.transport.http import (
     Sink,
     StreamReport,
 )
+from kvscout_gateway.engines.answer import words_read
 from kvscout_gateway.engines.failure import EngineFailed, Fault, refused, reported, unheard
 from kvscout_gateway.engines.patience import Bounded, Patience, Pulse, Watch
 
@@ -59,7 +59,9 @@ class Engines:
         self.own_headers = own_headers
         self.warnings = RateLimitedLog(log)
 
-    def call(self, endpoint: str, *, uncached_tokens: int, pulse: Pulse, at_once: bool = False) -> EngineCall:
+    def call(
+        self, endpoint: str, *, uncached_tokens: int, pulse: Pulse, at_once: bool = False, clients_key: bool = False
+    ) -> EngineCall:
         """A request to an engine begins; `end` it.
 
         Args:
@@ -67,8 +69,9 @@ class Engines:
             uncached_tokens: Of the prompt, those that it has to compute.
             pulse: Of the worker rank.
             at_once: The whole answer comes at once, when it is complete.
+            clients_key: What the engine says of the key that it is shown is said of the client's.
         """
-        return EngineCall(self, endpoint, uncached_tokens, pulse, at_once=at_once)
+        return EngineCall(self, endpoint, uncached_tokens, pulse, at_once=at_once, clients_key=clients_key)
 
     async def close(self) -> None:
         """Closes every connection."""
@@ -78,8 +81,18 @@ class Engines:
 class EngineCall:
     """One request, and how long its engine may be silent. Cancelling what it awaits aborts it on the engine."""
 
-    def __init__(self, engines: Engines, endpoint: str, uncached_tokens: int, pulse: Pulse, *, at_once: bool) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        endpoint: str,
+        uncached_tokens: int,
+        pulse: Pulse,
+        *,
+        at_once: bool,
+        clients_key: bool,
+    ) -> None:
         self._engines = engines
+        self._clients_key = clients_key
         self._endpoint = endpoint
         self._now = asyncio.get_running_loop().time
         self._watch = Watch(engines.patience, uncached_tokens, pulse, self._now(), at_once=at_once)
@@ -106,7 +119,7 @@ class EngineCall:
         answer = await self._heard(sending)
         self.span.tell(status=answer.status)
         if not 200 <= answer.status < 300:
-            failed = await _refusal(answer)
+            failed = await _refusal(answer, clients_key=self._clients_key)
             self.span.failed(failed)
             raise failed
         return answer
@@ -128,7 +141,25 @@ class EngineCall:
         Raises:
             EngineFailed: It breaks off, or is longer than that many bytes.
         """
-        return await self._heard(answer.read(limit))
+        body = await self._heard(answer.read(limit))
+        self._watch.output(self._now())
+        return body
+
+    async def chunks(self, answer: HttpAnswer) -> AsyncIterator[bytes]:
+        """The body of an answer as it comes, whatever it is; leaving early aborts it.
+
+        Raises:
+            EngineFailed: It breaks off, or falls silent: comments in a stream of events are silence, too.
+        """
+        chunks = answer.chunks()
+        has_events = _content_type(answer).startswith("text/event-stream")
+        while (chunk := await self._heard(anext(chunks, None))) is not None:
+            yield chunk
+            # Behind the yield: how long the client took is no silence of the engine's.
+            if not has_events:
+                self._watch.piece(self._now())
+            elif _says_something(chunk):
+                self._watch.output(self._now())
 
     async def relay(
         self,
@@ -172,7 +203,7 @@ class EngineCall:
             )
         )
         if report.error:
-            raise reported(json.loads(report.error))
+            raise reported(words_read(report.error) or f"an error of {len(report.error)} bytes")
         if not report.done:
             raise EngineFailed("the engine broke off its stream")
         if report.overrun:
@@ -181,7 +212,7 @@ class EngineCall:
             )
         return report
 
-    async def _heard(self, waiting: Coroutine[Any, Any, T]) -> T:
+    async def _heard(self, waiting: Awaitable[T]) -> T:
         """What an engine is waited for with.
 
         Raises:
@@ -197,12 +228,31 @@ class EngineCall:
                 self._engines.warnings.warning("resources", "requests fail for lack of resources here: %s", error)
             raise failed from error
         except TimeoutError as error:
-            silence = self._now() - self._watch.silent_since
             self.span.failed(error)
-            raise EngineFailed(f"{self._endpoint}: hangs: no output for {silence:.3g} s") from error
+            raise self._given_up() from error
+
+    def _given_up(self) -> EngineFailed:
+        """Why it is not waited for any longer."""
+        if self._watch.lost:
+            return EngineFailed("the worker is lost", detail=f"{self._endpoint}: {self._watch.lost}")
+        seconds = self._now() - self._watch.silent_since
+        if self._watch.at_once:
+            problem = f"the answer is not complete after {seconds:.3g} s"
+            return EngineFailed(problem, detail=f"{self._endpoint}: {problem}", fault=Fault.TIME)
+        problem = f"hangs: no output for {seconds:.3g} s"
+        return EngineFailed(f"the worker {problem}", detail=f"{self._endpoint}: {problem}")
 
 
-async def _refusal(answer: HttpAnswer) -> EngineFailed:
+def _content_type(answer: HttpAnswer) -> str:
+    return next((value.lower() for name, value in answer.headers if name.lower() == "content-type"), "")
+
+
+def _says_something(chunk: bytes) -> bool:
+    """Whether a piece of a stream of events has more in it than comments."""
+    return any(line and not line.startswith(b":") for line in chunk.splitlines())
+
+
+async def _refusal(answer: HttpAnswer, *, clients_key: bool) -> EngineFailed:
     body = bytearray()
     try:
         async with asyncio.timeout(REFUSAL_SECONDS):
@@ -213,4 +263,4 @@ async def _refusal(answer: HttpAnswer) -> EngineFailed:
     except (HttpFailed, TimeoutError):
         pass  # what came of it will do
     answer.abort()
-    return refused(answer.status, answer.headers, bytes(body[:REFUSAL_BYTES]))
+    return refused(answer.status, answer.headers, bytes(body[:REFUSAL_BYTES]), clients_key=clients_key)

@@ -7,7 +7,8 @@
     └─ slow start ◀── its first token ── on probation: one request at a time ◀┘
        10 s, a growing share of requests      └── that fails: out again
 
-Beside that, a worker that does not answer its health checks gets nothing until it does (`health_checks`).
+Beside that, a worker that does not answer its health checks gets nothing until it does, and what waits for it then is
+tried elsewhere (`health_checks`).
 
 What is known starts with a failure, so that a worker that never fails costs nothing. No more than half of the workers
 that could take a request are left out of it, whatever they did: where all fail, the cause is somewhere else. A request
@@ -182,6 +183,11 @@ class WorkerHealth:
         """What was wrong with the last health check of the workers that missed several, by tenant and worker id."""
         return {who: problem for who, (missed, problem) in self._missed.items() if missed >= MISSED_CHECKS}
 
+    def is_silent(self, tenant: str, worker_id: str) -> bool:
+        """Whether a worker missed so many health checks in a row that it gets no requests."""
+        missed, _ = self._missed.get((tenant, worker_id), (0, ""))
+        return missed >= MISSED_CHECKS
+
     def checked(self, tenant: str, worker_id: str, problem: str = "") -> bool:
         """A health check has ended.
 
@@ -289,8 +295,7 @@ class WorkerHealth:
 
     def _ground(self, tenant: str, spec: WorkerSpec, now: float) -> _Ground | None:
         """The weakest of its ranks': it may get what one of them may."""
-        missed, _ = self._missed.get((tenant, spec.worker_id), (0, ""))
-        if missed >= MISSED_CHECKS:
+        if self.is_silent(tenant, spec.worker_id):
             return _Ground.OUT
         weakest = _Ground.OUT
         for rank in spec.ranks:

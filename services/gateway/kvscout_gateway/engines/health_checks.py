@@ -35,6 +35,7 @@ class HealthChecks:
         health: WorkerHealth,
         workers: Callable[[], Iterable[WorkerSpec]],
         heard: Callable[[WorkerSpec, float], bool],
+        lost: Callable[[WorkerSpec, str, float], object],
         *,
         period_seconds: float,
     ) -> None:
@@ -45,12 +46,15 @@ class HealthChecks:
             health: Told of what is found.
             workers: Those that are registered now.
             heard: Whether a worker has put out something in the last so many seconds.
+            lost: Told of each failed check of a worker that gets no requests for that: what was wrong, and when it was
+                asked on the loop's clock. What waits for it waits in vain.
             period_seconds: Between two checks of a worker.
         """
         self._client = client
         self._health = health
         self._workers = workers
         self._heard = heard
+        self._lost = lost
         self._period = period_seconds
         self._places = asyncio.Semaphore(AT_ONCE)
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
@@ -77,6 +81,7 @@ class HealthChecks:
             await asyncio.sleep(self._period)
 
     async def _check(self, spec: WorkerSpec) -> None:
+        asked_at = asyncio.get_running_loop().time()
         try:
             problem = await self._ask(spec)
         finally:
@@ -84,6 +89,8 @@ class HealthChecks:
         if problem:
             self._warnings.warning(spec.worker_id, "worker %s: %s", spec.worker_id, problem)
         self._told(spec, problem)
+        if self._health.is_silent(spec.tenant, spec.worker_id):
+            self._lost(spec, f"does not answer its health checks: {problem}", asked_at)
 
     async def _ask(self, spec: WorkerSpec) -> str:
         """What is wrong with it; "" = nothing."""

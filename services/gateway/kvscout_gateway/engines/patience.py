@@ -4,6 +4,9 @@ Only output counts. Pings, comments and empty events come from an HTTP server in
 
 A request may stand in line inside its engine. Output for others says that the engine works, so that the silence of a
 request is that of its worker rank, up to a limit; and the prompts that came before its own take their time, too.
+
+An answer that comes as a whole shows nothing of its engine until it is complete: its silence says nothing, and only its
+time is limited. Health checks tell when an engine is lost, and end at once whatever waits for it.
 """
 
 from __future__ import annotations
@@ -34,6 +37,17 @@ class Pulse:
         """When it last put out something, for whomever."""
         return max([self.beat_at, *(watch.heard_at for watch in self.decoding)])
 
+    def lose(self, problem: str, asked_at: float) -> None:
+        """Its engine is lost: ends the waiting of all requests that it could have put out something for since then.
+
+        Args:
+            problem: What is wrong.
+            asked_at: When that was asked, on the loop's clock.
+        """
+        for watch in [*self.prefilling, *self.decoding]:
+            if watch.silent_since <= asked_at:
+                watch.lose(problem)
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -49,8 +63,8 @@ class Patience:
     """Longest silence after it, beside that time."""
     queue_seconds: float = 300.0
     """Longest silence of a request, whatever its worker rank does for others."""
-    answer_seconds: float = 600.0
-    """Longest silence of a request whose whole answer comes at once."""
+    answer_seconds: float = 1800.0
+    """Longest time for an answer that comes as a whole, beside that of its prompt."""
 
 
 class Watch:
@@ -73,6 +87,12 @@ class Watch:
         self._since = now
         self._uncached = uncached_tokens
         self._seconds = patience.answer_seconds if at_once else patience.first_output_seconds
+        self.at_once = at_once
+        """Its answer comes as a whole, and it is not complete."""
+        self.lost = ""
+        """What is wrong with its engine, which will not answer; "" = nothing that is known."""
+        self.on_lost: Callable[[], object] | None = None
+        """Called when that becomes known."""
         self._noticed: Callable[[], StreamReport] | None = None
         pulse.prefilling[self] = uncached_tokens
 
@@ -84,12 +104,23 @@ class Watch:
             pulse.decoding.remove(self)
             pulse.beat_at = max(pulse.beat_at, self.heard_at)
 
+    def lose(self, problem: str) -> None:
+        """Its engine is lost: it is not waited for any more."""
+        self.lost = problem
+        if self.on_lost is not None:
+            self.on_lost()
+
     def follow(self, noticed: Callable[[], StreamReport]) -> None:
         """The answer begins: what a pump has noticed of it counts, too, whenever it is asked for."""
         self._noticed = noticed
 
+    def piece(self, now: float) -> None:
+        """Something of an answer came that is no stream of events: the rest may take as long as all of it may."""
+        self._since = now
+
     def output(self, now: float) -> None:
         """There was some."""
+        self.at_once = False
         self._since = now
         self._seconds, self._uncached = self._patience.idle_seconds, 0
         self._pulse.prefilling.pop(self, None)
@@ -125,6 +156,8 @@ class Watch:
 
     def left(self, now: float) -> float:
         """Seconds until then; 0 or less = it hangs. Others of the worker rank are asked only if it matters."""
+        if self.lost:
+            return 0.0
         left = self.silent_since + self._seconds - now
         return left if left > 0 else self.deadline() - now
 
@@ -142,6 +175,7 @@ class Bounded:
     """
 
     __slots__ = ("_cancelling", "_expired", "_loop", "_task", "_timer", "_watch")
+    _timer: asyncio.Handle
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -155,14 +189,20 @@ class Bounded:
         now = self._loop.time()
         left = max(0.0, min(self._watch.left(now), LOOK_SECONDS))
         self._timer = self._loop.call_at(now + left, self._look)
+        self._watch.on_lost = self._look_now
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._timer.cancel()
+        self._watch.on_lost = None
         # Who else cancels the task meanwhile has it cancelled.
         if self._expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error
+
+    def _look_now(self) -> None:
+        self._timer.cancel()
+        self._timer = self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         now = self._loop.time()

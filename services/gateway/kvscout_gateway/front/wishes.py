@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.json_fields import Fields
+from kvscout_common.worker import EngineKind
 from kvscout_gateway.request.placement import Wish, new_request_id
-from kvscout_gateway.request.prompt import Prompt
-from kvscout_gateway.tokens.estimate import estimated_tokens, output_bound
+from kvscout_gateway.request.prompt import Prompt, PromptTooLong
+from kvscout_gateway.tokens.estimate import CHARACTERS_A_TOKEN, output_bound
 from kvscout_gateway.tokens.prompt_tokens import PromptTokens, Source
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 CHAT: Final = "/v1/chat/completions"
 
 
-def model_of(fields: Mapping[str, Any]) -> str:
+def model_of(fields: Fields) -> str:
     """The model that a body names.
 
     Raises:
@@ -26,12 +27,10 @@ def model_of(fields: Mapping[str, Any]) -> str:
     model = fields.get("model")
     if not isinstance(model, str) or not model:
         raise InvalidArgument("must be the name of a model", field="model")
-    return model
+    return _text(model, "model")
 
 
-async def tokens_of(
-    gateway: Gateway, path: str, fields: Mapping[str, Any], *, size: int, tenant: str, model: str
-) -> PromptTokens:
+async def tokens_of(gateway: Gateway, path: str, fields: Fields, *, size: int, tenant: str, model: str) -> PromptTokens:
     """The tokens of a request's prompt, where they can be had in time.
 
     Args:
@@ -48,7 +47,10 @@ async def tokens_of(
         return PromptTokens(b"", Source.NONE, "the model is not known here")
     prompts = gateway.tokens.prompts
     if path == CHAT:
-        found = await prompts.of_chat(fields, size=size, model=target.model, tenant=tenant)
+        kinds = {spec.engine for spec in view.serving(target.model).specs}
+        # Where engines of one model differ, most clients' prompts have neither tools nor parts, and are alike.
+        engine = EngineKind.SGLANG if kinds == {EngineKind.SGLANG} else EngineKind.VLLM
+        found = await prompts.of_chat(fields, size=size, model=target.model, tenant=tenant, engine=engine)
     else:
         found = await prompts.of_completion(fields, model=target.model, tenant=tenant)
     if found.source is Source.NONE:
@@ -56,7 +58,7 @@ async def tokens_of(
     return found
 
 
-def wish_of(gateway: Gateway, fields: Mapping[str, Any], tokens: PromptTokens, *, tenant: str, model: str) -> Wish:
+def wish_of(gateway: Gateway, fields: Fields, tokens: PromptTokens, *, tenant: str, model: str) -> Wish:
     """What is asked of a worker.
 
     Args:
@@ -67,25 +69,38 @@ def wish_of(gateway: Gateway, fields: Mapping[str, Any], tokens: PromptTokens, *
         model: As it names it.
 
     Raises:
-        InvalidArgument: The prompt is too long.
+        InvalidArgument: The prompt is too long, or what tells prompts apart is no text.
     """
     limit = gateway.config.max_prompt_tokens
+    field = "prompt" if "prompt" in fields else "messages"
     if len(tokens) > limit:
-        raise InvalidArgument(f"{len(tokens)} tokens, --max-prompt-tokens is {limit}", field="prompt")
+        raise PromptTooLong(len(tokens), limit, field=field)
     salt = fields.get("cache_salt")
-    length = len(tokens)
+    length, further = len(tokens), tokens.further_tokens
     if not length:
+        further = 0  # the estimate is of all prompts
         longest = gateway.catalog.tenant(tenant).serving(model).longest_prompt
-        length = max(1, min(estimated_tokens(fields), limit, longest or limit))
+        length = max(1, min(fields.characters // CHARACTERS_A_TOKEN, limit, longest or limit))
     return Wish(
         model=model,
         tenant=tenant,
         prompt=Prompt(
-            isl_tokens=length,
+            isl_tokens=length + further,
             token_ids=tokens.token_ids,
-            cache_salt=salt if isinstance(salt, str) else "",
+            cache_salt=_text(salt, "cache_salt") if isinstance(salt, str) else "",
+            further_tokens=further,
+            field=field,
             unknown="" if len(tokens) else f"tokenizer: {tokens.problem or 'the prompt is empty'}",
         ),
         request_id=new_request_id(),
         expected_output_tokens=output_bound(fields),
     )
+
+
+def _text(value: str, field: str) -> str:
+    """The value, which has halves of UTF-16 pairs in it where JSON escapes them."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("is no text: half of a surrogate pair is in it", field=field) from error
+    return value

@@ -14,12 +14,14 @@ pays for a failure, the request or the worker, is told by `engines.failure`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import TypeAlias
 
 from kvscout_common.errors import (
+    DeadlineExceeded,
     Draining,
     FailedPrecondition,
     InternalError,
@@ -93,16 +95,17 @@ class Exchanges:
         self.requests = 0
         self.failures = 0
 
-    def begin(self, wish: Wish) -> Exchange:
+    def begin(self, wish: Wish, *, admitted: bool = False) -> Exchange:
         """An exchange, to be entered and left.
 
         Args:
             wish: What is asked of a worker; without a request_id it gets one.
+            admitted: The caller is in `admit` for its request.
         """
         if not wish.request_id:
             wish = replace(wish, request_id=new_request_id())
         wish.tell_trace()
-        return Exchange(self, wish)
+        return Exchange(self, wish, nullcontext() if admitted else self.admit(wish.tenant))
 
     def require_open(self) -> None:
         """Nothing, as long as requests are taken.
@@ -113,8 +116,12 @@ class Exchanges:
         if self.draining:
             raise Draining("the gateway is draining")
 
-    def admit(self, wish: Wish) -> None:
-        """One more is in flight.
+    @contextmanager
+    def admit(self, tenant: str) -> Iterator[None]:
+        """Takes one of the places for requests for the length of a block: before the body is read, where there is one.
+
+        Args:
+            tenant: Whose request it is.
 
         Raises:
             Draining, ResourceExhausted: This gateway takes nothing now, or nothing more of this tenant.
@@ -122,31 +129,34 @@ class Exchanges:
         self.require_open()
         if self.in_flight >= self._max_in_flight:
             raise ResourceExhausted(f"{self.in_flight} requests are in flight (limit)", retry_after_seconds=1.0)
-        self.limits.take(Limit.REQUESTS, wish.tenant)
-        self.in_flight += 1
-        self.idle.clear()
-        self.requests += 1
+        with self.limits.hold(Limit.REQUESTS, tenant):
+            self.in_flight += 1
+            self.requests += 1
+            self.idle.clear()
+            try:
+                yield
+            finally:
+                self.in_flight -= 1
+                if self.in_flight == 0:
+                    self.idle.set()
 
     def over(self, wish: Wish, error: BaseException | None) -> None:
-        """One has ended."""
+        """Counts a request that has ended."""
         outcome = "ok"
         if isinstance(error, Exception) and not isinstance(error, SinkGone):
             outcome = type(error).__name__ if isinstance(error, KvscoutError) else InternalError.__name__
             self.failures += 1
         elif error is not None:
             outcome = "cancelled"
-        self.limits.give_back(Limit.REQUESTS, wish.tenant)
-        self.in_flight -= 1
-        if self.in_flight == 0:
-            self.idle.set()
         self.means.metrics.of(wish.tenant, wish.model).ended(outcome)
 
 
 class Exchange:
     """One request of a client; entered before anything is asked of it, and left when nobody waits for it any more."""
 
-    def __init__(self, all_of_them: Exchanges, wish: Wish) -> None:
+    def __init__(self, all_of_them: Exchanges, wish: Wish, admitted: AbstractContextManager[None]) -> None:
         self._all = all_of_them
+        self._admitted = admitted
         self._means = all_of_them.means
         self.wish = wish
         self._started = self._means.clock()
@@ -159,7 +169,7 @@ class Exchange:
         return self.wish.request_id
 
     def __enter__(self) -> Exchange:
-        self._all.admit(self.wish)
+        self._admitted.__enter__()
         return self
 
     def __exit__(
@@ -169,6 +179,7 @@ class Exchange:
             leg.free()
         left = isinstance(error, SinkGone | asyncio.CancelledError) and any(leg.all_passed for leg in self._legs)
         self._all.over(self.wish, None if left else error)
+        self._admitted.__exit__(None, None, None)
 
     async def run(self, request: ClientRequest, reply: Reply) -> None:
         """Runs the request to its end, by the plan that suits it.
@@ -180,7 +191,7 @@ class Exchange:
         Raises:
             KvscoutError: As `RoutingFlow.place`; InvalidArgument if the engine refuses the request; Unavailable if
                 engines failed before the client had a byte; InternalError if one failed after it; DeadlineExceeded if
-                the client takes nothing. `failure_behind` tells what the engine said.
+                the client takes nothing, or a whole answer takes too long. `failure_behind` tells what the engine said.
             SinkGone: The client is gone.
         """
         await self._all.plan(self.wish).run(self, request, reply)
@@ -308,6 +319,8 @@ class Exchange:
                 raise ResourceExhausted(
                     f"the gateway has no resources left: {error.message}", retry_after_seconds=1.0
                 ) from error
+            case Fault.TIME:
+                raise DeadlineExceeded(error.message) from error
             case Fault.OVERLOAD:
                 self._means.health.overloaded(leg.key, error.retry_after_seconds)
             case Fault.REFUSED if not leg.passed:

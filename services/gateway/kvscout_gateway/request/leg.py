@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
 from kvscout_common.transport.http import Dialect, HttpAnswer, Sink, SinkGone, SinkStalled, StreamReport
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.adapter import UNCHANGED, Address, Changes, ClientRequest, EngineAdapter
+from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.engine_call import EngineCall, Engines
 from kvscout_gateway.engines.failure import EngineFailed, reported
 from kvscout_gateway.engines.health import Key, WorkerHealth
@@ -156,6 +156,7 @@ class Leg:
             uncached_tokens=self.wish.prompt.isl_tokens if self.wish.prefill_elsewhere else placement.uncached_tokens,
             pulse=self.seen.pulse,
             at_once=request.at_once if at_once is None else at_once,
+            clients_key=request.with_key,
         )
         self._answer = await self._call.send(written)
         return self._answer
@@ -197,19 +198,19 @@ class Leg:
             # A client may leave when it has read that this was all, before the last byte of how that is framed.
             self.all_passed = answer.report.done
             if self.all_passed:
-                self.ended(usage_of_stream(dialect, _object(answer.report.usage)))
+                self.ended(usage_of_stream(dialect, account_read(answer.report.usage)))
             raise
         self._answer = None
-        self.ended(usage_of_stream(dialect, _object(answer.report.usage)))
+        self.ended(usage_of_stream(dialect, account_read(answer.report.usage)))
 
     async def read(self, answer: HttpAnswer) -> dict[str, Any]:
-        """All of an answer that is no stream: its JSON object, which is empty where it is none.
+        """All of an answer that is no stream: what is read of it (`answer_read`).
 
         Raises:
             EngineFailed: It breaks off, is too long, or reports an error.
         """
         assert self._call is not None
-        return self._told(await self._call.read(answer, MAX_ANSWER_BYTES))
+        return await self._told(await self._call.read(answer, MAX_ANSWER_BYTES))
 
     def first_output(self, *, at_once: bool = False) -> None:
         """Output begins. A second call does nothing.
@@ -295,13 +296,13 @@ class Leg:
     async def _hand_over(self, answer: HttpAnswer, sink: Sink, dialect: Dialect) -> None:
         assert self._call is not None
         body = await self._call.read(answer, MAX_ANSWER_BYTES)
-        document = self._told(body)
+        document = await self._told(body)
         self.first_output(at_once=True)
         await sink.write(body)
         self.ended(usage_of_answer(dialect, document))
 
-    def _told(self, body: bytes) -> dict[str, Any]:
-        document = _object(body)
+    async def _told(self, body: bytes) -> dict[str, Any]:
+        document = await answer_read(body)
         error = document.get("error")
         if error:
             raise reported(error)
@@ -310,7 +311,8 @@ class Leg:
     def _check(self, usage: Usage) -> None:
         placement, prompt, isl_tokens = self.placement, self.wish.prompt, usage.prompt_tokens
         # Only what events confirm is checked: a prediction is allowed to fail. Nor is one of other tokens.
-        checked = placement.confirmed_blocks is not None and not prompt.unknown and prompt.isl_tokens == isl_tokens
+        known = not prompt.unknown and not prompt.further_tokens and prompt.isl_tokens == isl_tokens
+        checked = placement.confirmed_blocks is not None and known
         self._means.observations.reported(
             *self.key,
             isl_tokens=isl_tokens,
@@ -324,11 +326,3 @@ class Leg:
         """The mean time between tokens; those that came with the first output were not waited for."""
         waited_for = report.tokens * (report.outputs - 1) / report.outputs
         self._metrics.between_tokens((report.last_output_at - report.first_output_at) / waited_for)
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        document = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}

@@ -59,6 +59,10 @@ class Wish:
             tracing.current().tell(tenant=self.tenant, model=self.model, request_id=self.request_id)
 
 
+def _helper_in(reason: str) -> str:
+    return next((name for name in ("scheduler", "indexer", "tokenizer") if name in reason), "time")
+
+
 @dataclass(slots=True)
 class Placement:
     """Where a prompt goes."""
@@ -85,6 +89,10 @@ class Placement:
     """None for a query; its scheduler is None where none answered."""
     decision: Decision | None = None
     """What the indexers are to be told once the prompt goes to its engine; None = prefix caches are ignored."""
+
+    def degraded_for(self, *, in_full: bool) -> tuple[str, ...]:
+        """Why less was known than usual: in full, with addresses, or only who did not help."""
+        return self.degraded if in_full else tuple(dict.fromkeys(map(_helper_in, self.degraded)))
 
     @property
     def rank_header(self) -> int | None:

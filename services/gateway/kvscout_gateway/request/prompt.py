@@ -6,11 +6,28 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvscout_common.errors import FailedPrecondition
+from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.worker import WorkerSpec
 
 HASH_BYTES = 8
+
+
+class PromptTooLong(InvalidArgument):
+    """No worker of the model can hold the prompt; said as engines and OpenAI do, which is what clients look for.
+
+    Args:
+        tokens: Of the prompt.
+        longest: That any may have.
+        field: Of the client's request, in which the prompt is.
+    """
+
+    def __init__(self, tokens: int, longest: int, *, field: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {longest} tokens. However, your request has {tokens} input tokens."
+            " Please reduce the length of the input.",
+            field=field,
+        )
 
 
 class Geometry(NamedTuple):
@@ -25,6 +42,7 @@ class Prompt:
     """What is to be placed: token ids, the block hashes of one geometry, or only about how long it is."""
 
     isl_tokens: int
+    """With those of further prompts."""
     token_ids: bytes = b""
     """Little-endian u32, four bytes a token; empty where only hashes are known."""
     given_hashes: bytes = b""
@@ -34,6 +52,15 @@ class Prompt:
     mm_items: tuple[MmItem, ...] = ()
     unknown: str = ""
     """Why neither tokens nor hashes are known, and the length is an estimate: it is placed by load alone."""
+    further_tokens: int = 0
+    """Of the prompts that the request has beside this one, of which only the length is of interest, about."""
+    field: str = "token_ids"
+    """Of the client's request, in which it is."""
+
+    @property
+    def own_tokens(self) -> int:
+        """Its length, without those of further prompts."""
+        return self.isl_tokens - self.further_tokens
 
     def settle(self) -> None:
         """It is not placed again: only its length is still of interest."""

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common import tracing
-from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound
+from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.wire_fields import bytes_field, number_field
 from kvscout_common.worker import WorkerRank, WorkerSpec
@@ -25,7 +25,7 @@ from kvscout_gateway.indexer_client.overlaps import NOTHING_FOUND, Found, Overla
 from kvscout_gateway.indexer_client.reporter import Decision, Reporter
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.placement import Placement, Wish
-from kvscout_gateway.request.prompt import HASH_BYTES, Geometry, hash_prompt
+from kvscout_gateway.request.prompt import HASH_BYTES, Geometry, PromptTooLong, hash_prompt
 from kvscout_gateway.scheduler_client.booking import UNBOOKED_ATTEMPT, Booking, Schedulers
 from kvscout_gateway.scheduler_client.link import Selection
 from kvscout_gateway.scheduler_client.placing import Placing
@@ -103,7 +103,7 @@ class RoutingFlow:
         if self._wants_overlaps(wish):
             with tracing.span("find_matches", tracing.Kind.CLIENT) as span:
                 asked.found = await self._overlaps.find(
-                    asked.target.model, wish.tenant, asked.hashes, prompt_tokens=wish.prompt.isl_tokens
+                    asked.target.model, wish.tenant, asked.hashes, prompt_tokens=wish.prompt.own_tokens
                 )
                 self._count_missed(asked.found)
                 span.tell(degraded=bool(asked.found.problems))
@@ -157,7 +157,7 @@ class RoutingFlow:
         """
         asked = self._prepare(wish)
         found = await self._overlaps.find(
-            asked.target.model, wish.tenant, asked.hashes, prompt_tokens=wish.prompt.isl_tokens
+            asked.target.model, wish.tenant, asked.hashes, prompt_tokens=wish.prompt.own_tokens
         )
         self._count_missed(found)
         kind = scheduler_pb2.SchedulerGetPotentialLoadsRequest
@@ -202,11 +202,8 @@ class RoutingFlow:
         target = view.resolve(wish.model, wish.lora_name)
         serving = view.serving(target.model)
         longest = serving.longest_prompt
-        if longest is not None and wish.prompt.isl_tokens > longest and not wish.prompt.unknown:
-            raise InvalidArgument(
-                f"{wish.prompt.isl_tokens} tokens; the largest cache of the model's workers holds {longest}",
-                field="token_ids" if wish.prompt.token_ids else "block_hashes",
-            )
+        if longest is not None and wish.prompt.own_tokens > longest and not wish.prompt.unknown:
+            raise PromptTooLong(wish.prompt.own_tokens, longest, field=wish.prompt.field)
         return _Asked(target, view, serving, hash_prompt(wish.prompt, serving.pools, target.lora_name))
 
     def _wants_overlaps(self, wish: Wish) -> bool:
@@ -232,7 +229,7 @@ class RoutingFlow:
             if not self._wants_overlaps(wish):
                 return _selection(asked, wish)
             found = await self._overlaps.find(
-                asked.target.model, wish.tenant, asked.hashes, prompt_tokens=wish.prompt.isl_tokens
+                asked.target.model, wish.tenant, asked.hashes, prompt_tokens=wish.prompt.own_tokens
             )
             return _selection(replace(asked, found=found), wish)
 

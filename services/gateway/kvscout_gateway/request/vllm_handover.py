@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_gateway.engines.adapter import Changes, ClientRequest
+from kvscout_gateway.engines.failure import EngineFailed
 from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.disaggregated import PrefillFailed
 from kvscout_gateway.request.leg import Leg, Reply
@@ -56,11 +57,14 @@ class VllmHandover:
 
         try:
             await exchange.attempt(prefill, compute)
-        except InvalidArgument:
-            raise
+        except InvalidArgument as error:
+            if not (request.demands_tool_call and isinstance(error.__cause__, EngineFailed)):
+                raise
+            # Some releases of vLLM refuse what they have put out: one token is no tool call. Decode computes the
+            # prompt, and says so if it is the request that is wrong.
+            self.warnings.warning("refused", "prefill refuses a request that demands a tool call: %s", error)
         except KvscoutError as error:
             raise PrefillFailed(error) from error
         await reply.placed(decode.placement)
-        # The client's own request: without an object the decode engine computes the prompt, as it does for any other.
-        changes: Changes = {"kv_transfer_params": transfer} if transfer else {}
-        await decode.relay(await decode.send(request, changes), request, reply)
+        # Without an object the decode engine computes the prompt, as it does for any other request.
+        await decode.relay(await decode.send(request, {"kv_transfer_params": transfer or None}), request, reply)

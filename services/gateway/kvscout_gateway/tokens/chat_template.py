@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvscout_common.errors import ConfigError
 from kvscout_gateway.tokens.conversation import NotText, conversation, template_variables, tools_shown
+from kvscout_gateway.tokens.sglang_conversation import SglangPrompt, SglangRelease, sglang_prompt
 
 MAX_SECONDS: Final = 1.0
 MAX_CHARACTERS: Final = 8 * 1024 * 1024
@@ -91,14 +92,40 @@ class ChatTemplate:
         continued = bool(request.get("continue_final_message"))
         if continued:
             _mark_end(messages)
-        variables = self._special_tokens | {"documents": None} | template_variables(request)
+        text = self._run(template, template_variables(request) | {"messages": messages, "tools": tools})
+        return _until_mark(text) if continued else text
+
+    def render_for_sglang(self, request: Mapping[str, Any], release: SglangRelease) -> tuple[str, str]:
+        """Return the text of a chat request as SGLang renders it, and a text whose tokens follow those of the first.
+
+        Args:
+            request: The body of the chat completion.
+            release: The engine's.
+
+        Raises:
+            NotText: As `render`.
+            TooLong: As `render`.
+        """
+        prompt = sglang_prompt(request, as_parts=self._plain.as_parts_for_sglang, release=release)
+        template = self._plain if prompt.tools is None else self._with_tools
         try:
-            text = self._environment.run(template.template, variables | {"messages": messages, "tools": tools})
+            return self._run(template, _shown_by_sglang(prompt, prompt.tools)), prompt.continued
+        except TooLong:
+            raise
+        except NotText:
+            if prompt.tools is None:
+                raise
+        # Templates that want functions without what is around them.
+        functions = [tool["function"] for tool in prompt.tools]
+        return self._run(template, _shown_by_sglang(prompt, functions)), prompt.continued
+
+    def _run(self, template: _Compiled, variables: Mapping[str, Any]) -> str:
+        try:
+            return self._environment.run(template.template, {**self._special_tokens, "documents": None, **variables})
         except NotText:
             raise
         except Exception as error:  # whatever a template does wrong
             raise NotText(f"the chat template refuses it: {error}") from error
-        return _until_mark(text) if continued else text
 
 
 class _Compiled:
@@ -106,6 +133,7 @@ class _Compiled:
         self.template = environment.from_string(source)
         tree = environment.parse(source)
         self._as_parts = reads_parts(tree)
+        self.as_parts_for_sglang = sglang_reads_parts(source, tree)
         self._knows_developers = "developer" in {node.value for node in tree.find_all(nodes.Const)}
 
     def shown(self, messages: Any) -> list[dict[str, Any]]:
@@ -194,6 +222,18 @@ def reads_parts(tree: nodes.Template) -> bool:
         or (id(loop) not in in_macros and isinstance(loop.iter, nodes.Name) and loop.iter.name == "content")
         for loop in tree.find_all(nodes.For)
     )
+
+
+def sglang_reads_parts(source: str, tree: nodes.Template) -> bool:
+    """Return whether SGLang shows a template the contents of messages as lists of parts: it speaks of what is not text,
+    or loops over the content of a variable of one of three names."""
+    return any(word in source for word in ("image", "audio", "video", "vision")) or any(
+        _reads(loop.iter, name, "content") for loop in tree.find_all(nodes.For) for name in ("message", "msg", "m")
+    )
+
+
+def _shown_by_sglang(prompt: SglangPrompt, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    return prompt.variables | {"messages": prompt.messages, "tools": tools}
 
 
 def _names_of(tree: nodes.Template, names: set[str]) -> set[str]:

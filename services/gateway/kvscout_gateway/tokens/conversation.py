@@ -7,11 +7,14 @@ another text.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from kvscout_common.json_scan import load_json
+
 MAX_MESSAGES: Final = 20_000
+MAX_ARGUMENT_VALUES: Final = 10_000
+"""In the arguments of one tool call."""
 TEXT_PARTS: Final = {
     "text": "text",
     "input_text": "text",
@@ -42,9 +45,36 @@ def conversation(messages: Any, *, as_parts: bool) -> list[dict[str, Any]]:
     Raises:
         NotText: They are no messages, or have something in them that is not text.
     """
+    return [_message(message, role, as_parts=as_parts) for message, role in messages_of(messages)]
+
+
+def messages_of(messages: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each message of a request with its role.
+
+    Raises:
+        NotText: They are no messages.
+    """
     if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
         raise NotText(f"messages is no list of at most {MAX_MESSAGES:,}")
-    return [_message(message, as_parts=as_parts) for message in messages]
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+            raise NotText("a message is no object with a role")
+        yield message, role
+
+
+def calls_of(calls: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield each tool call of a message with its function.
+
+    Raises:
+        NotText: They are no tool calls.
+    """
+    if not isinstance(calls, list):
+        raise NotText("tool_calls is no list")
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise NotText("a tool call has no function")
+        yield call, function
 
 
 def tools_shown(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -84,9 +114,7 @@ def template_variables(request: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in variables.items() if name not in ("chat_template", "tokenize")}
 
 
-def _message(message: Any, *, as_parts: bool) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-        raise NotText("a message is no object with a role")
+def _message(message: Mapping[str, Any], role: str, *, as_parts: bool) -> dict[str, Any]:
     parts = list(_parts(message.get("content"), without_header=role == "system"))
     as_list = as_parts and not (role == "tool" and all(part.keys() <= {"type", "text"} for part in parts))
     shown: dict[str, Any] = {
@@ -139,22 +167,17 @@ def _part(part: Any) -> dict[str, Any] | None:
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise NotText("tool_calls is no list")
-    shown = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise NotText("a tool call has no function")
-        shown.append(call | {"function": function | {"arguments": _arguments(function.get("arguments"))}})
-    return shown
+    return [
+        call | {"function": function | {"arguments": _arguments(function.get("arguments"))}}
+        for call, function in calls_of(calls)
+    ]
 
 
 def _arguments(given: Any) -> dict[str, Any]:
     if isinstance(given, str) and given:
         try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
+            given = load_json(given.encode("utf-8", "replace"), max_values=MAX_ARGUMENT_VALUES)
+        except ValueError:
             return {}
     return given if isinstance(given, dict) else {}
 

@@ -14,6 +14,7 @@ from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.engine_tokenize import EngineTokenize, Tokenizing
 from kvscout_gateway.tokens.parity import ParityCheck
 from kvscout_gateway.tokens.prompt_tokens import PromptTokens, Source
+from kvscout_gateway.tokens.text_tokenizer import Judge
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -29,6 +30,8 @@ class Compared:
     count: int
     all_of_them: tuple[bytes, Mapping[str, Any]] | None
     """Our tokens, and what /tokenize is asked for the engine's; None = only their number is compared."""
+    judge: Judge | None = None
+    """Is told whether the number is the engine's."""
 
 
 class EngineComparison:
@@ -65,9 +68,9 @@ class EngineComparison:
         if body is not None and self._parity.due() and self._running is None:
             try:
                 all_of_them = tokens.token_ids, body()
-            except NotText as error:
+            except (NotText, KvscoutError) as error:
                 log.debug("tokens of %s not compared: %s", model, error)
-        return Compared(model, len(tokens), all_of_them)
+        return Compared(model, len(tokens), all_of_them, tokens.judge)
 
     def end(self, compared: Compared, endpoint: str, *, prompt_tokens: int | None) -> None:
         """Compares. Returns at once.
@@ -79,6 +82,8 @@ class EngineComparison:
         """
         if prompt_tokens is not None:
             self._parity.lengths(*compared.model, compared.count, prompt_tokens)
+            if compared.judge is not None:
+                compared.judge(compared.count == prompt_tokens)
         if compared.all_of_them is not None and self._running is None:
             engine = Tokenizing(endpoint, self._headers())
             self._running = asyncio.create_task(self._all(compared.model, *compared.all_of_them, engine))
@@ -107,4 +112,4 @@ class EngineComparison:
 
 def _ours(tokens: PromptTokens) -> bool:
     """Whether they are a tokenizer's here, of all that the engine computes."""
-    return tokens.source is Source.TOKENIZER and tokens.whole
+    return tokens.source is Source.TOKENIZER and not tokens.further_tokens

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from array import array
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from kvscout_common.engine_http import parsed
 from kvscout_common.errors import InvalidArgument, Unavailable
+from kvscout_common.json_scan import scan_object
 from kvscout_common.plain_text import printable
 from kvscout_common.transport.http import HttpClient, HttpFailed, HttpRequest
 from kvscout_gateway.tokens.piece_cache import PieceCache
@@ -141,6 +141,9 @@ class EngineTokenize:
 
 def _tokens(page: bytes) -> bytes:
     try:
-        return array("I", json.loads(page)["tokens"]).tobytes()
-    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-        raise Unavailable(f"an engine was asked to tokenize and answers nonsense: {printable(str(error))}") from error
+        tokens = scan_object(page, strict=False, packed="tokens").packed
+    except ValueError as error:
+        raise Unavailable(f"an engine was asked to tokenize and its answer {printable(str(error))}") from error
+    if tokens.token_ids is None or tokens.first is not None:
+        raise Unavailable("an engine was asked to tokenize and answers without tokens")
+    return tokens.token_ids

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
-from kvscout_common.errors import KvscoutError
+from kvscout_common.errors import InvalidArgument, KvscoutError
+from kvscout_common.json_fields import Prompts
+from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens.conversation import NotText, conversation, template_variables
-from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
+from kvscout_gateway.tokens.estimate import CHARACTERS_A_TOKEN
+from kvscout_gateway.tokens.found_tokenizers import FoundTokenizers
+from kvscout_gateway.tokens.text_tokenizer import INLINE_RENDERED, Conversation, Judge, TextTokenizer
 
 LOCAL_SECONDS: Final = 1.0
 """Longest wait for a tokenizer here: a prompt that takes longer takes its engine seconds."""
@@ -40,8 +44,10 @@ class PromptTokens:
     source: Source
     problem: str = ""
     """Why they are unknown."""
-    whole: bool = True
-    """They are all that the request has: it has no further prompts."""
+    further_tokens: int = 0
+    """Of the prompts that the request has beside this one, about."""
+    judge: Judge | None = None
+    """Wants to know whether the engine has counted as many; None = nobody learns from it."""
 
     def __len__(self) -> int:
         return len(self.token_ids) // 4
@@ -50,14 +56,22 @@ class PromptTokens:
 class PromptTokenizer:
     """Finds the tokens of requests."""
 
-    def __init__(self, tokenizers: Mapping[str, TextTokenizer], ask_engine: AskEngine | None) -> None:
+    def __init__(
+        self,
+        tokenizers: Mapping[str, TextTokenizer],
+        ask_engine: AskEngine | None,
+        *,
+        found: FoundTokenizers | None = None,
+    ) -> None:
         """Finds tokens.
 
         Args:
             tokenizers: By model; that of `ANY_MODEL` is for all others.
             ask_engine: For models that have none here; None = no engine is asked.
+            found: Tokenizers of further models, where they are looked for.
         """
         self._tokenizers = tokenizers
+        self._found = found
         self._ask_engine = ask_engine
 
     async def of_completion(self, request: Mapping[str, Any], *, model: str, tenant: str) -> PromptTokens:
@@ -68,21 +82,35 @@ class PromptTokenizer:
             model: The base model that it means.
             tenant: Whose it is.
         """
-        prompt, whole = _first(request.get("prompt"))
+        try:
+            prompt, further = _first(request.get("prompt"))
+        except InvalidArgument as error:
+            return PromptTokens(b"", Source.NONE, str(error))
         if isinstance(prompt, bytes):
-            return PromptTokens(prompt, Source.REQUEST, "", whole)
+            return PromptTokens(prompt, Source.REQUEST, "", further)
         if isinstance(prompt, list):
-            return _given(prompt, whole=whole)
+            return _given(prompt)
         if not isinstance(prompt, str):
             return PromptTokens(b"", Source.NONE, "the prompt is neither text nor tokens")
         special = request.get("add_special_tokens", True) is not False
 
-        async def here(tokenizer: TextTokenizer) -> bytes:
-            return await tokenizer.of_text(prompt, add_special_tokens=special, tenant=tenant)
+        async def body() -> Mapping[str, Any]:
+            return completion_body(request)
 
-        return await self._find(request, model, tenant, here, lambda: completion_body(request), whole=whole)
+        async def here(tokenizer: TextTokenizer) -> Conversation:
+            return Conversation(await tokenizer.of_text(prompt, add_special_tokens=special, tenant=tenant))
 
-    async def of_chat(self, request: Mapping[str, Any], *, size: int, model: str, tenant: str) -> PromptTokens:
+        return await self._find(request, model, tenant, here, body, further=further)
+
+    async def of_chat(
+        self,
+        request: Mapping[str, Any],
+        *,
+        size: int,
+        model: str,
+        tenant: str,
+        engine: EngineKind = EngineKind.VLLM,
+    ) -> PromptTokens:
         """The tokens of a chat request; unknown where they cannot be had in time.
 
         Args:
@@ -90,53 +118,81 @@ class PromptTokenizer:
             size: Bytes of it.
             model: The base model that it means.
             tenant: Whose it is.
+            engine: What will render it.
         """
 
-        async def here(tokenizer: TextTokenizer) -> bytes:
-            return await tokenizer.of_conversation(request, size=size, tenant=tenant)
+        async def here(tokenizer: TextTokenizer) -> Conversation:
+            return await tokenizer.of_conversation(request, size=size, tenant=tenant, engine=engine)
 
-        return await self._find(request, model, tenant, here, lambda: chat_body(request))
+        async def body() -> Mapping[str, Any]:
+            return await asyncio.to_thread(chat_body, request) if size > INLINE_RENDERED else chat_body(request)
+
+        return await self._find(request, model, tenant, here, body)
 
     async def _find(
         self,
         request: Mapping[str, Any],
         model: str,
         tenant: str,
-        here: Callable[[TextTokenizer], Awaitable[bytes]],
-        body: Callable[[], Mapping[str, Any]],
+        here: Callable[[TextTokenizer], Awaitable[Conversation]],
+        body: Callable[[], Awaitable[Mapping[str, Any]]],
         *,
-        whole: bool = True,
+        further: int = 0,
     ) -> PromptTokens:
-        if request.get("truncate_prompt_tokens") is not None or request.get("prompt_embeds") is not None:
-            return PromptTokens(b"", Source.NONE, "the engine shortens the prompt, or adds to it", whole)
+        if _has(request, "truncate_prompt_tokens") or _has(request, "prompt_embeds"):
+            return PromptTokens(b"", Source.NONE, "the engine shortens the prompt, or adds to it", further)
         tokenizer = self._tokenizers.get(model) or self._tokenizers.get(ANY_MODEL)
+        guessed = None
+        if tokenizer is None and self._found is not None:
+            tokenizer = guessed = self._found.get(tenant, model)
         try:
             if tokenizer is not None:
                 async with asyncio.timeout(LOCAL_SECONDS):
-                    return PromptTokens(await here(tokenizer), Source.TOKENIZER, "", whole)
+                    token_ids, judge = await here(tokenizer)
+                if guessed is not None:
+                    judge = self._judging(model, judge)
+                return PromptTokens(token_ids, Source.TOKENIZER, "", further, judge)
             if self._ask_engine is not None:
-                return PromptTokens(await self._ask_engine(body(), tenant), Source.ENGINE, "", whole)
+                return PromptTokens(await self._ask_engine(await body(), tenant), Source.ENGINE, "", further)
         except TimeoutError:
             problem = f"not tokenized within {LOCAL_SECONDS:g} s"
         except (NotText, KvscoutError) as error:
             problem = str(error)
         else:
             problem = f"there is no tokenizer of model {model!r}"
-        return PromptTokens(b"", Source.NONE, problem, whole)
+        return PromptTokens(b"", Source.NONE, problem, further)
+
+    def _judging(self, model: str, also: Judge | None) -> Judge:
+        """Return who learns whether a tokenizer that was found is the model's."""
+
+        def judge(matched: bool) -> None:
+            if also is not None:
+                also(matched)
+            if self._found is not None:
+                self._found.judge(model, matched)
+
+        return judge
 
 
-def _first(prompt: Any) -> tuple[Any, bool]:
-    """The first of several prompts, and whether it is the only one."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
-        return prompt[0], len(prompt) == 1
-    return prompt, True
-
-
-def _given(token_ids: list[Any], *, whole: bool) -> PromptTokens:
+def _has(request: Mapping[str, Any], name: str) -> bool:
     try:
-        return PromptTokens(array("I", token_ids).tobytes(), Source.REQUEST, "", whole)
+        return request.get(name) is not None
+    except InvalidArgument:
+        return True  # too long to be looked at: there it is
+
+
+def _first(prompt: Any) -> tuple[Any, int]:
+    """The first of several prompts, and about how many tokens the others have."""
+    if isinstance(prompt, Prompts):
+        return prompt.first, max(prompt.number - 1, prompt.further_characters // CHARACTERS_A_TOKEN)
+    return prompt, 0
+
+
+def _given(token_ids: list[Any]) -> PromptTokens:
+    try:
+        return PromptTokens(array("I", token_ids).tobytes(), Source.REQUEST)
     except (TypeError, OverflowError):
-        return PromptTokens(b"", Source.NONE, "the prompt is no list of token ids", whole)
+        return PromptTokens(b"", Source.NONE, "the prompt is no list of token ids")
 
 
 def completion_body(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,6 +214,7 @@ def chat_body(request: Mapping[str, Any]) -> dict[str, Any]:
         "model": request.get("model"),
         "messages": request.get("messages"),
         "tools": request.get("tools"),
+        "tool_choice": request.get("tool_choice"),
         "add_generation_prompt": variables.pop("add_generation_prompt"),
         "continue_final_message": request.get("continue_final_message"),
         "add_special_tokens": request.get("add_special_tokens"),

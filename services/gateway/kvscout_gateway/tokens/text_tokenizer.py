@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
+from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.piece_cache import PieceCache
+from kvscout_gateway.tokens.sglang_conversation import SglangRelease
 from kvscout_gateway.tokens.threads import Threads
 from kvscout_gateway.tokens.tokenizer import LocalTokenizer
 
@@ -19,11 +22,43 @@ MAX_CHARACTERS: Final = 8 * 1024 * 1024
 INLINE_RENDERED: Final = 32 * 1024
 """Bytes of a request whose text is put together on the event loop, and characters that are cut there: below half a
 millisecond."""
+TOKEN_BYTES: Final = 4
 INLINE_ENCODED: Final = 1024
 """Characters that are encoded there."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+Judge = Callable[[bool], None]
+"""Is told whether an engine counted as many tokens."""
+
+
+class Conversation(NamedTuple):
+    """The tokens of a chat request."""
+
+    token_ids: bytes
+    """u32 each."""
+    judge: Judge | None = None
+    """Wants to know whether the engine has counted as many; None = there is nothing to learn from it."""
+
+
+class ReleaseGuess:
+    """Learns which release of SGLang serves a model from how many tokens its engines count in requests with tools.
+
+    A release that has matched once is kept; until then one that does not match gives way to the next.
+    """
+
+    def __init__(self) -> None:
+        self.release = next(iter(SglangRelease))
+        self._settled = False
+
+    def judge(self, release: SglangRelease, matched: bool) -> None:
+        """Note whether the engine has counted as many tokens as there were by the rules of a release."""
+        if release is self.release and not self._settled:
+            releases = list(SglangRelease)
+            self._settled = matched
+            self.release = release if matched else releases[(releases.index(release) + 1) % len(releases)]
 
 
 class TextTokenizer:
@@ -43,6 +78,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._threads = threads
+        self._sglang_release = ReleaseGuess()
         self.cache = PieceCache(cache_bytes)
 
     @classmethod
@@ -57,13 +93,16 @@ class TextTokenizer:
 
         return cls(tokenizer, ChatTemplate.load(folder, flag=flag), threads, cache_bytes=cache_bytes)
 
-    async def of_conversation(self, request: Mapping[str, Any], *, size: int, tenant: str) -> bytes:
-        """The tokens of a chat request, u32 each.
+    async def of_conversation(
+        self, request: Mapping[str, Any], *, size: int, tenant: str, engine: EngineKind = EngineKind.VLLM
+    ) -> Conversation:
+        """Return the tokens of a chat request.
 
         Args:
             request: Its body.
             size: Bytes of it.
             tenant: Whose it is.
+            engine: What renders it in the end: SGLang, or any other, which does as vLLM.
 
         Raises:
             NotText: It has something in it that is not text, or that is not known here.
@@ -71,8 +110,26 @@ class TextTokenizer:
         """
         if self._template is None:
             raise NotText("the tokenizer has no chat template")
-        text = await self._run(size > INLINE_RENDERED, self._template.render, request)
-        return await self.of_text(text, add_special_tokens=bool(request.get("add_special_tokens")), tenant=tenant)
+        long = size > INLINE_RENDERED
+        if engine is not EngineKind.SGLANG:
+            text = await self._run(long, self._template.render, request)
+            special = bool(request.get("add_special_tokens"))
+            return Conversation(await self.of_text(text, add_special_tokens=special, tenant=tenant))
+        release = self._sglang_release.release
+        text, continued = await self._run(long, self._template.render_for_sglang, request, release)
+        tokens = await self.of_text(text, add_special_tokens=False, tenant=tenant)
+        if continued:
+            tokens += await self._behind(continued, tenant)
+        return Conversation(tokens, partial(self._sglang_release.judge, release) if request.get("tools") else None)
+
+    async def _behind(self, text: str, tenant: str) -> bytes:
+        """Return the tokens of a text that continues a prompt: with what the tokenizer puts around it, but for a token
+        that begins texts."""
+        frame = self._tokenizer.frame
+        if frame is None:
+            raise NotText("how the tokenizer begins a text is not known")
+        tokens = await self.of_text(text, add_special_tokens=True, tenant=tenant)
+        return tokens[TOKEN_BYTES:] if frame.head else tokens
 
     async def of_text(self, text: str, *, add_special_tokens: bool, tenant: str) -> bytes:
         """The tokens of a text, u32 each.

@@ -143,7 +143,7 @@ class Dashboard:
         return Service(
             self._name,
             Kind.GATEWAY,
-            serving=not self._gateway.exchanges.draining,
+            serving=not self._gateway.leaving,
             status=gateway_status(self._gateway, ALL_TENANTS, ""),
             workers=tuple(listed.workers),
             clock_offset_seconds=0.0,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Final
 
-from kvscout_common.endpoints import is_loopback
 from kvscout_common.errors import PermissionDenied
-from kvscout_common.identity import TokenTable
 from kvscout_common.transport.http import HttpCall
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.front.dashboard.dashboard import Dashboard
 from kvscout_gateway.front.dashboard.page import page
-from kvscout_gateway.front.openai.access import Caller, header
+from kvscout_gateway.front.openai.access import Caller
 from kvscout_gateway.front.openai.refusals import WrongMethod
 
 PAGE: Final = "/"
@@ -24,16 +21,8 @@ METHOD: Final = "WatchDashboard"
 class DashboardFront:
     """Answers requests of browsers."""
 
-    def __init__(self, dashboard: Dashboard, tokens: TokenTable | None, *, host: str) -> None:
-        """Answers requests.
-
-        Args:
-            dashboard: What it shows.
-            tokens: Of whoever may watch; None = everybody may.
-            host: The address that is served.
-        """
+    def __init__(self, dashboard: Dashboard) -> None:
         self._dashboard = dashboard
-        self._names_hosts = tokens is not None or not is_loopback(host)
 
     async def show(self, call: HttpCall) -> None:
         """Answers with the page."""
@@ -54,23 +43,4 @@ class DashboardFront:
         """
         if caller.identity.tenant != ALL_TENANTS:
             raise PermissionDenied("the dashboard shows all tenants, this API key is for one")
-        if not self._names_hosts and not _is_this_machine(header(call.headers, "host")):
-            # Any page of the web can give its own name the address 127.0.0.1, and be read by its visitors' browsers.
-            raise PermissionDenied(
-                "without --auth-tokens the dashboard is for this machine alone: open it as http://localhost, or give"
-                " tokens"
-            )
         await self._dashboard.viewers.serve(call)
-
-
-def _is_this_machine(host: str) -> bool:
-    """Whether a Host header names an address, or the name that every machine has for itself."""
-    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-    name = name.strip("[]").rstrip(".").lower()
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

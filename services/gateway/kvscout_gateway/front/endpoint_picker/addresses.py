@@ -31,9 +31,21 @@ def reachable(specs: Iterable[WorkerSpec], subset: Collection[str] | None) -> li
 
     Args:
         specs: Workers.
-        subset: Addresses that the proxy allows; None = all.
+        subset: What the proxy allows: ip:port, or an IP address for all of its ports; None = all.
     """
     if subset is None:
         return [spec for spec in specs if address_of(spec.http_endpoint)]
-    allowed = set(subset)
-    return [spec for spec in specs if address_of(spec.http_endpoint) in allowed]
+    allowed = {_host_of(entry) or entry for entry in subset}
+    return [
+        spec
+        for spec in specs
+        if (address := address_of(spec.http_endpoint)) and (address in allowed or address.rpartition(":")[0] in allowed)
+    ]
+
+
+def _host_of(entry: str) -> str:
+    """An IP address as it stands in `address_of`; "" if it is something else."""
+    try:
+        return bracketed(str(ipaddress.ip_address(entry.strip("[]"))))
+    except ValueError:
+        return ""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
 import click
 
+from kvscout_common.errors import ConfigError
 from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SERVER, ValueOf, flag
 from kvscout_gateway.front.endpoint_picker.stream import Follow
 
@@ -17,6 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 PORT = 9002
 """By the protocol."""
+MAX_PRIORITY = 2**31 - 1
+"""Of an objective."""
 HELD_BODIES = 16
 """Bodies of the longest kind that may wait for their picks at once."""
 
@@ -50,6 +53,10 @@ class EndpointPickerConfig:
     fallbacks: int = 2
     """Further endpoints, in case that the first cannot be reached."""
     body_bytes: int = 64 * 1024 * 1024
+    conformance: bool = False
+    """For test runs only: see `conformance`."""
+    objectives: Mapping[str, int] = field(default_factory=dict)
+    """Priority by the name of an objective."""
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> EndpointPickerConfig | None:
@@ -65,11 +72,13 @@ class EndpointPickerConfig:
             pick_seconds=values["endpoint_picker_timeout_ms"] / 1000,
             lease_seconds=values["endpoint_picker_lease_seconds"],
             fallbacks=values["endpoint_picker_fallbacks"],
+            conformance=values["endpoint_picker_conformance"],
+            objectives=_objectives(values["endpoint_picker_objective"]),
         )
 
     def follow(self) -> Callable[[], Follow]:
         """Says for one request after another what is done with it."""
-        others = Follow.PROXY if self.watch is Watch.OBSERVE else Follow.LEAVE
+        others = Follow.PROXY if self.watch is Watch.OBSERVE or self.conformance else Follow.LEAVE
         numbers = itertools.count()
 
         def next_one() -> Follow:
@@ -80,6 +89,22 @@ class EndpointPickerConfig:
 
 
 _DEFAULT = EndpointPickerConfig(PORT)
+
+
+def _objectives(texts: Iterable[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for text in texts:
+        name, _, priority = text.rpartition("=")
+        try:
+            found[name] = int(priority)
+        except ValueError:
+            name = ""
+        if not name or abs(found[name]) > MAX_PRIORITY:
+            raise ConfigError(
+                f"{text!r} is not NAME=PRIORITY, with a priority from {-MAX_PRIORITY} to {MAX_PRIORITY}",
+                field="endpoint_picker_objective",
+            )
+    return found
 
 
 def endpoint_picker_flags() -> Callable[[F], F]:
@@ -139,6 +164,20 @@ def endpoint_picker_flags() -> Callable[[F], F]:
             type=click.IntRange(0, 16),
             section=BEHAVIOUR,
             help="Further endpoints named, for a proxy that retries where the first cannot be reached.",
+        ),
+        flag(
+            "--endpoint-picker-objective",
+            multiple=True,
+            metavar="NAME=PRIORITY",
+            section=BEHAVIOUR,
+            help="Queue priority, higher first, of requests whose x-gateway-inference-objective has this name; others"
+            " have 0. Repeatable.",
+        ),
+        flag(
+            "--endpoint-picker-conformance",
+            is_flag=True,
+            section=BEHAVIOUR,
+            help="For conformance tests only: clients say by a header where their requests go.",
         ),
     ]
 

@@ -34,6 +34,7 @@ from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_gateway.catalog import Serving, TenantView
 from kvscout_gateway.engines.failure import EngineFailed, fault_of_status
 from kvscout_gateway.engines.usage import usage_of_stream
+from kvscout_gateway.front.answering import spread_answering
 from kvscout_gateway.front.endpoint_picker import wire
 from kvscout_gateway.front.endpoint_picker.access_log import Over
 from kvscout_gateway.front.endpoint_picker.addresses import address_of, reachable
@@ -124,11 +125,19 @@ class ExchangePicker:
     async def _pick(self, asked: Asked, *, unaided: bool) -> ExchangePick:
         tenant = self._tenant()
         view = self._catalog.tenant(tenant)
+        if not asked.model and asked.size and len(view.models) == 1:
+            # What runs there is the only model that it can mean, and takes its time.
+            asked = asked._replace(model=next(iter(view.models)))
         if not asked.model:
-            return self._any(view, asked)
+            return self._any(tenant, view, asked)
         wish, tokens = await self._wish(asked, tenant, view)
         wait_seconds = QUEUE_SHARE * self._config.pick_seconds
-        wish = replace(wish, queue_wait_seconds=wait_seconds, unaided=NO_TIME if unaided else "")
+        wish = replace(
+            wish,
+            priority=self._priority(asked.objective),
+            queue_wait_seconds=wait_seconds,
+            unaided=NO_TIME if unaided else "",
+        )
         with ExitStack() as stack:
             exchange = stack.enter_context(self._exchanges.begin(wish))
             with about_request(exchange.request_id):
@@ -201,6 +210,12 @@ class ExchangePicker:
             raise PermissionDenied(f"role {identity.role} may not call Route")
         return DEFAULT_TENANT if identity.tenant == ALL_TENANTS else identity.tenant
 
+    def _priority(self, objective: str) -> int:
+        """That of an objective, as far as the caller may go; of one that nobody has named, 0."""
+        priority = self._config.objectives.get(objective, 0)
+        limit = current_identity().max_priority
+        return priority if limit is None else min(priority, limit)
+
     async def _wish(self, asked: Asked, tenant: str, view: TenantView) -> tuple[Wish, PromptTokens]:
         specs = view.serving(view.resolve(asked.model, "").model).specs
         # A worker that only schedulers know is found out about when it was picked.
@@ -215,12 +230,17 @@ class ExchangePicker:
             return wish, tokens
         return replace(wish, allowed=tuple(spec.worker_id for spec in allowed)), tokens
 
-    def _any(self, view: TenantView, asked: Asked) -> ExchangePick:
-        specs = [spec for spec in reachable(view.specs.values(), asked.subset) if not spec.draining]
+    def _any(self, tenant: str, view: TenantView, asked: Asked) -> ExchangePick:
+        everybody = tuple(view.specs.values())
+        some = reachable(everybody, asked.subset)
+        specs = spread_answering(self._gateway.health, tenant, some, everybody, draw=self._draw)
         if not specs:
-            raise Unavailable("there is no worker that the request could go to", retry_after_seconds=1.0)
-        drawn = self._draw.sample(specs, min(len(specs), 1 + self._config.fallbacks))
-        return ExchangePick(self, {wire.DESTINATION: ",".join(address_of(spec.http_endpoint) for spec in drawn)})
+            raise Unavailable(
+                "there is no worker that answers clients and that the request may go to", retry_after_seconds=1.0
+            )
+        # Several workers may have one address.
+        addresses = list(dict.fromkeys(address_of(spec.http_endpoint) for spec in specs))[: 1 + self._config.fallbacks]
+        return ExchangePick(self, {wire.DESTINATION: ",".join(addresses)})
 
     def _fallbacks(self, wish: Wish, view: TenantView, first: str) -> list[str]:
         """The addresses of some other workers that could take a request, those that are left out at the end: not all

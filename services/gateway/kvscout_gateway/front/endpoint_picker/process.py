@@ -13,10 +13,13 @@ from typing import Any
 import grpc
 
 from kvscout_common.errors import ResourceExhausted, Unavailable
+from kvscout_common.identity import current_identity
 from kvscout_common.transport.answering import read_unanswered
-from kvscout_gateway.front.endpoint_picker import wire
+from kvscout_common.transport.http import HttpRefused
+from kvscout_gateway.front.client_paths import ClientPaths
+from kvscout_gateway.front.endpoint_picker import conformance, wire
 from kvscout_gateway.front.endpoint_picker.account import last_account
-from kvscout_gateway.front.endpoint_picker.asked import Asked, asked_of
+from kvscout_gateway.front.endpoint_picker.asked import Asked, asked_of, require_path
 from kvscout_gateway.front.endpoint_picker.picking import Pick, Picker
 from kvscout_gateway.front.endpoint_picker.stream import (
     Answering,
@@ -30,7 +33,7 @@ from kvscout_gateway.front.endpoint_picker.stream import (
     RequestStream,
     Step,
 )
-from kvscout_gateway.front.openai.refusals import refusal_of, shaped
+from kvscout_gateway.front.openai.refusals import refusal_of, refusal_of_http, shaped
 
 TOO_LONG = 413
 UNAIDED_SECONDS = 0.5
@@ -39,15 +42,19 @@ UNAIDED_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one stream, and all of them, may take."""
+    """What one stream, and all of them, may take and ask for."""
 
     pick_seconds: float
     body_bytes: int
     """Of one request's body."""
     held_bytes: int
     """Of all bodies that wait for their picks."""
+    client_paths: ClientPaths
+    """What it may ask for."""
     ends_at_once: bool = True
     """See `RequestStream`."""
+    conformance: bool = False
+    """Tests say where their requests go, and are told: see `conformance`. They have paths of their own."""
 
 
 class ExternalProcessor:
@@ -118,7 +125,13 @@ class ExternalProcessor:
 
     async def _pick(self, call: _Call, wanted: PickWanted) -> Step:
         try:
-            call.pick = await self._picked(asked_of(wanted.headers, wanted.body, wanted.subset))
+            identity = current_identity()
+            if not self._limits.conformance:
+                require_path(wanted.headers, self._limits.client_paths)
+            asked = await asked_of(wanted.headers, wanted.body, wanted.subset, max_priority=identity.max_priority)
+            if self._limits.conformance:
+                asked = conformance.steered(asked, wanted.headers)
+            call.pick = await self._picked(asked)
         except TimeoutError:
             limit = self._limits.pick_seconds
             error: Exception = Unavailable(f"no endpoint within {limit:g} s", retry_after_seconds=1.0)
@@ -126,7 +139,7 @@ class ExternalProcessor:
             error = raised
         else:
             self._count("picked")
-            return call.stream.picked(call.pick.headers)
+            return call.stream.picked(call.pick.headers, asked.changed)
         self._count(type(error).__name__)
         return call.stream.refused(_refused(error))
 
@@ -155,7 +168,12 @@ class _Call:
     """One request, and what was picked for it."""
 
     def __init__(self, follow: Follow, limits: Limits) -> None:
-        self.stream = RequestStream(follow, max_body_bytes=limits.body_bytes, ends_at_once=limits.ends_at_once)
+        self.stream = RequestStream(
+            follow,
+            max_body_bytes=limits.body_bytes,
+            ends_at_once=limits.ends_at_once,
+            report=conformance.report if limits.conformance else None,
+        )
         self.pick: Pick | None = None
         self.held_bytes = 0
         self.is_over = False
@@ -196,7 +214,7 @@ class _Call:
 
 
 def _refused(error: Exception) -> bytes:
-    refusal = refusal_of(error)
+    refusal = refusal_of_http(error) if isinstance(error, HttpRefused) else refusal_of(error)
     headers = {name.lower(): value for name, value in refusal.headers}
     return wire.refusal_answer(refusal.status, refusal.body, headers=headers, details=f"kvscout_{type(error).__name__}")
 

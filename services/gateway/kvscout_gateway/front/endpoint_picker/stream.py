@@ -26,7 +26,7 @@ A proxy that says nothing is answered as in FULL_DUPLEX_STREAMED, and is expecte
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final, NamedTuple, TypeAlias
@@ -108,6 +108,7 @@ class Step(NamedTuple):
     """And then the stream is to be ended, in peace."""
 
 
+Report: TypeAlias = Callable[[pb.ProcessingRequest, str], Mapping[str, str]]
 _NOTHING: Final = Step()
 _PASSED: Final = Step((wire.ANSWER_RESPONSE_PIECE,))
 
@@ -144,10 +145,15 @@ class RequestStream:
         follow: What is done once the pick is out.
         max_body_bytes: A longer body of a request is refused.
         ends_at_once: Whether the end of the stream reaches the proxy together with the answers before it.
+        report: Says which headers a response gets, from its own as they come and the picked endpoints; None = none.
     """
 
-    def __init__(self, follow: Follow, *, max_body_bytes: int, ends_at_once: bool = True) -> None:
+    def __init__(
+        self, follow: Follow, *, max_body_bytes: int, ends_at_once: bool = True, report: Report | None = None
+    ) -> None:
         self._follow = follow
+        self._report = report
+        self._picked = ""
         self._ends_at_once = ends_at_once
         self._max_body_bytes = max_body_bytes
         self._phase = _Phase.HEADERS
@@ -222,20 +228,29 @@ class RequestStream:
             return wire.duplex_response_answer(piece.fields)
         return wire.ANSWER_RESPONSE_PIECE
 
-    def picked(self, headers: Mapping[str, str]) -> Step:
+    def picked(self, headers: Mapping[str, str], body: bytes | None = None) -> Step:
         """Lets the request go where it was picked to go.
 
         Args:
             headers: To set, `wire.DESTINATION` among them.
+            body: Goes on in place of the one that came; None = as it came.
         """
         assert self._phase is _Phase.PICKING
         self._phase = _Phase.PICKED
+        self._picked = headers[wire.DESTINATION]
         override = None if self._headers_answered else self._override()
-        answers = [wire.pick_answer(headers, with_body=self._headers_answered, override=override)]
+        with_body = self._headers_answered
+        buffered = body if with_body else None
+        answers = [wire.pick_answer(headers, with_body=with_body, came=self._headers, body=buffered, override=override)]
         if self._pieces and self._request_mode == pb.BODY_MODE_FULL_DUPLEX_STREAMED:
-            answers += wire.duplex_request_answers(b"".join(self._pieces), end=self._is_whole)
+            whole = b"".join(self._pieces) if body is None else body
+            answers += wire.duplex_request_answers(whole, end=self._is_whole)
         elif self._request_mode == pb.BODY_MODE_STREAMED:
-            answers += [wire.ANSWER_REQUEST_PIECE] * len(self._pieces)
+            pieces = len(self._pieces)
+            if body is not None and pieces:
+                answers += wire.changed_piece_answers(body, pieces)
+            else:
+                answers += [wire.ANSWER_REQUEST_PIECE] * pieces
         answers += self._trailers
         self._drop_body()
         return Step(tuple(answers), close=self._follow is Follow.LEAVE)
@@ -316,7 +331,10 @@ class RequestStream:
         answering = Answering(int(status) if status.isdecimal() else 0, wire.served_endpoint(request))
         self._ok = answering.ok
         ended = self._end() if request.response_headers.end_of_stream else ()
-        return Step((wire.ANSWER_RESPONSE_HEADERS,), (answering, *ended))
+        answer = wire.ANSWER_RESPONSE_HEADERS
+        if self._report is not None:
+            answer = wire.response_headers_answer(self._report(request, self._picked))
+        return Step((answer,), (answering, *ended))
 
     def _response_piece(self, piece: wire.Piece) -> Step:
         events: tuple[Event, ...] = ()

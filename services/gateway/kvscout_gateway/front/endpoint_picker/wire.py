@@ -6,11 +6,12 @@ they came as, wrapped anew: `HttpBody`, which comes, and `StreamedBodyResponse`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from kvscout.ext_proc.v3 import ext_proc_pb2 as pb
 from kvscout_common.wire_fields import read_varint, varint
+from kvscout_gateway.front.reserved import RESERVED_HEADERS, is_reserved_header
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 
@@ -22,8 +23,7 @@ PREFILLER: Final = "x-prefiller-host-port"
 RANK: Final = "x-data-parallel-rank"
 PICK: Final = "x-kvscout-pick"
 """The name of the pick: what a proxy's access log is to say of the request."""
-OWNED: Final = (DESTINATION, PREFILLER, RANK, PICK, "x-encoder-hosts-ports")
-"""Headers that the picker sets or removes: a client's own would send requests where it likes."""
+PROXY_HEADERS: Final = "x-gateway-"
 LB_NAMESPACE: Final = "envoy.lb"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 UPSTREAM_ADDRESS: Final = "upstream.address"
@@ -146,18 +146,32 @@ def headers_answer(override: pb.ProcessingMode | None = None) -> bytes:
     return pb.ProcessingResponse(request_headers=pb.HeadersResponse(), mode_override=override).SerializeToString()
 
 
-def pick_answer(headers: Mapping[str, str], *, with_body: bool, override: pb.ProcessingMode | None = None) -> bytes:
+def pick_answer(
+    headers: Mapping[str, str],
+    *,
+    with_body: bool,
+    came: Iterable[str] = (),
+    body: bytes | None = None,
+    override: pb.ProcessingMode | None = None,
+) -> bytes:
     """Tells where a request goes.
 
     Args:
-        headers: To set, `DESTINATION` among them; those of `OWNED` that are not named are removed.
+        headers: To set, `DESTINATION` among them; those of `RESERVED_HEADERS` that are not named are removed.
         with_body: In the answer to its body; else to its headers.
+        came: The names of the request's own headers: those that are not a client's to set are removed.
+        body: Takes the place of the request's, in the answer to it; None = as it came.
         override: As in `headers_answer`.
     """
+    removed = {*RESERVED_HEADERS, *filter(_is_foreign, came)}
+    if body is not None:
+        # Envoy compares: without it the client gets 500.
+        headers = {**headers, "content-length": str(len(body))}
     common = pb.CommonResponse(
         header_mutation=pb.HeaderMutation(
-            set_headers=_set(headers), remove_headers=[name for name in OWNED if name not in headers]
+            set_headers=_set(headers), remove_headers=[name for name in sorted(removed) if name not in headers]
         ),
+        body_mutation=pb.BodyMutation(body=body) if body is not None else None,
         clear_route_cache=True,
     )
     message = pb.ProcessingResponse(mode_override=override)
@@ -167,6 +181,24 @@ def pick_answer(headers: Mapping[str, str], *, with_body: bool, override: pb.Pro
         message.request_headers.response.CopyFrom(common)
     message.dynamic_metadata.update({LB_NAMESPACE: {DESTINATION: headers[DESTINATION]}})
     return message.SerializeToString()
+
+
+def _is_foreign(name: str) -> bool:
+    """Whether a header is not a client's to set: those of the proxy's own, by which it chooses the route, stay."""
+    return is_reserved_header(name) and not name.startswith(PROXY_HEADERS)
+
+
+def changed_piece_answers(body: bytes, pieces: int) -> list[bytes]:
+    """Answers the pieces of a request's body, in mode STREAMED, with another one: all of it in place of the first."""
+    bodies = [pb.BodyMutation(body=body), *(pb.BodyMutation(clear_body=True) for _ in range(pieces - 1))]
+    responses = (pb.BodyResponse(response=pb.CommonResponse(body_mutation=mutation)) for mutation in bodies[:pieces])
+    return [pb.ProcessingResponse(request_body=response).SerializeToString() for response in responses]
+
+
+def response_headers_answer(headers: Mapping[str, str]) -> bytes:
+    """Lets a response's headers pass, with further ones set."""
+    common = pb.CommonResponse(header_mutation=pb.HeaderMutation(set_headers=_set(headers)))
+    return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common)).SerializeToString()
 
 
 def refusal_answer(status: int, body: bytes, *, headers: Mapping[str, str], details: str) -> bytes:
@@ -213,17 +245,27 @@ def subset_hint(request: pb.ProcessingRequest) -> tuple[str, ...] | None:
         return None
     value = namespace.fields[SUBSET]
     if value.HasField("list_value"):
-        named: Sequence[str] = [item.string_value for item in value.list_value.values]
+        named = [item.string_value for item in value.list_value.values]
     else:
-        named = value.string_value.split(",")
+        return endpoints_in(value.string_value)
     return tuple(endpoint.strip() for endpoint in named if endpoint.strip())
+
+
+def endpoints_in(text: str) -> tuple[str, ...]:
+    """Endpoints with commas between them."""
+    return tuple(endpoint.strip() for endpoint in text.split(",") if endpoint.strip())
+
+
+def served_by_metadata(request: pb.ProcessingRequest) -> str:
+    """The endpoint that answers, by the protocol's metadata; "" = the proxy does not tell."""
+    namespace = request.metadata_context.filter_metadata.get(LB_NAMESPACE)
+    return namespace.fields[SERVED].string_value if namespace is not None and SERVED in namespace.fields else ""
 
 
 def served_endpoint(request: pb.ProcessingRequest) -> str:
     """The endpoint that answers, where the proxy tells: by the protocol's metadata, or by Envoy's attribute."""
-    namespace = request.metadata_context.filter_metadata.get(LB_NAMESPACE)
-    if namespace is not None and SERVED in namespace.fields:
-        return namespace.fields[SERVED].string_value
+    if served := served_by_metadata(request):
+        return served
     for attributes in request.attributes.values():
         if UPSTREAM_ADDRESS in attributes.fields:
             return attributes.fields[UPSTREAM_ADDRESS].string_value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvscout.v1 import gateway_pb2
+from kvscout_common.identity import AccessRole, Identity
 from kvscout_common.log_lines import about_request
 from kvscout_common.transport.http import Dialect, Form, HttpAnswer, Preceded, Sink
 from kvscout_gateway.config import GatewayConfig
@@ -17,17 +18,21 @@ from kvscout_gateway.request.placement import Placement
 
 
 async def generate(
-    exchanges: Exchanges, config: GatewayConfig, request: gateway_pb2.GenerateRequest, context: Any
+    exchanges: Exchanges,
+    config: GatewayConfig,
+    request: gateway_pb2.GenerateRequest,
+    context: Any,
+    identity: Identity,
 ) -> None:
     """Answers one call: bytes are written to its context, no piece of output becomes an object on its way."""
-    wish = translate.generate_wish(request, config.max_prompt_tokens)
+    wish = translate.generate_wish(request, config.max_prompt_tokens, max_priority=identity.max_priority)
     parameters = translate.engine_parameters(request)
     # A prompt is long, and an answer may take minutes.
     del request
     with_logprobs = "logprobs" in parameters
     asked = TokenRequest(wish.prompt.token_ids, parameters, Form.BYTES if with_logprobs else Form.PIECES)
     with exchanges.begin(wish) as exchange, about_request(exchange.request_id):
-        client = _Client(context, exchange.request_id)
+        client = _Client(context, exchange.request_id, in_full=identity.role is AccessRole.ADMIN)
         await exchange.run(asked, _WithLogprobs(client, asked, exchanges.means) if with_logprobs else client)
 
 
@@ -35,8 +40,9 @@ class _Client:
     """See `Reply`. Where the request runs goes with the first piece of output: messages that follow one another in
     bytes are one message."""
 
-    def __init__(self, context: Any, request_id: str) -> None:
+    def __init__(self, context: Any, request_id: str, *, in_full: bool) -> None:
         self._context = context
+        self._in_full = in_full
         self._request_id = request_id
         self._sink = Preceded(context, b"")
 
@@ -45,7 +51,7 @@ class _Client:
         if self._sink.first:
             await self._context.write(self._sink.first)
         self._sink.first = gateway_pb2.GenerateResponse(
-            route=translate.route_response(placement), request_id=self._request_id
+            route=translate.route_response(placement, in_full=self._in_full), request_id=self._request_id
         ).SerializeToString()
 
     async def begin(self, answer: HttpAnswer) -> Sink:

@@ -6,15 +6,19 @@ Requests with them are few, and each of their tokens has many numbers anyhow.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kvscout.v1 import gateway_pb2
+from kvscout_common.engine_http import parsed
+from kvscout_common.json_scan import load_json
 from kvscout_common.transport.event_relay import EventRelay
 from kvscout_common.transport.http import Dialect, Form, Sink, StreamReport
 from kvscout_gateway.engines.failure import EngineFailed
 
+MAX_VALUES = 500_000
+"""In one event: SGLang's has those of all tokens until then."""
 _NAMED = "token_id:"
 """How vLLM names tokens that it is to name by their numbers."""
 
@@ -55,8 +59,9 @@ class LogprobSink:
             for line in head.split(b"\n"):
                 payload = line[5:].strip() if line.startswith(b"data:") else b""
                 if payload.startswith(b"{"):
-                    message.logprobs.extend(self._read(json.loads(payload)))
-        except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+                    document = await parsed(payload, partial(load_json, max_values=MAX_VALUES))
+                    message.logprobs.extend(self._read(document))
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise EngineFailed(f"the engine sent log probabilities that are none: {error}") from error
         del message.logprobs[len(message.token_ids) :]  # of tokens past the end
         if message.ByteSize():

@@ -87,15 +87,16 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     async def Route(self, request: gateway_pb2.RouteRequest, context: Any) -> gateway_pb2.RouteResponse:
         if request.request_id:
             self._gateway.require_deciding()
-        wish = translate.route_wish(request, self._gateway.config.max_prompt_tokens)
+        limit = self._gateway.config.max_prompt_tokens
+        wish = translate.route_wish(request, limit, max_priority=current_identity().max_priority)
         placement = await self._gateway.routing.place_elsewhere(wish)
-        return translate.route_response(placement)
+        return translate.route_response(placement, in_full=current_identity().role is AccessRole.ADMIN)
 
     def Generate(  # type: ignore[override]  # writes bytes to the context instead of yielding messages
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> Awaitable[None]:
         self._gateway.require_deciding()
-        return generate(self._gateway.exchanges, self._gateway.config, request, context)
+        return generate(self._gateway.exchanges, self._gateway.config, request, context, current_identity())
 
     async def MarkPrefillComplete(
         self, request: scheduler_pb2.MarkPrefillCompleteRequest, context: Any

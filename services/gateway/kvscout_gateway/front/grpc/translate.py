@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterable
@@ -11,21 +10,25 @@ from typing import Any, TypeVar
 from kvscout.v1 import gateway_pb2, types_pb2
 from kvscout_common.errors import InvalidArgument, Unimplemented
 from kvscout_common.hashing import MmItem
+from kvscout_common.json_scan import load_json
 from kvscout_common.wire_fields import bytes_of_field
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_to_proto, role_from_proto
+from kvscout_gateway.front.reserved import reserved_in
 from kvscout_gateway.request.placement import Placement, Wish
-from kvscout_gateway.request.prompt import Prompt
+from kvscout_gateway.request.prompt import Prompt, PromptTooLong
 
 MAX_REQUEST_ID = 256
+MAX_ENGINE_FIELDS = 1024 * 1024
+"""Characters."""
+MAX_ENGINE_VALUES = 100_000
+"""At any depth."""
 _OWN_FIELDS = frozenset(
     {
-        *("model", "prompt", "echo", "request_id", "cache_salt", "kv_transfer_params"),
+        *("model", "prompt", "echo", "cache_salt", "priority"),
         *("stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "logprobs", "prompt_logprobs"),
         *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
-        *("text", "input_ids", "sampling_params", "rid", "lora_path", "extra_key", "return_logprob"),
-        *("top_logprobs_num", "data_parallel_rank", "routed_dp_rank"),
-        *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+        *("text", "input_ids", "sampling_params", "lora_path", "extra_key", "return_logprob", "top_logprobs_num"),
         *(field.name for field in gateway_pb2.SamplingOptions.DESCRIPTOR.fields),
     }
 )
@@ -52,15 +55,20 @@ def pack_tokens(request: WithTokens, max_prompt_tokens: int) -> bytes:
 
 def _check_length(tokens: int, max_prompt_tokens: int, field: str) -> None:
     if tokens > max_prompt_tokens:
-        raise InvalidArgument(f"{tokens} tokens, --max-prompt-tokens is {max_prompt_tokens}", field=field)
+        raise PromptTooLong(tokens, max_prompt_tokens, field=field)
 
 
 def _mm_items(items: Iterable[types_pb2.MultimodalItem]) -> tuple[MmItem, ...]:
     return tuple([MmItem(item.id, item.offset, item.length or 1) for item in items])
 
 
-def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int) -> Wish:
+def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int, *, max_priority: int | None = None) -> Wish:
     """What a RouteRequest asks for.
+
+    Args:
+        request: The client's.
+        max_prompt_tokens: Longer prompts are refused.
+        max_priority: A higher priority counts as this one; None = any.
 
     Raises:
         InvalidArgument: If the prompt is missing, too long, given twice, or given as hashes without their block size.
@@ -94,6 +102,7 @@ def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int) -> Wis
         prompt = Prompt(
             isl_tokens=request.isl_tokens or least,
             given_hashes=bytes_of_field(request.SerializeToString(), request.BLOCK_HASHES_FIELD_NUMBER),
+            field="block_hashes",
             given_block_size=request.block_size,
         )
     else:
@@ -111,15 +120,22 @@ def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int) -> Wis
         pinned_rank=_pinned_rank(request),
         required_labels=dict(request.required_labels) if request.required_labels else {},
         override=request.router_config_override if request.HasField("router_config_override") else None,
-        priority=request.priority,
+        priority=request.priority if max_priority is None else min(request.priority, max_priority),
         expected_output_tokens=request.expected_output_tokens,
         explain=request.explain,
         lease_seconds=request.lease_seconds,
     )
 
 
-def generate_wish(request: gateway_pb2.GenerateRequest, max_prompt_tokens: int) -> Wish:
+def generate_wish(
+    request: gateway_pb2.GenerateRequest, max_prompt_tokens: int, *, max_priority: int | None = None
+) -> Wish:
     """What a GenerateRequest asks of its worker.
+
+    Args:
+        request: The client's.
+        max_prompt_tokens: Longer prompts are refused.
+        max_priority: A higher priority counts as this one; None = any.
 
     Raises:
         InvalidArgument: If the model or the prompt is missing, the prompt too long, or the id no header's value.
@@ -150,7 +166,7 @@ def generate_wish(request: gateway_pb2.GenerateRequest, max_prompt_tokens: int) 
         pinned_rank=_pinned_rank(request),
         required_labels=dict(request.required_labels) if request.required_labels else {},
         override=request.router_config_override if request.HasField("router_config_override") else None,
-        priority=request.priority,
+        priority=request.priority if max_priority is None else min(request.priority, max_priority),
         expected_output_tokens=request.stop_conditions.max_tokens,
         explain=request.explain,
     )
@@ -215,15 +231,17 @@ def _engine_fields(text: str) -> dict[str, Any]:
     """Further fields of the engine's request.
 
     Raises:
-        InvalidArgument: They are no JSON object, or one of them is the gateway's to set.
+        InvalidArgument: They are no JSON object, or one of them is the gateway's to set, or has what is.
     """
+    if len(text) > MAX_ENGINE_FIELDS:
+        raise InvalidArgument(f"have {len(text)} characters, at most {MAX_ENGINE_FIELDS} can be", field="engine_fields")
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"are no JSON: {error}", field="engine_fields") from error
+        fields = load_json(text.encode(), max_values=MAX_ENGINE_VALUES)
+    except ValueError as error:
+        raise InvalidArgument(f"are not read: {error}", field="engine_fields") from error
     if not isinstance(fields, dict):
         raise InvalidArgument("must be a JSON object", field="engine_fields")
-    own = sorted(_OWN_FIELDS & fields.keys())
+    own = sorted({*(_OWN_FIELDS & fields.keys()), *reserved_in(fields)})
     if own:
         raise InvalidArgument(f"{', '.join(own)} cannot be set there", field="engine_fields")
     return fields
@@ -255,8 +273,8 @@ def loads_wish(request: gateway_pb2.GatewayGetPotentialLoadsRequest, max_prompt_
     )
 
 
-def route_response(placement: Placement) -> gateway_pb2.RouteResponse:
-    """A placement as the answer of Route."""
+def route_response(placement: Placement, *, in_full: bool) -> gateway_pb2.RouteResponse:
+    """A placement as the answer of Route; `in_full`: with the addresses of who did not help."""
     return gateway_pb2.RouteResponse(
         worker=rank_to_proto(placement.worker),
         overlap_blocks=placement.overlap_blocks,
@@ -267,7 +285,7 @@ def route_response(placement: Placement) -> gateway_pb2.RouteResponse:
         block_size=placement.block_size,
         cost=placement.cost,
         degraded=bool(placement.degraded),
-        degraded_reasons=placement.degraded or None,
+        degraded_reasons=placement.degraded_for(in_full=in_full) or None,
         explanation=placement.explanation,
         booked=placement.booking is not None and placement.booking.scheduler is not None,
     )

@@ -12,17 +12,18 @@ from prometheus_client.exposition import choose_encoder
 from kvscout.v1 import types_pb2
 from kvscout_common import tracing
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
-from kvscout_common.identity import TokenTable
-from kvscout_common.tenant_limits import Limit
+from kvscout_common.identity import ANONYMOUS, TokenTable
 from kvscout_common.transport.http import HttpCall, HttpRefused, SinkGone, SinkStalled
+from kvscout_common.web_origins import WebOrigins
 from kvscout_common.worker import ALL_TENANTS
+from kvscout_gateway.front.client_paths import HEALTH, MODELS, model_named
 from kvscout_gateway.front.dashboard.front import EVENTS, METHOD, PAGE, DashboardFront
 from kvscout_gateway.front.openai.access import Caller, caller_of, header
 from kvscout_gateway.front.openai.body import JsonBody, parsed
 from kvscout_gateway.front.openai.generation import COMPLETIONS, Generation
 from kvscout_gateway.front.openai.models import Models
 from kvscout_gateway.front.openai.passthrough import Passthrough
-from kvscout_gateway.front.openai.refusals import JSON_HEADERS, WrongMethod, refusal_of, shaped
+from kvscout_gateway.front.openai.refusals import JSON_HEADERS, WrongMethod, refusal_of, refusal_of_http
 from kvscout_gateway.front.openai.thresholds import change_of, shown
 from kvscout_gateway.front.shadow.front import ShadowFront
 from kvscout_gateway.front.wishes import CHAT
@@ -30,7 +31,6 @@ from kvscout_gateway.front.wishes import CHAT
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
 
-MODELS: Final = "/v1/models"
 THRESHOLDS: Final = "/busy_threshold"
 ROUTES: Final[Mapping[str, Mapping[str, str]]] = {
     COMPLETIONS: {"POST": "Generate"},
@@ -44,6 +44,9 @@ ROUTES: Final[Mapping[str, Mapping[str, str]]] = {
 `/health`, `/ready` and the dashboard's page are open."""
 ENGINES_OWN: Final = "Generate"
 """The same, of paths that are passed on."""
+PASSED_METHODS: Final = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+"""Methods of paths that are passed on. What follows the head of any other one (CONNECT above all) some HTTP servers
+read as the next request: a client could hide one in a body that no rule here would see."""
 
 
 class OpenAiFront:
@@ -77,32 +80,50 @@ class OpenAiFront:
         self._models = Models(gateway)
         self._metrics = metrics
         self._tokens = tokens
+        config = gateway.config
+        self._origins = WebOrigins(guarded=tokens is not None, host=config.server.host, allowed=config.cors_origins)
         self._dashboard = dashboard
         self._shadow = shadow
 
     async def handle(self, call: HttpCall) -> None:
         """Answers one request, whatever it is."""
+        caller: Caller | None = None
         try:
-            if call.path in ("/health", "/ready"):
+            call.answer_headers = self._origins.answer_headers(call.headers)
+            if not call.path.isascii() or not call.query.isascii():
+                raise InvalidArgument("must be ASCII: escape other characters as %XX", field="path")
+            if call.path != PAGE and not call.path.endswith("//"):
+                call.path = call.path.removesuffix("/")
+            if call.path in (HEALTH, "/ready"):
                 await self._health(call)
+                return
+            self._origins.require(call.headers)
+            preflight = self._origins.preflight(call.method, call.headers)
+            if preflight is not None:
+                call.answer_headers = ()
+                await call.respond(204, preflight, b"")
                 return
             if call.path == PAGE and self._dashboard is not None:
                 await self._dashboard.show(call)
                 return
-            await self._answer(call, caller_of(call.headers, self._tokens))
+            caller = caller_of(call.headers, self._tokens)
+            if caller.identity is not ANONYMOUS:
+                call.trust()
+            await self._answer(call, caller)
         except SinkGone:
             pass  # nobody is there to be told
         except SinkStalled:
             pass  # its connection is closed
         except HttpRefused as refused:
-            body = shaped(refused.status, str(refused), "invalid_request_error")
-            await call.respond(refused.status, JSON_HEADERS, body)
+            await call.respond(*refusal_of_http(refused))
         except Exception as error:
-            await call.respond(*refusal_of(error))
+            await call.respond(*refusal_of(error, in_full=caller is not None and caller.is_admin))
 
     async def _answer(self, call: HttpCall, caller: Caller) -> None:
         route = _route(call.path)
         caller.require(_rpc_of(route, call.method))
+        if route is None:
+            self._gateway.config.client_paths.require(call.path, is_admin=caller.is_admin)
         if not tracing.enabled() or route not in (COMPLETIONS, CHAT, None):
             await self._answer_route(call, caller, route)
             return
@@ -118,10 +139,10 @@ class OpenAiFront:
         if self._shadow is not None and route in (COMPLETIONS, CHAT, MODELS, None):
             await self._shadow.run(call, caller)
         elif route in (COMPLETIONS, CHAT):
-            self._gateway.exchanges.require_open()
-            await self._generation.run(call, caller, await _json(call))
+            with self._gateway.exchanges.admit(caller.tenant):
+                await self._generation.run(call, caller, await self._json(call, caller))
         elif route == MODELS:
-            await self._tell_models(call, caller, path.removeprefix(MODELS).strip("/"))
+            await self._tell_models(call, caller, model_named(path))
         elif route == THRESHOLDS:
             await self._thresholds(call, caller)
         elif route == EVENTS:
@@ -131,17 +152,22 @@ class OpenAiFront:
         elif route == "/metrics":
             await self._tell_metrics(call, caller)
         else:
-            exchanges = self._gateway.exchanges
-            exchanges.require_open()
-            with exchanges.limits.hold(Limit.REQUESTS, caller.tenant):
-                await self._passthrough.run(call, caller, await call.body())
+            with self._gateway.exchanges.admit(caller.tenant):
+                charge = self._gateway.charge(caller.tenant)
+                await self._passthrough.run(call, caller, await call.body(charge), charge)
 
     async def _health(self, call: HttpCall) -> None:
-        """Health: the process answers. Ready: it takes requests."""
-        draining = self._gateway.exchanges.draining
-        ready = call.path == "/health" or not draining
+        """Health: the process answers. Ready: it takes requests, and will."""
+        ready = call.path == HEALTH or not self._gateway.leaving
         status = "ok" if ready else "draining"
         await call.respond(200 if ready else 503, JSON_HEADERS, json.dumps({"status": status}).encode())
+
+    async def _json(self, call: HttpCall, caller: Caller) -> JsonBody:
+        charge = self._gateway.charge(caller.tenant)
+        body = await call.body(charge)
+        if not body:
+            raise InvalidArgument("must not be empty", field="body")
+        return await parsed(body, charge)
 
     async def _tell_models(self, call: HttpCall, caller: Caller, name: str) -> None:
         cards = await self._models.cards(caller.tenant)
@@ -162,7 +188,7 @@ class OpenAiFront:
             )
             await _tell(call, {"thresholds": [shown(one) for one in listed.thresholds]})
             return
-        change = change_of(await _json(call), caller.tenant)
+        change = change_of(await self._json(call, caller), caller.tenant)
         if isinstance(change, types_pb2.SetBusyThresholdsRequest):
             caller.require("SetBusyThresholds")
             await _tell(call, shown((await gateway.fanout.set_busy_thresholds(change)).thresholds))
@@ -181,23 +207,18 @@ def _route(path: str) -> str | None:
     """The entry of `ROUTES` that a path belongs to; None = it is an engine's."""
     if path in ROUTES:
         return path
-    return MODELS if path.startswith(f"{MODELS}/") else None
+    return MODELS if model_named(path) else None
 
 
 def _rpc_of(route: str | None, method: str) -> str:
     if route is None:
+        if method not in PASSED_METHODS:
+            raise WrongMethod(PASSED_METHODS)
         return ENGINES_OWN
     known = ROUTES[route]
     if method not in known:
         raise WrongMethod(known)
     return known[method]
-
-
-async def _json(call: HttpCall) -> JsonBody:
-    body = await call.body()
-    if not body:
-        raise InvalidArgument("must not be empty", field="body")
-    return await parsed(body)
 
 
 async def _tell(call: HttpCall, document: Any) -> None:

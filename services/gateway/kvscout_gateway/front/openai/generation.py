@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -12,11 +11,13 @@ from kvscout_common.errors import ResourceExhausted, Unavailable
 from kvscout_common.log_lines import about_request
 from kvscout_common.transport.http import Dialect, Form, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
 from kvscout_gateway.engines.adapter import Address, Changes, EngineAdapter
+from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.front.openai import proxied
 from kvscout_gateway.front.openai.access import Caller, header
 from kvscout_gateway.front.openai.body import JsonBody
 from kvscout_gateway.front.openai.refusals import event_of, refusal_of
 from kvscout_gateway.front.openai.sessions import Affinity, worker_of
+from kvscout_gateway.front.reserved import changes_of
 from kvscout_gateway.front.wishes import CHAT, model_of, tokens_of, wish_of
 from kvscout_gateway.request.placement import Placement, Wish, new_request_id
 from kvscout_gateway.tokens.prompt_tokens import chat_body, completion_body
@@ -52,21 +53,24 @@ class OpenAiRequest:
     max_tokens: int | None = None
     """The engine knows when it is done: it reads the same body."""
 
-    def __init__(self, call: HttpCall, body: JsonBody, *, with_key: bool) -> None:
+    def __init__(self, call: HttpCall, body: JsonBody, *, with_key: bool, max_priority: int | None) -> None:
         """Takes what a client sent.
 
         Args:
             call: The client's.
             body: Its body.
             with_key: The client's key is the engine's.
+            max_priority: See `reserved.changes_of`.
         """
         self._target = f"{call.path}?{call.query}" if call.query else call.path
         self._headers = call.headers
         self._body = body
-        self._with_key = with_key
+        self.with_key = with_key
         self._request_id = header(call.headers, REQUEST_ID_HEADER.lower())
         self.at_once = body.get("stream") is not True
-        self.form, self._with_usage = with_usage(body)
+        self.demands_tool_call = body.get("tool_choice") not in (None, "auto", "none")
+        self.form, changes = with_usage(body)
+        self._own = {**changes_of(body.fields, max_priority=max_priority), **changes}
 
     def dialect(self, adapter: EngineAdapter) -> Dialect:
         """See `ClientRequest`: OpenAI's, whatever else the engine speaks."""
@@ -76,12 +80,12 @@ class OpenAiRequest:
         """See `ClientRequest`."""
         if self._request_id:
             to = to._replace(request_id=self._request_id)
-        own = dict(self._with_usage)
+        own = dict(self._own)
         if "model" in self._body.fields:
             own["model"] = to.model
         return HttpRequest(
             f"{to.endpoint}{self._target}",
-            headers=proxied.to_engine(self._headers, adapter.headers(to), with_key=self._with_key),
+            headers=proxied.to_engine(self._headers, adapter.headers(to), with_key=self.with_key),
             body=self._body.changed({**own, **changes}),
         )
 
@@ -93,8 +97,10 @@ class OpenAiRequest:
 class Client:
     """See `Reply`: an HTTP client that waits for an answer."""
 
-    def __init__(self, call: HttpCall, *, at_once: bool) -> None:
+    def __init__(self, call: HttpCall, *, at_once: bool, in_full: bool) -> None:
         self._call = call
+        self._in_full = in_full
+        """It is told addresses, too."""
         self._at_once = at_once
         self._answer: HttpAnswer | None = None
         self._answered = False
@@ -119,18 +125,18 @@ class Client:
         """See `Sink`: all of an answer that comes at once."""
         assert self._answer is not None
         self._answered = True
-        self.usage = _usage_of(data)
+        self.usage = await _usage_of(data)
         await self._call.respond(self._answer.status, self._headers(self._answer), data)
 
     async def end(self) -> None:
         """The engine has sent everything."""
         if not self._at_once and self._answer is not None:
-            self.usage = _object(self._answer.report.usage)
+            self.usage = account_read(self._answer.report.usage)
             await self._call.end()
 
     async def fail(self, error: Exception) -> None:
         """Tells the client that there will be no (further) answer."""
-        refusal = refusal_of(error, request_id=self.request_id)
+        refusal = refusal_of(error, request_id=self.request_id, in_full=self._in_full)
         if self._answered:
             return
         report = self._answer.report if self._answer is not None and not self._at_once else None
@@ -144,7 +150,8 @@ class Client:
     def _headers(self, answer: HttpAnswer) -> list[tuple[str, str]]:
         headers = proxied.to_client(answer.headers)
         if self.placement is not None and self.placement.degraded:
-            headers.append((DEGRADED_HEADER, proxied.as_value("; ".join(self.placement.degraded))))
+            reasons = self.placement.degraded_for(in_full=self._in_full)
+            headers.append((DEGRADED_HEADER, proxied.as_value("; ".join(reasons))))
         return headers if header(headers, REQUEST_ID_HEADER.lower()) else [*headers, *self._named()]
 
     def _named(self) -> tuple[tuple[str, str], ...]:
@@ -173,7 +180,7 @@ class Generation:
         self._passes_keys = passes_keys
 
     async def run(self, call: HttpCall, caller: Caller, body: JsonBody) -> None:
-        """Answers one request.
+        """Answers one request, which was admitted.
 
         Raises:
             InvalidArgument: It names no model.
@@ -187,8 +194,8 @@ class Generation:
         )
         # What is known of a prompt is much, and an answer may take minutes.
         del tokens
-        request = OpenAiRequest(call, body, with_key=self._passes_keys())
-        client = Client(call, at_once=request.at_once)
+        request = OpenAiRequest(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
+        client = Client(call, at_once=request.at_once, in_full=caller.is_admin)
         client.request_id = header(call.headers, REQUEST_ID_HEADER.lower()) or wish.request_id
         with about_request(client.request_id):
             try:
@@ -210,13 +217,13 @@ class Generation:
         preferred = self._worker_of(session, wish) if session else ""
         if preferred:
             try:
-                with self._gateway.exchanges.begin(replace(wish, allowed=(preferred,))) as exchange:
+                with self._gateway.exchanges.begin(replace(wish, allowed=(preferred,)), admitted=True) as exchange:
                     await exchange.run(request, client)
                 return
             except (ResourceExhausted, Unavailable):
                 # Both say that the client has nothing of an answer: any other worker may give it one.
                 wish = replace(wish, request_id=new_request_id())
-        with self._gateway.exchanges.begin(wish) as exchange:
+        with self._gateway.exchanges.begin(wish, admitted=True) as exchange:
             await exchange.run(request, client)
 
     def _worker_of(self, session: str, wish: Wish) -> str:
@@ -224,14 +231,6 @@ class Generation:
         return worker_of(session, (spec.worker_id for spec in able))
 
 
-def _usage_of(answer: bytes) -> dict[str, Any]:
-    usage = _object(answer).get("usage") if len(answer) <= MAX_READ_BYTES else None
+async def _usage_of(answer: bytes) -> dict[str, Any]:
+    usage = (await answer_read(answer)).get("usage") if len(answer) <= MAX_READ_BYTES else None
     return usage if isinstance(usage, dict) else {}
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        document = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
+from kvscout_common.json_scan import load_json
 from kvscout_common.transport.http import HttpFailed, HttpRequest
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.catalog import TenantView
@@ -23,6 +23,7 @@ KEPT_SECONDS: Final = 30.0
 MAX_ASKED: Final = 32
 """Engines at once; models beyond are told of in our own words."""
 MAX_PAGE_BYTES: Final = 1024 * 1024
+MAX_PAGE_VALUES: Final = 20_000
 MAX_TENANTS: Final = 256
 
 
@@ -64,9 +65,9 @@ class Models:
                     page = await answer.read(MAX_PAGE_BYTES)
                 finally:
                     answer.abort()
-            found = json.loads(page)["data"] if answer.status == 200 else []
+            found = load_json(page, max_values=MAX_PAGE_VALUES)["data"] if answer.status == 200 else []
             return [card for card in found if isinstance(card, dict) and isinstance(card.get("id"), str)]
-        except (HttpFailed, TimeoutError, ValueError, TypeError, LookupError, RecursionError):
+        except (HttpFailed, TimeoutError, ValueError, TypeError, LookupError):
             return []  # our own words will do
 
 

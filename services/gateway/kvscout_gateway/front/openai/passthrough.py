@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import logging
-import random
-import re
 import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
-from kvscout_common.transport.http import FailureKind, HttpAnswer, HttpCall, HttpFailed, HttpRequest
+from kvscout_common.byte_budget import Charge
+from kvscout_common.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from kvscout_common.json_fields import INLINE_BYTES
+from kvscout_common.transport.http import FailureKind, Headers, HttpAnswer, HttpCall, HttpFailed, HttpRequest
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.failure import EngineFailed, Fault
+from kvscout_gateway.front.answering import spread_answering
 from kvscout_gateway.front.openai import proxied
 from kvscout_gateway.front.openai.access import Caller, header
 from kvscout_gateway.front.openai.body import JsonBody
+from kvscout_gateway.front.openai.client_body import ClientBody, read_body
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
 
 log = logging.getLogger("kvscout.gateway")
 
-PATHS: Final = re.compile(
-    r"/(?:v[0-9]{1,2}(?:/[A-Za-z0-9_.-]+)+|tokenize|detokenize|pooling|classify|score|rerank|invocations|generate)"
-)
-"""What clients may reach on an engine. The rest of its paths are its operators': to sleep, to load adapters, to forget
-its cache, to end. Nothing is unescaped here, so nothing else can be meant."""
-_OPERATORS: Final = re.compile(r"\.\.|/(?:un)?load_lora_adapter")
-_PART_WITH_MODEL: Final = re.compile(rb'name="model"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n')
 MAX_TRIES: Final = 2
 
 
@@ -45,24 +40,36 @@ class Passthrough:
         self._gateway = gateway
         self._passes_keys = passes_keys
 
-    async def run(self, call: HttpCall, caller: Caller, body: bytes) -> None:
-        """Answers one request.
+    async def run(self, call: HttpCall, caller: Caller, body: bytes, charge: Charge | None = None) -> None:
+        """Answers one request, which was admitted.
+
+        Args:
+            call: Its client's.
+            caller: Who asks.
+            body: Its body.
+            charge: What is charged for that.
 
         Raises:
-            PermissionDenied: The path is for operators, or for nobody.
+            InvalidArgument: The body cannot be read, or names no model where it should.
             NotFound: No worker has the model.
             Unavailable: No worker answers.
             SinkGone: Its client has gone.
         """
-        if not caller.is_admin and (not PATHS.fullmatch(call.path) or _OPERATORS.search(call.path)):
-            raise PermissionDenied(f"{call.path[:200]} is for operators: it needs an API key of the role admin")
-        workers = self._workers(caller.tenant, _model_of(call, body))
+        if call.path in self._gateway.config.client_paths:
+            read = await read_body(call.headers, body, max_priority=caller.identity.max_priority, charge=charge)
+        else:
+            read = ClientBody(body, _model_of(call.headers, body))
+        workers = self._workers(caller.tenant, read.model)
         for tries, spec in enumerate(workers, 1):
             try:
-                await self._send(call, body, spec, caller.tenant)
+                await self._send(call, read, spec, caller.tenant)
                 return
             except EngineFailed as error:
+                if error.fault is Fault.TIME:
+                    raise DeadlineExceeded(error.message) from error
                 if tries >= min(MAX_TRIES, len(workers)) or not _never_arrived(error):
+                    if error.detail:
+                        self._gateway.engines.warnings.warning(spec.worker_id, "%s: %s", spec.worker_id, error)
                     raise Unavailable(error.message, retry_after_seconds=error.retry_after_seconds) from error
 
     def _workers(self, tenant: str, model: str) -> Sequence[WorkerSpec]:
@@ -71,37 +78,41 @@ class Passthrough:
         specs = view.serving(view.resolve(model, "").model).specs if model else tuple(view.specs.values())
         if not specs:
             raise NotFound(f"no worker serves {model!r}" if model else "there are no workers", field="model")
-        able = [spec for spec in specs if spec.http_endpoint and not spec.draining]
+        able = spread_answering(self._gateway.health, tenant, specs, specs)
         if not able:
-            raise Unavailable(f"no worker of {model!r} can be reached over HTTP now", retry_after_seconds=1.0)
-        return self._gateway.health.well_first(tenant, random.sample(able, len(able)), specs)
+            raise Unavailable(
+                f"no worker of {model!r} that answers clients can be reached now", retry_after_seconds=1.0
+            )
+        return able
 
-    async def _send(self, call: HttpCall, body: bytes, spec: WorkerSpec, tenant: str) -> None:
-        gateway = self._gateway
+    async def _send(self, call: HttpCall, body: ClientBody, spec: WorkerSpec, tenant: str) -> None:
+        gateway, with_key = self._gateway, self._passes_keys()
         request_id = header(call.headers, "x-request-id") or f"pass-{uuid.uuid4().hex}"
         target = f"{call.path}?{call.query}" if call.query else call.path
         request = HttpRequest(
             f"{spec.http_endpoint}{target}",
             method=call.method,
-            headers=proxied.to_engine(call.headers, (("X-Request-Id", request_id),), with_key=self._passes_keys()),
-            body=body,
+            headers=proxied.to_engine(call.headers, (("X-Request-Id", request_id),), with_key=with_key),
+            body=body.data,
         )
         pulse = gateway.observations.of(tenant, WorkerRank(spec.worker_id, spec.dp_start_rank)).pulse
-        engine = gateway.engines.call(spec.http_endpoint, uncached_tokens=0, pulse=pulse, at_once=True)
+        engine = gateway.engines.call(
+            spec.http_endpoint, uncached_tokens=0, pulse=pulse, at_once=body.at_once, clients_key=with_key
+        )
         answer: HttpAnswer | None = None
         passed = False
         try:
             answer = await engine.send(request)
             await call.start(answer.status, proxied.to_client(answer.headers))
-            async for piece in answer.chunks():
+            async for piece in engine.chunks(answer):
                 passed = True
                 await call.write(piece)
             await call.end()
-        except HttpFailed as error:
+        except EngineFailed as error:
             if not passed:
-                raise EngineFailed(f"{spec.http_endpoint}: {error}") from error
+                raise
             # The client sees what happened: its connection breaks off, too.
-            log.debug("%s broke off its answer to %s: %s", spec.http_endpoint, call.path, error)
+            log.warning("%s did not end its answer to %s: %s", spec.worker_id, call.path[:100], error)
         finally:
             engine.end()
             if answer is not None:
@@ -114,17 +125,12 @@ def _never_arrived(error: EngineFailed) -> bool:
     return error.fault is Fault.WORKER and isinstance(cause, HttpFailed) and cause.kind is FailureKind.UNREACHABLE
 
 
-def _model_of(call: HttpCall, body: bytes) -> str:
-    """The model that a request names; "" = it names none."""
-    if not body:
+def _model_of(headers: Headers, body: bytes) -> str:
+    """The model that an operator's request names; "" = it names none."""
+    if len(body) > INLINE_BYTES or "json" not in header(headers, "content-type").lower():
         return ""
-    kind = header(call.headers, "content-type").lower()
-    if kind.startswith("multipart/"):
-        found = _PART_WITH_MODEL.search(body)
-        return found[1].decode(errors="replace") if found else ""
-    if kind and "json" not in kind:
-        return ""
-    model = JsonBody(body).get("model")
-    if model is not None and not isinstance(model, str):
-        raise InvalidArgument("must be the name of a model", field="model")
-    return model or ""
+    try:
+        model = JsonBody(body).get("model")
+    except InvalidArgument:
+        return ""  # it is the engine's to refuse
+    return model if isinstance(model, str) else ""

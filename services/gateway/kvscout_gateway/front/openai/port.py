@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
+from kvscout_common.byte_budget import SHARE
 from kvscout_common.identity import TokenTable
 from kvscout_common.serving import HttpPort
 from kvscout_common.transport.http import HttpHandler, HttpLimits
@@ -17,6 +18,7 @@ from kvscout_gateway.front.openai.generation import Generation
 from kvscout_gateway.front.openai.passthrough import Passthrough
 from kvscout_gateway.front.openai.sessions import Affinity
 from kvscout_gateway.front.shadow.front import ShadowFront
+from kvscout_gateway.gateway import BODY_COPIES
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -44,7 +46,9 @@ class OpenAiPort:
     def port(self) -> HttpPort:
         """What is to be served."""
         config = self._gateway.config
-        limits = HttpLimits(body_bytes=config.server.max_message_bytes, write_seconds=config.client_write_seconds)
+        # No body is longer than what its tenant's share has room for.
+        most = min(config.server.max_message_bytes, self._gateway.budget.limit // SHARE // BODY_COPIES)
+        limits = HttpLimits(body_bytes=most, write_seconds=config.client_write_seconds)
         return HttpPort(config.http_port, self._front, limits)
 
     def _front(self, tokens: TokenTable | None) -> HttpHandler:
@@ -57,7 +61,7 @@ class OpenAiPort:
         passthrough = Passthrough(gateway, passes_keys=passes_keys)
         dashboard = None
         if self._dashboard is not None:
-            dashboard = DashboardFront(self._dashboard, tokens, host=gateway.config.server.host)
+            dashboard = DashboardFront(self._dashboard)
         shadow = None
         if gateway.config.shadow is not None:
             shadow = ShadowFront(gateway, gateway.config.shadow, passes_keys=passes_keys)

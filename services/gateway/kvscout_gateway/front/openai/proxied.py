@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from typing import Final
 
 from kvscout_common.transport.http import Headers
+from kvscout_gateway.front.reserved import is_reserved_header
 
 _OF_ONE_HOP: Final = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
      "transfer-encoding", "upgrade", "host", "content-length", "expect")
 )  # fmt: skip
-TENANT: Final = "x-kvscout-tenant"
-_NOT_FOR_ENGINES: Final = frozenset(
-    ("accept-encoding", "authorization", "cookie", "x-api-key", "x-data-parallel-rank", TENANT)
-)
-"""What is packed cannot be read on its way; keys and tenants are the gateway's; ranks are the scheduler's choice."""
+_NOT_FOR_ENGINES: Final = frozenset(("accept-encoding", "authorization", "cookie", "x-api-key"))
+"""What is packed cannot be read on its way; keys are the gateway's."""
 _NOT_FOR_CLIENTS: Final = frozenset(("date", "server", "set-cookie"))
+_FOR_BROWSERS: Final = "access-control-"
+"""Which pages may see an answer is the gateway's to say."""
 MAX_VALUE: Final = 512
 
 
@@ -37,6 +37,7 @@ def to_engine(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool
         if (lower := name.lower()) not in taken
         and lower not in _OF_ONE_HOP
         and lower not in named
+        and not is_reserved_header(lower)
         and (lower not in _NOT_FOR_ENGINES or (with_key and lower == "authorization"))
     ]
 
@@ -47,12 +48,15 @@ def to_client(engine: Headers) -> list[tuple[str, str]]:
     return [
         (name, value)
         for name, value in engine
-        if (lower := name.lower()) not in _OF_ONE_HOP and lower not in _NOT_FOR_CLIENTS and lower not in named
+        if (lower := name.lower()) not in _OF_ONE_HOP
+        and lower not in _NOT_FOR_CLIENTS
+        and lower not in named
+        and not lower.startswith(_FOR_BROWSERS)
     ]
 
 
 def to_balancer(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool) -> list[tuple[str, str]]:
-    """The headers of a request to the user's own balancer: all of them, cookies by which it may go, too.
+    """The headers of a request to the user's own balancer: all but the reserved ones; cookies by which it may go, too.
 
     Args:
         client: What the client sent.
@@ -60,16 +64,24 @@ def to_balancer(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bo
         with_key: The client's key is the engine's.
     """
     mine = [*((name, value) for name, value in own if value), ("Accept-Encoding", "identity")]
-    left_out = {name.lower() for name, _ in mine} | _connection_options(client) | _OF_ONE_HOP | {TENANT}
+    left_out = {name.lower() for name, _ in mine} | _connection_options(client) | _OF_ONE_HOP
     if not with_key:
         left_out |= {"authorization", "x-api-key"}
-    return mine + [(name, value) for name, value in client if name.lower() not in left_out]
+    return mine + [
+        (name, value)
+        for name, value in client
+        if (lower := name.lower()) not in left_out and not is_reserved_header(lower)
+    ]
 
 
 def from_balancer(answer: Headers) -> list[tuple[str, str]]:
-    """The headers of its answer: all of them."""
+    """The headers of its answer: all but those that tell browsers which pages may see it."""
     left_out = _connection_options(answer) | _OF_ONE_HOP
-    return [(name, value) for name, value in answer if name.lower() not in left_out]
+    return [
+        (name, value)
+        for name, value in answer
+        if (lower := name.lower()) not in left_out and not lower.startswith(_FOR_BROWSERS)
+    ]
 
 
 def as_value(text: str) -> str:

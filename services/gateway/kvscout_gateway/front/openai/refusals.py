@@ -25,8 +25,11 @@ from kvscout_common.errors import (
 )
 from kvscout_common.plain_text import printable
 from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.transport.http import Headers
+from kvscout_common.transport.http import Headers, HttpRefused
+from kvscout_gateway.engines.failure import Fault
+from kvscout_gateway.front.client_paths import UnknownPath
 from kvscout_gateway.request.exchange import failure_behind
+from kvscout_gateway.request.prompt import PromptTooLong
 
 log = logging.getLogger("kvscout.gateway")
 _defects = RateLimitedLog(log, period_seconds=10.0)
@@ -37,9 +40,12 @@ STATUSES: Final[dict[type[KvscoutError], tuple[int, str, str | None]]] = {
     InvalidArgument: (400, "invalid_request_error", None),
     Unauthenticated: (401, "authentication_error", "invalid_api_key"),
     PermissionDenied: (403, "permission_error", None),
+    UnknownPath: (404, "invalid_request_error", None),
     NotFound: (404, "invalid_request_error", "model_not_found"),
-    AlreadyExists: (409, "invalid_request_error", None),
-    FailedPrecondition: (409, "invalid_request_error", None),
+    PromptTooLong: (400, "invalid_request_error", "context_length_exceeded"),
+    # No 409: clients' libraries would send the same again.
+    AlreadyExists: (400, "invalid_request_error", None),
+    FailedPrecondition: (400, "invalid_request_error", None),
     ResourceExhausted: (429, "rate_limit_error", "overloaded"),
     Cancelled: (499, "cancelled", None),
     KvscoutError: (500, "server_error", None),
@@ -50,6 +56,8 @@ STATUSES: Final[dict[type[KvscoutError], tuple[int, str, str | None]]] = {
 """Status, OpenAI's type and code of each error; of a class that is not here, its nearest base counts."""
 _OURS_TO_SETTLE: Final = frozenset({401, 403, 407})
 """What an engine says of our own key concerns no client: it would take it for its own."""
+_KEPT: Final = frozenset({"content-type", "retry-after", "www-authenticate"})
+"""Headers of an engine's refusal."""
 
 
 class WrongMethod(InvalidArgument):
@@ -72,17 +80,26 @@ class Refusal(NamedTuple):
     body: bytes
 
 
-def refusal_of(error: Exception, *, request_id: str = "") -> Refusal:
-    """What a client is told of an error; an unexpected one is logged, and told of in general terms."""
+def refusal_of(error: Exception, *, request_id: str = "", in_full: bool = False) -> Refusal:
+    """What a client is told of an error; an unexpected one is logged, and told of in general terms.
+
+    Args:
+        error: What was raised.
+        request_id: "" = none is known.
+        in_full: With the addresses that are in it, for operators.
+    """
     failed = failure_behind(error)
     if failed is not None and failed.answer is not None:
         status, headers, body = failed.answer
-        if status >= 400 and status not in _OURS_TO_SETTLE:
-            kept = [(name, value) for name, value in headers if name.lower() in ("content-type", "retry-after")]
+        if status >= 400 and (failed.fault is Fault.REQUEST or status not in _OURS_TO_SETTLE):
+            kept = [(name, value) for name, value in headers if name.lower() in _KEPT]
             return Refusal(status, kept, body)
     if not isinstance(error, KvscoutError):
         _defects.warning(type(error).__name__, "request %s failed: %r", request_id, error, error=error)
         error = InternalError("the gateway has failed; its log says how")
+    if not in_full:
+        error = error.for_clients()
+    message = f"{error} ({failed.detail})" if in_full and failed is not None and failed.detail else str(error)
     status, kind, code = next(STATUSES[base] for base in type(error).__mro__ if base in STATUSES)
     headers = list(JSON_HEADERS)
     if isinstance(error, WrongMethod):
@@ -92,7 +109,15 @@ def refusal_of(error: Exception, *, request_id: str = "") -> Refusal:
         headers.append(("Retry-After", str(max(1, math.ceil(error.retry_after_seconds or 1)))))
     if status == 401:
         headers.append(("WWW-Authenticate", "Bearer"))
-    return Refusal(status, headers, shaped(status, str(error), kind, code=code, param=error.field))
+    return Refusal(status, headers, shaped(status, message, kind, code=code, param=error.field))
+
+
+def refusal_of_http(refused: HttpRefused) -> Refusal:
+    """What a client is told whose request could not be read."""
+    busy = {429: "rate_limit_error", 503: "service_unavailable_error"}
+    kind = busy.get(refused.status)
+    headers = [*JSON_HEADERS, ("Retry-After", "1")] if kind is not None else JSON_HEADERS
+    return Refusal(refused.status, headers, shaped(refused.status, str(refused), kind or "invalid_request_error"))
 
 
 def shaped(status: int, message: str, kind: str, *, code: str | None = None, param: str | None = None) -> bytes:

@@ -7,8 +7,10 @@ from typing import Any, Final
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_gateway.front.openai.body import JsonBody
+from kvscout_gateway.front.wishes import model_of
 
 FIELDS: Final = ("active_decode_blocks_threshold", "active_prefill_tokens_threshold")
+MAX_VALUE: Final = 1 << 64
 
 
 def change_of(body: JsonBody, tenant: str) -> types_pb2.SetBusyThresholdsRequest | types_pb2.GetBusyThresholdsRequest:
@@ -17,9 +19,7 @@ def change_of(body: JsonBody, tenant: str) -> types_pb2.SetBusyThresholdsRequest
     Raises:
         InvalidArgument: A field is missing, or of the wrong type; the schedulers judge its range.
     """
-    model = body.get("model")
-    if not isinstance(model, str) or not model:
-        raise InvalidArgument("must be the name of a model", field="model")
+    model = model_of(body.fields)
     named = [name for name in FIELDS if name in body.fields]
     if not named:
         return types_pb2.GetBusyThresholdsRequest(model=model, tenant=tenant)
@@ -28,9 +28,9 @@ def change_of(body: JsonBody, tenant: str) -> types_pb2.SetBusyThresholdsRequest
         value = body.get(name)
         if value is None:
             change.clear.append(name)
-        elif isinstance(value, bool) or not isinstance(value, int | float):
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MAX_VALUE:
             raise InvalidArgument("must be a number, or null to turn it off", field=name)
-        elif name == FIELDS[1] and (value != int(value) or not 0 <= value < 1 << 64):
+        elif name == FIELDS[1] and (value != int(value) or value < 0):
             raise InvalidArgument("must be a number of tokens", field=name)
         else:
             setattr(change, name, float(value) if name == FIELDS[0] else int(value))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
+from kvscout_common.byte_budget import Charge
 from kvscout_common.errors import DeadlineExceeded, InternalError, InvalidArgument, KvscoutError, Unavailable
-from kvscout_common.tenant_limits import Limit
 from kvscout_common.transport.http import (
     Dialect,
     Form,
@@ -21,11 +20,14 @@ from kvscout_common.transport.http import (
     SinkStalled,
 )
 from kvscout_common.worker import WorkerRank
+from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
 from kvscout_gateway.front.openai import proxied
 from kvscout_gateway.front.openai.access import Caller, header
 from kvscout_gateway.front.openai.body import parsed
+from kvscout_gateway.front.openai.client_body import read_body
 from kvscout_gateway.front.openai.generation import COMPLETIONS, with_usage
+from kvscout_gateway.front.reserved import changes_of
 from kvscout_gateway.front.shadow.config import ShadowConfig
 from kvscout_gateway.front.shadow.score import Asked, Score, Scores
 from kvscout_gateway.front.wishes import CHAT, model_of
@@ -39,6 +41,12 @@ log = logging.getLogger("kvscout.gateway")
 
 MAX_READ_BYTES: Final = 1024 * 1024
 """Of an answer that comes as a whole: a longer one is passed on and not read for its usage."""
+
+
+class BalancerDown(Unavailable):
+    """The user's balancer does not answer."""
+
+    discreet = "the balancer does not answer"
 
 
 class ShadowFront:
@@ -61,24 +69,29 @@ class ShadowFront:
         """Answers one request.
 
         Raises:
-            InvalidArgument: Its path is none.
+            InvalidArgument: Its path is none, or its body cannot be read.
             Unavailable: The balancer does not answer.
             SinkGone: Its client has gone.
         """
         if not call.path.startswith("/"):
             # What stands there instead could name another host.
             raise InvalidArgument("must begin with /", field="path")
-        exchanges = self._gateway.exchanges
-        exchanges.require_open()
-        body = await call.body()
-        asked = await _generation(call, caller.tenant, body)
+        with self._gateway.exchanges.admit(caller.tenant):
+            await self._run(call, caller)
+
+    async def _run(self, call: HttpCall, caller: Caller) -> None:
+        charge = self._gateway.charge(caller.tenant)
+        body = await call.body(charge)
+        asked = await _generation(call, caller.tenant, body, charge)
+        max_priority = caller.identity.max_priority
         if asked is None:
-            with exchanges.limits.hold(Limit.REQUESTS, caller.tenant):
-                await _Passing(self._gateway, self._config, call).run(self._request(call, body))
+            if call.path in self._gateway.config.client_paths:
+                body = (await read_body(call.headers, body, max_priority=max_priority, charge=charge)).data
+            await _Passing(self._gateway, self._config, call).run(self._request(call, body))
             return
         wish = Wish(asked.model, asked.tenant, Prompt(isl_tokens=1))
-        exchanges.admit(wish)
-        form, changes = with_usage(asked.body)
+        form, own = with_usage(asked.body)
+        changes = {**changes_of(asked.body.fields, max_priority=max_priority), **own}
         passing = _Passing(self._gateway, self._config, call, self.scores.begin(asked), form)
         failed: BaseException | None = None
         try:
@@ -88,7 +101,7 @@ class ShadowFront:
             failed = error
             raise
         finally:
-            exchanges.over(wish, failed)
+            self._gateway.exchanges.over(wish, failed)
             passing.end(failed=failed is not None)
 
     def _request(self, call: HttpCall, body: bytes) -> HttpRequest:
@@ -154,7 +167,8 @@ class _Passing:
             if answer.status >= 500 or answer.status == 429:
                 self.failure = Unavailable(f"the balancer answered with {answer.status}")
         except HttpFailed as error:
-            failure = Unavailable(f"the balancer {self._config.balancer} does not answer: {error}")
+            failure = BalancerDown(f"the balancer {self._config.balancer} does not answer: {error}")
+            self._gateway.engines.warnings.warning("balancer", "%s", failure)
             if not self._passed:
                 raise failure from error
             # The client sees what happened: its connection breaks off, too.
@@ -199,7 +213,7 @@ class _Passing:
         finally:
             report = answer.report
             self._passed = bool(report.passed)
-            self._usage = usage_of_stream(Dialect.OPENAI, _object(report.usage))
+            self._usage = usage_of_stream(Dialect.OPENAI, account_read(report.usage))
             if report.outputs > 1:
                 waited_for = report.tokens * (report.outputs - 1) / report.outputs
                 seconds = (report.last_output_at - report.first_output_at) / waited_for
@@ -219,7 +233,7 @@ class _Passing:
         if self._score is not None and 200 <= answer.status < 300:
             self._first_output(self._score)
             if len(kept) <= MAX_READ_BYTES:
-                self._usage = usage_of_answer(Dialect.OPENAI, _object(bytes(kept)))
+                self._usage = usage_of_answer(Dialect.OPENAI, await answer_read(bytes(kept)))
 
     def _first_output(self, score: Score) -> None:
         seconds = time.perf_counter() - self._started
@@ -239,12 +253,12 @@ class _Passing:
         return next(found, "")
 
 
-async def _generation(call: HttpCall, tenant: str, body: bytes) -> Asked | None:
+async def _generation(call: HttpCall, tenant: str, body: bytes, charge: Charge) -> Asked | None:
     """What is to be scored; None = nothing of this is: it is passed on all the same."""
     if call.method != "POST" or call.path not in (COMPLETIONS, CHAT):
         return None
     try:
-        read = await parsed(body)
+        read = await parsed(body, charge)
         return Asked(call.path, read, tenant, model_of(read.fields))
     except InvalidArgument:
         return None
@@ -258,11 +272,3 @@ def _addresses(url: str) -> Iterator[str]:
 
 def _is_stream(answer: HttpAnswer) -> bool:
     return header(answer.headers, "content-type").lower().startswith("text/event-stream")
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        document = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
@@ -133,7 +133,7 @@ class Score:
 
     async def _place(self) -> Placement | LeftOut:
         gateway, asked = self._gateway, self.asked
-        fields: dict[str, Any] = asked.body.fields
+        fields = asked.body.fields
         tokens = await tokens_of(
             gateway, asked.path, fields, size=asked.body.size, tenant=asked.tenant, model=asked.model
         )

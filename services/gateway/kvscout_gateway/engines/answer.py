@@ -1,0 +1,56 @@
+"""What is read of an engine's words: few fields of an answer, however long it is, and accounts of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Final
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.json_fields import INLINE_BYTES, Fields
+
+MAX_WORDS_BYTES: Final = 64 * 1024
+"""Of an account, or an error, in a stream; longer ones are none."""
+_READ: Final = ("usage", "meta_info", "kv_transfer_params")
+_ERROR: Final = "error"
+
+
+async def answer_read(data: bytes) -> dict[str, Any]:
+    """What concerns us of an answer that came as a whole: `error`, `usage`, `meta_info` and `kv_transfer_params`.
+
+    It is empty where the answer is no JSON object, or has more in it than `json_scan` allows.
+    """
+    return _read(data) if len(data) <= INLINE_BYTES else await asyncio.to_thread(_read, data)
+
+
+def words_read(text: bytes) -> Any:
+    """What stands in a stream's report as JSON: an account, or an error; None = nothing that is read."""
+    try:
+        return json.loads(text) if 0 < len(text) <= MAX_WORDS_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def account_read(text: bytes) -> dict[str, Any]:
+    """The account of tokens of a stream's report; empty = there is none."""
+    account = words_read(text)
+    return account if isinstance(account, dict) else {}
+
+
+def _read(data: bytes) -> dict[str, Any]:
+    try:
+        fields = Fields.scanned(data, strict=False)
+    except ValueError:
+        return {}
+    found: dict[str, Any] = {}
+    for name in _READ:
+        try:
+            if name in fields:
+                found[name] = fields[name]
+        except InvalidArgument:
+            pass  # as good as absent: nothing that we read is so long
+    try:
+        found[_ERROR] = fields.get(_ERROR)
+    except InvalidArgument as error:
+        found[_ERROR] = str(error)
+    return found
