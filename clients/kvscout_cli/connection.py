@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,13 +127,14 @@ class Services:
         """What asks them."""
         return Gathering(self.security, tenant=self.tenant, timeout_seconds=self.timeout_seconds)
 
-    async def snapshot(self, *, engines: bool) -> Snapshot:
+    async def snapshot(self, *, engines: bool, proxies: Sequence[str] = ()) -> Snapshot:
         """What they say now.
 
         Args:
             engines: Ask the workers' engines, too.
+            proxies: Base URLs of the admin interfaces of Envoys to ask.
         """
-        return await self.gathering.snapshot(self.named, engines=engines)
+        return await self.gathering.snapshot(self.named, engines=engines, proxies=proxies)
 
 
 def services_flags(command: Command) -> Command:

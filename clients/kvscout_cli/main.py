@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from kvscout_cli.output import echo
 from kvscout_cli.process import ProcessFailed
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument, KvscoutError, Unavailable
 from kvscout_common.flags import SectionedGroup
@@ -49,10 +50,10 @@ class CliError(click.ClickException):
     def show(self, file: Any = None) -> None:
         """Prints the message and, for a process, the last lines it wrote."""
         if self.tail:
-            click.echo("last lines of its log:", err=True)
+            echo("last lines of its log:", err=True)
             for line in self.tail:
-                click.echo(f"  {line}", err=True)
-        click.echo(f"error: {self.message}", err=True)
+                echo(f"  {line}", err=True)
+        echo(f"error: {self.message}", err=True)
 
 
 class WrongUsage(CliError):

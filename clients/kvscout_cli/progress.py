@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvscout_bench.record import RequestRecord
-from kvscout_cli.output import stderr
+from kvscout_cli.output import echo, stderr
 
 LINE_SECONDS = 5.0
 """Time between lines where there is no terminal."""
@@ -96,7 +95,7 @@ class _Lines:
         self._next_line = time.monotonic() + LINE_SECONDS
 
     def status(self, text: str) -> None:
-        click.echo(f"{self._label}: {text}", err=True)
+        echo(f"{self._label}: {text}", err=True)
 
     def record(self, record: RequestRecord) -> None:
         self._tally.add(record)

@@ -64,7 +64,7 @@ def _workers(now: Moment) -> Table:
             _percent(hit),
             age(row.last_event_age_seconds),
         )
-        table.add_row(*map(Text, cells), _events(row), Text(_load(load)))
+        table.add_row(*cells, _events(row), Text(_load(load)))
     return table
 
 
@@ -93,7 +93,7 @@ def _decisions(decisions: Iterable[scheduler_pb2.WatchDecisionsResponse]) -> Tab
         overlap = "–" if one.code else f"{decision.overlap_blocks:,}"
         cost = "–" if one.code else f"{decision.cost:.1f}"
         cells = (request.request_id or "query", request.model, f"{one.isl_tokens:,}", where, overlap, cost)
-        table.add_row(*map(Text, cells))
+        table.add_row(*cells)
     return table
 
 

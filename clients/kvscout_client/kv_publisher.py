@@ -30,9 +30,9 @@ from kvscout_client.kv_publisher_push import PushOutlet
 from kvscout_client.kv_publisher_rank import Outlet, PublishedRank, removed_events, stored_events
 from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.errors import Cancelled, KvscoutError
+from kvscout_common.leases import DEFAULT_LEASE_SECONDS
 from kvscout_common.nats_config import DEFAULT_NAMESPACE, DEFAULT_SERVER, NatsConfig
 from kvscout_common.worker import DEFAULT_TENANT, CopyMode, EngineKind, Transport, WorkerRank, WorkerSpec
-from kvscout_common.worker_lease import DEFAULT_LEASE_SECONDS
 
 if TYPE_CHECKING:
     from kvscout_client.kv_publisher_thread import ThreadedKvEventPublisher

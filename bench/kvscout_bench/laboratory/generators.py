@@ -3,6 +3,8 @@
 * `conversations`: the sessions of `kvscout demo`'s generator, at the scale of a service.
 * `agents`: tools and instructions of thousands of tokens, shared by all sessions of an agent; few agents are popular.
 * `shared_prompt`: one system prompt before everything, short questions, long answers.
+* `documents`: questions about documents that are asked about again, behind one short system prompt; with few requests a
+  second and caches that hold a part of the documents each, it shows whether idle workers share them out.
 
 `agents` was made to resemble what is published of Mooncake's trace of tools and agents (mean input about 8,600 tokens,
 mean output about 180, 59 % of the input seen before); it is not that trace. That, and the synthetic one, are replayed
@@ -114,3 +116,36 @@ def shared_prompt(parameters: SharedPrompt = SharedPrompt()) -> Workload:
         chain: array[int] = nodes.extend(system, (prompt + output) // size)
         flows.append(Flow(start, (Turn(chain, prompt, output),)))
     return Workload("shared-prompt", size, tuple(flows))
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Parameters of `documents`."""
+
+    requests: int = 1_000
+    seed: int = 0
+    block_size: int = 16
+    documents: int = 48
+    """Each is asked about as often as any other."""
+    prompt_tokens: int = 256
+    """Of the system prompt that all share."""
+    document: int = 1_024
+    """Tokens of each."""
+    question: Range = Range(32, 96)
+    output: Range = Range(8, 24)
+
+
+def documents(parameters: Documents = Documents()) -> Workload:
+    """Questions about one of some documents each, one flow each."""
+    rng, nodes = random.Random(parameters.seed), Nodes()
+    size = parameters.block_size
+    system, body = parameters.prompt_tokens // size, parameters.document // size
+    flows, start = [], 0.0
+    for _ in range(parameters.requests):
+        start += rng.expovariate(1.0)
+        about = rng.randrange(parameters.documents)
+        chain = nodes.chain([*["system"] * system, *[about] * body])
+        prompt = (system + body) * size + parameters.question.draw(rng)
+        output = parameters.output.draw(rng)
+        flows.append(Flow(start, (Turn(nodes.extend(chain, (prompt + output) // size), prompt, output),)))
+    return Workload("documents", size, tuple(flows))

@@ -133,7 +133,7 @@ def everything(peers: tuple[str, ...], as_json: bool, rounds: int, parts: tuple[
 
 
 def _say(text: str) -> None:
-    stderr().print(f"[dim]{text}[/]")
+    stderr().print(text, style="dim")
 
 
 def _print(rows: Iterator[Row], *, as_json: bool) -> None:

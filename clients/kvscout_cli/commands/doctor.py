@@ -23,9 +23,15 @@ MAX_WIDTH = 110
 
 @click.command(cls=SectionedCommand)
 @option("--engines/--no-engines", default=True, show_default=True, help="Ask the workers' engines over HTTP, too.")
+@option(
+    "--envoy-admin",
+    multiple=True,
+    metavar="URL",
+    help="Read the counters of this Envoy, by its admin interface, such as http://127.0.0.1:9901; repeatable.",
+)
 @json_flag
 @services_flags
-def command(services: Services, *, engines: bool, as_json: bool) -> None:
+def command(services: Services, *, engines: bool, envoy_admin: tuple[str, ...], as_json: bool) -> None:
     """Say what makes routing blind or wrong, how it shows, and what helps; exit with 1 if anything does.
 
     The gateway names its indexers and schedulers, the workers their bridges and engines. ADDRESS is any
@@ -34,8 +40,9 @@ def command(services: Services, *, engines: bool, as_json: bool) -> None:
     \b
         kvscout doctor
         kvscout doctor --gateway 10.0.0.5:7050 --json
+        kvscout doctor --envoy-admin http://127.0.0.1:9901
     """
-    snapshot = run(services.snapshot(engines=engines))
+    snapshot = run(services.snapshot(engines=engines, proxies=envoy_admin))
     findings = diagnose(snapshot)
     if as_json:
         print_json({"findings": findings})

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from kvscout_cli.commands.up import state_dir_flag
+from kvscout_cli.output import echo
 from kvscout_cli.state import StateDirectory
 from kvscout_common.flags import SectionedCommand
 
@@ -22,8 +23,8 @@ def command(state_dir: Path) -> None:
     state = StateDirectory(state_dir)
     pid = state.read().get("pid") if state.is_held() else None
     if pid is None:
-        click.echo("kvscout is not up")
+        echo("kvscout is not up")
         return
     os.kill(pid, signal.SIGTERM)
     state.wait_until_free(STOP_SECONDS)
-    click.echo("kvscout is down")
+    echo("kvscout is down")

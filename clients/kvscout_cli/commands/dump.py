@@ -13,7 +13,7 @@ from rich.table import Table
 from kvscout.v1 import events_pb2
 from kvscout_cli.connection import Connection, connection_flags, option
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import columns, stdout
+from kvscout_cli.output import columns, echo, stdout
 from kvscout_common.flags import SectionedCommand
 
 
@@ -54,7 +54,7 @@ def command(connection: Connection, *, model: str, as_json: bool, output: IO[byt
             async for batch in router.dump(model=model):
                 _count(totals, batch)
                 if as_json:
-                    click.echo(MessageToJson(batch, preserving_proto_field_name=True, indent=None))
+                    echo(MessageToJson(batch, preserving_proto_field_name=True, indent=None))
                 if output is not None:
                     proto.serialize_length_prefixed(batch, output)  # type: ignore[arg-type]  # any binary file
         return totals

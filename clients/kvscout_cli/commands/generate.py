@@ -9,7 +9,7 @@ import click
 
 from kvscout_cli.connection import Connection, chosen_model, connection_flags, json_flag, model_flag, option
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import print_json, stderr
+from kvscout_cli.output import echo, print_json, stderr
 from kvscout_cli.prompt import prompt_arguments
 from kvscout_client import FinishReason, GenerateChunk, RouteDecision, SamplingOptions, StopConditions, Usage
 from kvscout_common.flags import SectionedCommand
@@ -85,14 +85,14 @@ def command(
             async for chunk in chunks:
                 answer.add(chunk, time.monotonic() - started)
                 if not as_json:
-                    click.echo(chunk.text or "".join(f"{token} " for token in chunk.token_ids), nl=False)
+                    echo(chunk.text or "".join(f"{token} " for token in chunk.token_ids), nl=False, limit=None)
         return answer
 
     answer = run(ask())
     if as_json:
         print_json(answer)
         return
-    click.echo()
+    echo()
     stderr().print(_summary(answer), style="dim")
 
 

@@ -13,6 +13,7 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvscout_cli.output import echo
 from kvscout_common.channel import ClientSecurity
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvscout_common.flags import SectionedCommand, client_tls_flags, flag
@@ -81,7 +82,7 @@ def command(
                 break
         time.sleep(WAIT_POLL_SECONDS)
     for address, state in states:
-        click.echo(f"{address} {state}")
+        echo(f"{address} {state}")
     if any(state != "SERVING" for _, state in states):
         raise SystemExit(1)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import click
-from rich.text import Text
 
 from kvscout_cli.connection import Connection, chosen_model, connection_flags, json_flag, model_flag, option
 from kvscout_cli.lifetime import run
@@ -47,5 +46,5 @@ def command(connection: Connection, model: str, role: Role | None, as_json: bool
             f"{load.total_kv_blocks:,}" if load.total_kv_blocks else "–",
             ", ".join(states) or "ok",
         )
-        table.add_row(*map(Text, cells))
+        table.add_row(*cells)
     stdout().print(table)

@@ -14,7 +14,15 @@ import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvscout_bench.laboratory.cells import Bench, Cell, Contender, cells
-from kvscout_bench.laboratory.generators import Agents, SharedPrompt, agents, conversations, shared_prompt
+from kvscout_bench.laboratory.generators import (
+    Agents,
+    Documents,
+    SharedPrompt,
+    agents,
+    conversations,
+    documents,
+    shared_prompt,
+)
 from kvscout_bench.laboratory.latencies import Latencies
 from kvscout_bench.laboratory.measures import Objective
 from kvscout_bench.laboratory.report import as_json as cell_json
@@ -31,7 +39,7 @@ from kvscout_cli.output import stderr, stdout
 from kvscout_common.flags import SectionedCommand
 from kvscout_scheduler.policies import installed_policies
 
-WORKLOADS = ("conversations", "agents", "shared-prompt")
+WORKLOADS = ("conversations", "agents", "shared-prompt", "documents")
 REQUESTS = 3_000
 POLICIES = ("kv-time", "kv", "kv-balance", "lmetric", "least-loaded", "round-robin")
 
@@ -230,6 +238,8 @@ def _workload(
         return conversations(max(1, round(count / 5.5)), seed)
     if name == "agents":
         return agents(Agents(sessions=max(1, round(count / 1.5)), seed=seed))
+    if name == "documents":
+        return documents(Documents(requests=count, seed=seed))
     return shared_prompt(SharedPrompt(requests=count, seed=seed, prompt_tokens=shared_tokens))
 
 

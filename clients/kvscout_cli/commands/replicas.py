@@ -7,6 +7,7 @@ from typing import Any
 import click
 from google.protobuf.json_format import MessageToDict
 from rich.table import Table
+from rich.text import Text
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_cli.connection import Schedulers, json_flag, scheduler_flags
@@ -37,7 +38,7 @@ def command(schedulers: Schedulers, *, as_json: bool) -> None:
     stdout().print(_table(answers))
     for address, answer in answers.items():
         if answer.problem:
-            stderr().print(f"[yellow]{address} works alone: {answer.problem}[/yellow]")
+            stderr().print(f"{address} works alone: {answer.problem}", style="yellow")
 
 
 def _plain(answer: scheduler_pb2.GetReplicasResponse) -> dict[str, Any]:
@@ -64,9 +65,9 @@ def _table(answers: dict[str, scheduler_pb2.GetReplicasResponse]) -> Table:
     return table
 
 
-def _state(replica: scheduler_pb2.Replica) -> str:
+def _state(replica: scheduler_pb2.Replica) -> str | Text:
     if replica.self:
         return "itself"
     if replica.diverged:
-        return "[red]diverged[/red]"
-    return "live" if replica.live else "[yellow]silent[/yellow]"
+        return Text("diverged", style="red")
+    return "live" if replica.live else Text("silent", style="yellow")

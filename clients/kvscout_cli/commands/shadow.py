@@ -46,7 +46,7 @@ def _print(found: Shadow) -> None:
     table = columns("hour", "model", *NUMBERS, right=NUMBERS)
     several = len({row.tenant for row in found.hours}) > 1
     for row in found.hours:
-        hour = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.begin_unix_seconds))
+        hour = _hour(row.begin_unix_seconds)
         _add(table, hour, f"{row.tenant} · {row.model}" if several else row.model, row)
     if len(found.hours) > 1:
         _add(table, "all", "", found.total)
@@ -61,7 +61,14 @@ def _print(found: Shadow) -> None:
 def _add(table: Table, hour: str, model: str, row: ShadowRow) -> None:
     shares = (row.hit_rate, row.policy_hit_rate, row.same_share)
     cells = (hour, model or "–", f"{row.requests:,}", f"{row.compared:,}", *map(_percent, shares))
-    table.add_row(*map(Text, cells))
+    table.add_row(*cells)
+
+
+def _hour(unix_seconds: int) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_seconds))
+    except (OverflowError, ValueError, OSError):
+        return "?"  # a gateway may say anything
 
 
 def _percent(share: float | None) -> str:

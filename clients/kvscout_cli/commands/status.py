@@ -38,7 +38,7 @@ def _print(shown: Overview) -> None:
     table = columns("service", "address", "version", "up", "state")
     for row in shown.services:
         table.add_row(
-            *map(Text, (row.kind or "?", row.address, row.version or "–", age(row.uptime_seconds))),
+            *(row.kind or "?", row.address, row.version or "–", age(row.uptime_seconds)),
             Text(row.state, style="" if row.well else "red"),
         )
     console.print(table)
@@ -68,10 +68,10 @@ def _sources(rows: tuple[SourceRow, ...]) -> object:
             *([row.indexer or "–"] if several else []),
         ]
         table.add_row(
-            *map(Text, cells),
+            *cells,
             Text(row.state, style="" if row.well else "red"),
-            *map(Text, (age(row.last_event_age_seconds), f"{row.blocks:,}", f"{row.requests:,}", error)),
-            *map(Text, (row.endpoint or "–", row.reason)),
+            *(age(row.last_event_age_seconds), f"{row.blocks:,}", f"{row.requests:,}", error),
+            *(row.endpoint or "–", row.reason),
         )
     return table
 

@@ -16,6 +16,7 @@ import click
 
 from kvscout_cli.connection import option
 from kvscout_cli.lifetime import run
+from kvscout_cli.output import echo
 from kvscout_cli.process import ManagedProcess, ProcessFailed
 from kvscout_cli.relay import given_words, relay, relayed_flags
 from kvscout_cli.stack import READY_SECONDS, Stack
@@ -113,7 +114,7 @@ def command(
 
 async def _keep(topology: Topology, state: StateDirectory) -> None:
     with TemporaryDirectory(prefix="kvscout-") as directory:
-        async with Stack(on_line=lambda name, line: click.echo(f"{name:<10} {line}", err=True)) as stack:
+        async with Stack(on_line=lambda name, line: echo(f"{name:<10} {line}", err=True)) as stack:
             running = await launch(stack, topology, Path(directory))
             state.write(
                 {
@@ -124,8 +125,8 @@ async def _keep(topology: Topology, state: StateDirectory) -> None:
                     "serves": {process.program.name: _served(process) for process in stack.processes},
                 }
             )
-            click.echo(_how_to_talk_to_it(state.read()))
-            click.echo("Ctrl-C or `kvscout down` stops it.")
+            echo(_how_to_talk_to_it(state.read()))
+            echo("Ctrl-C or `kvscout down` stops it.")
             await stack.run(_forever())
 
 
@@ -190,5 +191,5 @@ def _detach(state: StateDirectory) -> None:
             process.terminate()
             raise ProcessFailed("kvscout up was not ready in time", tail)
         time.sleep(0.1)
-    click.echo(_how_to_talk_to_it(state.read()))
-    click.echo(f"log {state.log_file} · `kvscout down` stops it")
+    echo(_how_to_talk_to_it(state.read()))
+    echo(f"log {state.log_file} · `kvscout down` stops it")

@@ -12,7 +12,7 @@ import click
 from kvscout.v1 import scheduler_pb2
 from kvscout_cli.connection import Connection, Schedulers, connection_flags, json_flag, option, scheduler_flags
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import columns, plain, print_json, stdout
+from kvscout_cli.output import columns, echo, plain, print_json, stdout
 from kvscout_client import RegisteredWorker, WorkerRecord
 from kvscout_common.doctor.overview import Overview, SourceRow, overview
 from kvscout_common.errors import ConfigError
@@ -121,7 +121,7 @@ def register(
         print_json(answers)
         return
     for answer in answers:
-        click.echo(f"{answer.spec.worker_id} {'registered' if answer.created else 'replaced'}")
+        echo(f"{answer.spec.worker_id} {'registered' if answer.created else 'replaced'}")
 
 
 @command.command(cls=SectionedCommand)
@@ -136,7 +136,7 @@ def remove(connection: Connection, worker_ids: tuple[str, ...], as_json: bool) -
             for worker_id in worker_ids:
                 await router.remove_worker(worker_id)
                 if not as_json:
-                    click.echo(f"{worker_id} removed")
+                    echo(f"{worker_id} removed")
 
     run(ask())
     if as_json:
@@ -161,7 +161,7 @@ def drain(connection: Connection, worker_ids: tuple[str, ...], undo: bool, as_js
         print_json({"draining": not undo, "active_requests": answers})
         return
     for worker_id, active in answers.items():
-        click.echo(f"{worker_id} {'takes requests again' if undo else f'drains, {active} requests active'}")
+        echo(f"{worker_id} {'takes requests again' if undo else f'drains, {active} requests active'}")
 
 
 @command.command("clear-cooldowns", cls=SectionedCommand)
@@ -182,9 +182,9 @@ def clear_cooldowns(schedulers: Schedulers, worker_id: str, model: str, tenant: 
         print_json({"cleared": cleared})
         return
     for rank in cleared:
-        click.echo(f"{rank.worker_id}, rank {rank.dp_rank} takes requests again")
+        echo(f"{rank.worker_id}, rank {rank.dp_rank} takes requests again")
     if not cleared:
-        click.echo("nobody cooled down")
+        echo("nobody cooled down")
 
 
 def _spec(worker_id: str, tenant: str, **values: Any) -> WorkerSpec:
