@@ -6,8 +6,9 @@
 # With BuildKit (DOCKER_BUILDKIT=1 before Docker 23), which builds only the stages that are used.
 
 # Any Linux with glibc and python3 ≥ 3.11 that can make virtual environments.
-ARG BASE_IMAGE=python:3.13-slim-bookworm
-ARG RUST_IMAGE=rust:1.95-slim-bookworm
+# Both as they were on one day; `make image-digests` takes those of today.
+ARG BASE_IMAGE=python:3.13-slim-bookworm@sha256:67a1e1f215ccda113cfc024e8639049257e88f273898f595b61476d128d387e8
+ARG RUST_IMAGE=rust:1.95-slim-bookworm@sha256:d7482085ff5b415f84dba5647ae71606650bdef00db7aeb69f4b3d170c3e4082
 # built = compile them here · given = those in dist/image
 ARG WHEELS=built
 
@@ -20,7 +21,7 @@ COPY --from=rust /usr/local/rustup /usr/local/rustup
 ENV CARGO_HOME=/usr/local/cargo RUSTUP_HOME=/usr/local/rustup PATH=/usr/local/cargo/bin:$PATH
 WORKDIR /src
 COPY . .
-RUN python3 -m venv /build && kvscout_require_native=1 /build/bin/pip wheel --wheel-dir /wheels '.[otel,picker,text]'
+RUN python3 -m venv /build && sh deploy/make-wheels.sh /build/bin/python /wheels
 
 FROM ${BASE_IMAGE} AS wheels-given
 # The licence is there in any case: a pattern may match nothing, a COPY may not.

@@ -63,7 +63,7 @@ def audit_packages() -> bool:
         except subprocess.TimeoutExpired:
             return not_audited("pip-audit", f"no answer within {PIP_AUDIT_SECONDS} s")
         if "No module named" in asked.stderr:
-            return failed("pip-audit", "it is not installed: make setup")
+            return failed("pip-audit", "it is not installed: make audit installs it")
         if not answers.exists():
             return not_audited("pip-audit", last_line(asked.stderr))
         found = json.loads(answers.read_text())["dependencies"]
@@ -90,7 +90,7 @@ def audit_crates() -> bool:
         print("cargo-deny: there is no Rust toolchain, and no extension")
         return True
     if program is None:
-        return failed("cargo-deny", "it is not installed: make setup, or cargo install cargo-deny")
+        return failed("cargo-deny", "it is not installed: make audit installs it, or cargo install cargo-deny")
     rules = subprocess.run(
         [program, "check", "licenses", "bans", "sources"],
         cwd=ROOT / "native",

@@ -1,18 +1,35 @@
-{{- define "kvscout.name" -}}
-{{- if contains "kvscout" .Release.Name }}{{ .Release.Name | trunc 45 | trimSuffix "-" }}{{ else }}{{ printf "%s-kvscout" (.Release.Name | trunc 37 | trimSuffix "-") }}{{ end }}
+{{- define "kvscout.chartName" -}}
+{{ .Values.nameOverride | default "kvscout" | trunc 45 | trimSuffix "-" }}
 {{- end }}
 
+{{- /* At most 45 characters: the longest suffix has 16, a name 63. */ -}}
+{{- define "kvscout.name" -}}
+{{- $chart := include "kvscout.chartName" . -}}
+{{- $name := ternary .Release.Name (printf "%s-%s" (.Release.Name | trunc 37 | trimSuffix "-") $chart) (contains $chart .Release.Name) -}}
+{{ .Values.fullnameOverride | default $name | trunc 45 | trimSuffix "-" }}
+{{- end }}
+
+{{- /* Labels of the objects, not of pods: what changes with each release of the chart would roll them. */ -}}
 {{- define "kvscout.labels" -}}
-app.kubernetes.io/part-of: kvscout
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
-{{ include "kvscout.selector" . }}
+{{- $own := dict "app.kubernetes.io/part-of" "kvscout" "app.kubernetes.io/managed-by" .Release.Service "app.kubernetes.io/version" .Chart.AppVersion "helm.sh/chart" (printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_") -}}
+{{- toYaml (merge (include "kvscout.selector" . | fromYaml) $own .Values.commonLabels) -}}
 {{- end }}
 
 {{- define "kvscout.selector" -}}
-app.kubernetes.io/name: kvscout
+app.kubernetes.io/name: {{ include "kvscout.chartName" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- /* What selects the pods of one service. Context: root, name. */ -}}
+{{- define "kvscout.podSelector" -}}
+{{ include "kvscout.selector" .root }}
+app.kubernetes.io/component: {{ .name }}
+{{- end }}
+
+{{- define "kvscout.image" -}}
+{{- with .Values.image -}}
+{{ if .digest }}{{ printf "%s@%s" .repository .digest | quote }}{{ else }}{{ printf "%s:%s" .repository (.tag | default $.Chart.AppVersion) | quote }}{{ end }}
+{{- end }}
 {{- end }}
 
 {{- define "kvscout.serviceAccount" -}}
@@ -42,10 +59,50 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- if and .Values.auth.secret .Values.auth.allowAnonymous }}
 {{- fail "auth: either secret or allowAnonymous" }}
 {{- end }}
+{{- if and .Values.auth.metrics (not .Values.auth.secret) }}
+{{- fail "auth.metrics needs auth.secret: there are no tokens that Prometheus could present" }}
+{{- end }}
 {{- if and .Values.inferencePool.create (not .Values.inferencePool.matchLabels) }}
 {{- fail "inferencePool.matchLabels: an InferencePool needs the labels of its pods" }}
 {{- end }}
+{{- if and .Values.gateway.endpointPicker.plaintext (not (include "kvscout.picks" .)) }}
+{{- fail "gateway.endpointPicker.plaintext needs gateway.endpointPicker.enabled or inferencePool.create" }}
+{{- end }}
 {{- if and .Values.tls.clientCertificates (not .Values.tls.secret) }}
 {{- fail "tls.clientCertificates needs tls.secret" }}
+{{- end }}
+{{- if and .Values.nats.tls (not .Values.nats.secret) }}
+{{- fail "nats.tls needs nats.secret: a secret with the key ca.crt" }}
+{{- end }}
+{{- if and .Values.nats.secret (not .Values.nats.servers) }}
+{{- fail "nats.secret needs nats.servers" }}
+{{- end }}
+{{- if .Values.bridge.create }}
+{{- if not .Values.nats.servers }}
+{{- fail "bridge.create needs nats.servers: a bridge brings events to NATS" }}
+{{- end }}
+{{- if not .Values.bridge.workers }}
+{{- fail "bridge.workers: name the engines whose events the bridge reads" }}
+{{- end }}
+{{- end }}
+{{- if and .Values.networkPolicy.egress.create (not .Values.networkPolicy.egress.to) }}
+{{- fail "networkPolicy.egress.to: name the engines, and NATS and the Kubernetes API where they are used, or nothing can be reached" }}
+{{- end }}
+{{- if and .Values.ingress.create (not .Values.ingress.hosts) }}
+{{- fail "ingress.hosts: name a host at least" }}
+{{- end }}
+{{- if and .Values.httpRoute.create (not .Values.httpRoute.parentRefs) }}
+{{- fail "httpRoute.parentRefs: name the Gateway that the route is for" }}
+{{- end }}
+{{- range $name := list "gateway" "indexer" }}
+{{- $of := index $.Values $name }}
+{{- if $of.autoscaling.enabled }}
+{{- if lt (int $of.autoscaling.maxReplicas) (int $of.autoscaling.minReplicas) }}
+{{- fail (printf "%s.autoscaling: maxReplicas is less than minReplicas" $name) }}
+{{- end }}
+{{- if not (dig "requests" "cpu" "" $of.resources) }}
+{{- fail (printf "%s.autoscaling needs %s.resources.requests.cpu, of which it is a percentage" $name $name) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end }}

@@ -1,20 +1,28 @@
-{{- /* Flags and volumes that every service has. Context: root, name (of the service), of (its values). */ -}}
+{{- /* Flags and volumes that every service has. Context: root, name (of the service), of (its values), registers (who brings
+its own workers, and selects none). */ -}}
 {{- define "kvscout.flags" -}}
 - --host=0.0.0.0
 - --port={{ .of.grpcPort }}
 - --metrics-port={{ .of.metricsPort }}
 - --grace-seconds={{ .of.graceSeconds }}
+{{- /* Until its removal from the Service, and NOT_SERVING, have come round. */}}
+- --shutdown-delay-seconds=5
 - --log-level={{ .root.Values.logging.level }}
 - --log-format={{ .root.Values.logging.format }}
 {{- if .of.maxConnectionAgeSeconds }}
 - --max-connection-age-seconds={{ .of.maxConnectionAgeSeconds }}
 {{- end }}
+{{- if not .registers }}
 {{- range fromJsonArray (include "kvscout.selections" .root) }}
 - {{ printf "--workers-k8s=%s" . | quote }}
+{{- end }}
 {{- end }}
 {{- with .root.Values.auth }}
 {{- if .secret }}
 - --auth-tokens=/etc/kvscout/auth/tokens.yaml
+{{- if .metrics }}
+- --metrics-auth
+{{- end }}
 {{- else }}
 - --allow-anonymous
 {{- end }}
@@ -50,6 +58,10 @@
 {{- if .Values.auth.secret }}
 - --token-file=/etc/kvscout/auth/token
 {{- end }}
+{{- include "kvscout.callerTls" . }}
+{{- end }}
+
+{{- define "kvscout.callerTls" }}
 {{- if .Values.tls.secret }}
 - --tls-ca=/etc/kvscout/tls/ca.crt
 {{- if .Values.tls.clientCertificates }}
@@ -83,21 +95,67 @@
 {{- end }}
 {{- end }}
 
-{{- /* The kubelet's grpc probe speaks no TLS. */ -}}
-{{- define "kvscout.probe" -}}
+{{- /* The kubelet's own grpc probe speaks no TLS: with TLS `kvscout health` asks, for 0.3 s of CPU, and so less often.
+Context: as kvscout.service. */ -}}
+{{- define "kvscout.ask" -}}
 {{- if .root.Values.tls.secret }}
-tcpSocket: {port: grpc}
+exec:
+  command:
+    - kvscout
+    - health
+    - localhost:{{ .of.grpcPort }}
+    - --timeout=10
+    - --tls-server-name={{ include "kvscout.name" .root }}-{{ .name }}
+    {{- with include "kvscout.callerTls" .root | trim }}
+    {{- . | nindent 4 }}
+    {{- end }}
+timeoutSeconds: 15
 {{- else }}
 grpc: {port: {{ .of.grpcPort }}}
+timeoutSeconds: 5
 {{- end }}
 {{- end }}
 
-{{- /* The Deployment and the PodDisruptionBudget of one service. Context: root, name, of, flags, ports, volumes, mounts. */ -}}
+{{- define "kvscout.probes" -}}
+{{- $tls := not (empty .root.Values.tls.secret) -}}
+# Until the workers are known, or for a few seconds: then it serves without them.
+startupProbe:
+  {{- include "kvscout.ask" . | trim | nindent 2 }}
+  periodSeconds: {{ ternary 5 2 $tls }}
+  failureThreshold: {{ ternary 24 60 $tls }}
+readinessProbe:
+  {{- include "kvscout.ask" . | trim | nindent 2 }}
+  periodSeconds: {{ ternary 10 5 $tls }}
+  failureThreshold: 2
+livenessProbe:
+  {{- include "kvscout.ask" . | trim | nindent 2 }}
+  periodSeconds: {{ ternary 30 10 $tls }}
+  failureThreshold: {{ ternary 3 6 $tls }}
+{{- end }}
+
+{{- define "kvscout.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "kvscout.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- /* The Deployment of one service, its PodDisruptionBudget and its HorizontalPodAutoscaler. Context: root, name, of,
+flags, ports, volumes, mounts, registers. */ -}}
 {{- define "kvscout.service" -}}
 {{- $root := .root }}
 {{- $of := .of }}
 {{- $name := printf "%s-%s" (include "kvscout.name" $root) .name }}
-{{- $reads := fromJsonArray (include "kvscout.selections" $root) }}
+{{- $reads := and (not .registers) (fromJsonArray (include "kvscout.selections" $root)) }}
+{{- $scales := and (hasKey $of "autoscaling") (($of.autoscaling).enabled) }}
+{{- $selector := include "kvscout.podSelector" . }}
 {{- $volumes := list (include "kvscout.secrets" $root) .volumes (empty $of.volumes | ternary "" (toYaml $of.volumes)) | join "\n" | trim }}
 {{- $mounts := list (include "kvscout.mounts" $root) .mounts (empty $of.volumeMounts | ternary "" (toYaml $of.volumeMounts)) | join "\n" | trim }}
 apiVersion: apps/v1
@@ -109,18 +167,23 @@ metadata:
     {{- include "kvscout.labels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .name }}
 spec:
-  replicas: {{ $of.replicas }}
+  {{- if not $scales }}
+  replicas: {{ $of.replicas | default 1 }}
+  {{- end }}
   selector:
     matchLabels:
-      {{- include "kvscout.selector" $root | nindent 6 }}
-      app.kubernetes.io/component: {{ .name }}
+      {{- $selector | nindent 6 }}
+  {{- if .registers }}
+  # Never two at once: each would find the other one's record in NATS.
+  strategy: {type: Recreate}
+  {{- else }}
   strategy:
     rollingUpdate: {maxUnavailable: 0, maxSurge: 1}
+  {{- end }}
   template:
     metadata:
       labels:
-        {{- include "kvscout.labels" $root | nindent 8 }}
-        app.kubernetes.io/component: {{ .name }}
+        {{- toYaml (merge (fromYaml $selector) $of.podLabels $root.Values.commonLabels) | nindent 8 }}
       {{- with $of.podAnnotations }}
       annotations:
         {{- toYaml . | nindent 8 }}
@@ -133,16 +196,15 @@ spec:
       imagePullSecrets:
         {{- toYaml . | nindent 8 }}
       {{- end }}
+      {{- with $of.priorityClassName }}
+      priorityClassName: {{ . }}
+      {{- end }}
       securityContext:
-        runAsNonRoot: true
-        runAsUser: 65532
-        runAsGroup: 65532
-        fsGroup: 65532
-        seccompProfile: {type: RuntimeDefault}
+        {{- include "kvscout.podSecurity" $root | nindent 8 }}
       terminationGracePeriodSeconds: {{ add $of.graceSeconds 15 }}
       containers:
         - name: {{ .name }}
-          image: {{ printf "%s:%s" $root.Values.image.repository ($root.Values.image.tag | default $root.Chart.AppVersion) | quote }}
+          image: {{ include "kvscout.image" $root }}
           imagePullPolicy: {{ $root.Values.image.pullPolicy }}
           command: [kvscout-{{ .name }}]
           args:
@@ -161,29 +223,11 @@ spec:
             {{- with .ports }}
             {{- . | trim | nindent 12 }}
             {{- end }}
-          # Until the workers are known, or for a few seconds: then it serves without them.
-          startupProbe:
-            {{- include "kvscout.probe" . | trim | nindent 12 }}
-            periodSeconds: 2
-            failureThreshold: 60
-          readinessProbe:
-            {{- include "kvscout.probe" . | trim | nindent 12 }}
-            periodSeconds: 5
-            failureThreshold: 2
-          livenessProbe:
-            {{- include "kvscout.probe" . | trim | nindent 12 }}
-            periodSeconds: 10
-            timeoutSeconds: 5
-            failureThreshold: 6
-          # Whoever still has its address finds it until its removal from the service has come round.
-          lifecycle:
-            preStop: {sleep: {seconds: 5}}
+          {{- include "kvscout.probes" . | nindent 10 }}
           resources:
             {{- toYaml $of.resources | nindent 12 }}
           securityContext:
-            allowPrivilegeEscalation: false
-            readOnlyRootFilesystem: true
-            capabilities: {drop: [ALL]}
+            {{- include "kvscout.containerSecurity" $root | nindent 12 }}
           {{- with $mounts }}
           volumeMounts:
             {{- . | nindent 12 }}
@@ -200,6 +244,12 @@ spec:
       tolerations:
         {{- toYaml . | nindent 8 }}
       {{- end }}
+      {{- with $of.topologySpreadConstraints }}
+      topologySpreadConstraints:
+        {{- range . }}
+        - {{- toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" (fromYaml $selector)))) | nindent 10 }}
+        {{- end }}
+      {{- end }}
       affinity:
         {{- if $of.affinity }}
         {{- toYaml $of.affinity | nindent 8 }}
@@ -211,11 +261,11 @@ spec:
                 topologyKey: kubernetes.io/hostname
                 labelSelector:
                   matchLabels:
-                    {{- include "kvscout.selector" $root | nindent 20 }}
-                    app.kubernetes.io/component: {{ .name }}
+                    {{- $selector | nindent 20 }}
         {{- end }}
-{{- if and $root.Values.podDisruptionBudget.create (gt (int $of.replicas) 1) }}
+{{- if and $root.Values.podDisruptionBudget.create (not .registers) }}
 ---
+# One at a time, however many there are now: a single one may always be evicted.
 apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
@@ -228,7 +278,28 @@ spec:
   maxUnavailable: 1
   selector:
     matchLabels:
-      {{- include "kvscout.selector" $root | nindent 6 }}
-      app.kubernetes.io/component: {{ .name }}
+      {{- $selector | nindent 6 }}
+{{- end }}
+{{- if $scales }}
+---
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata:
+  name: {{ $name }}
+  namespace: {{ $root.Release.Namespace }}
+  labels:
+    {{- include "kvscout.labels" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ .name }}
+spec:
+  scaleTargetRef: {apiVersion: apps/v1, kind: Deployment, name: {{ $name }}}
+  minReplicas: {{ $of.autoscaling.minReplicas }}
+  maxReplicas: {{ $of.autoscaling.maxReplicas }}
+  metrics:
+    - type: Resource
+      resource: {name: cpu, target: {type: Utilization, averageUtilization: {{ $of.autoscaling.targetCPUUtilizationPercentage }}}}
+  {{- with $of.autoscaling.behavior }}
+  behavior:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end }}
 {{- end }}
