@@ -7,7 +7,7 @@ the other gateway but where a gateway itself was struck.
 
 `COMPOSE` is the program, such as `docker-compose`; else `docker compose`, else that. `E2E_IMAGE` is tried instead of
 one that is built. Where no registry can be reached the base image is made by debootstrap, the wheels by this machine.
-Says why where it cannot run.
+Where no Docker engine answers it is skipped, and says so; where anything else is missing it fails.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import json
 import os
 import platform
 import random
+import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -44,7 +46,10 @@ HEALTHY_SECONDS = 300.0
 BRIDGES = ("bridge", "bridge-prefill", "bridge-decode")
 UPGRADED = ("indexer-1", "indexer-2", "scheduler-1", "scheduler-2", *BRIDGES, "gateway-1", "gateway-2")
 """In this order: who is called before who calls."""
-BASE, NATS = "python:3.13-slim-bookworm", "nats:2.12-alpine"
+BASE, NATS = (
+    re.search(rf"{name}:-([^}}]+)}}", (ROOT / "compose.yaml").read_text())[1]  # type: ignore[index]
+    for name in ("BASE_IMAGE", "NATS_IMAGE")
+)
 """Those that compose.yaml names."""
 NEXT_IMAGE = "kvscout:e2e-next"
 STAND_IN = "kvscout-e2e-base:bookworm"
@@ -56,7 +61,11 @@ BUILDX_SINCE = 23
 
 
 class Skipped(Exception):
-    """Why it cannot run here."""
+    """There is no Docker engine here."""
+
+
+class Failed(Exception):
+    """What is missing beside a Docker engine that answers."""
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None, check: bool = True, given: str = "") -> str:
@@ -95,7 +104,7 @@ def compose_program() -> tuple[str, ...]:
     for program in (("docker", "compose"), ("docker-compose",)):
         if works(*program, "version"):
             return program
-    raise Skipped("there is neither `docker compose` nor docker-compose")
+    raise Failed("there is neither `docker compose` nor docker-compose")
 
 
 @dataclass(slots=True)
@@ -275,14 +284,17 @@ async def exercise(stack: Stack, gateways: Sequence[Gateway]) -> None:
 
 
 def confined(stack: Stack) -> None:
-    """Every service of ours runs as nobody in particular, and can write nothing but /tmp."""
+    """Every container is bounded; those of ours run as nobody in particular, and can write nothing but /tmp."""
     for service in stack.services():
+        state = stack.state(service)
+        host = state["HostConfig"]
+        assert host["Memory"] and host["NanoCpus"] and host["PidsLimit"], service
+        assert host["LogConfig"]["Config"].keys() == {"max-size", "max-file"}, service
+        assert host["CapDrop"] == ["ALL"], service
         if service == "nats":
             continue
-        state = stack.state(service)
         assert state["Config"]["User"] == "65532:65532", service
-        assert state["HostConfig"]["ReadonlyRootfs"], service
-        assert state["HostConfig"]["CapDrop"] == ["ALL"], service
+        assert host["ReadonlyRootfs"], service
 
 
 async def seen_from_inside(stack: Stack, gateways: Sequence[Gateway]) -> None:
@@ -318,7 +330,7 @@ def images(environment: dict[str, str]) -> None:
     """Builds the image, or takes that of E2E_IMAGE, and finds the one of NATS; sets what compose.yaml reads.
 
     Raises:
-        Skipped: No registry can be reached, and there is nothing to make base images of.
+        Failed: No registry can be reached, and there is nothing to make base images of.
     """
     arguments: dict[str, str] = {}
     if not all(works("docker", "image", "inspect", one) or works("docker", "pull", one) for one in (BASE, NATS)):
@@ -341,9 +353,9 @@ def make_stand_ins() -> None:
     """Images of the same names of files as those from a registry."""
     if not works("docker", "image", "inspect", STAND_IN):
         if os.geteuid() or not shutil.which("debootstrap"):
-            raise Skipped("no registry can be reached, and only root can make a base image, with debootstrap")
+            raise Failed("no registry can be reached, and only root can make a base image, with debootstrap")
         if sys.version_info[:2] != (3, 11):
-            raise Skipped(f"Debian's Python is 3.11, the wheels made here are for {platform.python_version()}")
+            raise Failed(f"Debian's Python is 3.11, the wheels made here are for {platform.python_version()}")
         with tempfile.TemporaryDirectory(prefix="kvscout-base-") as folder:
             run("debootstrap", "--variant=minbase", "--include=python3,python3-venv,wget", "bookworm", folder)
             subprocess.run(
@@ -360,7 +372,7 @@ def make_stand_ins() -> None:
 
 
 def main() -> int:
-    """Exit code: 0, also where it cannot run; 1 where something was lost."""
+    """Exit code: 0, also where there is no Docker engine; 1 where something else is missing, or was lost."""
     print(f"E2E_SEED={SEED}", flush=True)
     try:
         if not shutil.which("docker"):
@@ -368,16 +380,20 @@ def main() -> int:
         if not works("docker", "version"):
             raise Skipped("no Docker engine answers (dockerd)")
         if docker_major() >= BUILDX_SINCE and not works("docker", "buildx", "version"):
-            raise Skipped("this docker builds with its plugin buildx, which is not installed")
+            raise Failed("this docker builds with its plugin buildx, which is not installed")
         program = compose_program()
         project = f"kvscout-e2e-{os.getpid()}"
         ports = free_ports(4)
         names = ("GATEWAY_1_GRPC", "GATEWAY_2_GRPC", "GATEWAY_1_HTTP", "GATEWAY_2_HTTP")
         environment = {**os.environ, **{name: str(port) for name, port in zip(names, ports, strict=True)}}
+        environment |= {name: f"k{secrets.token_hex(20)}" for name in ("NATS_PASSWORD", "GRAFANA_PASSWORD")}
         images(environment)
     except Skipped as reason:
         print(f"skipped: {reason}")
         return 0
+    except Failed as reason:
+        print(f"FAILED: {reason}", file=sys.stderr)
+        return 1
     stack = Stack(program, project, environment)
     gateways = [
         Gateway(f"gateway-{n + 1}", f"127.0.0.1:{ports[n]}", f"http://127.0.0.1:{ports[n + 2]}") for n in range(2)

@@ -50,7 +50,7 @@ def cluster() -> Iterator[Cluster]:
         made.install_pools()
         made.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
         command = [tool("helm"), "template", "kvscout", str(CHART), "--namespace", NAMESPACE]
-        command += ["--kube-version", KUBE_VERSION, "--values", "-"]
+        command += ["--no-hooks", "--kube-version", KUBE_VERSION, "--values", "-"]
         text = subprocess.run(command, input=json.dumps(VALUES), capture_output=True, text=True, check=True).stdout
         made.create(*(one for one in yaml.safe_load_all(text) if one))
         yield made

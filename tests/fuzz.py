@@ -1,9 +1,9 @@
-"""`make fuzz`: random index operations, damaged bytes for every decoder, hostile calls of every rpc, as long as wanted.
+"""`make fuzz`: random index operations, damaged bytes for every decoder, hostile calls of every rpc and HTTP path.
 
-Three lanes run side by side. In this process: worlds of the index (`index_world`, longer than in the tests) and
-the decoders of both languages (`decoder_fuzz`), in turns, from fresh seeds. In another: `rpc_fuzz`, with the services
-that it starts. In the third: the libFuzzer targets of `native/fuzz`, one after another, where cargo-fuzz is installed
-(`cargo install cargo-fuzz`).
+Four lanes run side by side, as long as wanted. In this process: worlds of the index (`index_world`, longer than in the
+tests) and the decoders of both languages (`decoder_fuzz`), in turns, from fresh seeds. In two others: `rpc_fuzz` and
+`http_fuzz`, each with the services that it starts. In the fourth: the libFuzzer targets of `native/fuzz`, one after
+another, where cargo-fuzz is installed (`cargo install cargo-fuzz`).
 
 The first finding ends the run with a non-zero status: its seed, or the file with libFuzzer's input.
 `FUZZ_SECONDS` is how long each lane runs.
@@ -69,10 +69,10 @@ def start_native_lane() -> subprocess.Popen[bytes] | None:
         )
 
 
-def start_rpc_lane() -> subprocess.Popen[bytes]:
-    """Starts the calls of every rpc."""
+def start_lane(module: str) -> subprocess.Popen[bytes]:
+    """Start a module of the tests that fuzzes running services."""
     environment = {**os.environ, "FUZZ_SECONDS": str(SECONDS), "FUZZ_SEED": str(SEED)}
-    command = [sys.executable, str(Path(__file__).with_name("rpc_fuzz.py"))]
+    command = [sys.executable, str(Path(__file__).with_name(f"{module}.py"))]
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
@@ -105,8 +105,7 @@ def run_python_lane(goes_on: Callable[[], bool]) -> str:
 def main() -> int:
     """Runs all lanes; 0 if none found anything."""
     native = start_native_lane()
-    rpcs = start_rpc_lane()
-    others = [rpcs] if native is None else [rpcs, native]
+    others = [start_lane("rpc_fuzz"), start_lane("http_fuzz"), *([native] if native is not None else [])]
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     print(f"FUZZ_SEED={SEED} FUZZ_SECONDS={SECONDS:g}", flush=True)
     deadline = time.monotonic() + SECONDS

@@ -12,6 +12,7 @@ from kvscout.v1 import bridge_pb2, gateway_pb2, indexer_pb2, scheduler_pb2
 from kvscout_bridge.config import BridgeConfig
 from kvscout_bridge.main import build as build_bridge
 from kvscout_common import serving
+from kvscout_common.byte_budget import make_budget
 from kvscout_common.config import ServerConfig
 from kvscout_common.guard import Guard
 from kvscout_common.identity import TokenTable
@@ -101,11 +102,12 @@ async def guarded_services(transport: Transport, *names: str, limits: str = "[]"
 
 async def _start(server: ServerConfig, app: App, tokens: TokenTable, stack: AsyncExitStack) -> Guarded:
     start: Any = serving  # what `serve` starts a process with
-    main = await start._start(server, app, None, Guard(tokens))
+    budget = app.budget or make_budget(server.request_memory_bytes)
+    main = await start._start(server, app, None, Guard(tokens), budget)
     stack.push_async_callback(main.server.stop, 0)
     ports = {}
     for side in app.side_ports:
-        listening = await start._start_side(server, side, None, Guard(tokens if side.needs_token else None))
+        listening = await start._start_side(server, side, None, Guard(tokens if side.needs_token else None), budget)
         stack.push_async_callback(listening.server.stop, 0)
         ports["picker_port"] = listening.port
     if app.http is not None:

@@ -65,9 +65,11 @@ class RawEngine:
         self.connections = 0
         self.closed = 0
         """Connections that the other side closed."""
+        self.writers: list[asyncio.StreamWriter] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self.writers.append(writer)
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")

@@ -10,16 +10,14 @@ nor show anything of another tenant.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
 import random
 import sys
-import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from fuzz_lanes import Lanes, seconds_and_seed
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from hostile_messages import HostileMessages
@@ -29,9 +27,6 @@ LANES = 8
 """Calls at a time."""
 UNARY_SECONDS = 20.0
 """A unary call that takes longer hangs."""
-CHECK_SECONDS = 1.0
-REMEMBERED = 40
-"""Last calls that a finding tells."""
 DEFECTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 CLIENTS_OWN = "Internal error from Core"
 """What grpc's client makes of a status that comes while it still writes."""
@@ -128,42 +123,15 @@ class Fuzz:
     """A run over one world."""
 
     world: HostileWorld
-    seed: str
-    numbers: itertools.count[int] = field(default_factory=itertools.count)
-    last: deque[Call] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     codes: Counter[str] = field(default_factory=Counter)
     methods: set[str] = field(default_factory=set)
 
-    async def run(self, seconds: float) -> None:
-        """Calls until the time is over.
+    async def send(self, call: Call) -> None:
+        """Makes a call and judges the answer.
 
         Raises:
             AssertionError: A finding.
         """
-        deadline = time.monotonic() + seconds
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(LANES):
-                    group.create_task(self._lane(deadline))
-                group.create_task(self._watch(deadline))
-            await self.world.check()
-        except (AssertionError, grpc.aio.AioRpcError, ExceptionGroup) as error:
-            calls = "\n".join(map(str, self.last))
-            leaves = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
-            raise AssertionError(f"{leaves[0]!r}\nFUZZ_SEED={self.seed}, the last calls:\n{calls}") from error
-
-    async def _watch(self, deadline: float) -> None:
-        while time.monotonic() < deadline:
-            await self.world.check()
-            await asyncio.sleep(CHECK_SECONDS)
-
-    async def _lane(self, deadline: float) -> None:
-        while time.monotonic() < deadline:
-            call = make_call(self.seed, next(self.numbers))
-            self.last.append(call)
-            await self._make(call)
-
-    async def _make(self, call: Call) -> None:
         shape = "_".join(
             "stream" if streams else "unary" for streams in (call.method.client_streaming, call.method.server_streaming)
         )
@@ -213,16 +181,14 @@ async def fuzz_rpcs(seconds: float, seed: str) -> Fuzz:
         AssertionError: A finding.
     """
     async with hostile_world() as world:
-        fuzz = Fuzz(world, seed)
-        await fuzz.run(seconds)
+        fuzz = Fuzz(world)
+        await Lanes(world, seed, make_call, fuzz.send, count=LANES).run(seconds)
     return fuzz
 
 
 def main() -> int:
     """Runs for `FUZZ_SECONDS`; 0 if nothing was found."""
-    seconds = float(os.environ.get("FUZZ_SECONDS", "3600"))
-    seed = os.environ.get("FUZZ_SEED", str(random.SystemRandom().randrange(2**32)))
-    print(f"FUZZ_SEED={seed} FUZZ_SECONDS={seconds:g}", flush=True)
+    seconds, seed = seconds_and_seed()
     fuzz = asyncio.run(fuzz_rpcs(seconds, seed))
     print(f"{sum(fuzz.codes.values())} calls of {len(fuzz.methods)} rpcs, answered {dict(fuzz.codes)}")
     return 0

@@ -1,4 +1,4 @@
-"""A relay in front of a TCP server that can swallow: what a partition or a lost node looks like, no FIN and no RST."""
+"""A relay in front of a TCP server that can delay, and swallow: a partition or a lost node, no FIN and no RST."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ class TcpRelay:
 
     Args:
         target: host:port of the server.
+        delay_seconds: What each way takes.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, delay_seconds: float = 0.0) -> None:
         self.address = ""
         self.connections = 0
         """That were made."""
         self._target = target
+        self._delay_seconds = delay_seconds
         self._swallows = {"up": False, "down": False}
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -69,6 +71,8 @@ class TcpRelay:
             while data := await reader.read(65_536):
                 deaf = deaf or self._swallows[direction]
                 if not deaf:
+                    if self._delay_seconds:
+                        await asyncio.sleep(self._delay_seconds)
                     writer.write(data)
                     await writer.drain()
         except OSError:
@@ -79,9 +83,9 @@ class TcpRelay:
 
 
 @asynccontextmanager
-async def tcp_relay(target: str) -> AsyncIterator[TcpRelay]:
+async def tcp_relay(target: str, *, delay_seconds: float = 0.0) -> AsyncIterator[TcpRelay]:
     """A relay for the length of a block."""
-    relay = TcpRelay(target)
+    relay = TcpRelay(target, delay_seconds=delay_seconds)
     await relay.start()
     try:
         yield relay

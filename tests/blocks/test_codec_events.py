@@ -9,7 +9,7 @@ import pytest
 
 from kvscout.v1 import events_pb2, types_pb2
 from kvscout_blocks.bytes.codec import decode_events
-from kvscout_blocks.bytes.events import EventBatch, FaultKind, Removed, Stored, Tier
+from kvscout_blocks.bytes.events import FAULT_LIMIT, EventBatch, FaultKind, Removed, Stored, Tier
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_blocks.index.reference import ReferenceIndex
@@ -60,6 +60,16 @@ def test_a_reset_comes_first_and_a_wrong_event_costs_itself() -> None:
         decode_events(message(events_pb2.KvEvent(state=events_pb2.StateChunk())))
     with pytest.raises(FailedPrecondition, match="version 9"):
         decode_events(message(version=9))
+
+
+@pytest.mark.skipif(not native_available(), reason="the extension is not built: there is no twin")
+def test_both_give_up_a_message_of_nothing_but_events_of_no_kind() -> None:
+    for index in (NativeIndex(4), ReferenceIndex(4)):
+        some = message(*[events_pb2.KvEvent()] * FAULT_LIMIT).SerializeToString()
+        assert len(decode_message(index, some).batch.faults) == FAULT_LIMIT
+        many = message(*[events_pb2.KvEvent()] * (FAULT_LIMIT + 2)).SerializeToString()
+        with pytest.raises(InvalidArgument, match="more than 1024"):
+            decode_message(index, many)
 
 
 def random_message(rng: random.Random, known: list[int]) -> events_pb2.KvEventBatch:

@@ -12,6 +12,9 @@ from kvscout_blocks.source.sequence import (
     HELD_BATCHES,
     HELD_BYTES,
     MAX_ATTEMPTS,
+    MIXED,
+    MIXED_AFTER,
+    ONE_AGAIN_AFTER,
     OUTDATED_AFTER,
     QUARANTINE_AFTER,
     QUARANTINE_SECONDS,
@@ -58,8 +61,8 @@ class Driver:
         self.now = now
         return _words(self.machine.on_tick(now))
 
-    def reconnect(self) -> list[str]:
-        return _words(self.machine.on_reconnect())
+    def reconnect(self, *, new_publisher: bool = False) -> list[str]:
+        return _words(self.machine.on_reconnect(new_publisher=new_publisher))
 
 
 def _words(decisions: list[Decision[str]]) -> list[str]:
@@ -616,3 +619,101 @@ def test_every_drop_is_counted(driver: Driver) -> None:
     driver.live(at(5), at(4))
     assert driver.machine.counters[DropReason.DUPLICATE] == 2
     assert driver.machine.counters["applied"] == 6
+
+
+def began_at_one(driver: Driver) -> Driver:
+    """A first replay from 0 on that begins with 1, which may be because batch 0 is gone."""
+    assert driver.reconnect() == ["replay 0"]
+    assert driver.replayed(at(1), at(2)) == ["apply a1", "apply a2"]
+    assert driver.end() == []
+    assert driver.machine.missing == "0..0"
+    return driver
+
+
+def test_numbers_that_begin_at_1_are_complete_once_a_later_replay_begins_with_1_as_well() -> None:
+    driver = began_at_one(Driver())
+    # Only what was published since shows whether anything has to go for it.
+    assert driver.live(at(3)) == ["apply a3", "replay 0"]
+    assert driver.machine.missing == "0..0"
+    assert driver.replayed(at(1), at(2), at(3), at(4)) == ["duplicate 1", "duplicate 2", "apply a4"]
+    assert driver.end() == []
+    assert not driver.machine.history_incomplete
+    assert driver.live(at(4), at(5)) == ["duplicate 4", "apply a5"]
+    assert driver.machine.quiet
+
+
+def test_a_batch_0_that_left_the_replay_buffer_stays_missing() -> None:
+    driver = began_at_one(Driver())
+    assert driver.live(at(3)) == ["apply a3", "replay 0"]
+    assert driver.replayed(at(2), at(3)) == ["duplicate 2"]
+    assert driver.end() == []
+    assert driver.machine.missing == "0..0"
+    assert driver.live(at(4)) == ["apply a4"], "it is not asked for again"
+
+
+def test_a_batch_0_that_the_later_replay_has_makes_it_whole() -> None:
+    driver = began_at_one(Driver())
+    driver.live(at(3))
+    assert driver.replayed(at(0), at(1)) == ["reset", "apply a0", "apply a1"]
+    assert driver.replayed(at(2), at(3)) == ["apply a2", "apply a3"]
+    assert driver.end() == []
+    assert not driver.machine.history_incomplete
+
+
+def test_without_a_replay_a_publisher_that_is_new_may_begin_at_1() -> None:
+    driver = Driver(can_replay=False)
+    driver.reconnect(new_publisher=True)
+    assert driver.live(at(1), at(2)) == ["apply a1", "apply a2"]
+    assert not driver.machine.history_incomplete
+    assert driver.machine.unproven_start
+    driver.machine.on_missing_start()
+    assert driver.machine.missing == "0..0"
+    # Its next life, too, and one that clears its cache has nothing missing whatever it had.
+    driver.reconnect(new_publisher=True)
+    assert driver.live(at(1, "b")) == ["reset", "apply b1"]
+    assert not driver.machine.history_incomplete
+    assert driver.live(at(2, "b", cleared=True)) == ["apply b2"]
+    assert not driver.machine.unproven_start
+
+
+def test_without_a_replay_a_publisher_that_was_there_before_has_lost_its_batch_0() -> None:
+    driver = Driver(can_replay=False)
+    driver.reconnect()
+    assert driver.live(at(1)) == ["apply a1"]
+    assert driver.machine.missing == "0..0"
+    new = Driver(can_replay=False)
+    new.reconnect(new_publisher=True)
+    assert new.live(at(2)) == ["apply a2"]
+    assert new.machine.missing == "0..1"
+
+
+@pytest.mark.parametrize("can_replay", [True, False])
+@pytest.mark.parametrize("ahead", [0, 1, 700])
+def test_two_publishers_at_one_endpoint_are_named_and_not_believed(can_replay: bool, ahead: int) -> None:
+    driver = Driver(can_replay=can_replay)
+    driver.reconnect()
+    words = [word for n in range(1000) for word in driver.live(at(n, "a"), at(ahead + n, "b"))]
+    assert driver.machine.misconfigured == MIXED
+    assert driver.machine.missing == "whatever two publishers send"
+    assert words.count("reset") <= MIXED_AFTER + 1
+    assert len([word for word in words if word.startswith("replay")]) <= 2 * MIXED_AFTER + 2
+    assert driver.machine.counters["mixed"] > 1900
+    # One of them goes.
+    rest = [driver.live(at(1000 + n, "a")) for n in range(ONE_AGAIN_AFTER + 1)]
+    assert rest[0] == ["mixed 1000"]
+    assert driver.machine.misconfigured == ""
+    if can_replay:
+        assert rest[-1] == [] or rest[-1] == ["replay 0"]
+        driver.replayed(*(at(n, "a") for n in range(1000 + ONE_AGAIN_AFTER + 1)))
+        driver.end()
+        assert not driver.machine.history_incomplete
+        assert driver.machine.last_id == 1000 + ONE_AGAIN_AFTER
+
+
+def test_an_engine_that_restarts_again_and_again_is_not_taken_for_two() -> None:
+    driver = Driver(can_replay=False)
+    for life in range(3 * MIXED_AFTER):
+        driver.reconnect()
+        driver.live(at(0, str(life)), at(1, str(life)))
+    assert driver.machine.misconfigured == ""
+    assert driver.machine.last_id == 1

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvscout_blocks.bytes.events import Cleared, EventBatch, FaultKind, Removed, Stored, Tier
+from kvscout_blocks.bytes.events import FAULT_LIMIT, Cleared, EventBatch, FaultKind, Removed, Stored, Tier
 from kvscout_blocks.bytes.wire import (
     MAX_PAYLOAD_BYTES,
     MalformedBatch,
@@ -259,3 +259,10 @@ def test_frames_of_another_shape_are_malformed(frames: list[bytes]) -> None:
         parse_message(frames)
     with pytest.raises(MalformedBatch):
         parse_replay_reply([b"t", b"\0" * 7, b"p"] if len(frames) > 2 else frames)
+
+
+def test_a_batch_of_nothing_but_noise_is_given_up_after_so_many_events() -> None:
+    some = batch(*[None] * FAULT_LIMIT, ["AllBlocksCleared"])
+    assert (len(some.faults), some.events) == (FAULT_LIMIT, (Cleared(),))
+    with pytest.raises(MalformedBatch, match="events"):
+        batch(*[None] * (FAULT_LIMIT + 1), ["AllBlocksCleared"])

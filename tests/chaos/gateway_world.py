@@ -135,6 +135,10 @@ class World:
         }  # fmt: skip
         return member, entry
 
+    def http_address(self, name: str) -> str:
+        """Return host:port of a gateway's HTTP front."""
+        return self._http[name].removeprefix("http://")
+
     @property
     def members(self) -> list[Member]:
         """All processes."""

@@ -85,6 +85,14 @@ class Member:
             self._process.send_signal(signal.SIGKILL)
             await self._process.wait()
 
+    async def stop(self) -> None:
+        """Send SIGTERM and wait for the end, which must be its own and with 0."""
+        assert self._process is not None
+        self._process.terminate()
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            code = await self._process.wait()
+        assert code == 0, f"{self.name} ended with {code} at SIGTERM:\n{self.log_tail}"
+
     async def pause(self, seconds: float) -> None:
         """SIGSTOP for a while."""
         process = self._process

@@ -2,11 +2,13 @@
 
 Gateways with Lifecycle streams and ordered lists of schedulers, in two zones, book, mark and free, and fail over when
 theirs is gone; now and then one frees a request through another scheduler. What a scheduler that hangs did not answer
-is booked at the next one, while the first still has the booking and its Free to carry out. Some ask for a policy that
-raises. A relay in front of NATS loses 10 % of what each replica publishes, repeats 5 % and reorders 5 %; others swallow
-what a gateway and a scheduler say to each other, in one direction or both, without a word to either. After
-CHAOS_SECONDS the faults end; one quiet second later every replica must have exactly what the gateways have in flight,
-and exactly nothing when they have freed it. CHAOS_SEED repeats the choice of faults.
+is booked at the next one, while the first still has the booking and its Free to carry out. Some gateways are killed
+together with their scheduler, either first: what they had in flight ends with the owner's grace time, though it was
+booked with a lease of 300 s. Some ask for a policy that raises. A relay in front of NATS loses 10 % of what each
+replica publishes, repeats 5 % and reorders 5 %; others swallow what a gateway and a scheduler say to each other, in one
+direction or both, without a word to either. After CHAOS_SECONDS the faults end; one quiet second later every replica
+must have exactly what the gateways have in flight, and exactly nothing when they have freed it. CHAOS_SEED repeats the
+choice of faults.
 """
 
 from __future__ import annotations
@@ -108,8 +110,11 @@ class Gateway:
         self._numbers = itertools.count()
         self.place = place
 
-    async def run(self) -> None:
+    def start(self, tasks: asyncio.TaskGroup) -> None:
         """Works until told to stop, keeps what is in flight until told to release it, and frees it."""
+        self._task = tasks.create_task(self._run())
+
+    async def _run(self) -> None:
         while True:
             try:
                 async with gateway(
@@ -138,6 +143,12 @@ class Gateway:
                 self.failure = f"{self.paths[self.place].name}: {error!r}"
                 self.place = (self.place + 1) % len(self.paths)
                 await asyncio.sleep(0.02)
+
+    def die(self) -> None:
+        """Is gone, with all that it would still have done."""
+        self._task.cancel()
+        for task in self._stale:
+            task.cancel()
 
     def _give_up(self, name: str) -> None:
         """Goes on with another attempt, at the next scheduler; this one hears of that when it hears again."""
@@ -233,6 +244,40 @@ class Gateway:
         await asyncio.sleep(self._rng.uniform(0, 0.02))
 
 
+class Gateways(list[Gateway]):
+    """The gateways that live.
+
+    Args:
+        replicas: In their order of preference.
+        seed: Of what they do.
+        tasks: In which they run.
+        stack: Ends their connections.
+    """
+
+    def __init__(
+        self, replicas: list[ReplicaClient], seed: int, tasks: asyncio.TaskGroup, stack: AsyncExitStack
+    ) -> None:
+        super().__init__()
+        self.killed: list[Gateway] = []
+        self._replicas, self._seed, self._tasks, self._stack = replicas, seed, tasks, stack
+
+    async def add(self, place: int) -> None:
+        """Starts a further one, which begins at a scheduler."""
+        number = len(self) + len(self.killed)
+        each = Gateway(f"g{number}", self._replicas, self._seed + number, place)
+        for path in each.paths:
+            await path.start()
+            self._stack.push_async_callback(path.close)
+        self.append(each)
+        each.start(self._tasks)
+
+    def kill(self, struck: Gateway) -> None:
+        """Ends one with all that it has in flight."""
+        self.remove(struck)
+        self.killed.append(struck)
+        struck.die()
+
+
 class World:
     """The processes, and what stands between them and NATS."""
 
@@ -268,10 +313,25 @@ class World:
         for relay in self.relays:
             relay.loss, relay.repeats, relay.reorder = loss, repeats, reorder
 
-    async def strike(self, rng: Random, gateways: list[Gateway]) -> str:
+    async def strike(self, rng: Random, gateways: Gateways) -> str:
         """One fault; returns what it was, when it is over."""
-        kinds = ["stop", "stop", "kill", "kill", "nats kill", "nats stop", "half-open", "half-open"]
+        kinds = ["stop", "stop", "kill", "kill", "nats kill", "nats stop", "half-open", "half-open", "kill both"]
         kind, away = rng.choice(kinds), rng.uniform(0.1, 2.0)
+        if kind == "kill both":
+            struck, gateway_first = rng.choice(gateways), rng.random() < 0.5
+            replica = self.replicas[struck.place]
+            if gateway_first:
+                gateways.kill(struck)
+                await asyncio.sleep(away)
+            await replica.kill()
+            if not gateway_first:
+                # Less than it takes to open a stream elsewhere: it goes with what it had in flight.
+                await asyncio.sleep(away / 100)
+                gateways.kill(struck)
+            await gateways.add(struck.place)
+            await asyncio.sleep(away)
+            await replica.start()
+            return f"{kind} {struck.name} with {len(struck.in_flight)} in flight and {replica.name}, {away:.1f} s"
         if kind == "half-open":
             struck = rng.choice(gateways)
             directions = rng.choice([("up",), ("down",), ("up", "down")])
@@ -366,14 +426,10 @@ async def run(seconds: float, seed: int, *, quiet: bool = False) -> list[str]:
         stack.push_async_callback(world.close)
         await world.start()
         world.faults(loss=0.1, repeats=0.05, reorder=0.05)
-        gateways = [Gateway(f"g{number}", world.replicas, seed + number, number % 2) for number in range(GATEWAYS)]
-        for each in gateways:
-            for path in each.paths:
-                await path.start()
-                stack.push_async_callback(path.close)
         async with asyncio.TaskGroup() as tasks:
-            for each in gateways:
-                tasks.create_task(each.run())
+            gateways = Gateways(world.replicas, seed, tasks, stack)
+            for number in range(GATEWAYS):
+                await gateways.add(number % 2)
             end, killed = time.monotonic() + seconds, False
             while time.monotonic() < end:
                 strike = await world.strike(rng, gateways)
@@ -400,7 +456,8 @@ async def run(seconds: float, seed: int, *, quiet: bool = False) -> list[str]:
             began = time.monotonic()
             while not wrong and (extra := await world.differences(gateways)):
                 # A Free that was answered by a replica that was killed before it could tell anyone: the owner, which
-                # is connected and does not have it in flight, shows that it is over.
+                # is connected and does not have it in flight, shows that it is over. And what a gateway had that was
+                # killed with its scheduler: nobody hears of the owner.
                 if time.monotonic() - began > FORGOTTEN_SECONDS:
                     wrong = extra
                 await asyncio.sleep(0.2)
@@ -420,7 +477,7 @@ async def run(seconds: float, seed: int, *, quiet: bool = False) -> list[str]:
             # Every lost event shows as a gap: what agrees on the sequence must agree on the rest.
             wrong += [f"{replica.name} diverged from {each.replica_id}" for each in figure.replicas if each.divergences]
         booked, freed, moves, rebooked, refused, again = (
-            sum(getattr(each, name) for each in gateways)
+            sum(getattr(each, name) for each in [*gateways, *gateways.killed])
             for name in ("booked", "freed", "moves", "rebooked", "refused", "tried_again")
         )
         say(f"{booked} booked, {freed} freed, {held} compared in flight; gateways moved {moves} times, "

@@ -22,6 +22,7 @@ from kvscout_common.engine_facts import EngineFacts, lacks_event_endpoints
 from kvscout_common.engine_http import INLINE_BYTES, MAX_PAGE_BYTES, asking_engines
 from kvscout_common.engine_query import MAX_MODELS, ask_engine
 from kvscout_common.errors import Unavailable
+from kvscout_common.json_scan import load_json
 from kvscout_common.registry import Registry, Source
 from kvscout_common.service_info import shown
 from kvscout_common.worker import EngineKind, EventEndpoint, Transport, WorkerSpec
@@ -216,15 +217,14 @@ async def test_a_status_line_of_no_text_is_shown_as_text() -> None:
 async def test_a_large_page_is_parsed_beside_the_event_loop() -> None:
     cards = [{"id": f"m{number}", "x": "y" * 200} for number in range(10_000)]
     loop_thread, parsing = threading.get_ident(), set()
-    real = json.loads
 
-    def noted(page: bytes) -> Any:
+    def noted(page: bytes, *, max_values: int) -> Any:
         parsing.add((len(page) > INLINE_BYTES, threading.get_ident() == loop_thread))
-        return real(page)
+        return load_json(page, max_values=max_values)
 
     async with engine({"/v1/models": {"data": cards}, "/kv_event_sources": {}}) as url:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvscout_common.engine_http.json.loads", noted)
+            patch.setattr("kvscout_common.engine_http.load_json", noted)
             assert len((await ask(url)).models) == MAX_MODELS
     assert parsing == {(True, False), (False, True)}
 

@@ -162,12 +162,14 @@ def test_tenants_are_found_in_repeated_and_nested_messages() -> None:
         ("tokens: [{token: a, role: admin}, {token: a, role: viewer}]", "auth_tokens.1: the same token twice"),
         (
             "tokens: [{token: a, role: admin, team: b}]",
-            "auth_tokens.0: has a key other than name, role, sha256, tenant, token",
+            "auth_tokens.0: has a key other than name, priority, role, sha256, tenant, token",
         ),
         (
             "tokens: [{token: a, role: admin}]\nroles: []",
             "must have the list 'tokens', beside it 'limits', and nothing else",
         ),
+        ("tokens: [{token: a, role: client, priority: -1}]", "auth_tokens.0.priority: must be a whole number from 0"),
+        ("tokens: [{token: a, role: client, priority: true}]", "auth_tokens.0.priority: must be a whole number"),
         ("tokens: [{token: 0123, role: admin}]", "auth_tokens.0.token: must be text, in quotes"),
         ("tokens: [{sha256: abc, role: admin}]", "auth_tokens.0.sha256: must be 64 hexadecimal digits"),
         ("tokens: [", "cannot read"),
@@ -194,3 +196,13 @@ def test_a_token_can_be_given_by_its_digest(tmp_path: Path) -> None:
     path.write_text(f"tokens: [{{sha256: {hashlib.sha256(b'view').hexdigest()}, role: viewer, tenant: a}}]")
     identity = TokenTable.load(path).identify("view")
     assert (identity.role, identity.tenant) == (AccessRole.VIEWER, "a")
+
+
+def test_a_priority_is_an_entrys_own_and_without_one_only_an_admins(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    path.write_text(
+        "tokens: [{token: a, role: admin}, {token: b, role: client}, {token: c, role: client, priority: 7},"
+        " {token: d, role: admin, priority: 3}]"
+    )
+    table = TokenTable.load(path)
+    assert [table.identify(token).max_priority for token in "abcd"] == [None, 0, 7, 3]

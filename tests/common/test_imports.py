@@ -1,4 +1,4 @@
-"""What the start of a service costs: libraries that it does not use are not loaded."""
+"""What the start of a service or command costs: libraries that it does not use are not loaded."""
 
 import subprocess
 import sys
@@ -13,6 +13,23 @@ import kvscout_gateway.gateway, kvscout_gateway.main
 import kvscout_indexer.indexer, kvscout_indexer.main
 import kvscout_scheduler.main
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"aiohttp", "nats", "tokenizers", "opentelemetry"}))
+"""
+
+COMMANDS = """
+import sys
+import kvscout_client
+import kvscout_cli.main, kvscout_cli.commands.status, kvscout_cli.commands.route, kvscout_cli.commands.workers
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"aiohttp", "nats", "tokenizers", "opentelemetry"}))
+"""
+
+STATUS = """
+import sys
+from kvscout_cli.main import main
+try:
+    main(["status", "--gateway", "127.0.0.1:1"])
+except SystemExit as ended:
+    assert ended.code == 1
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"aiohttp", "nats"}), file=sys.stderr)
 """
 
 DECIDES = """
@@ -32,3 +49,15 @@ def test_what_decides_loads_neither_grpc_nor_messages_nor_the_extension() -> Non
 def test_services_without_nats_load_neither_its_client_nor_a_second_http() -> None:
     done = subprocess.run([sys.executable, "-c", BUILD], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.skipif(not native_available(), reason="without the extension aiohttp carries HTTP")
+def test_commands_and_the_client_load_neither_the_client_of_nats_nor_a_second_http() -> None:
+    done = subprocess.run([sys.executable, "-c", COMMANDS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.skipif(not native_available(), reason="without the extension aiohttp carries HTTP")
+def test_status_which_asks_no_engine_loads_no_client_of_http() -> None:
+    done = subprocess.run([sys.executable, "-c", STATUS], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == ""

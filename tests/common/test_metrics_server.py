@@ -37,7 +37,7 @@ class Readers(Collector):
 async def served(collector: Collector) -> AsyncIterator[int]:
     registry = CollectorRegistry()
     registry.register(collector)
-    port, stop = serve_metrics(registry, "127.0.0.1", 0)
+    port, stop = serve_metrics(registry, "127.0.0.1", 0, worker_ranks=64)
     try:
         yield port
     finally:
@@ -67,6 +67,13 @@ async def test_collectors_are_read_on_the_loop_that_owns_what_they_read() -> Non
     assert (status, b"answer 42.0\n" in body) == (200, True)
     assert gzip.decompress(packed[1]) == body
     assert collector.threads == {threading.get_ident()}
+
+
+async def test_no_page_of_the_web_reads_what_this_machine_alone_may() -> None:
+    async with served(Readers()) as port:
+        assert (await get(port, Host="evil.example"))[0] == 403
+        assert (await get(port, Origin="https://evil.example"))[0] == 403
+        assert (await get(port, Host="localhost"))[0] == 200
 
 
 async def test_a_collector_that_raises_is_an_answer_and_a_log_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -84,6 +84,16 @@ def test_the_environment_of_other_nats_tools_is_honoured(tmp_path: Path) -> None
     assert [config and config.servers for config in seen] == [None, ("nats://a:1",), ("nats://a:1",)]
 
 
+async def test_the_log_names_the_server_and_not_the_password(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with nats_server(extra_flags=("--user", "kvscout", "--pass", "k0123")) as server:
+        link = NatsLink(NatsConfig((server.url.replace("//", "//kvscout:k0123@"),)), "test")
+        async with running_link(link):
+            await until_usable(link)
+    assert f"connected to NATS at 127.0.0.1:{server.port}" in caplog.text
+    assert "k0123" not in caplog.text
+
+
 async def test_hooks_run_after_each_connection_and_subscriptions_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async with nats_server() as server:
         link = NatsLink(NatsConfig((server.url,)), "test")

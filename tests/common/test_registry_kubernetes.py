@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,7 +22,7 @@ from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.errors import ConfigError, Unavailable
 from kvscout_common.kubernetes import listing
 from kvscout_common.kubernetes.access import KubernetesAccess
-from kvscout_common.registry import Registry
+from kvscout_common.registry import Registry, Source
 from kvscout_common.registry_kubernetes import KubernetesWorkers
 from kvscout_common.service_info import shown
 from kvscout_common.transport.http import HttpClient
@@ -280,3 +281,74 @@ async def test_twenty_engines_are_found_by_a_service_that_is_told_a_selector_and
 def test_a_wrong_selection_ends_the_start_with_the_name_of_the_flag() -> None:
     with pytest.raises(ConfigError, match="workers_k8s"):
         KubernetesWorkers(["?"], Registry(lambda: 0.0), access=KubernetesAccess("http://h", "default"))
+
+
+class Looks:
+    """How often pods were looked at, in all and before others had their turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.most_at_once = 0
+        look_at = KubernetesWorkers._look_at
+
+        def counted(workers: KubernetesWorkers, *args: Any) -> None:
+            self.count += 1
+            look_at(workers, *args)
+
+        monkeypatch.setattr(KubernetesWorkers, "_look_at", counted)
+
+    async def watch(self) -> None:
+        while True:
+            before = self.count
+            await asyncio.sleep(0)
+            self.most_at_once = max(self.most_at_once, self.count - before)
+
+
+@pytest.mark.parametrize("pods", [250, 1000])
+async def test_what_many_pods_cost_is_in_proportion_and_holds_nobody_up(
+    pods: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Looks(monkeypatch)
+    async with fake_api() as api:
+        await api.put(PODS, *(pod(f"p{n}", f"10.0.{n >> 8}.{n & 255}") for n in range(pods)))
+        made = World(api, "app=vllm")
+        tasks = [asyncio.create_task(made.workers.run()), asyncio.create_task(looks.watch())]
+        await asyncio.wait_for(made.workers.read.wait(), 60)
+        assert len(made.now) == pods
+        # Once when it is listed, and once when its engine has answered.
+        assert looks.count == 2 * pods
+        assert looks.most_at_once <= registry_kubernetes.PODS_A_SLICE
+        await api.delete(PODS, "p0")
+        await api.put(PODS, pod("p1", "10.0.0.1", ready=False))
+
+        async def heard() -> bool:
+            return made.heard[-2:] == ["-default/p0:8000:kubernetes", "~default/p1:8000"]
+
+        await eventually(heard)
+        assert looks.count == 2 * pods + 2, "what has not changed is not looked at"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_what_another_source_let_go_of_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_kubernetes, "REFRESH_SECONDS", 0.05)
+    async with world("app=vllm") as made:
+        await made.api.put(PODS, pod("a", "10.0.0.1"))
+        await made.until("a:8000")
+        spec = made.registry.get("default", "default/a:8000").spec
+        made.registry.replace_source(Source.FILE, [spec])
+        made.registry.replace_source(Source.FILE, [])
+        await made.until("a:8000")
+        assert made.registry.get("default", "default/a:8000").source is Source.KUBERNETES
+
+
+async def test_what_an_earlier_life_told_goes_once_everything_is_listed() -> None:
+    async with fake_api() as api:
+        made = World(api, "app=vllm")
+        made.registry.add_to_source(Source.KUBERNETES, [WorkerSpec("gone", "m", 16, http_endpoint="http://h:1")])
+        await api.put(PODS, pod("a", "10.0.0.1"))
+        task = asyncio.create_task(made.workers.run())
+        await made.until("a:8000")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

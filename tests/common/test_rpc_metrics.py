@@ -9,6 +9,7 @@ from processes import running
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common import __version__
+from kvscout_common.hashing import native_available
 from kvscout_common.rpc_metrics import BUCKETS, RpcTimes
 
 SCHEDULER = 'grpc_service="kvscout.v1.Scheduler"'
@@ -27,7 +28,7 @@ def test_a_methods_buckets_add_up() -> None:
     assert times.method("/p.S/M") is method
 
 
-@pytest.mark.parametrize("transport", ["native", "grpcio"])
+@pytest.mark.parametrize("transport", ["grpcio", *(["native"] if native_available() else [])])
 async def test_every_end_of_a_call_is_counted_once(transport: str) -> None:
     async with (
         running("kvscout_scheduler.main", "--rpc-transport", transport) as process,

@@ -70,9 +70,13 @@ async def build():
         loop.call_later(0.01, defect)
     if "defect of others" in sys.argv:
         tasks["other"] = other
-    return App(name="test", services=[], tasks=tasks, drain=drain, close=close)
+    def leave():
+        if "delay" in sys.argv:
+            print("leaves", flush=True)
 
-run(ServerConfig(grace_seconds=0.3), build)
+    return App(name="test", services=[], tasks=tasks, leave=leave, drain=drain, close=close)
+
+run(ServerConfig(grace_seconds=0.3, shutdown_delay_seconds=3600 if "delay" in sys.argv else None), build)
 """
 
 
@@ -97,6 +101,26 @@ async def test_a_signal_drains_closes_and_exits_with_0(tmp_path: Path, number: s
     ready = json.loads(await process.stdout.readline())
     assert (ready["ready"], ready["service"], ready["host"]) == (True, "test", "127.0.0.1")
     process.send_signal(number)
+    out, _ = await finish(process)
+    assert (out, process.returncode) == (["drained", "closed"], 0)
+
+
+async def test_in_its_shutdown_delay_a_service_says_that_it_leaves_and_takes_calls_until_a_second_signal(
+    tmp_path: Path,
+) -> None:
+    process = await start_program(tmp_path, "delay")
+    assert process.stdout is not None
+    ready = json.loads(await process.stdout.readline())
+    process.terminate()
+    assert await process.stdout.readline() == b"leaves\n"
+    for _ in range(2):
+        # A new connection each time.
+        channel = open_channel(f"127.0.0.1:{ready['port']}")
+        probe = health_pb2_grpc.HealthStub(channel)
+        answer = await call(probe.Check, health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await channel.close()
+    process.terminate()
     out, _ = await finish(process)
     assert (out, process.returncode) == (["drained", "closed"], 0)
 

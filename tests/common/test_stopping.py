@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from asyncio.subprocess import Process
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,17 +13,23 @@ from typing import Any, cast
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from processes import DEADLINE_SECONDS, running
+from processes import DEADLINE_SECONDS, eventually, running
+from tcp_relay import tcp_relay
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common.channel import call
 from kvscout_common.errors import Unavailable
+from kvscout_common.hashing import native_available
+from kvscout_common.transport import Transport
+
+TRANSPORTS = [Transport.GRPCIO, *([Transport.NATIVE] if native_available() else [])]
 
 PROGRAM = """
 import sys
 import grpc
 from kvscout_common.config import ServerConfig
 from kvscout_common.serving import App, run
+from kvscout_common.transport import Transport
 
 async def echo(requests, context):
     async for request in requests:
@@ -36,22 +43,26 @@ def add(server):
         "Echo": grpc.stream_stream_rpc_method_handler(echo),
         "Answer": grpc.unary_unary_rpc_method_handler(answer),
     }
+    # As generated code does: each transport reads one of them.
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("work.Work", handlers),))
+    server.add_registered_method_handlers("work.Work", handlers)
 
 async def build():
     return App(name="test", services=[("work.Work", add)])
 
-run(ServerConfig(grace_seconds=float(sys.argv[1])), build)
+run(ServerConfig(grace_seconds=float(sys.argv[1]), transport=Transport(sys.argv[2])), build)
 """
 
 
 @asynccontextmanager
-async def working(tmp_path: Path, grace_seconds: float = 1000.0) -> AsyncIterator[tuple[Process, str]]:
+async def working(
+    tmp_path: Path, grace_seconds: float = 1000.0, transport: Transport = Transport.GRPCIO
+) -> AsyncIterator[tuple[Process, str]]:
     """A server of one echoing stream, and its address."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(path), str(grace_seconds), stdout=asyncio.subprocess.PIPE
+        sys.executable, str(path), str(grace_seconds), transport.value, stdout=asyncio.subprocess.PIPE
     )
     try:
         assert process.stdout is not None
@@ -114,7 +125,10 @@ async def test_a_stream_that_does_not_end_is_cut_when_the_grace_time_is_over(tmp
     assert process.returncode == 0
 
 
-async def test_a_call_that_crosses_the_goaway_is_one_that_no_service_has_answered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_call_that_crosses_the_goaway_is_served_or_one_that_no_service_has_answered(
+    tmp_path: Path, transport: Transport
+) -> None:
     """Until GOAWAY has reached it a client goes on calling; grpc's server drops these calls, as a lost connection."""
     deliver = asyncio.Event()
     deliver.set()
@@ -140,7 +154,7 @@ async def test_a_call_that_crosses_the_goaway_is_one_that_no_service_has_answere
         onward_writer.close()
         await answers
 
-    async with working(tmp_path) as (process, address):
+    async with working(tmp_path, transport=transport) as (process, address):
         front = await asyncio.start_server(relay, "127.0.0.1", 0)
         port = front.sockets[0].getsockname()[1]
         async with grpc.aio.insecure_channel(address) as direct:
@@ -157,14 +171,55 @@ async def test_a_call_that_crosses_the_goaway_is_one_that_no_service_has_answere
                 await other.write(b"later")
                 assert await other.read() == b"later"
                 deliver.set()
-                with pytest.raises(Unavailable) as caught:
-                    await late
-                assert not caught.value.answered
+                if transport is Transport.NATIVE:
+                    assert await late == b"late"
+                else:
+                    with pytest.raises(Unavailable) as caught:
+                        await late
+                    assert not caught.value.answered
                 for running_on in (stream, other):
                     await running_on.done_writing()
                     assert await running_on.code() is grpc.StatusCode.OK
         front.close()
         await asyncio.gather(*connections)
+
+
+@pytest.mark.skipif(not native_available(), reason="over grpcio, grpc drops calls that cross its GOAWAY")
+async def test_clients_behind_a_slow_proxy_meet_no_status_of_a_server_that_stops(tmp_path: Path) -> None:
+    """Each goes on calling until its connection is gone: all it may meet is that there is no other."""
+    ended: Counter[grpc.StatusCode] = Counter()
+    answered = 0
+
+    async def calls(channel: grpc.aio.Channel) -> None:
+        nonlocal answered
+        answer: Any = channel.unary_unary("/work.Work/Answer")
+        while True:
+            try:
+                await answer(b"", timeout=DEADLINE_SECONDS)
+                answered += 1
+            except grpc.aio.AioRpcError as error:
+                ended[error.code()] += 1
+                return
+
+    async with (
+        working(tmp_path, transport=Transport.NATIVE) as (process, address),
+        tcp_relay(address, delay_seconds=0.01) as relay,
+    ):
+        # Channels with the same options share a connection unless they are told not to.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channels = [grpc.aio.insecure_channel(relay.address, options=options) for _ in range(24)]
+        calling = [asyncio.create_task(calls(channel)) for channel in channels for _ in range(8)]
+
+        async def all_called() -> bool:
+            return answered > 2 * len(calling)
+
+        await eventually(all_called)
+        process.terminate()
+        await asyncio.wait(calling)
+        for channel in channels:
+            await channel.close()
+    assert process.returncode == 0
+    assert ended == {grpc.StatusCode.UNAVAILABLE: len(calling)}
 
 
 async def test_watches_and_streams_between_services_hold_no_server_that_stops(tmp_path: Path) -> None:

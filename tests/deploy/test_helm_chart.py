@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from kvscout_bridge.main import main as bridge
+from kvscout_cli.commands.health import command as health
+from kvscout_common.workers_file import load_workers
 from kvscout_gateway.main import main as gateway
 from kvscout_indexer.main import main as indexer
 from kvscout_scheduler.main import main as scheduler
@@ -21,7 +24,13 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm"
 SCHEMAS = ROOT / "tests" / "data" / "kubernetes-schemas"
 KUBE_VERSION = "1.33"
-COMMANDS = {"kvscout-gateway": gateway, "kvscout-indexer": indexer, "kvscout-scheduler": scheduler}
+COMMANDS = {
+    "kvscout-bridge": bridge,
+    "kvscout-gateway": gateway,
+    "kvscout-indexer": indexer,
+    "kvscout-scheduler": scheduler,
+}
+WORKER = {"worker_id": "vllm-0", "model": "m", "block_size": 16, "http_endpoint": "http://vllm-0.vllm:8000"}
 LEAST = {"auth": {"allowAnonymous": True}}
 EVERYTHING: dict[str, Any] = {
     "image": {"repository": "registry.test/kvscout", "tag": "1.2.3"},
@@ -36,15 +45,46 @@ EVERYTHING: dict[str, Any] = {
         "nodeSelector": {"pool": "cpu"},
         "tolerations": [{"key": "x", "operator": "Exists"}],
         "podAnnotations": {"a": "b"},
-        "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+        "podLabels": {"team": "llm"},
+        "priorityClassName": "high",
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "matchLabelKeys": ["a"]}
+        ],
+        "service": {
+            "type": "LoadBalancer",
+            "annotations": {"a": "b"},
+            "loadBalancerSourceRanges": ["10.0.0.0/8"],
+        },
         "endpointPicker": {"plaintext": True},
+        "autoscaling": {"enabled": True, "behavior": {"scaleDown": {"stabilizationWindowSeconds": 600}}},
     },
+    "commonLabels": {"cost-centre": "42"},
+    "bridge": {"create": True, "workers": [WORKER]},
     "nats": {"servers": ["nats://nats.test:4222", "nats://b:4222"], "secret": "nats", "tls": True, "replicas": 3},
-    "auth": {"secret": "tokens"},
+    "auth": {"secret": "tokens", "metrics": True},
     "tls": {"secret": "tls", "clientCertificates": True},
     "engineKey": {"secret": "engine"},
-    "networkPolicy": {"gatewayFrom": [{"podSelector": {}}], "metricsFrom": [{"namespaceSelector": {}}]},
+    "networkPolicy": {
+        "gatewayFrom": [{"podSelector": {}}],
+        "pickerFrom": [{"podSelector": {"matchLabels": {"app": "envoy"}}}],
+        "metricsFrom": [{"namespaceSelector": {}}],
+        "egress": {
+            "create": True,
+            "dns": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}],
+            "to": [{"to": [{"podSelector": {"matchLabels": {"app": "vllm"}}}], "ports": [{"port": 8000}]}],
+        },
+    },
     "serviceMonitor": {"create": True, "labels": {"release": "prometheus"}},
+    "prometheusRule": {"create": True, "labels": {"release": "prometheus"}},
+    "grafanaDashboard": {"create": True},
+    "ingress": {
+        "create": True,
+        "className": "nginx",
+        "annotations": {"a": "b"},
+        "hosts": ["llm.test"],
+        "tls": [{"secretName": "llm", "hosts": ["llm.test"]}],
+    },
+    "httpRoute": {"create": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["llm.test"]},
     "serviceAccount": {"annotations": {"a": "b"}},
 }
 
@@ -84,6 +124,14 @@ def containers(found: dict[tuple[str, str], Any]) -> list[Any]:
     return [
         one["spec"]["template"]["spec"]["containers"][0] for (kind, _), one in found.items() if kind == "Deployment"
     ]
+
+
+def services(found: dict[tuple[str, str], Any]) -> dict[str, Any]:
+    return {name.partition("/")[2]: one["spec"] for (kind, name), one in found.items() if kind == "Service"}
+
+
+def selected(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
 
 
 def flags(container: Any) -> dict[str, list[str]]:
@@ -126,7 +174,8 @@ def test_a_field_that_kubernetes_does_not_know_is_found() -> None:
 @pytest.mark.parametrize("values", [LEAST, EVERYTHING], ids=["least", "everything"])
 def test_services_know_all_flags_that_they_are_given(values: dict[str, Any]) -> None:
     pods = [one["spec"]["template"]["spec"] for (kind, _), one in objects(values).items() if kind == "Deployment"]
-    assert {spec["containers"][0]["command"][0] for spec in pods} == COMMANDS.keys()
+    there = set(COMMANDS) if values is EVERYTHING else set(COMMANDS) - {"kvscout-bridge"}
+    assert {spec["containers"][0]["command"][0] for spec in pods} == there
     for spec in pods:
         [container] = spec["containers"]
         known = {option for parameter in COMMANDS[container["command"][0]].params for option in parameter.opts}
@@ -180,14 +229,173 @@ def test_the_pool_names_the_gateway_as_its_endpoint_picker_and_its_pods_as_worke
     service = found["Service", f"llm/{spec['endpointPickerRef']['name']}"]["spec"]
     assert spec["endpointPickerRef"]["port"]["number"] in [port["port"] for port in service["ports"]]
     for container in containers(found):
-        assert "pool/kvscout" in flags(container)["--workers-k8s"]
+        # The bridge registers its own.
+        assert ("pool/kvscout" in flags(container).get("--workers-k8s", ())) is (container["name"] != "bridge")
+    assert found["HTTPRoute", "llm/kvscout"]["spec"]["rules"][0]["backendRefs"] == [
+        {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "kvscout"}
+    ]
 
 
-def test_probes_ask_for_health_and_with_tls_whether_somebody_listens() -> None:
-    for values, kind in ((LEAST, "grpc"), (EVERYTHING, "tcpSocket")):
-        for container in containers(objects(values)):
-            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-                assert kind in container[probe]
+def test_probes_ask_for_health_with_tls_as_well(tmp_path: Path) -> None:
+    for container in containers(objects(LEAST)):
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["grpc"] == {"port": container["ports"][0]["containerPort"]}
+    for file in ("ca.crt", "tls.crt", "tls.key"):
+        (tmp_path / file).touch()
+    for container in containers(objects(EVERYTHING)):
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            program, subcommand, *arguments = container[probe]["exec"]["command"]
+            assert (program, subcommand) == ("kvscout", "health")
+            here = [argument.replace("/etc/kvscout/tls", str(tmp_path)) for argument in arguments]
+            asked = health.make_context("health", here).params
+            assert asked["addresses"] == (f"localhost:{container['ports'][0]['containerPort']}",)
+            assert asked["tls_server_name"] == f"kvscout-{container['name']}"
+            assert asked["tls_ca"] and asked["tls_client_cert"] and asked["tls_client_key"]
+            assert asked["timeout"] < container[probe]["timeoutSeconds"]
+
+
+def test_what_clients_reach_beyond_the_cluster_has_neither_metrics_nor_the_endpoint_picker() -> None:
+    for values in (LEAST, EVERYTHING):
+        found = services(objects(values))
+        assert [port["name"] for port in found["kvscout-gateway"]["ports"]] == ["grpc", "http"]
+        assert found["kvscout-gateway-metrics"]["ports"][0]["port"] == 9093
+        assert [name for name, one in found.items() if one.get("type", "ClusterIP") != "ClusterIP"] == (
+            ["kvscout-gateway"] if values is EVERYTHING else []
+        )
+        monitored = [name for name, one in found.items() if any(port["name"] == "metrics" for port in one["ports"])]
+        helpers = ["kvscout-indexer", "kvscout-scheduler"]
+        assert set(monitored) - {"kvscout-bridge"} == {"kvscout-gateway-metrics", *helpers}
+    assert [port["name"] for port in found["kvscout-picker"]["ports"]] == ["picker"]
+
+
+def test_prometheus_presents_a_token_where_metrics_want_one() -> None:
+    for values, there in ((LEAST | {"serviceMonitor": {"create": True}}, False), (EVERYTHING, True)):
+        found = objects(values)
+        assert all(("--metrics-auth" in flags(container)) is there for container in containers(found))
+        [endpoint] = found["ServiceMonitor", "llm/kvscout"]["spec"]["endpoints"]
+        assert endpoint.get("authorization") == ({"credentials": {"name": "tokens", "key": "token"}} if there else None)
+
+
+def test_disruptions_are_limited_whoever_says_how_many_replicas_there_are() -> None:
+    values = LEAST | {"gateway": {"replicas": 1}, "indexer": {"autoscaling": {"enabled": True}}}
+    found = objects(values)
+    for name in ("gateway", "indexer", "scheduler"):
+        spec = found["PodDisruptionBudget", f"llm/kvscout-{name}"]["spec"]
+        assert spec["maxUnavailable"] == 1
+        labels = found["Deployment", f"llm/kvscout-{name}"]["spec"]["template"]["metadata"]["labels"]
+        assert selected(spec["selector"]["matchLabels"], labels)
+    assert "replicas" not in found["Deployment", "llm/kvscout-indexer"]["spec"]
+    scaler = found["HorizontalPodAutoscaler", "llm/kvscout-indexer"]["spec"]
+    assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "kvscout-indexer"}
+
+
+def test_another_version_of_the_chart_changes_no_pod(tmp_path: Path) -> None:
+    def templates(chart: Path) -> list[Any]:
+        made = helm("template", "kvscout", str(chart), "--kube-version", KUBE_VERSION, values=values)
+        assert made.returncode == 0, made.stderr
+        documents = [one for one in yaml.safe_load_all(made.stdout) if one]
+        assert any(newer in one["metadata"]["labels"].values() for one in documents) is (chart != CHART)
+        return [one["spec"]["template"] for one in documents if one["kind"] == "Deployment"]
+
+    newer = "kvscout-9.9.9"
+    values = LEAST | {"image": {"tag": "1"}}
+    later = tmp_path / "helm"
+    shutil.copytree(CHART, later)
+    chart = later / "Chart.yaml"
+    chart.write_text(chart.read_text().replace("ersion: 0.1.0", "ersion: 9.9.9"))
+    assert templates(later) == templates(CHART)
+
+
+def test_labels_of_ones_own_are_on_everything_and_select_nothing() -> None:
+    found = objects(EVERYTHING | {"commonLabels": {"cost-centre": "42", "app.kubernetes.io/name": "mine"}})
+    for name, one in found.items():
+        assert one["metadata"]["labels"]["cost-centre"] == "42", name
+        assert one["metadata"]["labels"]["app.kubernetes.io/name"] == "kvscout", name
+    deployment = found["Deployment", "llm/kvscout-gateway"]["spec"]
+    labels = deployment["template"]["metadata"]["labels"]
+    assert (labels["team"], labels["cost-centre"]) == ("llm", "42")
+    assert deployment["selector"]["matchLabels"].keys() == {
+        "app.kubernetes.io/name",
+        "app.kubernetes.io/instance",
+        "app.kubernetes.io/component",
+    }
+    [spread] = deployment["template"]["spec"]["topologySpreadConstraints"]
+    assert spread["labelSelector"]["matchLabels"] == deployment["selector"]["matchLabels"]
+    assert deployment["template"]["spec"]["priorityClassName"] == "high"
+
+
+def test_an_image_is_named_by_its_digest_or_by_its_tag() -> None:
+    digest = "sha256:" + "0" * 64
+    for image, expected in (
+        ({}, "kvscout:0.1.0"),
+        ({"tag": "1"}, "kvscout:1"),
+        ({"digest": digest}, f"kvscout@{digest}"),
+    ):
+        for container in containers(objects(LEAST | {"image": image})):
+            assert container["image"] == expected
+
+
+def test_the_bridge_reads_the_engines_that_it_is_given_and_is_reached_where_it_says(tmp_path: Path) -> None:
+    found = objects(EVERYTHING)
+    file = tmp_path / "workers.yaml"
+    file.write_text(found["ConfigMap", "llm/kvscout-bridge-workers"]["data"]["workers.yaml"])
+    [worker] = load_workers(file)
+    assert (worker.worker_id, worker.http_endpoint) == (WORKER["worker_id"], WORKER["http_endpoint"])
+    [container] = [one for one in containers(found) if one["name"] == "bridge"]
+    port = services(found)["kvscout-bridge"]["ports"][0]["port"]
+    assert flags(container)["--advertise"] == [f"kvscout-bridge.llm.svc:{port}"]
+    assert found["Deployment", "llm/kvscout-bridge"]["spec"]["strategy"] == {"type": "Recreate"}
+
+
+def test_pods_reach_one_another_names_and_what_is_listed() -> None:
+    policy = objects(EVERYTHING)["NetworkPolicy", "llm/kvscout-egress"]["spec"]
+    own, names, engines = policy["egress"]
+    assert policy["policyTypes"] == ["Egress"]
+    assert own == {"to": [{"podSelector": policy["podSelector"]}]}
+    assert names["ports"] == [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
+    assert engines["ports"] == [{"port": 8000}]
+    assert ("NetworkPolicy", "llm/kvscout-egress") not in objects(LEAST)
+
+
+def test_alerts_and_dashboard_are_those_that_are_published() -> None:
+    found = objects(EVERYTHING)
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/kvscout.rules.yaml").read_text())
+    assert found["PrometheusRule", "llm/kvscout"]["spec"] == rules
+    dashboard = found["ConfigMap", "llm/kvscout-dashboard"]
+    assert dashboard["data"]["kvscout.json"] == (ROOT / "deploy/grafana/kvscout.json").read_text()
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_routes_lead_to_the_gateways_where_there_is_no_pool() -> None:
+    route = {"create": True, "parentRefs": [{"name": "gateway"}]}
+    found = objects(LEAST | {"httpRoute": route, "ingress": {"create": True, "hosts": ["llm.test"]}})
+    ports = {port["name"]: port["port"] for port in services(found)["kvscout-gateway"]["ports"]}
+    [rule] = found["HTTPRoute", "llm/kvscout"]["spec"]["rules"]
+    assert rule["backendRefs"] == [{"name": "kvscout-gateway", "port": ports["http"]}]
+    [host] = found["Ingress", "llm/kvscout"]["spec"]["rules"]
+    assert host["http"]["paths"][0]["backend"] == {"service": {"name": "kvscout-gateway", "port": {"name": "http"}}}
+
+
+def test_the_test_of_a_release_asks_every_service_for_its_health(tmp_path: Path) -> None:
+    for file in ("ca.crt", "tls.crt", "tls.key"):
+        (tmp_path / file).touch()
+    for values in (LEAST, EVERYTHING):
+        found = objects(values)
+        pod = found["Pod", "llm/kvscout-test"]
+        assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+        [container] = pod["spec"]["containers"]
+        here = [argument.replace("/etc/kvscout/tls", str(tmp_path)) for argument in container["args"]]
+        asked = health.make_context("health", here).params["addresses"]
+        serving = {
+            f"{name}:{port['port']}"
+            for name, one in services(found).items()
+            for port in one["ports"]
+            if port["name"] == "grpc"
+        }
+        assert set(asked) == serving
+        for (kind, name), one in found.items():
+            if kind == "Deployment":
+                assert not selected(one["spec"]["selector"]["matchLabels"], pod["metadata"]["labels"]), name
 
 
 @pytest.mark.parametrize(
@@ -197,6 +405,19 @@ def test_probes_ask_for_health_and_with_tls_whether_somebody_listens() -> None:
         ({"auth": {"secret": "x", "allowAnonymous": True}}, "either secret or allowAnonymous"),
         (LEAST | {"inferencePool": {"create": True}}, "inferencePool.matchLabels"),
         (LEAST | {"tls": {"clientCertificates": True}}, "tls.clientCertificates"),
+        (LEAST | {"nats": {"servers": ["nats://a:4222"], "tls": True}}, "nats.tls needs nats.secret"),
+        (LEAST | {"nats": {"secret": "nats"}}, "nats.secret needs nats.servers"),
+        ({"auth": {"allowAnonymous": True, "metrics": True}}, "auth.metrics needs auth.secret"),
+        (LEAST | {"gateway": {"endpointPicker": {"plaintext": True}}}, "endpointPicker.plaintext needs"),
+        (LEAST | {"bridge": {"create": True, "workers": [WORKER]}}, "bridge.create needs nats.servers"),
+        (LEAST | {"nats": {"servers": ["nats://a:4222"]}, "bridge": {"create": True}}, "bridge.workers"),
+        (LEAST | {"networkPolicy": {"egress": {"create": True}}}, "networkPolicy.egress.to"),
+        (LEAST | {"ingress": {"create": True}}, "ingress.hosts"),
+        (LEAST | {"httpRoute": {"create": True}}, "httpRoute.parentRefs"),
+        (LEAST | {"indexer": {"autoscaling": {"enabled": True, "maxReplicas": 1}}}, "maxReplicas is less"),
+        (LEAST | {"gateway": {"autoscaling": {"enabled": True}, "resources": {"requests": None}}}, "requests.cpu"),
+        (LEAST | {"image": {"digest": "sha256:1"}}, "digest"),
+        (LEAST | {"commonLabels": {"a": 1}}, "commonLabels"),
         (LEAST | {"worker": {"selections": ["a=b"]}}, "worker"),
         (LEAST | {"workers": {"selections": "a=b"}}, "workers"),
         (LEAST | {"gateway": {"httpPort": 0}}, "httpPort"),
@@ -222,5 +443,14 @@ def test_every_value_has_its_place_in_the_schema() -> None:
 
 def test_names_fit_whatever_the_release_is_called() -> None:
     for release in ("a" * 53, "my-kvscout-" + "b" * 42, "x"):
-        names: Sequence[str] = [name.partition("/")[2] for _, name in objects(EVERYTHING, release)]
-        assert all(len(name) <= 63 and not name.endswith("-") for name in names)
+        for own in ({}, {"nameOverride": "c" * 45}, {"fullnameOverride": "d" * 45}):
+            names: Sequence[str] = [name.partition("/")[2] for _, name in objects(EVERYTHING | own, release)]
+            assert all(len(name) <= 63 and not name.endswith("-") for name in names)
+
+
+def test_a_name_of_ones_own_stands_in_the_place_of_kvscouts() -> None:
+    found = objects(LEAST | {"nameOverride": "router"}, "prod")
+    assert ("Deployment", "llm/prod-router-gateway") in found
+    labels = found["Deployment", "llm/prod-router-gateway"]["spec"]["selector"]["matchLabels"]
+    assert labels["app.kubernetes.io/name"] == "router"
+    assert ("Deployment", "llm/mine-gateway") in objects(LEAST | {"fullnameOverride": "mine"}, "prod")

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from process_metrics import scrape
 from processes import DEADLINE_SECONDS, eventually, start
 from recorded_engine import recorded_engine
 
-from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
+from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
 from kvscout_common.channel import call, open_channel
 from kvscout_common.errors import KvscoutError, ResourceExhausted
 
@@ -129,6 +130,29 @@ async def test_its_metrics_tell_what_became_of_events() -> None:
     assert samples[f"kvscout_source_live{{{source}}}"] == 1
     assert samples[f"kvscout_event_lag_batches{{{source}}}"] == 0
     assert samples[f"kvscout_event_age_seconds{{{source}}}"] >= 0
+
+
+async def test_its_metrics_name_a_limited_number_of_ranks_and_count_all_of_them_by_state() -> None:
+    async with recorded_engine() as engine, indexer_process("--metrics-worker-ranks", "3") as (client, running):
+        await client.register(engine, worker_id="live")
+        await engine.subscribed()
+        await engine.publish(*chain(4))
+        await client.until_applied(3, "live")
+        for number in range(20):
+            await client.register(worker_id=f"w{number}", transport=workers_pb2.EVENT_TRANSPORT_NONE)
+        samples = await scrape(running)
+    rows = Counter(name.partition("{")[0] for name in samples)
+    assert rows["kvscout_source_live"] == 3 + 1
+    assert rows["kvscout_events_total"] == 8 * (3 + 1)
+    pool = f'model="{MODEL}",tenant="default"'
+    assert samples[f'kvscout_source_live{{dp_rank="0",{pool},worker="live"}}'] == 1
+    assert samples[f'kvscout_source_live{{dp_rank="",{pool},worker=""}}'] == 0
+    assert samples["kvscout_metrics_summed_worker_ranks"] == 18
+    states = {name: value for name, value in samples.items() if name.startswith("kvscout_sources{")}
+    assert states == {
+        f'kvscout_sources{{model="{MODEL}",state="live",tenant="default"}}': 1,
+        f'kvscout_sources{{model="{MODEL}",state="none",tenant="default"}}': 20,
+    }
 
 
 async def test_workers_of_its_file_are_indexed_and_follow_the_file(tmp_path: Path) -> None:

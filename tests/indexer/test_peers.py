@@ -120,6 +120,25 @@ async def test_a_mute_engines_past_comes_from_a_peer_and_what_came_meanwhile_is_
             assert new.indexer.peers.found == 1
 
 
+async def test_a_dump_tells_of_what_was_lost_while_its_cut_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with recorded_engine(has_replay=False) as engine, member() as one:
+        read(one.indexer, engine)
+        await engine.subscribed()
+        await engine.publish(*chain(3))
+        await one.client.until_applied(2)
+        ((_, _, source),) = one.indexer.sources("default")
+        assert source is not None
+        cut = source.cut
+
+        async def late_cut() -> Any:
+            source.on_reconnect()
+            return await cut()
+
+        assert not (await state(one)).events[0].state.history_incomplete
+        monkeypatch.setattr(source, "cut", late_cut)
+        assert (await state(one)).events[0].state.history_incomplete
+
+
 async def test_live_batches_wait_for_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     async with recorded_engine(has_replay=False) as engine, member() as old:
         read(old.indexer, engine)

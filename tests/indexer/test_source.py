@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -528,7 +529,7 @@ async def test_an_engine_that_connected_to_us_and_is_gone_is_disconnected(client
         await engine.subscribed()
         await client.until(lambda s: s.reason == f"no event came yet at {address}")
     status = await client.until(lambda s: s.state == DISCONNECTED)
-    assert status.reason == f"nothing is connected to {address}"
+    assert status.reason == f"nothing is connected to {address}, which is bound here for the engine to connect to"
 
 
 async def test_a_frame_above_the_limit_costs_itself_and_the_connection_is_made_again(
@@ -596,6 +597,60 @@ async def test_a_name_that_cannot_be_resolved_is_the_sources_trouble_until_it_ca
         known["engine-0.ns"] = "127.0.0.1"
         there.lose(*chain(2))
         assert (await client.until_applied(1)).state == LIVE
+
+
+async def test_an_engine_that_counts_from_1_is_whole_once_two_replays_begin_with_1(
+    client: IndexerClient, engine: RecordedEngine
+) -> None:
+    engine.next_seq = 1
+    await connect(client, engine)
+    batches = chain(4)
+    await engine.publish(*batches[:3])
+    status = await client.until_applied(3)
+    assert (status.state, status.reason) == (INCOMPLETE, "events are missing: 0..0")
+    await engine.publish(batches[3])
+    status = await client.until(lambda s: s.state == LIVE)
+    assert (status.last_event_id, status.blocks, status.applied) == (4, 4, 4)
+
+
+async def test_an_engine_without_replay_that_comes_and_counts_from_1_is_whole_until_its_events_refer_to_others(
+    client: IndexerClient, mute: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvscout_blocks.source.zmq_feed.NEW_AFTER_SECONDS", 0.01)
+    await mute.stop()
+    await client.register(mute)
+    await client.until(lambda s: s.state == DISCONNECTED)
+    await mute.start()
+    mute.next_seq = 1
+    await mute.subscribed()
+    await client.until(lambda s: s.reason == f"no event came yet at {mute.endpoint}")
+    await mute.publish(*chain(3))
+    assert (await client.until_applied(3)).state == LIVE
+    await mute.publish(batch(removed([77])))
+    status = await client.until(lambda s: s.state == INCOMPLETE)
+    assert (status.reason, status.blocks) == ("events are missing: 0..0", 3)
+
+
+def _has_had(count: int, status: indexer_pb2.SourceStatus) -> bool:
+    return status.applied + status.dropped == count
+
+
+async def test_two_engines_at_one_endpoint_are_named(client: IndexerClient, caplog: pytest.LogCaptureFixture) -> None:
+    async with recorded_engine() as reserved:
+        address = reserved.endpoint
+    async with recorded_engine(connect_to=address, has_replay=False) as one:
+        async with recorded_engine(connect_to=address, has_replay=False) as other:
+            await client.register(one, bind=True)
+            await one.subscribed()
+            await other.subscribed()
+            for number in range(40):
+                for sent, engine in enumerate((one, other), 2 * number + 1):
+                    await engine.publish(batch(stored([number], prompt(1, first=sent))))
+                    status = await client.until(partial(_has_had, sent))
+            assert status.state == indexer_pb2.SOURCE_STATE_MISCONFIGURED
+            assert status.reason.startswith("two publishers")
+            assert status.resets <= 10
+            assert len([record for record in caplog.records if "forgotten" in record.getMessage()]) <= 1
 
 
 async def test_only_the_topic_asked_for_is_read(client: IndexerClient) -> None:

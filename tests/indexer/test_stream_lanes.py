@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from kvscout_blocks.source.feed import Cursor
+from kvscout_common.nats_names import NatsNames
+from kvscout_common.shards import Shard
 from kvscout_common.worker import WorkerRank
+from kvscout_indexer.position import Resume, SnapshotSchedule, StreamState
 from kvscout_indexer.stream_lanes import Lane, Lanes
+from kvscout_indexer.stream_sources import StreamSources
 
 
 class Clock:
@@ -118,3 +122,37 @@ def test_a_cut_of_a_live_lane_reaches_no_further_than_what_is_in_the_index() -> 
     assert (a.position(7), a.doubtful) == (4, True)
     taker.settled = True
     assert (a.position(7), a.doubtful) == (7, False)
+
+
+class Asked(Taken):
+    """One that waits for its publisher's answer from `verify` on."""
+
+    def verify(self) -> None:
+        self.settled = False
+
+    async def dump(self) -> list[bytes]:
+        return [b"state"]
+
+
+async def test_a_snapshot_says_what_is_unverified_until_the_publisher_has_answered() -> None:
+    names = NatsNames("n")
+    worker = WorkerRank("w", 0)
+    sources = StreamSources(
+        names, "t", "m", shard=Shard(0, 1), schedule=SnapshotSchedule(100, 60.0), arrived=lambda: None
+    )
+    sources.go_on(StreamState(1, 1, 0), Resume(None, 0, missed=True), None)
+    taker = Asked()
+    sources.attach(worker, taker)
+    await sources.deliver_parked()
+
+    async def unverified() -> list[bool]:
+        snapshot = await sources.cut()
+        assert snapshot is not None
+        return [cut.unverified for cut in snapshot.sources]
+
+    assert await unverified() == [True]
+    sources.verify()
+    assert not taker.settled
+    assert await unverified() == [True]
+    taker.settled = True
+    assert await unverified() == [False]

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -24,21 +25,28 @@ from ext_proc_messages import NONE, parsed, request_headers
 from free_ports import free_ports
 from gateway_stack import MODEL, GatewayClient, Stack, connected, fresh_prompt, mocker_worker, running_stack
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from mocker_process import running_mocker
 from process_metrics import scrape
 from processes import DEADLINE_SECONDS, Running, eventually, running
 from scripted_engine import ScriptedEngine, answer, begin, drop, hang, scripted_engine, send_tokens
 from trained_tokenizers import byte_level, save
 
 from kvscout.v1 import scheduler_pb2, types_pb2, workers_pb2
-from kvscout_common.channel import call
+from kvscout_common.channel import PLAINTEXT, call
+from kvscout_common.doctor.collection import Collection
+from kvscout_common.doctor.diagnosis import Finding, diagnose
+from kvscout_common.hashing import native_available
 from kvscout_gateway.engines.health import MIN_FAILURES
-from kvscout_gateway.front.endpoint_picker import wire
+from kvscout_gateway.front.endpoint_picker import conformance, wire
+from kvscout_gateway.front.reserved import RESERVED_HEADERS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODES: dict[str, Change] = {"shipped": lambda settings: None, "full duplex": full_duplex, "streamed": streamed}
 BY_TURNS = (200, 404, 503)
 """What is answered to a request that nobody picked for: some engines here have other models, and one is not there."""
+PORT = ("--endpoint-picker-port", "0", "--shutdown-delay-seconds", "0")
+"""Of a gateway that stops at once: only the tests of that have time to wait."""
 SLOW = ("--model", "slow", "--speedup", "1", "--step-base-ms", "100")
 """Tokens come slowly enough to do something meanwhile."""
 
@@ -72,7 +80,7 @@ class World:
         patience = ("--indexer-timeout-ms", "2000")
         async with AsyncExitStack() as entered:
             gateway = await entered.enter_async_context(
-                running("kvscout_gateway.main", *helpers, *patience, "--endpoint-picker-port", "0", *flags)
+                running("kvscout_gateway.main", *helpers, *patience, *PORT, *flags)
             )
             client = await entered.enter_async_context(connected(gateway, stack.scheduler, stack.indexer))
             for index, mocker in enumerate(stack.mockers):
@@ -107,14 +115,7 @@ def cached(body: Any) -> int:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     # As patient as the proxy: what is picked by turns, because this machine has no time, is not what is asked here.
-    flags = (
-        "--endpoint-picker-port",
-        "0",
-        "--endpoint-picker-sample-every",
-        "2",
-        "--endpoint-picker-timeout-ms",
-        "3500",
-    )
+    flags = (*PORT, "--endpoint-picker-sample-every", "2", "--endpoint-picker-timeout-ms", "3500")
     async with AsyncExitStack() as entered:
         stack = await entered.enter_async_context(running_stack(*flags, mockers=((), (), SLOW)))
         scripted = await entered.enter_async_context(scripted_engine(answer))
@@ -262,7 +263,7 @@ async def test_an_engine_that_dies_in_the_middle_is_seen_by_the_client(world: Wo
 async def test_what_cannot_be_placed_is_answered_in_the_engine_s_place(world: World, envoy: Envoy) -> None:
     not_json = await envoy.post(b'{"model": ')
     assert (not_json.status, not_json.json["error"]["param"]) == (400, "body")
-    assert (await envoy.post({"prompt": [1, 2]})).status == 400
+    assert (await envoy.post({"model": 7, "prompt": [1, 2]})).status == 400
     unknown = await envoy.post(completion(model="nobody-has-it"))
     assert (unknown.status, unknown.headers["content-type"]) == (404, "application/json")
     drain = workers_pb2.DrainWorkerRequest(worker_id="s0")
@@ -301,12 +302,160 @@ async def test_a_request_without_a_body_goes_to_any_worker(envoy: Envoy) -> None
     assert answered.status == 200 or answered.body == b"404: Not Found"
 
 
+async def test_what_names_no_model_goes_to_the_only_one_and_the_engine_judges_it(world: World) -> None:
+    fields: dict[str, Any] = {"engine": workers_pb2.ENGINE_KIND_VLLM, "block_size": 16, "dp_size": 1}
+    worker = workers_pb2.Worker(worker_id="s", model="scripted", http_endpoint=world.scripted.url, **fields)
+    async with AsyncExitStack() as entered:
+        # Of its own: the other one knows more models.
+        scheduler = await entered.enter_async_context(running("kvscout_scheduler.main"))
+        flags = ("--no-indexer", "--scheduler", scheduler.address, *PORT, "--endpoint-picker-sample-every", "0")
+        gateway = await entered.enter_async_context(running("kvscout_gateway.main", *flags))
+        client = await entered.enter_async_context(connected(gateway, scheduler, world.stack.indexer))
+        await client.register(worker)
+        for change in MODES.values():
+            envoy = await entered.enter_async_context(world.envoy(change, gateway))
+            seen = len(world.scripted.requests)
+            body = {"prompt": [1, 2], "max_tokens": 1}
+            assert (await envoy.post(body)).status == 200
+            assert world.scripted.requests[seen:] == [body]
+            for path in ("/tokenize", "/v1/embeddings"):
+                async with envoy.http.post(envoy.url + path, json={}) as response:
+                    # Of the engine.
+                    assert (response.status, await response.text()) == (404, "404: Not Found")
+        counted = await scrape(gateway)
+        assert counted['kvscout_endpoint_picks_total{outcome="picked"}'] == 3 * len(MODES)
+
+
+async def test_a_path_that_is_no_client_s_comes_to_no_engine(world: World, envoy: Envoy) -> None:
+    seen = len(world.scripted.requests)
+    for path, status in (("/sleep?level=1", 403), ("/v1/load_lora_adapter", 403), ("/v1/videos", 404)):
+        for body in (b"", json.dumps(completion(model="scripted")).encode()):
+            async with envoy.http.post(envoy.url + path, data=body) as response:
+                assert response.status == status
+                assert "--client-path" in (await response.json())["error"]["message"]
+    assert len(world.scripted.requests) == seen
+
+
+async def test_a_form_is_placed_by_its_model_and_says_nothing_that_is_not_its_client_s_to_say(envoy: Envoy) -> None:
+    for field, status, named in (("language", 404, "nobody-has-it"), ("kv_transfer_params", 400, "kv_transfer_params")):
+        form = aiohttp.FormData({"model": "nobody-has-it", field: "en"})
+        form.add_field("file", b"x" * 100_000, filename="a.wav")
+        async with envoy.http.post(envoy.url + "/v1/audio/transcriptions", data=form) as response:
+            assert response.status == status
+            assert named in (await response.json())["error"]["message"]
+
+
+async def test_a_body_goes_to_the_engine_with_another_model_and_without_what_is_not_its_client_s_to_say(
+    world: World, envoy: Envoy
+) -> None:
+    rewrite = {"x-gateway-model-name-rewrite": "scripted"}
+    for tokens in (3, 40_000):
+        plain = completion(tokens, model="a-much-longer-name-than-the-other", max_tokens=1)
+        forged = {**plain, "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.9.9.9"}}
+        answered = await envoy.post(forged, headers={**rewrite, "x-data-parallel-host": "10.9.9.9"})
+        assert answered.status == 200
+        assert world.scripted.requests[-1] == {**plain, "model": "scripted"}
+        assert not {name.lower() for name in world.scripted.headers[-1]} & {"x-data-parallel-host", "x-kvscout-x"}
+    # A longer one than came.
+    shorter = await envoy.post(completion(model="x", max_tokens=1), headers=rewrite)
+    assert (shorter.status, world.scripted.requests[-1]["model"]) == (200, "scripted")
+
+
+async def test_an_objective_has_a_priority_in_the_line_of_its_model(world: World) -> None:
+    order: list[str] = []
+
+    async def note(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        order.append(body["user"])
+        return await answer(request, body)
+
+    flags = ("--endpoint-picker-objective", "urgent=10", "--endpoint-picker-objective", "batch=-10")
+    patience = ("--endpoint-picker-timeout-ms", "60000")
+    async with AsyncExitStack() as entered:
+        scheduler = await entered.enter_async_context(
+            running("kvscout_scheduler.main", "--router-queue-threshold", "0.5")
+        )
+        helpers = ("--no-indexer", "--scheduler", scheduler.address)
+        gateway = await entered.enter_async_context(running("kvscout_gateway.main", *helpers, *PORT, *flags, *patience))
+        client = await entered.enter_async_context(connected(gateway, scheduler, world.stack.indexer))
+        await client.register(
+            workers_pb2.Worker(
+                worker_id="s",
+                model="scripted",
+                http_endpoint=world.scripted.url,
+                engine=workers_pb2.ENGINE_KIND_VLLM,
+                block_size=16,
+                dp_size=1,
+                max_num_batched_tokens=16,
+            )
+        )
+
+        def patient(settings: Settings) -> None:
+            settings.ext_proc["message_timeout"] = f"{DEADLINE_SECONDS}s"
+
+        envoy = await entered.enter_async_context(world.envoy(patient, gateway))
+
+        async def streaming() -> bool:
+            # Without a stream there is no line to stand in.
+            return any(helper.stream_connected for helper in (await client.status()).helpers)
+
+        await eventually(streaming, what="a stream to the scheduler")
+        reached = asyncio.Event()
+
+        async def occupy(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            reached.set()
+            return await hang(request, body)
+
+        world.scripted.script = occupy
+        first = asyncio.ensure_future(envoy.post(completion(model="scripted", user="first")))
+        await reached.wait()
+        world.scripted.script = note
+        waiting = []
+        for objective in ("batch", "none", "urgent"):
+            headers = {"x-gateway-inference-objective": objective}
+            body = completion(model="scripted", user=objective)
+            waiting.append(asyncio.ensure_future(envoy.post(body, headers=headers)))
+            await until_waiting(client, len(waiting))
+        first.cancel()
+        assert [answered.status for answered in await asyncio.gather(*waiting)] == [200] * 3
+    assert order == ["urgent", "none", "batch"]
+
+
+async def until_waiting(client: GatewayClient, requests: int) -> None:
+    """Waits until so many stand in line."""
+
+    async def in_line() -> bool:
+        status = await call(client.scheduler.GetStatus, types_pb2.GetStatusRequest(), timeout=DEADLINE_SECONDS)
+        return sum(pool.queued for pool in status.pools) == requests
+
+    await eventually(in_line, what=f"{requests} requests in line")
+
+
+async def test_in_a_conformance_test_a_request_goes_where_it_says_and_its_answer_tells(world: World) -> None:
+    def forwarded(settings: Settings) -> None:
+        settings.ext_proc["metadata_options"]["forwarding_namespaces"]["untyped"].append(wire.LB_NAMESPACE)
+
+    async with world.gateway("--endpoint-picker-conformance") as (gateway, _), world.envoy(forwarded, gateway) as envoy:
+        for wanted in world.engines[:2]:
+            answered = await envoy.post(completion(), headers={conformance.SELECTION: wanted})
+            assert answered.status == 200
+            assert answered.headers[conformance.SERVED] == answered.headers[conformance.SELECTED] == wanted
+        by_ip = await envoy.post(completion(), headers={conformance.SELECTION: "127.0.0.1"})
+        assert by_ip.headers[conformance.SERVED] in world.engines
+        assert (await envoy.post(completion(), headers={conformance.SELECTION: "10.9.9.9"})).status == 503
+        assert (await envoy.post(completion())).headers[conformance.SERVED] in world.engines
+    # Elsewhere the header is nothing.
+    async with world.gateway() as (gateway, _), world.envoy(forwarded, gateway) as envoy:
+        answered = await envoy.post(completion(), headers={conformance.SELECTION: "10.9.9.9"})
+        assert answered.status == 200
+        assert conformance.SERVED not in answered.headers
+
+
 async def test_a_client_names_no_destinations(world: World, envoy: Envoy) -> None:
-    forged = dict.fromkeys(wire.OWNED, "10.9.9.9:80")
+    forged = dict.fromkeys(RESERVED_HEADERS, "10.9.9.9:80")
     assert (await envoy.post(completion(model="scripted"), headers=forged)).status == 200
     seen: Mapping[str, str] = world.scripted.headers[-1]
     assert seen["x-gateway-destination-endpoint"] == address(world.scripted.url)
-    assert not {"x-prefiller-host-port", "x-data-parallel-rank", "x-encoder-hosts-ports"} & {n.lower() for n in seen}
+    assert RESERVED_HEADERS & {name.lower() for name in seen} == {wire.DESTINATION, wire.PICK}
 
 
 async def test_the_rank_is_told_to_an_engine_that_has_several(world: World, envoy: Envoy) -> None:
@@ -503,15 +652,56 @@ async def test_without_its_picker_the_proxy_goes_on_alone(world: World) -> None:
         await world.until_idle()
 
 
-async def test_a_proxy_may_be_told_to_fail_without_its_picker(world: World) -> None:
-    def closed(settings: Settings) -> None:
-        settings.ext_proc["failure_mode_allow"] = False
+def closed(settings: Settings) -> None:
+    """No request goes on without a picker."""
+    settings.ext_proc["failure_mode_allow"] = False
 
+
+async def test_a_proxy_may_be_told_to_fail_without_its_picker(world: World) -> None:
     async with world.gateway() as (gateway, _), world.envoy(closed, gateway) as envoy:
-        assert (await envoy.post(completion())).status == 200
-        gateway.process.kill()
-        await gateway.process.wait()
-        assert (await envoy.post(completion())).status == 500
+        body = completion(model="slow", stream=True, max_tokens=24)
+        async with envoy.http.post(envoy.url + "/v1/completions", json=body) as under_way:
+            await under_way.content.readany()
+            gateway.process.kill()
+            await gateway.process.wait()
+            assert (await envoy.post(completion())).status == 500
+            with pytest.raises(aiohttp.ClientError):
+                await under_way.read()
+
+
+@pytest.mark.parametrize("mode", [closed, full_duplex])
+async def test_pickers_that_are_restarted_one_after_the_other_cost_no_request(world: World, mode: Change) -> None:
+    # Ten health checks of this Envoy, whose interval is 0.1 s.
+    flags = ("--shutdown-delay-seconds", "1")
+    statuses: Counter[int] = Counter()
+    over = asyncio.Event()
+
+    async def send_requests(envoy: Envoy) -> None:
+        while not over.is_set():
+            answered = await envoy.post(completion(stream=True))
+            statuses[answered.status] += 1
+            assert answered.status != 200 or answered.body.endswith(b"data: [DONE]\n\n")
+
+    async with AsyncExitStack() as entered:
+        pickers = [(await entered.enter_async_context(world.gateway(*flags)))[0] for _ in range(2)]
+        ports = [str(picker.ready["endpoint_picker_port"]) for picker in pickers]
+
+        def both(settings: Settings) -> None:
+            mode(settings)
+            settings.serve("endpoint_picker", [f"127.0.0.1:{port}" for port in ports])
+
+        envoy = await entered.enter_async_context(world.envoy(both, pickers[0]))
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(4):
+                clients.create_task(send_requests(envoy))
+            for picker, port in zip(pickers, ports, strict=True):
+                before = statuses.total()
+                assert await picker.stop() == 0
+                assert statuses.total() > before
+                await entered.enter_async_context(world.gateway("--endpoint-picker-port", port, *flags))
+                await envoy.until_picker(healthy=True)
+            over.set()
+    assert statuses.keys() == {200}
 
 
 async def test_while_its_scheduler_hangs_a_picker_names_workers_by_turns(world: World) -> None:
@@ -549,7 +739,105 @@ async def test_a_picker_that_hangs_is_not_waited_for(world: World) -> None:
         await eventually(picks, what="a picker that picks again")
 
 
-@pytest.mark.parametrize("transport", ["native", "grpcio"])
+async def doctor(envoy: Envoy) -> dict[str, Finding]:
+    """What doctor reads in an Envoy's counters."""
+    snapshot = await Collection(PLAINTEXT, timeout_seconds=DEADLINE_SECONDS).snapshot([], proxies=[envoy.admin])
+    return {finding.id: finding for finding in diagnose(snapshot)}
+
+
+def default_limits(settings: Settings) -> None:
+    """Envoy's own."""
+    for name in ("engines", "endpoint_picker"):
+        del settings.cluster(name)["circuit_breakers"]
+
+
+async def test_all_requests_of_a_worker_that_dies_are_run_by_others(world: World) -> None:
+    requests = 24
+    async with AsyncExitStack() as entered:
+        slow = ("--model", "dying", "--speedup", "1", "--step-base-ms", "100")
+        mockers = [await entered.enter_async_context(running_mocker(*slow)) for _ in range(2)]
+
+        def only(settings: Settings) -> None:
+            settings.serve("engines", [address(mocker.url) for mocker in mockers])
+
+        def only_and_default(settings: Settings) -> None:
+            only(settings)
+            default_limits(settings)
+
+        for index, mocker in enumerate(mockers):
+            await world.client.register(mocker_worker(f"dying{index}", mocker, model="dying"))
+        envoy = await entered.enter_async_context(world.envoy(only))
+        tight = await entered.enter_async_context(world.envoy(only_and_default))
+        half = [
+            [asyncio.ensure_future(one.post(completion(model="dying", max_tokens=30))) for _ in range(requests)]
+            for one in (envoy, tight)
+        ]
+
+        async def running_all() -> bool:
+            return [await one.stat(r"cluster\.engines\.upstream_rq_active") for one in (envoy, tight)] == [requests] * 2
+
+        await eventually(running_all, what="all requests at the workers")
+        mockers[0].process.kill()
+        await mockers[0].process.wait()
+        statuses, tight_statuses = [[answered.status for answered in await asyncio.gather(*some)] for some in half]
+        assert statuses == [200] * requests
+        assert not await doctor(envoy)
+        # What it is about: more than 3 retries at once.
+        assert 503 in tight_statuses
+        [told] = (await doctor(tight))["proxy-overflow"].evidence
+        assert f"upstream_rq_retry_overflow is {tight_statuses.count(503)} " in told
+        await world.client.until_idle("dying")
+        for index in range(2):
+            remove = workers_pb2.RemoveWorkerRequest(worker_id=f"dying{index}")
+            await call(world.client.stub.RemoveWorker, remove, timeout=DEADLINE_SECONDS)
+
+
+async def posted(http: aiohttp.ClientSession, envoy: Envoy) -> int:
+    """The status of a request, once its answer is whole."""
+    body = completion(model="scripted", max_tokens=1)
+    async with http.post(envoy.url + "/v1/completions", json=body) as response:
+        await response.read()
+        return response.status
+
+
+async def test_more_requests_than_envoys_default_limits_are_all_picked_for(world: World) -> None:
+    requests = 1024 + 76
+    release = asyncio.Event()
+
+    async def wait(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await release.wait()
+        return await answer(request, body)
+
+    def patient(settings: Settings) -> None:
+        settings.ext_proc["message_timeout"] = f"{DEADLINE_SECONDS}s"
+
+    def patient_and_default(settings: Settings) -> None:
+        patient(settings)
+        default_limits(settings)
+        settings.cluster("engines")["circuit_breakers"] = {
+            "thresholds": [{"max_requests": 9999, "max_connections": 9999}]
+        }
+
+    world.scripted.script = wait
+    for change, bypassed in ((patient, 0), (patient_and_default, requests - 1024)):
+        release.clear()
+        world.scripted.requests.clear()
+        async with world.envoy(change) as envoy, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            under_way = [asyncio.ensure_future(posted(http, envoy)) for _ in range(requests)]
+
+            async def asked_for_all() -> bool:
+                streams = await envoy.stat(r"http\.inference\.ext_proc\.streams_started")
+                return streams == requests
+
+            await eventually(asked_for_all, what="a call to the picker, or none, for each request")
+            release.set()
+            await asyncio.gather(*under_way)
+            assert await envoy.stat(r"http\.inference\.ext_proc\.failure_mode_allowed") == bypassed
+            assert ("picker-bypassed" in await doctor(envoy)) is (bypassed > 0)
+        await world.until_idle()
+
+
+@pytest.mark.parametrize("transport", ["grpcio", *(["native"] if native_available() else [])])
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_picker_that_leaves_cuts_nothing_and_lets_the_lease_end_what_it_booked(
     world: World, mode: str, transport: str
@@ -635,7 +923,7 @@ async def test_a_proxy_needs_a_token_unless_all_that_comes_there_is_of_one_tenan
                 await stream.write(request_headers(NONE, headers={"x-gateway-model-name": "nobody-has-it"}))
             return parsed([await stream.read()])[0].immediate_response.status.code
 
-    port = ("--endpoint-picker-port", "0", "--endpoint-picker-plaintext", "--auth-tokens", str(tokens))
+    port = (*PORT, "--endpoint-picker-plaintext", "--auth-tokens", str(tokens))
     helpers = ("--scheduler", world.stack.scheduler.address, "--no-indexer")
     async with running("kvscout_gateway.main", *helpers, *port) as gateway:
         # Refused before it asks; grpc.aio would lose the status to a write that comes too late.

@@ -161,7 +161,7 @@ class World:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    flags = ("--endpoint-picker-port", "0", "--endpoint-picker-sample-every", "1")
+    flags = ("--endpoint-picker-port", "0", "--endpoint-picker-sample-every", "1", "--shutdown-delay-seconds", "0")
     async with AsyncExitStack() as entered:
         enter = entered.enter_async_context
         stack = await enter(running_stack(*flags, relay=True))

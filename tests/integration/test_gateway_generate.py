@@ -387,7 +387,7 @@ async def fall_silent(request: web.Request, response: web.StreamResponse) -> Non
     [
         (die, "failed after its first token"),
         (report, "out of memory"),
-        (talk_nonsense, "no completion chunk"),
+        (talk_nonsense, "makes no sense"),
         (stop_early, "broke off"),
         (fall_silent, "failed after its first token"),
     ],

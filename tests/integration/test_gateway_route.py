@@ -256,7 +256,7 @@ async def test_potential_loads_count_the_prompt_in_the_blocks_of_each_worker(cli
 async def test_a_prompt_that_no_cache_can_hold_is_refused_before_it_is_hashed(client: GatewayClient) -> None:
     await client.register(workers_pb2.Worker(worker_id="s", model="small cache", block_size=4, total_kv_blocks=5))
     assert (await client.route(fresh_prompt(20), model="small cache")).worker.worker_id == "s"
-    with pytest.raises(errors.InvalidArgument, match="holds 20") as refused:
+    with pytest.raises(errors.InvalidArgument, match="maximum context length is 20 tokens") as refused:
         await client.route(fresh_prompt(21), model="small cache")
     assert refused.value.field == "token_ids"
 

@@ -97,11 +97,13 @@ def test_the_last_row_of_a_worker_holds_and_strangers_are_left_out(load: ActiveL
 
 
 def test_seconds_follow_from_the_rows_of_workers_and_one_without_a_row_is_an_error(load: ActiveLoad) -> None:
-    rows = (TimeRow(), TimeRow(behind=0.5, due_at=3.0, pace=2.0, used=0.5, contexts=90.0, requests=2.0, prefills=2.0))
-    question = TimeQuestion(array("d", chain(*rows)), array("I", [0, 1]), 2.0, 1.0, 0.001, 1e-4)
+    busy = TimeRow(behind=0.5, due_at=3.0, pace=2.0, used=0.5, contexts=90.0, requests=2.0, prefills=2.0, room=44.0)
+    rows = (TimeRow(), busy)
+    question = TimeQuestion(array("d", chain(*rows)), array("I", [0, 1]), 2.0, 1.0, 0.001, 1e-4, 0.5)
     scores = load.score(Question(LANE, b"", 100), device(2, 1), [1, 0])
-    # 1.5 s are ahead; its own 84 ms count twice for the pace, and 2.2 times for the crowd.
-    assert list(scores.seconds(question)) == pytest.approx([1.5 + 2.2 * 2 * 0.084 + 0.029, 0.068])
+    # 1.5 s are ahead; its own 84 ms, and half of the 40 that evict others, count twice for the pace, and 2.2 times for
+    # the crowd.
+    assert list(scores.seconds(question)) == pytest.approx([1.5 + 2.2 * 2 * (0.084 + 0.020) + 0.029, 0.068])
     with pytest.raises(IndexError):
         load.score(Question(LANE, b"", 100), device(2), None).seconds(question)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 from random import Random
 from typing import Any
@@ -12,7 +12,7 @@ from load_twins import SideBySide
 from scheduler_builders import MODEL, ManualClock, key, overlaps, scheduler, test_seed, worker
 
 from kvscout_common.errors import KvscoutError
-from kvscout_common.worker import Role
+from kvscout_common.worker import Role, WorkerRank
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.kv_time import KvTime
@@ -142,6 +142,77 @@ def test_a_worker_that_is_busy_all_the_time_counts_a_prompt_many_times_but_not_w
     world.core.free(begun, 1)
     world.clock.advance(1e6)
     assert world.costs()["a"] == pytest.approx(own, rel=0.01)
+
+
+def test_what_is_evicted_counts_while_other_caches_have_room() -> None:
+    world = World("a", "b", total_kv_blocks=2 * BLOCKS)
+    world.ask()
+    world.core.free(world.book(blocks=BLOCKS, pinned_worker_id="a"), 1)
+    half = world.costs()
+    assert half["a"] == pytest.approx(half["b"]), "there is room for one more"
+    world.core.free(world.book(first=1_000, blocks=BLOCKS + 32, pinned_worker_id="a"), 1)
+    # All 128 blocks of a are taken, none of b: half of all is free. A prompt of 64 of which a has 8 evicts 56.
+    costs = world.costs(on={"a": 8})
+    assert costs["b"] == pytest.approx(1_024 * 50e-6)
+    assert costs["a"] == pytest.approx((1_024 - 128) * 1.5 * 50e-6)
+    assert world.ask(on={"a": 8}).rank.worker_id == "b"
+    assert world.ask(on={"a": 60}).rank.worker_id == "a", "what is cached there counts still"
+    explanation = world.ask(on={"a": 60}, explain=True).explanation
+    assert explanation is not None
+    assert "s of its own and of what it evicts that count" in explanation.reason
+
+
+def test_where_all_caches_are_full_or_of_unknown_size_nothing_counts_that_is_evicted() -> None:
+    for blocks in (2 * BLOCKS, 0):
+        world = World("a", "b", total_kv_blocks=blocks)
+        for name in ("a", "b"):
+            world.core.free(world.book(blocks=2 * BLOCKS, pinned_worker_id=name), 1)
+        world.core.free(world.book(first=1_000, blocks=2 * BLOCKS, pinned_worker_id="a"), 1)
+        costs = world.costs(on={"b": 8})
+        assert costs == pytest.approx({"a": 1_024 * 50e-6, "b": (1_024 - 128) * 50e-6})
+
+
+def test_what_was_generated_takes_room_and_a_worker_that_comes_back_has_all_of_it() -> None:
+    world = World("a", "b", total_kv_blocks=BLOCKS + 8)
+    world.ask()
+    world.core.free(world.book(blocks=BLOCKS, pinned_worker_id="a"), 1, output_tokens=128)
+    assert world.costs()["a"] > world.costs()["b"]
+    spec = worker("a", total_kv_blocks=BLOCKS + 8)
+    world.core.workers.worker_removed(spec, "removed")
+    world.ask()
+    world.core.workers.worker_added(spec)
+    assert world.costs()["a"] == world.costs()["b"]
+
+
+def test_a_first_booking_on_a_worker_looks_at_no_other_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    arranged: list[int] = []
+    arrange = KvTime._arrange
+
+    def counted(self: KvTime, places: tuple[WorkerRank, ...], cache_tokens: Mapping[int, int]) -> None:
+        arranged.append(len(places))
+        arrange(self, places, cache_tokens)
+
+    monkeypatch.setattr(KvTime, "_arrange", counted)
+    world = World(*(f"w{number}" for number in range(50)))
+    for number in range(50):
+        world.book(first=1_000 * number, blocks=8)
+    assert len(set(world.placed)) == 50
+    assert len(arranged) == 1
+    world.core.workers.worker_added(worker("another"))
+    world.book()
+    assert len(arranged) == 2
+
+
+def test_engines_that_are_faster_than_believed_do_not_gather_requests_where_they_were_first() -> None:
+    world = World("a", "b", "c")
+    for number in range(60):
+        begun = world.book(first=1_000 * number, blocks=20)
+        world.clock.advance(0.0005)
+        world.core.mark_prefill_complete(begun, 1)
+        world.core.free(begun, 1, output_tokens=1)
+        world.clock.advance(1.0)
+    counts = [world.placed.count(name) for name in ("a", "b", "c")]
+    assert min(counts) >= 10, counts
 
 
 def test_each_request_reads_a_shared_prompt_for_itself() -> None:

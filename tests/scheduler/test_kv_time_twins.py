@@ -16,8 +16,8 @@ from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps
 from kvscout_scheduler.request import ConfigOverride, Prompt, SelectionRequest, Wanted, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 
-SPECS = [worker(f"w{number}", dp_size=1 + number % 3) for number in range(6)]
-OTHER_BLOCKS = worker("w0", block_size=3 * BLOCK)
+SPECS = [worker(f"w{number}", dp_size=1 + number % 3, total_kv_blocks=60 * number) for number in range(6)]
+OTHER_BLOCKS = worker("w0", block_size=3 * BLOCK, total_kv_blocks=100)
 
 pytestmark = pytest.mark.skipif(
     not native_available(), reason="the extension is not built: there is nothing to compare"

@@ -16,6 +16,15 @@ def test_a_line_begins_as_what_is_believed() -> None:
     assert line.at(1_000) == pytest.approx(0.06)
 
 
+def test_of_a_belief_only_the_shape_counts_once_there_is_an_observation() -> None:
+    line = Line(0.01, 50e-6, 4_096)
+    line.add(500, 0.00035)  # a hundredth of what is believed
+    assert line.at(500) == pytest.approx(0.00035)
+    assert line.at(4_096) == pytest.approx((0.01 + 50e-6 * 4_096) / 100)
+    line.add(500, 0.00105)
+    assert line.at(500) == pytest.approx(0.0007, rel=0.01)
+
+
 @pytest.mark.parametrize(("base", "slope"), [(0.008, 5e-6), (0.05, 400e-6), (0.001, 50e-6)])
 def test_a_line_follows_what_it_sees_however_wrong_the_belief_was(base: float, slope: float) -> None:
     rng, line = Random(test_seed()), Line(0.01, 50e-6, 4_096)

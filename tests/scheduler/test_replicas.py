@@ -143,6 +143,29 @@ async def test_s8_a_gateway_fails_over_from_a_killed_replica_with_all_it_has_in_
             assert set((await a.state())[1].values()) == {IDLE}
 
 
+@pytest.mark.parametrize("gateway_first", [True, False])
+async def test_what_a_gateway_that_dies_with_its_scheduler_had_in_flight_ends_within_the_owner_timeout(
+    gateway_first: bool,
+) -> None:
+    async with replicas(*NAMES) as (_, found):
+        a, b, c = found.values()
+        async with gateway(a, "g") as stream:
+            # A gateway asks for a lease, too, in case it has no stream.
+            await stream.book(*(f"r{number}" for number in range(6)), lease_seconds=300)
+            await agreed(a, b, c, requests=6)
+            if not gateway_first:
+                await a.kill()
+        if gateway_first:
+            await asyncio.sleep(1)
+            await a.kill()
+        assert await b.mark("r0", attempt_id=1), "a call of the gateway that arrives late"
+        assert len((await b.state())[0]) == 6
+        # Silent for the owner timeout of ten seconds and found so within another five, then ended by the first of two.
+        async with asyncio.timeout(18):
+            await agreed(b, c, requests=0)
+        assert set((await b.state())[1].values()) == {IDLE}
+
+
 async def test_s8_a_replica_that_was_stopped_yields_what_was_taken_over_meanwhile() -> None:
     async with replicas("a", "b") as (_, found):
         a, b = found["a"], found["b"]

@@ -17,8 +17,9 @@ from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import FreeOutcome
 from kvscout_scheduler.forwarding import Forwarding
 from kvscout_scheduler.operations import AddOutput, CompletePrefill, Free, Operation, Outcome
+from kvscout_scheduler.ownership import SECOND_TO_END_SECONDS
 from kvscout_scheduler.replica_view import SILENT_SECONDS
-from kvscout_scheduler.replication import FORGET_SECONDS, VERSION
+from kvscout_scheduler.replication import FORGET_SECONDS, IDLE_HEARTBEAT_SECONDS, VERSION
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.worker_loads import potential_loads
 
@@ -220,7 +221,7 @@ def test_what_only_one_survivor_heard_of_a_killed_replica_the_others_learn_from_
 def test_the_requests_of_a_killed_replica_stay_until_their_leases_end_and_end_everywhere_at_once() -> None:
     world = World("a", "b", "c", settings=SchedulerSettings(lease_seconds=30))
     world.book("a", "r")
-    world.book("a", "s", owner=owner("gateway"))
+    world.book("a", "s")
     world.run(1)
     world.kill("a")
     world.run(29)
@@ -234,6 +235,63 @@ def test_the_requests_of_a_killed_replica_stay_until_their_leases_end_and_end_ev
     assert world["b"].replication.views.keys() == {world["c"].replication.me}, "the dead are forgotten"
     assert world["b"].replication.ownership.log.claims == {}
     world.agree()
+
+
+@pytest.mark.parametrize("gateway_first", [True, False])
+@pytest.mark.parametrize("run", range(3))
+def test_the_requests_of_a_gateway_that_dies_with_its_scheduler_end_everywhere_within_the_owner_timeout(
+    gateway_first: bool, run: int
+) -> None:
+    world = World("a", "b", "c", seed=test_seed() + run)
+    world.faults(loss=0.1, repeats=0.1, delay_seconds=0.01)
+    session, _ = world["a"].core.connect_owner(owner("g"), [])
+    for name in ("r", "s", "t"):
+        world.book("a", name, owner=owner("g"), lease_seconds=300)
+    world.run(1)
+    if gateway_first:
+        world["a"].core.disconnect_owner(owner("g"), session)
+        world.run(world.rng.uniform(0, 7))
+    world.faults()
+    world.run(IDLE_HEARTBEAT_SECONDS)
+    assert set(world["b"].state()) == set(world["c"].state()) == {"r", "s", "t"}
+    world.kill("a")
+    grace = world.settings.owner_grace_seconds
+    world.run(grace - IDLE_HEARTBEAT_SECONDS - 0.5)
+    assert set(world["b"].state()) == {"r", "s", "t"}, "the gateway may still come back"
+    world.run(IDLE_HEARTBEAT_SECONDS + SECOND_TO_END_SECONDS + 1)
+    world.agree()
+    assert set(world["b"].loads().values()) == set(world["c"].loads().values()) == {IDLE}
+    assert world["b"].core.stats.ended == {"owner_gone": 3}, "one of them ends it"
+
+
+def test_what_a_replica_takes_over_of_an_owner_that_is_nowhere_ends_with_the_owners_timeout() -> None:
+    world = World("a", "b", "c")
+    world["a"].core.connect_owner(owner("g"), [])
+    world.book("a", "r", owner=owner("g"), lease_seconds=300)
+    world.run(1)
+    world.kill("a")
+    # Of a call that its gateway made before it died.
+    world["b"].core.mark_prefill_complete(key("r"), 1)
+    world.run(1)
+    assert world["b"].replication.ownership.elsewhere(key("r")) is None
+    world.run(world.settings.owner_grace_seconds + 1)
+    world.agree()
+    assert set(world["b"].loads().values()) == set(world["c"].loads().values()) == {IDLE}
+    assert world["b"].core.stats.ended == {"owner_gone": 1}
+
+
+def test_what_is_taken_over_of_an_owner_that_is_connected_elsewhere_goes_on_there() -> None:
+    world = World("a", "b", "c")
+    world["a"].core.connect_owner(owner("g"), [])
+    world.book("a", "r", owner=owner("g"))
+    world.run(1)
+    world["a"].cut_off = True
+    world["b"].core.mark_prefill_complete(key("r"), 1)
+    world.run(world.settings.owner_grace_seconds + SILENT_SECONDS + 5)
+    assert world["c"].state() == {}, "nothing has been heard of its owner for long"
+    world.settled()
+    assert set(world["c"].state()) == {"r"}
+    assert world["c"].replication.ownership.elsewhere(key("r")) == world["a"].replication.me
 
 
 def test_a_gateway_that_fails_over_takes_what_it_lists_along_and_what_it_does_not_list_ends() -> None:

@@ -130,6 +130,7 @@ async def native(
     *,
     port: int = 0,
     max_streams: int = 1000,
+    max_connections: int = 10_000,
     max_age_seconds: float | None = None,
     guard: Guard | None = None,
 ) -> AsyncIterator[Served]:
@@ -141,6 +142,7 @@ async def native(
         guard or Guard(),
         max_message_bytes=MAX_MESSAGE_BYTES,
         max_streams=max_streams,
+        max_connections=max_connections,
         max_age_seconds=max_age_seconds,
     )
     echo = Echo()

@@ -8,6 +8,8 @@ from http_peers import DONE, USAGE, WHOLE, event, tokens
 
 from kvscout.v1 import gateway_pb2
 from kvscout_client import FinishReason, decode
+from kvscout_common.hashing import native_available
+from kvscout_common.transport.chunk_documents import MAX_DOCUMENT_BYTES
 from kvscout_common.transport.event_relay import EventRelay
 from kvscout_common.transport.http import MAX_EVENT_BYTES, MAX_WITHHELD_BYTES, Dialect, Form, StreamReport
 
@@ -202,3 +204,25 @@ def test_an_event_without_end_is_not_kept() -> None:
         running.feed(piece, 1.0)
     assert "over 64 MiB" in running.failure
     assert not running._line
+
+
+def test_a_document_that_is_too_long_is_passed_on_and_not_read() -> None:
+    long = event({"choices": [{"text": "x" * MAX_DOCUMENT_BYTES}]})
+    running = relay(Form.BYTES)
+    assert b"".join(fed(running, long + DONE)) == long + DONE
+    assert (running.report.events, running.report.outputs, running.report.done) == (1, 0, True)
+    running = relay()
+    fed(running, long + DONE)
+    assert "more than 4 MiB" in running.failure
+
+
+@pytest.mark.skipif(not native_available(), reason="the extension is not built")
+def test_the_extension_reads_documents_up_to_the_same_length() -> None:
+    import kvscout_native
+
+    around = len(event({"choices": [{"text": ""}]})) - len(b"data: \n\n")
+    for length, outputs in ((MAX_DOCUMENT_BYTES, 1), (MAX_DOCUMENT_BYTES + 1, 0)):
+        document = event({"choices": [{"text": "x" * (length - around)}]})
+        twin, running = kvscout_native.EventRelay(Form.BYTES.value), relay(Form.BYTES)
+        assert twin.feed(document + DONE, 1.0) == b"".join(fed(running, document + DONE)) == document + DONE
+        assert [running.report.outputs, StreamReport(*twin.report).outputs] == [outputs, outputs]

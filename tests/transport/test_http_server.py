@@ -9,6 +9,7 @@ import trustme
 from http_peers import TRANSPORTS, echo, exchange, get, made_of, served
 from processes import eventually
 
+from kvscout_common.byte_budget import Charge, make_budget
 from kvscout_common.errors import ConfigError
 from kvscout_common.tls import Pem
 from kvscout_common.transport import Transport
@@ -124,20 +125,6 @@ async def test_who_dawdles_is_sent_away() -> None:
         assert status(await exchange(port, post(b"a", "Content-Length: 3"))) == 408
 
 
-async def test_more_connections_than_are_taken_are_closed() -> None:
-    async with served(echo, HttpLimits(connections=2)) as (_, port):
-        first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        # They count from when the server has them.
-        assert await exchange(port, get()) == b""
-        for _, writer in first:
-            writer.close()
-
-        async def taken() -> bool:
-            return status(await exchange(port, get())) == 200
-
-        await eventually(taken)
-
-
 async def test_a_handler_is_cancelled_when_its_client_goes() -> None:
     cancelled = asyncio.Event()
 
@@ -244,3 +231,123 @@ async def test_tls_is_served_and_its_certificates_are_renewed() -> None:
     with pytest.raises(ConfigError):
         server.renew(Pem(b"no", b"certificate", None))
     await server.stop(0)
+
+
+async def test_a_body_that_comes_too_slowly_ends_and_one_that_comes_steadily_does_not() -> None:
+    limits = HttpLimits(body_window_seconds=1.0, body_window_bytes=1000)
+
+    async def send(port: int, piece: bytes, times: int) -> tuple[int, int]:
+        """So many pieces, every 50 ms: the status, and how many were sent until then."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(b"", f"Content-Length: {len(piece) * times}"))
+        answering = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < times and not answering.done():
+                writer.write(piece)
+                await writer.drain()
+                sent += 1
+                await asyncio.sleep(0.05)
+        answer = await answering
+        writer.close()
+        return status(answer), sent
+
+    async with served(echo, limits) as (_, port):
+        (slow, sent), (steady, _) = await asyncio.gather(send(port, b"x", 400), send(port, b"x" * 500, 60))
+    assert slow == 408
+    assert sent < 400
+    assert steady == 200
+
+
+@pytest.mark.parametrize("with_length", [True, False])
+async def test_a_body_is_charged_as_it_comes_and_refused_where_there_is_no_room(with_length: bool) -> None:
+    budget, charges = make_budget(400_000), list[Charge]()
+
+    async def hold(call: HttpCall) -> None:
+        charge = budget.charge("a", 2)
+        charges.append(charge)
+        await call.body(charge)
+        await call.respond(200, [], b"%d" % charge.bytes)
+
+    async with served(hold) as (_, port):
+        for length, expected in ((10, 200), (90_000, 200), (150_000, 429)):
+            body = b"x" * length
+            request = post(body, f"Content-Length: {length}")
+            if not with_length:
+                pieces = (body[at : at + 1000] for at in range(0, length, 1000))
+                request = post(chunked(*pieces), "Transfer-Encoding: chunked")
+            answer = await exchange(port, request)
+            assert status(answer) == expected
+            assert expected != 200 or body_of(answer) == b"%d" % (2 * length)
+            assert charges[-1].bytes == budget.held <= 200_000
+            charges.pop()
+            assert budget.held == 0
+
+
+async def test_what_is_charged_for_a_body_whose_client_goes_is_given_back() -> None:
+    budget = make_budget(1 << 20)
+
+    async def read(call: HttpCall) -> None:
+        await call.body(budget.charge())
+
+    async with served(read) as (_, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(b"x" * 200_000, "Content-Length: 300000"))
+
+        async def all_charged() -> bool:
+            return budget.held == 200_000
+
+        await eventually(all_charged)
+        writer.transport.abort()
+
+        async def none_left() -> bool:
+            return budget.held == 0
+
+        await eventually(none_left)
+
+
+async def test_of_what_a_client_sends_past_its_answer_not_much_is_read(transport: Transport) -> None:
+    async def refuse(call: HttpCall) -> None:
+        await call.respond(401, [], b"who are you?")
+
+    async with served(refuse) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.transport.set_write_buffer_limits(high=1)
+        writer.write(post(b"", "Content-Length: 200000000"))
+        answer, sent = await reader.readuntil(b"who are you?"), 0
+        assert status(answer) == 401
+        with suppress(ConnectionError):
+            while sent < 200_000_000:
+                writer.write(bytes(1 << 18))
+                await writer.drain()
+                sent += 1 << 18
+        writer.transport.abort()
+    if transport is Transport.NATIVE:  # aiohttp reads for a second, and keeps nothing
+        assert sent < 20_000_000
+
+
+async def test_heads_that_never_end_are_refused_when_there_are_too_many(transport: Transport) -> None:
+    if transport is not Transport.NATIVE:
+        pytest.skip("aiohttp has a bound for each connection, and none for all of them")
+    peers, writers, refused = 3000, list[asyncio.StreamWriter](), 0
+    async with served(echo) as (_, port):
+
+        async def peer() -> None:
+            nonlocal refused
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(writer)
+            writer.write(b"GET / HTTP/1.1\r\nX: " + b"y" * 31_000)
+            if (await reader.read(100)).startswith(b"HTTP/1.1 503 "):
+                refused += 1
+
+        peering = [asyncio.create_task(peer()) for _ in range(peers)]
+
+        async def some_refused() -> bool:
+            return bool(refused)
+
+        await eventually(some_refused)
+        assert status(await exchange(port, get())) == 200
+        for task in peering:
+            task.cancel()
+        for writer in writers:
+            writer.transport.abort()

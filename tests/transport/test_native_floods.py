@@ -4,8 +4,10 @@ import asyncio
 import gzip
 import json
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 
+import grpc
 import pytest
 from http2_resets import (
     ACK,
@@ -138,3 +140,78 @@ async def test_small_messages_that_unpack_to_large_ones_are_refused_once_there_i
     counting.cancel()
     await asyncio.wait({counting})
     writer.transport.abort()
+
+
+async def test_a_message_that_comes_too_slowly_ends_and_what_was_charged_for_it_is_given_back() -> None:
+    from kvscout_native import RPC_EVENTS, ByteBudget, Rpc
+
+    budget = ByteBudget(1 << 20, 1 << 19)
+    rpc = Rpc(budget=budget, message_window_seconds=0.3)
+    _, port = rpc.listen("127.0.0.1", 0, [(UNARY, False, False)])
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    begun = b"".join(
+        frame(HEADERS, END_HEADERS, stream, headers_of(UNARY)) + frame(DATA, 0, stream, b"\0\0\1\0\0" + bytes(10_000))
+        for stream in (1, 3)
+    )
+    writer.write(PREFACE + frame(SETTINGS, 0, 0) + begun + frame(HEADERS, END_HEADERS, 5, headers_of(UNARY)))
+    admitted = 0
+
+    async def turned(until: Callable[[], bool]) -> bool:
+        nonlocal admitted
+        for event in rpc.turn():
+            assert event[0] == RPC_EVENTS["HEAD"]
+            rpc.admit(event[1], "a")
+            admitted += 1
+        rpc.tick()
+        rpc.flush()
+        return until()
+
+    await eventually(lambda: turned(lambda: admitted == 3))
+    assert budget.held >= 20_000
+    await eventually(lambda: turned(lambda: rpc.stats()["calls"] == 0))
+    assert (budget.held, rpc.stats()["calls_refused"]) == (0, 3)
+    writer.transport.abort()
+
+
+async def test_messages_that_are_coming_are_within_the_budget_and_the_share_of_their_tenant() -> None:
+    from kvscout_native import RPC_EVENTS, ByteBudget, Rpc
+
+    mib = 1 << 20
+    budget = ByteBudget(4 * mib, 2 * mib)
+    rpc = Rpc(budget=budget)
+    _, port = rpc.listen("127.0.0.1", 0, [(UNARY, False, False)])
+    channels = [native_channel(port) for _ in range(4)]
+    whole = [0]
+
+    async def turn() -> None:
+        while True:
+            for event in rpc.turn():
+                if event[0] == RPC_EVENTS["HEAD"]:
+                    rpc.admit(event[1], "a")
+                elif event[0] == RPC_EVENTS["OPEN"]:
+                    whole[0] += 1
+            assert budget.held <= 2 * mib
+            rpc.flush()
+            await asyncio.sleep(0)
+
+    turning = asyncio.create_task(turn())
+    calls = [channel.unary_unary(UNARY)(bytes(mib), timeout=20) for channel in channels]
+    codes = []
+    for ended in asyncio.as_completed([call.code() for call in calls]):
+        codes.append(await ended)
+        if len(codes) == 2:
+            break
+    assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
+    for call in calls:
+        call.cancel()
+    for channel in channels:
+        await channel.close()
+
+    async def nothing_held() -> bool:
+        assert not turning.done(), turning.exception()
+        return budget.held == 0
+
+    await eventually(nothing_held)
+    turning.cancel()
+    await asyncio.wait({turning})
+    assert whole[0] <= 2

@@ -10,10 +10,11 @@ from click.testing import CliRunner
 from laboratory_worlds import ENGINE, mixed
 
 from kvscout_bench.laboratory.cells import Bench, Cell, Contender
-from kvscout_bench.laboratory.generators import SharedPrompt, shared_prompt
+from kvscout_bench.laboratory.generators import SharedPrompt, documents, shared_prompt
 from kvscout_bench.laboratory.measures import Objective
 from kvscout_bench.laboratory.report import as_json, markdown
 from kvscout_bench.laboratory.simulation import Cluster
+from kvscout_bench.laboratory.worker import EngineSettings
 from kvscout_cli.main import main
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_scheduler.policies import installed_policies
@@ -83,6 +84,14 @@ def test_a_system_prompt_that_is_warm_on_one_worker_fills_that_worker_with_kv_an
     hottest = {policy: bench.run(contender(policy).settings, 24).hottest for policy in ("kv-time", "kv")}
     assert hottest["kv-time"] < 2
     assert hottest["kv"] > 5
+
+
+def test_idle_workers_share_out_documents_that_none_of_their_caches_could_hold() -> None:
+    # 48 documents, of which each of four caches holds twelve; one request at a time.
+    bench = Bench(documents(), Cluster(workers=4, engine=EngineSettings(block_size=16, kv_tokens=16_384)))
+    measures = bench.run(contender("kv-time").settings, 0.5)
+    assert measures.hit_rate > 0.95 * measures.bound_hit_rate
+    assert measures.hottest_share < 0.35
 
 
 def test_the_command_prints_the_same_table_each_time() -> None:

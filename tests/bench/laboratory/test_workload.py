@@ -10,7 +10,15 @@ from laboratory_worlds import mixed
 from scheduler_builders import test_seed
 
 from kvscout_bench.laboratory.bound import lower_bound
-from kvscout_bench.laboratory.generators import Agents, SharedPrompt, agents, conversations, shared_prompt
+from kvscout_bench.laboratory.generators import (
+    Agents,
+    Documents,
+    SharedPrompt,
+    agents,
+    conversations,
+    documents,
+    shared_prompt,
+)
 from kvscout_bench.laboratory.index import LateIndex
 from kvscout_bench.laboratory.latencies import Latencies
 from kvscout_bench.laboratory.worker import EngineSettings
@@ -72,6 +80,14 @@ def test_one_system_prompt_is_shared_by_all() -> None:
     heads = {tuple(flow.turns[0].nodes[: 1_000 // 64]) for flow in made.flows}
     assert len(heads) == 1
     assert len({flow.turns[0].nodes[-1] for flow in made.flows}) == 50
+
+
+def test_questions_about_one_document_share_it_and_all_share_the_system_prompt() -> None:
+    made = documents(Documents(requests=60, documents=3, prompt_tokens=64, document=160, seed=test_seed() % 1000))
+    chains = [flow.turns[0].nodes for flow in made.flows]
+    assert len({tuple(chain[:4]) for chain in chains}) == 1
+    assert len({tuple(chain[:14]) for chain in chains}) == 3
+    assert len({chain[14] for chain in chains}) == 60, "questions and answers are nobody else's"
 
 
 @pytest.mark.parametrize("make", [lambda seed: conversations(5, seed), lambda seed: agents(Agents(5, seed))])

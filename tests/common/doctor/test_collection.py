@@ -7,7 +7,9 @@ import socket
 from contextlib import closing
 
 import pytest
+from aiohttp import web
 from fake_gateway import fake_gateway
+from web_servers import web_server
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.channel import PLAINTEXT
@@ -56,3 +58,22 @@ def test_helpers_of_a_kind_that_is_not_known_are_left_alone() -> None:
     status = gateway_pb2.GatewayGetStatusResponse(helpers=helpers)
     service = Service("g:1", Kind.GATEWAY, status=status)
     assert collection._named_by(service) == [Named("i:1", Kind.INDEXER, "g:1")]
+
+
+@pytest.mark.parametrize("page", ["{}", "null", "[]", '{"stats": [{"name": "x", "value": "much"}]}', "<html>"])
+async def test_what_answers_like_no_envoy_is_named_and_not_counted(page: str) -> None:
+    async def stats(request: web.Request) -> web.Response:
+        return web.Response(text=page, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/stats", stats)
+    async with web_server(app) as url:
+        [proxy] = (await Collection(PLAINTEXT).snapshot([], proxies=[f"{url}/"])).proxies
+    assert (proxy.url, proxy.counters) == (url, {})
+    assert url in proxy.error or "no admin interface of Envoy" in proxy.error
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9901", "nowhere", "ftp://127.0.0.1", "http://127.0.0.1:1"])
+async def test_an_admin_interface_that_is_not_there_is_an_error_of_the_proxy(url: str) -> None:
+    [proxy] = (await Collection(PLAINTEXT).snapshot([], proxies=[url])).proxies
+    assert proxy.error and not proxy.counters

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.doctor.conditions import CONDITIONS, Severity
 from kvscout_common.doctor.diagnosis import SHOWN, Finding, diagnose, is_wrong
-from kvscout_common.doctor.snapshot import Engine, Kind, Service, Snapshot, WorkerName
+from kvscout_common.doctor.snapshot import Engine, Kind, Proxy, Service, Snapshot, WorkerName
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -76,6 +76,23 @@ def test_one_scheduler_alone_is_as_it_should_be_and_two_that_do_not_share_are_no
     assert found(gateway(), scheduler(problem="replicas are off"), scheduler("s:2")).keys() == {"replicas-alone"}
 
 
+def test_tenants_that_share_an_engine_are_told_that_they_share_its_cache() -> None:
+    def registered(worker_id: str, tenant: str, url: str) -> workers_pb2.WorkerEntry:
+        worker = workers_pb2.Worker(worker_id=worker_id, tenant=tenant, model="m", block_size=16, http_endpoint=url)
+        return workers_pb2.WorkerEntry(worker=worker)
+
+    shared = (
+        registered("w", "a", "http://h:1"),
+        registered("x", "b", "http://H:1/"),
+        registered("y", "b", "http://h:2"),
+    )
+    (finding,) = found(replace(gateway(), workers=shared)).values()
+    assert (finding.id, finding.severity) == ("tenants-share-engine", Severity.WARNING)
+    assert finding.evidence == ("http://h:1 is a worker of the tenants a, b: w, x",)
+    alone = (registered("w", "a", "http://h:1"), registered("w2", "a", "http://h:1"), registered("y", "b", ""))
+    assert found(replace(gateway(), workers=alone)) == {}
+
+
 def test_the_clock_that_differs_is_that_of_the_service_or_that_of_whoever_asks() -> None:
     told = found(gateway(), scheduler("s:1", 0.1), scheduler("s:2", -40.0), scheduler("s:3", 0.0))
     assert told["clocks-differ"].evidence == ("scheduler s:2 is 40 s behind",)
@@ -105,6 +122,14 @@ def test_cache_groups_that_cannot_be_judged_are_named_in_a_note() -> None:
     live = source(indexer_pb2.SOURCE_STATE_LIVE, unjudged_groups=[2, 5])
     finding = found(gateway(), indexer(live))["groups-unjudged"]
     assert (finding.severity, finding.evidence) == (Severity.NOTE, ("worker w/0 at indexer i:1: groups 2, 5",))
+
+
+def test_blocks_whose_parents_never_came_are_named_unless_they_are_few() -> None:
+    live = source(indexer_pb2.SOURCE_STATE_LIVE, blocks=0, orphans=324)
+    finding = found(gateway(), indexer(live))["blocks-orphaned"]
+    assert finding.evidence == ("worker w/0 at indexer i:1: 324 blocks, beside 0 that are found",)
+    for few in ({"orphans": 15}, {"orphans": 40, "blocks": 400}):
+        assert found(gateway(), indexer(source(indexer_pb2.SOURCE_STATE_LIVE, **few))) == {}
 
 
 def test_a_warning_that_no_check_explains_is_passed_on_and_one_that_is_explained_is_not() -> None:
@@ -193,6 +218,21 @@ def test_each_condition_is_brought_about_by_a_test() -> None:
     assert len(real) >= 30
     here = Path(__file__).read_text()
     assert {condition.id for condition in CONDITIONS if f'"{condition.id}"' not in here} <= real
+
+
+def test_what_a_proxy_refused_and_what_passed_the_picker_by_are_told_apart_by_its_counters() -> None:
+    counters = {
+        "cluster.engines.upstream_rq_retry_overflow": 12,
+        "cluster.engines.upstream_cx_overflow": 0,
+        "http.inference.ext_proc.failure_mode_allowed": 1476,
+    }
+    silent = Proxy("http://e:2", error="http://e:2 does not answer")
+    told = found(gateway(), scheduler(), proxies=(Proxy("http://e:1", counters), silent))
+    assert told.keys() == {"proxy-overflow", "picker-bypassed", "service-unreachable"}
+    [overflow] = told["proxy-overflow"].evidence
+    assert overflow == "Envoy http://e:1: cluster.engines.upstream_rq_retry_overflow is 12 since its start"
+    assert "failure_mode_allowed is 1,476" in told["picker-bypassed"].evidence[0]
+    assert found(gateway(), proxies=(Proxy("http://e:1", dict.fromkeys(counters, 0)),)) == {}
 
 
 def test_services_of_two_releases_are_told() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 import pytest
@@ -24,10 +24,13 @@ class Follower:
 
     def __init__(self, api: FakeApi) -> None:
         self.changes = 0
+        self.keys: list[str] = []
+        """Of the objects that changed, one after the other."""
         self.list = ListWatch(KubernetesAccess(api.url, "default", "secret"), PODS, VLLM, Pod.read, self._count)
 
-    def _count(self) -> None:
+    def _count(self, keys: Collection[str]) -> None:
         self.changes += 1
+        self.keys += keys
 
     async def names(self, *expected: str) -> None:
         async def known() -> bool:
@@ -186,10 +189,11 @@ async def test_retry_after_is_waited_for_and_bounded(monkeypatch: pytest.MonkeyP
     ("body", "words"),
     [
         (b"<html>", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (b"[" * 100_000, "lists and objects within one another"),
         (b"[]", "no object"),
         (b'{"items": 7, "metadata": {"resourceVersion": "1"}}', "no list"),
         (b'{"items": [], "metadata": {}}', "no list"),
+        (b'{"items": [' + b"[]," * 200_000 + b"0]}", "more than 200000 values"),
         (b'{"items": [], "metadata": {"resourceVersion": "1", "continue": "x"}}', "more than 5,000 objects"),
     ],
 )

@@ -12,7 +12,7 @@ from web_servers import web_server
 
 from kvscout_common.transport.http import connect
 from kvscout_common.worker import EngineKind, WorkerSpec
-from kvscout_gateway.engines.health import WorkerHealth
+from kvscout_gateway.engines.health import MISSED_CHECKS, WorkerHealth
 from kvscout_gateway.engines.health_checks import AT_ONCE, HealthChecks
 
 
@@ -57,11 +57,19 @@ async def serving() -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def checking(
-    *workers: WorkerSpec, heard: bool = False, period_seconds: float = 0.02
+    *workers: WorkerSpec, heard: bool = False, lost: list[str] | None = None, period_seconds: float = 0.02
 ) -> AsyncIterator[WorkerHealth]:
-    """Checks these workers."""
+    """Checks these workers; appends to `lost` what it is told."""
     health, client = WorkerHealth(), connect()
-    checks = HealthChecks(client, health, lambda: workers, lambda spec, seconds: heard, period_seconds=period_seconds)
+    told: list[str] = [] if lost is None else lost
+    checks = HealthChecks(
+        client,
+        health,
+        lambda: workers,
+        lambda spec, seconds: heard,
+        lambda spec, problem, asked_at: told.append(f"{spec.worker_id} {problem}"),
+        period_seconds=period_seconds,
+    )
     running = asyncio.create_task(checks.run())
     try:
         yield health
@@ -96,6 +104,31 @@ async def test_an_engine_that_is_gone_gets_nothing() -> None:
         workers = [gone, well.worker("well")]
         async with checking(*workers) as health:
             await until_left_out(health, workers, "gone")
+
+
+async def test_each_failed_check_of_an_engine_that_gets_nothing_tells_that_it_is_lost() -> None:
+    lost: list[str] = []
+    async with serving() as ill, serving() as well:
+        workers = [ill.worker("ill"), well.worker("well")]
+        ill.status = 503
+        async with checking(*workers, lost=lost) as health:
+
+            async def told() -> bool:
+                return len(lost) >= 3
+
+            await eventually(told)
+            assert ill.asked >= MISSED_CHECKS + 2
+            assert set(lost) == {f"ill does not answer its health checks: {ill.url}/health answers 503"}
+            ill.status = 200
+            await until_left_out(health, workers)
+            before = len(lost)
+            asked = ill.asked
+
+            async def asked_again() -> bool:
+                return ill.asked > asked + 2
+
+            await eventually(asked_again)
+            assert len(lost) == before
 
 
 async def test_an_engine_without_that_path_answers_and_one_of_another_kind_is_not_asked() -> None:

@@ -40,8 +40,36 @@ def test_who_is_not_listened_to_is_not_silent() -> None:
     assert (watch.deadline(), watch.silent_since) == (1120, 1100)
 
 
-def test_an_answer_that_comes_at_once_may_take_as_long_as_it_has_tokens() -> None:
-    assert Watch(PATIENCE, 500, Pulse(), 1000.0, at_once=True).deadline() == 1065
+def test_an_answer_that_comes_as_a_whole_has_its_time_and_that_of_its_prompt_and_shows_that_the_rank_works() -> None:
+    pulse = Pulse()
+    whole, waiting = Watch(PATIENCE, 500, pulse, 1000.0, at_once=True), Watch(PATIENCE, 0, pulse, 1000.0)
+    assert whole.deadline() == 1065
+    whole.output(1012)
+    whole.end()
+    assert not whole.at_once
+    assert waiting.deadline() == 1022
+
+
+async def test_what_waits_for_an_engine_that_is_lost_ends_at_once_and_what_was_heard_since_goes_on() -> None:
+    loop, pulse = asyncio.get_running_loop(), Pulse()
+    ranks = [Watch(PATIENCE, 0, pulse, 100.0), Watch(PATIENCE, 0, pulse, 100.0, at_once=True)]
+    decoding, slow_client = Watch(PATIENCE, 0, pulse, 100.0), Watch(PATIENCE, 0, pulse, 100.0)
+    decoding.output(120.0)
+    slow_client.output(100.0)
+    followed(slow_client).listening_since = math.inf
+    later = Watch(PATIENCE, 0, pulse, 119.0)
+    pulse.lose("is gone", 110.0)
+    assert [watch.lost for watch in ranks] == ["is gone"] * 2
+    assert [watch.lost for watch in (decoding, slow_client, later)] == [""] * 3
+
+    waiting = Watch(PATIENCE, 0, pulse, loop.time())
+    loop.call_soon(lambda: pulse.lose("is gone", loop.time()))
+    with pytest.raises(TimeoutError):
+        with Bounded(waiting):
+            await asyncio.Event().wait()
+    with pytest.raises(TimeoutError):
+        with Bounded(waiting):  # nor is it waited for again
+            await asyncio.Event().wait()
 
 
 def test_prompts_that_came_before_explain_silence_and_those_that_came_later_do_not() -> None:

@@ -67,10 +67,10 @@ def test_packing_a_prompt_makes_no_object_of_each_token() -> None:
 
 
 def test_a_prompt_above_the_limit_is_refused_by_the_field_that_has_it() -> None:
-    with pytest.raises(InvalidArgument, match="11 tokens") as refused:
+    with pytest.raises(InvalidArgument, match="11 input tokens") as refused:
         generate_wish(gateway_pb2.GenerateRequest(model="m", token_ids=range(11)), 10)
     assert refused.value.field == "token_ids"
-    with pytest.raises(InvalidArgument, match="16 tokens") as refused:
+    with pytest.raises(InvalidArgument, match="16 input tokens") as refused:
         route_wish(gateway_pb2.RouteRequest(model="m", block_hashes=[1, 2, 3, 4], block_size=4), 10)
     assert refused.value.field == "block_hashes"
 
@@ -85,6 +85,31 @@ def test_the_gateways_own_fields_win_over_none_of_the_callers() -> None:
     request = asked(temperature=0.5)
     request.engine_fields = '{"guided_regex": "a+", "nested": {"n": 2}}'
     assert engine_parameters(request) == {"guided_regex": "a+", "nested": {"n": 2}, "temperature": 0.5}
+    for hidden in ('{"kv_transfer_params": {}}', '{"rid": "a"}', '{"priority": 1}', '{"vllm_xargs": {"rid": 1}}'):
+        request.engine_fields = hidden
+        with pytest.raises(InvalidArgument, match="cannot be set there"):
+            engine_parameters(request)
     request.engine_fields = '{"temperature": 1}'
     with pytest.raises(InvalidArgument, match="temperature cannot be set there"):
         engine_parameters(request)
+
+
+def test_a_priority_above_what_the_token_allows_counts_as_what_it_allows() -> None:
+    route = gateway_pb2.RouteRequest(model="m", token_ids=[1], priority=9)
+    generate = gateway_pb2.GenerateRequest(model="m", token_ids=[1], priority=9)
+    for bound, given in ((None, 9), (20, 9), (5, 5), (0, 0)):
+        assert route_wish(route, 100, max_priority=bound).priority == given
+        assert generate_wish(generate, 100, max_priority=bound).priority == given
+    route.priority = -3
+    assert route_wish(route, 100, max_priority=0).priority == -3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("[" * 99_999, "within one another"), ('{"a":[' + "[]," * 200_000 + "0]}", "values"), (" " * 2**21, "characters")],
+    ids=["deep", "many", "long"],
+)
+def test_fields_of_the_engine_with_too_much_in_them_are_refused(text: str, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words) as raised:
+        engine_parameters(gateway_pb2.GenerateRequest(engine_fields=text))
+    assert raised.value.field == "engine_fields"

@@ -12,10 +12,17 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from scripted_engine import Script, answer, begin, drop, refuse, scripted_engine, send_tokens
+from scripted_engine import Script, answer, begin, drop, hang, refuse, scripted_engine, send_tokens
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2
-from kvscout_common.errors import Draining, InternalError, InvalidArgument, ResourceExhausted, Unavailable
+from kvscout_common.errors import (
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
 from kvscout_common.transport.http import HttpAnswer, Sink, SinkGone, connect
 from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.engines.adapter import ClientRequest, TokenRequest
@@ -287,6 +294,36 @@ async def test_an_answer_that_comes_at_once_can_break_off_and_be_had_elsewhere(w
     assert client.placements == ["w0", "w1"]
     assert len(client.bodies) == 1
     assert world.means.observations.of("default", WorkerRank("w1", 0)).reports.cached_tokens == 1
+
+
+async def test_an_answer_that_takes_too_long_as_a_whole_ends_there_and_is_nobodys_failure(
+    world: World, serve: Any
+) -> None:
+    world.means.engines.patience = Patience(answer_seconds=0.1)
+    await serve(hang, answer)
+    client = Client()
+    with pytest.raises(DeadlineExceeded, match="not complete after"):
+        await world.run(client, request=replace(asked(), at_once=True))
+    assert client.placements == ["w0"], "another engine needs as long"
+    assert not world.reported
+    assert world.means.observations.of("default", WorkerRank("w0", 0)).failures == 0
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_what_waits_for_an_engine_that_is_lost_is_had_elsewhere(world: World, serve: Any, at_once: bool) -> None:
+    pulse = world.means.observations.of("default", WorkerRank("w0", 0)).pulse
+
+    async def lost(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        pulse.lose("does not answer", asyncio.get_running_loop().time())
+        return await hang(request, body)
+
+    async def whole(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"choices": []}) if at_once else await answer(request, body)
+
+    await serve(lost, whole)
+    client = await world.run(request=replace(asked(), at_once=at_once))
+    assert client.placements == ["w0", "w1"]
+    assert world.reported == [("w0", Fault.WORKER)]
 
 
 async def test_a_front_that_sends_a_leg_itself_tells_what_happens(world: World, serve: Any) -> None:

@@ -109,3 +109,13 @@ def test_a_template_of_the_request_is_not_known_here(request_body: dict[str, Any
 def test_tools_that_are_none_are_refused(tools: Any) -> None:
     with pytest.raises(NotText):
         tools_shown({"tools": tools})
+
+
+def test_arguments_with_too_much_in_them_are_shown_as_none() -> None:
+    def shown(arguments: str) -> Any:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        [message] = conversation([{"role": "assistant", "content": "", "tool_calls": [call]}], as_parts=False)
+        return message["tool_calls"][0]["function"]["arguments"]
+
+    assert shown('{"a":[[],1]}') == {"a": [[], 1]}
+    assert shown('{"a":[' + "[]," * 20_000 + "1]}") == {}

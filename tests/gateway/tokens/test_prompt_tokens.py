@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from trained_tokenizers import byte_level, byte_level_prefixed, save
 
 from kvscout_common.errors import InvalidArgument, Unavailable
+from kvscout_common.json_fields import Prompts
 from kvscout_common.service_info import text_of
 from kvscout_common.transport.http import HttpCall, connect, serve_http
 from kvscout_gateway.tokens import engine_tokenize
@@ -43,16 +44,18 @@ def here(tmp_path: Path) -> PromptTokenizer:
 
 
 async def test_tokens_of_the_request_are_taken_as_they_are(here: PromptTokenizer) -> None:
-    for prompt in ([1, 2, 3], [[1, 2, 3]], array("I", [1, 2, 3]).tobytes()):
+    for prompt in ([1, 2, 3], Prompts(array("I", [1, 2, 3]).tobytes(), 1, 0), array("I", [1, 2, 3]).tobytes()):
         found = await here.of_completion({"prompt": prompt}, model="m", tenant="a")
-        assert (ids(found.token_ids), found.source, found.whole, len(found)) == ([1, 2, 3], Source.REQUEST, True, 3)
+        assert (ids(found.token_ids), found.source, found.further_tokens) == ([1, 2, 3], Source.REQUEST, 0)
+        assert len(found) == 3
 
 
-async def test_of_several_prompts_the_first_is_taken_and_that_is_said(here: PromptTokenizer) -> None:
-    found = await here.of_completion({"prompt": [[1], [2]]}, model="m", tenant="a")
-    assert (ids(found.token_ids), found.whole) == ([1], False)
-    found = await here.of_completion({"prompt": ["hello", "dog"]}, model="m", tenant="a")
-    assert (ids(found.token_ids), found.whole) == (byte_level().encode("hello").ids, False)
+async def test_of_several_prompts_the_first_is_taken_and_the_others_are_counted(here: PromptTokenizer) -> None:
+    found = await here.of_completion({"prompt": Prompts(array("I", [1]).tobytes(), 3, 12)}, model="m", tenant="a")
+    assert (ids(found.token_ids), found.further_tokens) == ([1], 3)
+    found = await here.of_completion({"prompt": Prompts("hello", 3, 101)}, model="m", tenant="a")
+    assert (ids(found.token_ids), found.further_tokens) == (byte_level().encode("hello").ids, 25)
+    assert (await here.of_completion({"prompt": Prompts("a", 9, 8)}, model="m", tenant="a")).further_tokens == 8
 
 
 async def test_a_model_has_its_own_tokenizer_or_that_of_all(here: PromptTokenizer) -> None:
@@ -64,7 +67,7 @@ async def test_a_model_has_its_own_tokenizer_or_that_of_all(here: PromptTokenize
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 1, {"a": 1}, [], [1, "a"], [-1], [2**32], [1.5], [None], [[["a"]]], "a\ud800"]
+    "prompt", [None, 1, {"a": 1}, [], [1, "a"], [-1], [2**32], [1.5], [None], Prompts(None, 2, 0), "a\ud800"]
 )
 async def test_a_prompt_that_is_none_has_no_tokens_and_a_reason(here: PromptTokenizer, prompt: Any) -> None:
     found = await here.of_completion({"prompt": prompt}, model="m", tenant="a")

@@ -12,9 +12,11 @@ import pytest
 from trained_tokenizers import BUILDS, byte_level, byte_level_prefixed, save
 
 from kvscout_common.errors import ConfigError, ResourceExhausted
+from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens import threads as threads_module
 from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.piece_cache import PieceCache
+from kvscout_gateway.tokens.sglang_conversation import SglangRelease
 from kvscout_gateway.tokens.text_tokenizer import INLINE_RENDERED, TextTokenizer
 from kvscout_gateway.tokens.threads import Threads
 
@@ -34,7 +36,7 @@ async def test_a_conversation_has_the_tokens_of_its_text(tmp_path: Path) -> None
     text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in turns(5)) + "<|im_start|>assistant\n"
     expected = byte_level().encode(text, add_special_tokens=False).ids
     for _ in range(2):
-        tokens = await tokenizer.of_conversation({"messages": turns(5)}, size=1, tenant="a")
+        tokens, _ = await tokenizer.of_conversation({"messages": turns(5)}, size=1, tenant="a")
         assert array("I", tokens).tolist() == expected
 
 
@@ -150,3 +152,41 @@ def test_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for tenant in "abcd":
         cache.put(tenant, "text", b"1234")
     assert [cache.get(tenant, "text") for tenant in "abcd"] == [None, b"1234", b"1234", b"1234"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Tells it", "parameters": {"a": 1}}}]
+
+
+async def test_the_release_of_sglang_is_learned_from_how_many_tokens_its_engine_counts(tmp_path: Path) -> None:
+    tokenizer = loaded(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ tools | tojson }}")
+    tokenizer = TextTokenizer.load(tmp_path, Threads(), cache_bytes=1 << 20, flag="tokenizer")
+    request = {"messages": turns(1), "tools": TOOLS}
+    rendered, lengths = [], []
+    for _ in SglangRelease:
+        found = await tokenizer.of_conversation(request, size=1, tenant="a", engine=EngineKind.SGLANG)
+        rendered.append(byte_level().decode(array("I", found.token_ids).tolist()))
+        lengths.append(len(found.token_ids))
+        assert found.judge is not None
+        found.judge(len(rendered) == len(SglangRelease))
+        found.judge(False)  # of the same request, or of one that was rendered before: nothing changes
+    assert len(set(lengths)) == len(SglangRelease)
+    again = await tokenizer.of_conversation(request, size=1, tenant="a", engine=EngineKind.SGLANG)
+    assert len(again.token_ids) == lengths[-1]
+
+
+async def test_a_conversation_without_tools_teaches_nothing_of_the_release(tmp_path: Path) -> None:
+    tokenizer = loaded(tmp_path)
+    found = await tokenizer.of_conversation({"messages": turns(1)}, size=1, tenant="a", engine=EngineKind.SGLANG)
+    assert found.judge is None
+
+
+@pytest.mark.parametrize("build", ["byte level", "byte level, prefixed"])
+async def test_a_message_that_sglang_continues_has_its_tokens_behind_the_prompts(tmp_path: Path, build: str) -> None:
+    tokenizer = loaded(tmp_path, BUILDS[build])
+    request = {"messages": [*turns(1), {"role": "assistant", "content": "one two"}], "continue_final_message": True}
+    found = await tokenizer.of_conversation(request, size=1, tenant="a", engine=EngineKind.SGLANG)
+    prompt = f"<|im_start|>user\n{turns(1)[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    continued = [token for token in BUILDS[build]().encode("one two").ids if token != 0]
+    expected = BUILDS[build]().encode(prompt, add_special_tokens=False).ids + continued
+    assert array("I", found.token_ids).tolist() == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from ext_proc_messages import (
 )
 from processes import DEADLINE_SECONDS, eventually
 
+from kvscout.ext_proc.v3 import ext_proc_pb2 as pb
 from kvscout_common.errors import (
     Draining,
     FailedPrecondition,
@@ -39,6 +40,7 @@ from kvscout_common.errors import (
 )
 from kvscout_common.guard import Guard
 from kvscout_common.hashing import native_available
+from kvscout_gateway.front.client_paths import ClientPaths
 from kvscout_gateway.front.endpoint_picker import process, wire
 from kvscout_gateway.front.endpoint_picker.asked import Asked
 from kvscout_gateway.front.endpoint_picker.process import ExternalProcessor, Limits
@@ -138,8 +140,13 @@ async def bench(
     pick_seconds: float = 10.0,
     body_bytes: int = 1 << 20,
     held_bytes: int = 1 << 21,
+    client_paths: Sequence[str] = (),
+    conformance: bool = False,
 ) -> AsyncIterator[Bench]:
-    one = Bench(follow, Limits(pick_seconds, body_bytes, held_bytes))
+    limits = Limits(
+        pick_seconds, body_bytes, held_bytes, client_paths=ClientPaths(client_paths), conformance=conformance
+    )
+    one = Bench(follow, limits)
     server: Any
     if transport == "native":
         from kvscout_common.transport.native_server import NativeServer
@@ -230,6 +237,65 @@ async def test_a_proxy_that_wanted_the_pick_alone_is_no_abort(transport: str) ->
         await one.until_told("left")
 
 
+async def answer_of_path(one: Bench, path: str | None, mode: int, **headers: str) -> Any:
+    """What a proxy is answered whose request has a path, or that shows none."""
+    stream = one.open()
+    message = pb.ProcessingRequest.FromString(request_headers(mode, end=mode == NONE, headers=headers))
+    for header in message.request_headers.headers.headers:
+        if header.key == ":path":
+            header.key = header.key if path is not None else "x-path"
+            header.raw_value = (path or "").encode()
+    await stream.write(message.SerializeToString())
+    if mode == BUFFERED:
+        await stream.read()
+    if mode != NONE:
+        await stream.write(request_body(body_of()))
+    [answer] = parsed([await stream.read()])
+    stream.cancel()
+    return answer
+
+
+@pytest.mark.parametrize("mode", [NONE, BUFFERED, DUPLEX])
+@pytest.mark.parametrize(("path", "status"), [
+    ("/sleep", 403), ("/flush_cache?x=/v1/completions", 403), ("/v1/load_lora_adapter", 403), ("/metrics", 403),
+    ("/v1/videos", 404), ("/v1/models/../sleep", 404), ("/v1/models/..%2Fsleep", 404), ("/v1/responses//", 404),
+    ("/v1/completions%00", 404), ("", 404), ("*", 404),
+])  # fmt: skip
+async def test_a_path_that_is_no_client_s_is_refused(transport: str, path: str, status: int, mode: int) -> None:
+    async with bench(transport) as one:
+        answer = (await answer_of_path(one, path, mode)).immediate_response
+        assert answer.status.code == status
+        assert b"--client-path" in answer.body
+        assert one.asked == []
+        assert sum(one.outcomes.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/completions/", "/v1/audio/transcriptions?x=1", "/v1/responses/a", "/v1/models",
+     "/v1/models?x", "/v1/models/org/name", "/v1/models/org%2Fname", "/health", "/v1/videos/1", None],
+)  # fmt: skip
+async def test_a_client_s_path_is_picked_for_and_so_is_one_that_the_proxy_does_not_show(
+    transport: str, path: str | None
+) -> None:
+    async with bench(transport, client_paths=["/v1/videos/*"]) as one:
+        assert (await answer_of_path(one, path, NONE)).WhichOneof("response") == "request_headers"
+        assert one.outcomes == {"picked": 1}
+
+
+async def test_a_compressed_body_is_answered_in_the_engine_s_place(transport: str) -> None:
+    async with bench(transport) as one:
+        packed = {"content-encoding": "gzip"}
+        answer = (await answer_of_path(one, "/v1/embeddings", BUFFERED, **packed)).immediate_response
+        assert (answer.status.code, b"compressed" in answer.body) == (415, True)
+        assert one.outcomes == {"HttpRefused": 1}
+
+
+async def test_in_a_conformance_test_any_path_is_picked_for(transport: str) -> None:
+    async with bench(transport, conformance=True) as one:
+        assert (await answer_of_path(one, "/a-test", NONE)).WhichOneof("response") == "request_headers"
+
+
 @pytest.mark.parametrize(("error", "status", "retry_after"), [
     (InvalidArgument("too long", field="prompt"), 400, None),
     (PermissionDenied("no"), 403, None),
@@ -237,7 +303,7 @@ async def test_a_proxy_that_wanted_the_pick_alone_is_no_abort(transport: str) ->
     (ResourceExhausted("all are busy", retry_after_seconds=7.0), 429, b"7"),
     (Unavailable("nobody", retry_after_seconds=0.1), 503, b"1"),
     (Draining("leaving"), 503, b"1"),
-    (FailedPrecondition("no such adapter"), 409, None),
+    (FailedPrecondition("no such adapter"), 400, None),
     (ZeroDivisionError("a defect"), 500, None),
 ])  # fmt: skip
 async def test_what_no_endpoint_takes_is_answered_in_its_place(
@@ -261,7 +327,7 @@ async def test_what_no_endpoint_takes_is_answered_in_its_place(
 async def test_a_body_that_is_no_request_is_refused_and_nobody_asked(transport: str) -> None:
     async with bench(transport) as one:
         assert (await one.refused(b"{")).status.code == 400
-        assert (await one.refused(b'{"prompt": [1]}')).status.code == 400
+        assert (await one.refused(b'{"model": 1}')).status.code == 400
         assert not one.asked
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from ext_proc_messages import (
@@ -25,7 +26,7 @@ from ext_proc_messages import (
 
 from kvscout.ext_proc.v3 import ext_proc_pb2 as pb
 from kvscout_common.errors import InvalidArgument
-from kvscout_gateway.front.endpoint_picker import wire
+from kvscout_gateway.front.endpoint_picker import conformance, wire
 from kvscout_gateway.front.endpoint_picker.stream import (
     Answering,
     BodyTooLong,
@@ -37,6 +38,7 @@ from kvscout_gateway.front.endpoint_picker.stream import (
     RequestStream,
     Step,
 )
+from kvscout_gateway.front.reserved import RESERVED_HEADERS
 
 PICK = {wire.DESTINATION: "10.0.0.1:8000,10.0.0.2:8000"}
 
@@ -79,7 +81,8 @@ def test_what_a_client_says_about_destinations_is_removed_unless_the_pick_says_i
     one.receive(request_body(body_of()))
     [answer] = parsed(one.picked({**PICK, wire.RANK: "1"}).answers)
     mutation = answer.request_body.response.header_mutation
-    assert set(mutation.remove_headers) == {"x-prefiller-host-port", "x-kvscout-pick", "x-encoder-hosts-ports"}
+    assert set(mutation.remove_headers) == RESERVED_HEADERS - {wire.DESTINATION, wire.RANK}
+    assert {wire.DESTINATION, wire.PREFILLER, wire.RANK, wire.PICK} <= RESERVED_HEADERS
     for option in mutation.set_headers:
         assert option.append_action == pb.HeaderValueOption.APPEND_ACTION_OVERWRITE_IF_EXISTS_OR_ADD
         assert option.header.raw_value
@@ -367,3 +370,57 @@ def test_hostile_pieces_are_errors_and_never_more() -> None:
                 assert answer.WhichOneof("response")
         except InvalidArgument:
             pass
+
+
+def test_only_in_conformance_tests_a_response_says_where_it_comes_from() -> None:
+    def answered(one: RequestStream, **told: Any) -> dict[str, str]:
+        one.receive(request_headers(NONE))
+        one.picked(PICK)
+        [answer] = parsed(one.receive(response_headers(**told)).answers)
+        mutation = answer.response_headers.response.header_mutation
+        return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}
+
+    def tested() -> RequestStream:
+        return RequestStream(Follow.PROXY, max_body_bytes=1, report=conformance.report)
+
+    assert answered(stream(), served="10.0.0.2:8000") == {}
+    picked = {conformance.SELECTED: "10.0.0.1:8000"}
+    assert answered(tested(), served="10.0.0.2:8000") == {conformance.SERVED: "10.0.0.2:8000", **picked}
+    # Only what the protocol says counts there, not what Envoy knows beside it.
+    assert answered(tested(), upstream="10.0.0.2:8000") == {conformance.SERVED: conformance.UNTOLD, **picked}
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_another_body_takes_the_place_of_a_request_s_in_every_mode_that_shows_it(pieces: int) -> None:
+    body, other = body_of(range(90_000)), body_of(range(80_000), model="other")
+
+    def answers(mode: int, *, unwaited: bool = False) -> list[pb.ProcessingResponse]:
+        one = stream()
+        one.receive(request_headers(mode, unwaited=unwaited))
+        size = -(-len(body) // pieces) if mode != BUFFERED else len(body)
+        for start in range(0, len(body), size):
+            one.receive(request_body(body[start : start + size], end=start + size >= len(body)))
+        return parsed(one.picked(PICK, other).answers)
+
+    [buffered] = answers(BUFFERED)
+    assert buffered.request_body.response.body_mutation.body == other
+    assert destinations(buffered)[0] == PICK[wire.DESTINATION]
+    headers, *parts = answers(STREAMED, unwaited=True)
+    assert destinations(headers)[0] == PICK[wire.DESTINATION]
+    mutations = [part.request_body.response.body_mutation for part in parts]
+    assert [(mutation.body, mutation.clear_body) for mutation in mutations] == [(other, False)] + [(b"", True)] * (
+        pieces - 1
+    )
+    headers, *parts = answers(DUPLEX)
+    whole, ends = streamed(parts, "request_body")
+    assert (whole, ends[-1], any(ends[:-1])) == (other, True, False)
+
+
+def test_headers_that_say_where_a_request_goes_are_removed_but_those_of_the_proxy() -> None:
+    one = stream()
+    came = ("x-data-parallel-host", "x-smg-target", "x-kv-cache-source-host-port", "x-gateway-model-name", "accept")
+    one.receive(request_headers(NONE, headers=dict.fromkeys(came, "1")))
+    [answer] = parsed(one.picked(PICK).answers)
+    removed = set(answer.request_headers.response.header_mutation.remove_headers)
+    assert removed >= {"x-data-parallel-host", "x-smg-target", "x-kv-cache-source-host-port", wire.PREFILLER}
+    assert not removed & {"x-gateway-model-name", "accept", wire.DESTINATION}

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.json_fields import MAX_FIELD_BYTES, MAX_FIELD_VALUES, Prompts
 from kvscout_gateway.front.openai.body import JsonBody
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -30,12 +31,42 @@ def test_token_ids_of_a_prompt_are_packed_and_stay_as_they_were_written() -> Non
     body = JsonBody(data)
     assert body.fields == {"prompt": array("I", [1, 2, 300]).tobytes(), "stop": [1, 2]}
     assert body.changed({"n": 1}) == b'{"prompt" :[1, 2,\n300 ],"stop":[1, 2],"n":1}'
-    assert JsonBody('{"a": "é", "prompt": [1]}'.encode()).fields["prompt"] == [1]
+    assert JsonBody('{"a": "é", "prompt": [1]}'.encode()).fields["prompt"] == array("I", [1]).tobytes()
 
 
-@pytest.mark.parametrize("prompt", ["[1, -2]", "[1.5]", "[true]", "[[1], [2]]", '["a"]', "[4294967296]", '"text"'])
+@pytest.mark.parametrize("prompt", ["[1, -2]", "[1.5]", "[true]", "[4294967296]", '"text"'])
 def test_any_other_prompt_is_as_python_reads_it(prompt: str) -> None:
     assert JsonBody(f'{{"prompt":{prompt}}}'.encode()).fields["prompt"] == json.loads(prompt)
+
+
+@pytest.mark.parametrize(("prompt", "made"), [
+    ("[[1, 2]]", Prompts(array("I", [1, 2]).tobytes(), 1, 0)),
+    ("[[1], [2, 3]]", Prompts(array("I", [1]).tobytes(), 2, 8)),
+    ('["a\\n", "bcd"]', Prompts("a\n", 2, 3)), ("[[-1], 2]", Prompts(None, 2, 8)), ("[[]]", Prompts(b"", 1, 0)),
+])  # fmt: skip
+def test_of_several_prompts_only_the_first_is_made(prompt: str, made: Prompts) -> None:
+    assert JsonBody(f'{{"prompt":{prompt}}}'.encode()).fields["prompt"] == made
+
+
+def test_a_field_with_too_much_in_it_is_passed_on_and_not_made() -> None:
+    many = b"[" + b"[]," * MAX_FIELD_VALUES + b"0]"
+    long = b'"' + b"x" * MAX_FIELD_BYTES + b'"'
+    for value in (many, long):
+        body = JsonBody(b'{"a":' + value + b',"b":1,"prompt":[' + value + b"]}")
+        assert body.fields["prompt"].first is None
+        assert body.get("b") == 1
+        assert "a" in body.fields
+        with pytest.raises(InvalidArgument) as raised:
+            body.get("a")
+        assert raised.value.field == "a"
+        assert body.changed({"b": 2}) == b'{"a":' + value + b',"b":2,"prompt":[' + value + b"]}"
+        assert body.changed({"a": 0, "prompt": None}) == b'{"a":0,"b":1}'
+
+
+def test_text_is_counted_whatever_its_length() -> None:
+    text = "é" * MAX_FIELD_BYTES
+    body = JsonBody(json.dumps({"messages": [{"role": "user", "content": text}], "x": "y"}).encode())
+    assert body.fields.characters == len(text)
 
 
 @given(fields=OBJECTS, changes=OBJECTS, indent=st.sampled_from([None, 0, 3]), ascii_only=st.just(True))
@@ -93,10 +124,13 @@ def test_a_field_is_taken_out_by_none() -> None:
         b'{"a": [Infinity]}',
         b'{"a": 1, "a": 2}',
         b'{"a": "\xff"}',
-        b'\xef\xbb\xbf{"a": 1}',
+        b'\xef\xbb\xbf\xef\xbb\xbf{"a": 1}',
+        b'{"a": 1e999}',
+        b'{"a":[' + b"[]," * 2_000_000 + b"0]}",
         b'{"a":' + b"[" * 100_000,
         b'{"a": 1}' + b" " * 5000 + b"x",
     ],
+    ids=lambda data: repr(data[:20]),
 )
 def test_what_is_no_object_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidArgument, match="body: "):
@@ -109,6 +143,6 @@ def test_white_space_around_is_no_fault() -> None:
 
 
 def test_fields_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvscout_gateway.front.openai.body.MAX_FIELDS", 3)
+    monkeypatch.setattr("kvscout_common.json_scan.MAX_FIELDS", 3)
     with pytest.raises(InvalidArgument, match="3 fields"):
         JsonBody(json.dumps(dict.fromkeys("abcd")).encode())

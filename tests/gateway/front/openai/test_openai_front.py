@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from openai_stack import CHAT, DONE, MODEL, USAGE, breaks, delta, engine, event, front, hangs, says, spec, streams
+from http_peers import TRANSPORTS, made_of
+from openai_stack import (
+    CHAT,
+    DONE,
+    MODEL,
+    NOBODY,
+    PATIENCE,
+    USAGE,
+    breaks,
+    delta,
+    engine,
+    event,
+    front,
+    hangs,
+    says,
+    spec,
+    streams,
+)
 from processes import eventually
 
+from kvscout_common import json_fields, json_scan
 from kvscout_common.identity import AccessRole, Identity, TokenTable, _digest
 from kvscout_common.tenant_limits import Limit
+from kvscout_common.transport import Transport
 from kvscout_common.worker import Adapter, Role
 from kvscout_gateway.engines.health import MISSED_CHECKS
+from kvscout_gateway.front.client_paths import ClientPaths
+from kvscout_gateway.request.placement import Placement, Wish
 
 ANSWER = b'{ "id": "chatcmpl-1", "choices": [], "usage": {"prompt_tokens": 7}, "odd":1.0e3 }'
 IMAGE = "data:image/png;base64," + "A" * 3_000_000
@@ -230,8 +254,8 @@ async def test_other_paths_go_to_a_worker_of_the_model_as_they_came() -> None:
         status, headers, answer = await served.post("/v1/embeddings?x=1", body, X_Request_Id="mine")
         assert (status, answer, headers["x-more"]) == (201, binary, "1")
         form = (
-            b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n' + MODEL.encode() + b"\r\n"
-            b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n\x00\xff\r\n--b--\r\n'
+            b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n\x00\xff\r\n'
+            b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n' + MODEL.encode() + b"\r\n--b--\r\n"
         )
         await served.request("POST", "/v1/audio/transcriptions", form, Content_Type="multipart/form-data; boundary=b")
         assert [(r.method, r.target, r.body) for r in one.received] == [
@@ -243,6 +267,11 @@ async def test_other_paths_go_to_a_worker_of_the_model_as_they_came() -> None:
         assert other.received == []
         assert (await served.post("/v1/embeddings", {"model": "nope"}))[0] == 404
         assert (await served.post("/v1/embeddings", b"{"))[0] == 400
+        as_form = {"Content_Type": "multipart/form-data; boundary=b"}
+        for size in (16, 20_000):
+            flood = b'name="model"\r\n' * size
+            status, _, answer = await served.request("POST", "/v1/audio/transcriptions", flood, **as_form)
+            assert (status, json.loads(answer)["error"]["param"]) == (400, "body")
 
 
 async def test_another_path_moves_on_from_a_worker_that_cannot_be_reached() -> None:
@@ -275,6 +304,59 @@ async def test_a_stream_of_another_path_is_passed_on_at_once_and_its_break_is_se
                 await response.read()
 
 
+async def test_another_path_goes_to_workers_that_answer_clients_only() -> None:
+    async with engine(says(b"{}")) as prefill, engine(says(b"{}")) as decode, engine(says(b"{}")) as alone:
+        apart = [spec("p", prefill.url, role=Role.PREFILL), spec("d", decode.url, role=Role.DECODE)]
+        async with front(*apart, spec("a", alone.url)) as served:
+            for path in ("/v1/responses", "/v1/embeddings"):
+                for _ in range(10):
+                    assert (await served.post(path, {"model": MODEL}))[0] == 200
+            assert (len(prefill.received), len(decode.received), len(alone.received)) == (0, 0, 20)
+        async with front(*apart) as served:
+            for _ in range(10):
+                assert (await served.post("/tokenize", {"model": MODEL}))[0] == 200
+            assert (len(prefill.received), len(decode.received)) == (0, 10)
+        async with front(apart[0]) as served:
+            assert (await served.post("/v1/responses", {"model": MODEL}))[0] == 503
+            assert prefill.received == []
+
+
+SHORT = replace(PATIENCE, first_output_seconds=0.3, idle_seconds=0.3, queue_seconds=0.3, answer_seconds=0.3)
+
+
+@pytest.mark.parametrize("first", [b"event: response.created\ndata: {}\n\n", b": ping\n\n"])
+async def test_a_stream_of_another_path_that_falls_silent_is_broken_off(first: bytes) -> None:
+    async with (
+        engine(streams(first, then=hangs)) as one,
+        front(spec("w", one.url), patience=SHORT) as served,
+    ):
+        body = {"model": MODEL, "stream": True}
+        async with served.http.post(f"{served.url}/v1/responses", json=body) as response:
+            assert await response.content.readexactly(len(first)) == first
+            with pytest.raises(aiohttp.ClientError):
+                await response.read()
+
+        async def gone() -> bool:
+            return one.aborted == 1
+
+        await eventually(gone, what="the request given up at the engine")
+
+
+async def test_comments_alone_do_not_keep_a_stream_of_another_path_open() -> None:
+    async def script(request: web.Request, _: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            await response.write(b": ping\n\n")
+            await asyncio.sleep(0.05)
+
+    async with engine(script) as one, front(spec("w", one.url), patience=SHORT) as served:
+        body = {"model": MODEL, "stream": True}
+        async with served.http.post(f"{served.url}/v1/responses", json=body) as response:
+            with pytest.raises(aiohttp.ClientError):
+                await response.read()
+
+
 KEYS = TokenTable(
     {
         _digest("admin"): Identity(AccessRole.ADMIN, "*"),
@@ -287,15 +369,59 @@ KEYS = TokenTable(
 @pytest.mark.parametrize(
     "path",
     ["/sleep", "/v1/load_lora_adapter", "/v1/../sleep", "/v1/%2e%2e/sleep", "/%73leep", "//sleep", "/v1/x/../../sleep",
-     "/reset_prefix_cache", "/v1//sleep", "/v1/unload_lora_adapter", "/v1/chat/completions/%2e%2e/x", "/metrics/"],
+     "/reset_prefix_cache", "/v1//sleep", "/v1/unload_lora_adapter", "/v1/chat/completions/%2e%2e/x", "/metrics/",
+     "/v1/admin/x", "/v1/abort_requests", "/v1/nothing"],
 )  # fmt: skip
 async def test_what_is_for_operators_reaches_no_engine_with_a_clients_key(path: str) -> None:
     async with engine(says(b"{}")) as one, front(spec("w", one.url, tenant="team"), tokens=KEYS) as served:
         from yarl import URL
 
         async with served.http.post(URL(served.url + path, encoded=True), headers={"x-api-key": "client"}) as response:
-            assert response.status == 403
+            assert response.status in (403, 404, 405)
         assert one.received == []
+
+
+@pytest.mark.parametrize("method", ["CONNECT", "TRACE", "get", "BREW"])
+async def test_a_method_whose_body_an_engine_may_take_for_its_next_request_is_refused(method: str) -> None:
+    hidden = b"GET /sleep HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = f"{method} /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(hidden)}\r\n"
+    async with engine(says(b"{}")) as one, front(spec("w", one.url)) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+        writer.write(f"{head}Content-Type: text/plain\r\n\r\n".encode() + hidden)
+        assert (await reader.readline()).split()[1] == b"405"
+        writer.close()
+        await gateway.request("GET", "/v1/embeddings")
+    assert [(received.method, received.target) for received in one.received] == [("GET", "/v1/embeddings")]
+
+
+async def test_an_unknown_path_is_said_to_be_one_and_a_flag_opens_it() -> None:
+    async with engine(says(b"{}")) as one:
+        async with front(spec("w", one.url)) as served:
+            status, _, answer = await served.post("/v1/videos", {"model": MODEL})
+            error = json.loads(answer)["error"]
+            assert (status, error["type"], error["code"]) == (404, "invalid_request_error", 404)
+            assert "there is no path /v1/videos" in error["message"]
+            assert one.received == []
+        async with front(spec("w", one.url), client_paths=ClientPaths(["/v1/videos"])) as served:
+            assert (await served.post("/v1/videos", {"model": MODEL}))[0] == 200
+
+
+async def test_a_slash_at_the_end_of_a_path_makes_no_difference() -> None:
+    async with engine(says(ANSWER)) as one, front(spec("w", one.url), tokenize_timeout_seconds=0.0) as served:
+        assert (await served.post("/v1/chat/completions/", CHAT))[0] == 200
+        assert (await served.post("/v1/embeddings/?a=b", CHAT))[0] == 200
+        assert [r.target for r in one.received] == ["/v1/chat/completions", "/v1/embeddings?a=b"]
+        assert (await served.request("GET", "/v1/models/"))[0] == 200
+        assert (await served.request("GET", "/health/"))[0] == 200
+
+
+async def test_a_models_name_may_have_its_slash_escaped() -> None:
+    from yarl import URL
+
+    async with front(spec("w", "http://127.0.0.1:1", model="org/m")) as served:
+        for path in ("/v1/models/org/m", "/v1/models/org%2Fm", "/v1/models/org%2fm"):
+            async with served.http.get(URL(served.url + path, encoded=True)) as response:
+                assert (response.status, (await response.json())["id"]) == (200, "org/m"), path
 
 
 async def test_what_is_for_operators_needs_a_key_that_says_so() -> None:
@@ -363,6 +489,223 @@ async def test_engines_are_shown_their_own_key_or_else_the_clients(tmp_path: Pat
     assert keys == ["Bearer engine-key", "Bearer engine-key", "Bearer client"]
 
 
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_engines_say_of_the_clients_own_key_is_the_clients_to_know(status: int, stream: bool) -> None:
+    said = b'{"error": {"message": "Unauthorized"}}'
+    async with engine(says(said, status, WWW_Authenticate="Bearer")) as one, engine(says(said, status)) as two:
+        workers = [spec("a", one.url), spec("b", two.url)]
+        for limit in (0, 3):
+            config: dict[str, Any] = {"tokenize_timeout_seconds": 0.0, "migration_limit": limit}
+            async with front(*workers, **config) as served:
+                for number in range(1, 6):
+                    for path in ("/v1/chat/completions", "/v1/responses"):
+                        body = CHAT | {"stream": stream}
+                        answer = await served.post(path, body, Authorization="Bearer wrong")
+                        assert (answer[0], answer[2]) == (status, said)
+                    # Once each, and it is no worker's fault.
+                    assert len(one.received) + len(two.received) == 2 * number
+                assert served.gateway.health.warnings() == []
+                assert {seen.failures for seen in served.gateway.observations.by_rank.values()} == {0}
+            one.received.clear()
+            two.received.clear()
+
+
+async def test_what_engines_say_of_our_own_key_is_not(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("old")
+    async with engine(says(b"{}", 401)) as one:
+        async with front(spec("w", one.url), engine_key_file=tmp_path / "key", tokenize_timeout_seconds=0.0) as served:
+            for path in ("/v1/chat/completions", "/v1/responses"):
+                assert (await served.post(path, CHAT, Authorization="Bearer client"))[0] == 503
+
+
+HALF = "\\ud800"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (f'{{"model": "{HALF}", "prompt": "x"}}', "model"),
+        (f'{{"model": "{MODEL}", "prompt": "x", "cache_salt": "{HALF}"}}', "cache_salt"),
+        (f'{{"model": "{MODEL}", "prompt": [1, 2], "cache_salt": "{HALF}"}}', "cache_salt"),
+    ],
+)
+async def test_half_a_character_in_a_name_is_refused(body: str, param: str) -> None:
+    async with engine(says(ANSWER)) as one, front(spec("w", one.url), tokenize_timeout_seconds=0.0) as served:
+        status, _, answer = await served.post("/v1/completions", body.encode())
+        assert (status, json.loads(answer)["error"]["param"]) == (400, param)
+
+
+async def test_half_a_character_in_a_prompt_is_the_engines_to_judge(tmp_path: Path) -> None:
+    from trained_tokenizers import byte_level, save
+
+    save(tmp_path, byte_level())
+    async with engine(says(ANSWER)) as one:
+        async with front(spec("w", one.url), tokenizers={"": tmp_path}, session_affinity="user") as served:
+            text = f'{{"model": "{MODEL}", "prompt": "a{HALF}", "user": "{HALF}", "{HALF}": 1}}'
+            assert (await served.post("/v1/completions", text.encode()))[0] == 200
+            text = f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "a{HALF}"}}]}}'
+            assert (await served.post("/v1/chat/completions", text.encode()))[0] == 200
+
+
+async def test_a_byte_order_mark_before_a_body_is_left_out() -> None:
+    async with engine(says(ANSWER)) as one, front(spec("w", one.url), tokenize_timeout_seconds=0.0) as served:
+        body = json.dumps(CHAT).encode()
+        for path in ("/v1/chat/completions", "/v1/embeddings"):
+            assert (await served.post(path, b"\xef\xbb\xbf" + body))[0] == 200
+        assert [received.body for received in one.received] == [body, body]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_target_that_is_not_ascii_is_refused(transport: Transport) -> None:
+    with made_of(transport):
+        async with engine(says(ANSWER)) as one, front(spec("w", one.url)) as served:
+            host, _, port = served.url.removeprefix("http://").partition(":")
+            for target in (
+                "/v1/embeddings?x=\u00e9",
+                "/v1/models?x=\u00e9",
+                "/v1/models/\u00e9",
+                "/v1/completions?\u00e9",
+            ):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                head = f"POST {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+                writer.write(head.encode())
+                assert (await reader.readline()).split()[1] == b"400", target
+                writer.close()
+            assert one.received == []
+
+
+async def test_a_prompt_that_no_cache_holds_is_refused_as_engines_and_openai_do(tmp_path: Path) -> None:
+    from trained_tokenizers import byte_level, save
+
+    save(tmp_path, byte_level())
+    small = {"total_kv_blocks": 2, "block_size": 4}
+    async with engine(says(ANSWER)) as one:
+        async with front(spec("w", one.url, **small), tokenizers={"": tmp_path}) as served:
+            text = "hello world " * 20
+            for path, more in (
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+                ("/v1/completions", {"prompt": text}),
+                ("/v1/completions", {"prompt": list(range(9))}),
+                ("/v1/completions", {"prompt": [list(range(9)), [1]]}),
+            ):
+                status, _, answer = await served.post(path, {"model": MODEL, **more})
+                error = json.loads(answer)["error"]
+                assert (status, error["code"]) == (400, "context_length_exceeded")
+                assert error["param"] in more
+                assert "This model's maximum context length is 8 tokens. However, your request has" in error["message"]
+            # Each of several prompts fits.
+            assert (await served.post("/v1/completions", {"model": MODEL, "prompt": [[1, 2, 3]] * 5}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "prompt_tokens", "output_tokens"),
+    [
+        ({"prompt": [1] * 8, "max_tokens": 10}, 8, 10),
+        ({"prompt": [1] * 8, "max_tokens": 10, "n": 3}, 8, 30),
+        ({"prompt": [1] * 8, "max_tokens": 10, "n": 2, "best_of": 5}, 8, 50),
+        ({"prompt": [[1] * 8, [2] * 4, [3] * 100], "max_tokens": 10}, 112, 30),
+        ({"prompt": [[1] * 8, [2] * 4], "max_tokens": 10, "n": 2}, 12, 40),
+        ({"prompt": [1] * 8, "max_tokens": 2**31, "n": 2**31}, 8, 2**32 - 1),
+        ({"prompt": [1] * 8, "max_tokens": 10, "n": "3"}, 8, 10),
+    ],
+)
+async def test_all_prompts_and_outputs_of_a_request_are_booked(
+    asked: dict[str, Any], prompt_tokens: int, output_tokens: int
+) -> None:
+    async with engine(says(ANSWER)) as one, front(spec("w", one.url)) as served:
+        wishes = []
+        place = served.gateway.routing.place
+
+        async def noted(wish: Wish) -> Placement:
+            wishes.append(wish)
+            return await place(wish)
+
+        served.gateway.routing.place = noted  # type: ignore[method-assign]
+        assert (await served.post("/v1/completions", {"model": MODEL, **asked}))[0] == 200
+        (wish,) = wishes
+        assert (wish.prompt.isl_tokens, wish.expected_output_tokens) == (prompt_tokens, output_tokens)
+        assert len(wish.prompt.token_ids) == 4 * 8  # the first one decides where they run
+
+
+PAGE = {"Origin": "https://evil.example", "Content_Type": "text/plain"}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_foreign_page_reaches_nothing_where_no_tokens_are(transport: Transport) -> None:
+    with made_of(transport):
+        async with engine(says(ANSWER)) as one, front(spec("w", one.url)) as served:
+            change = {"model": MODEL, "active_decode_blocks_threshold": 0.0}
+            for path, body in (("/v1/chat/completions", CHAT), ("/v1/embeddings", CHAT), ("/busy_threshold", change)):
+                status, headers, answer = await served.post(path, body, **PAGE)
+                assert (status, json.loads(answer)["error"]["type"]) == (403, "permission_error")
+                assert "access-control-allow-origin" not in headers
+            for path in ("/v1/models", "/metrics", "/dashboard/events", "/"):
+                assert (await served.request("GET", path, Origin="https://evil.example"))[0] == 403
+                # By a name that was given the address of this machine.
+                assert (await served.request("GET", path, Host="evil.example"))[0] == 403
+            assert (await served.request("GET", "/health", Host="evil.example"))[0] == 200
+            assert one.received == []
+            ours = {"Origin": served.url}
+            assert (await served.post("/v1/embeddings", CHAT, **ours))[0] == 200
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_page_that_is_allowed_is_answered_as_browsers_ask(transport: Transport) -> None:
+    page = "https://chat.example.com"
+    asked = {"Origin": page, "Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization"}
+    with made_of(transport):
+        async with engine(says(ANSWER, Access_Control_Allow_Origin="*")) as one:
+            workers = [spec("w", one.url), spec("w", one.url, tenant="team")]
+            async with front(*workers, tokens=KEYS, cors_origins=(page,), tokenize_timeout_seconds=0.0) as served:
+                for path in ("/v1/chat/completions", "/v1/embeddings", "/v1/models"):
+                    status, headers, _ = await served.request("OPTIONS", path, None, **asked)
+                    assert (status, headers["access-control-allow-origin"]) == (204, page)
+                    assert headers["access-control-allow-headers"] == "authorization"
+                for key, expected in (("client", 200), ("wrong", 401)):
+                    for body in (CHAT, CHAT | {"stream": True}):
+                        given = {"Origin": page, "Authorization": f"Bearer {key}"}
+                        status, headers, _ = await served.post("/v1/chat/completions", body, **given)
+                        assert (status, headers["access-control-allow-origin"]) == (expected, page)
+                        assert headers["vary"] == "Origin"
+                foreign = {**asked, "Origin": "https://evil.example"}
+                assert (await served.request("OPTIONS", "/v1/chat/completions", None, **foreign))[0] in (401, 405)
+                given = {"Origin": "https://evil.example", "Authorization": "Bearer client"}
+                _, headers, _ = await served.post("/v1/chat/completions", CHAT, **given)
+                assert "access-control-allow-origin" not in headers
+
+
+async def test_only_admins_are_told_addresses(caplog: pytest.LogCaptureFixture) -> None:
+    tokens = TokenTable(
+        {
+            _digest("client"): Identity(AccessRole.CLIENT, "default"),
+            _digest("admin"): Identity(AccessRole.ADMIN, "*"),
+        }
+    )
+    gone = "http://127.0.0.1:1"
+    async with front(spec("w", gone), tokens=tokens, tokenize_timeout_seconds=0.0) as served:
+        for key, expected in (("client", False), ("admin", True)):
+            for path in ("/v1/chat/completions", "/v1/embeddings", "/busy_threshold"):
+                body = CHAT if path.startswith("/v1") else {"model": MODEL}
+                status, headers, answer = await served.post(path, body, X_Api_Key=key)
+                assert (status, b"127.0.0.1" in answer) == (503, expected), (path, answer)
+                assert not any("127.0.0.1" in value for value in headers.values())
+    for address in (gone, NOBODY):
+        assert address in caplog.text
+
+
+@pytest.mark.parametrize("then", [breaks, hangs])
+async def test_how_a_stream_ended_names_no_address(then: Callable[[web.Request], Awaitable[None]]) -> None:
+    async with (
+        engine(streams(delta("a"), then=then)) as one,
+        front(spec("w", one.url), patience=SHORT, tokenize_timeout_seconds=0.0) as served,
+    ):
+        _, headers, answer = await served.post("/v1/chat/completions", CHAT | {"stream": True})
+        assert b"the worker" in answer
+        assert b"127.0.0.1" not in answer
+        assert headers["x-kvscout-degraded"] == "tokenizer; scheduler"
+
+
 async def test_a_session_stays_with_its_worker_and_leaves_one_that_fails() -> None:
     async with engine(says(ANSWER)) as one, engine(says(ANSWER)) as two:
         workers = [spec("a", one.url), spec("b", two.url)]
@@ -397,12 +740,75 @@ async def test_the_rank_that_was_chosen_is_the_engines_whatever_the_client_says(
         assert {r.headers["x-data-parallel-rank"] for r in one.received} == {"0", "1"}
 
 
+TOPOLOGY = {
+    "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.9", "remote_port": 1},
+    "bootstrap_host": ["10.0.0.9"],
+    "bootstrap_room": 5,
+    "data_parallel_rank": 3,
+    "routed_dp_rank": 3,
+    "rid": ["a", "b"],
+}
+ROUTING_HEADERS = {
+    "X-Prefiller-Host-Port": "10.0.0.9:1",
+    "X-Encoder-Hosts-Ports": "10.0.0.9:1",
+    "X-SMG-Routing-Key": "k",
+    "X-Gateway-Destination-Endpoint": "10.0.0.9:1",
+    "X-Data-Parallel-Rank": "3",
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate"])
+@pytest.mark.parametrize("kind", ["application/json", "text/plain"])
+async def test_where_a_request_runs_is_not_its_clients_to_say(path: str, kind: str) -> None:
+    body = CHAT | TOPOLOGY | {"prompt": "hello", "vllm_xargs": {"kv_transfer_params": {"remote_host": "h"}, "x": 1}}
+    async with engine(says(ANSWER)) as one, front(spec("w", one.url), tokenize_timeout_seconds=0.0) as served:
+        headers = {"Content-Type": kind, **ROUTING_HEADERS}
+        async with served.http.post(served.url + path, data=json.dumps(body), headers=headers) as response:
+            assert response.status == 200
+        (got,) = one.received
+        assert json.loads(got.body) == CHAT | {"prompt": "hello", "vllm_xargs": {"x": 1}}
+        assert not {name.lower() for name in ROUTING_HEADERS} & got.headers.keys()
+
+
+async def test_what_hides_where_a_request_runs_is_refused() -> None:
+    form = (
+        b'--b\r\nContent-Disposition: form-data; name="kv_transfer_params"\r\n\r\n{}\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx\r\n--b--\r\n'
+    )
+    wide = json.dumps(CHAT | TOPOLOGY).encode("utf-16")
+    packed = gzip.compress(json.dumps(CHAT | TOPOLOGY).encode())
+    async with engine(says(ANSWER)) as one, front(spec("w", one.url)) as served:
+        multipart = "multipart/form-data; boundary=b"
+        assert (await served.request("POST", "/v1/audio/transcriptions", form, Content_Type=multipart))[0] == 400
+        assert (await served.request("POST", "/v1/embeddings", wide, Content_Type="text/plain"))[0] == 400
+        assert (await served.request("POST", "/v1/embeddings", packed, Content_Encoding="gzip"))[0] == 415
+        assert one.received == []
+
+
+async def test_a_priority_is_what_the_keys_entry_allows() -> None:
+    keys = {"plain": 0, "urgent": 5}
+    tokens = TokenTable({_digest(key): Identity(AccessRole.CLIENT, "default", "", most) for key, most in keys.items()})
+    async with engine(says(ANSWER)) as one:
+        async with front(spec("w", one.url), tokens=tokens, tokenize_timeout_seconds=0.0) as served:
+            for path in ("/v1/chat/completions", "/v1/responses"):
+                for key in keys:
+                    for asked in (-9, 3):
+                        assert (await served.post(path, CHAT | {"priority": asked}, X_Api_Key=key))[0] == 200
+        async with front(spec("w", one.url), tokenize_timeout_seconds=0.0) as served:
+            assert (await served.post("/v1/responses", CHAT | {"priority": -9}))[0] == 200
+    priorities = [json.loads(r.body).get("priority") for r in one.received]
+    assert priorities == [None, None, -5, 3] * 2 + [-9]
+
+
 async def test_a_gateway_that_drains_says_so() -> None:
     async with engine(says(ANSWER)) as one, front(spec("w", one.url)) as served:
         assert (await served.request("GET", "/ready"))[0] == 200
-        served.gateway.exchanges.draining = True
+        served.gateway.leave()
         assert (await served.request("GET", "/ready"))[0] == 503
         assert (await served.request("GET", "/health"))[0] == 200
+        assert (await served.post("/v1/chat/completions", CHAT))[0] == 200
+        served.gateway.exchanges.draining = True
+        one.received.clear()
         for path in ("/v1/chat/completions", "/v1/embeddings"):
             status, headers, _ = await served.post(path, CHAT)
             assert (status, "retry-after" in headers) == (503, True)
@@ -413,7 +819,16 @@ async def test_thresholds_without_a_scheduler_are_unavailable_and_bad_ones_refus
     async with front() as served:
         assert (await served.request("GET", "/busy_threshold"))[0] == 503
         assert (await served.post("/busy_threshold", {"model": "m"}))[0] == 503
-        assert (await served.post("/busy_threshold", {}))[0] == 400
+        for bad in (
+            b"{}",
+            b'{"model": "\\ud800"}',
+            b'{"model": "m", "active_decode_blocks_threshold": 1e999}',
+            b'{"model": "m", "active_prefill_tokens_threshold": 1e999}',
+            b'{"model": "m", "active_decode_blocks_threshold": 1' + b"0" * 400 + b"}",
+            b'{"model": "m", "active_prefill_tokens_threshold": -1}',
+            b'{"model": "m", "active_prefill_tokens_threshold": 18446744073709551616}',
+        ):
+            assert (await served.post("/busy_threshold", bad))[0] == 400
         assert (await served.request("DELETE", "/busy_threshold"))[0] == 405
 
 
@@ -469,3 +884,34 @@ async def test_many_requests_at_once_leave_nothing_behind() -> None:
         )
         assert {status for status, _, _ in answers} == {200}
         assert served.gateway.exchanges.in_flight == 0
+
+
+MANY_VALUES = b'{"model":"m","messages":[' + b"[]," * 2_000_000 + b"0]}"
+
+
+async def test_a_body_with_too_many_values_is_refused_on_every_path_and_the_bound_is_named() -> None:
+    async with engine(says(ANSWER)) as one, front(spec("w", one.url)) as served:
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
+            status, _, answer = await served.post(path, MANY_VALUES)
+            error = json.loads(answer)["error"]
+            assert (status, error["param"], "2000000 values" in error["message"]) == (400, "body", True)
+        assert one.received == []
+
+
+async def test_long_bodies_and_answers_are_scanned_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop_thread, scanned = threading.get_ident(), set[tuple[bool, bool]]()
+    scan = json_scan.scan_object
+
+    def noted(data: bytes, *, strict: bool = True) -> json_scan.Scanned:
+        scanned.add((len(data) > json_fields.INLINE_BYTES, threading.get_ident() == loop_thread))
+        return scan(data, strict=strict)
+
+    monkeypatch.setattr("kvscout_common.json_fields.scan_object", noted)
+    filler = "x" * json_fields.INLINE_BYTES
+    for long in (False, True):
+        answer = json.dumps({"usage": {"prompt_tokens": 7}, "choices": [{"text": filler if long else ""}]}).encode()
+        async with engine(says(answer)) as one, front(spec("w", one.url), tokenize_timeout_seconds=0.0) as served:
+            for path, name in (("/v1/chat/completions", "x"), ("/v1/embeddings", "input")):
+                status, _, came = await served.post(path, CHAT | {name: filler if long else ""})
+                assert (status, came) == (200, answer)
+    assert scanned == {(False, True), (True, False)}

@@ -9,8 +9,10 @@ import pytest
 
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import (
+    AlreadyExists,
     ConfigError,
     Draining,
+    FailedPrecondition,
     InternalError,
     InvalidArgument,
     KvscoutError,
@@ -80,6 +82,9 @@ def test_what_frames_an_answer_is_not_passed_on() -> None:
         (Unauthenticated("who"), 401, "authentication_error"),
         (PermissionDenied("no"), 403, "permission_error"),
         (NotFound("no such"), 404, "invalid_request_error"),
+        # Libraries of clients send again what is answered with 409.
+        (AlreadyExists("taken"), 400, "invalid_request_error"),
+        (FailedPrecondition("not here"), 400, "invalid_request_error"),
         (ResourceExhausted("busy", retry_after_seconds=2.2), 429, "rate_limit_error"),
         (InternalError("oh"), 500, "server_error"),
         (Unavailable("away"), 503, "service_unavailable_error"),
