@@ -124,6 +124,9 @@ class RouteRequest(_message.Message):
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_CLASS_FIELD_NUMBER: _builtins.int
+    ESTIMATE_PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required. The name of a LoRA adapter that a worker has loaded is a model, too."""
     tenant: _builtins.str
@@ -154,6 +157,14 @@ class RouteRequest(_message.Message):
     """Explain the decision."""
     lease_seconds: _builtins.int
     """Seconds until the booking ends unless renewed; 0 or unset = 300."""
+    max_output_tokens: _builtins.int
+    """The output ends with so many tokens, whatever it is (a client's max_tokens); unset = no such bound is known."""
+    output_class: _builtins.str
+    """Requests of one class are expected to have outputs of similar lengths; at most 64 characters, unset = nothing is
+    known.
+    """
+    estimate_prefill_complete: _builtins.bool
+    """The caller does not mark the prefill complete, since its engine answers as a whole: it is estimated."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt. Either these or block_hashes."""
@@ -202,10 +213,13 @@ class RouteRequest(_message.Message):
         expected_output_tokens: _builtins.int = ...,
         explain: _builtins.bool = ...,
         lease_seconds: _builtins.int = ...,
+        max_output_tokens: _builtins.int = ...,
+        output_class: _builtins.str = ...,
+        estimate_prefill_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_pinned_dp_rank", b"_pinned_dp_rank", "block_size", b"block_size", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "max_output_tokens", b"max_output_tokens", "mm_items", b"mm_items", "model", b"model", "output_class", b"output_class", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__block_size: _TypeAlias = _typing.Literal["block_size"]  # noqa: Y015
     _WhichOneofArgType__block_size: _TypeAlias = _typing.Literal["_block_size", b"_block_size"]  # noqa: Y015

@@ -178,6 +178,10 @@ class Claim(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     OWNER_SINCE_FIELD_NUMBER: _builtins.int
     OWNER_TENANT_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_CLASS_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
+    ESTIMATE_PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """1 for a new booking; one more than any other claim to the name that the replica knew."""
     state: Global___ClaimState.ValueType
@@ -202,6 +206,14 @@ class Claim(_message.Message):
     """
     owner_tenant: _builtins.str
     """Tenant to which the owner is bound; unset = to none."""
+    max_output_tokens: _builtins.int
+    """At which its output ends, whatever it is; 0 = no such bound is known."""
+    output_class: _builtins.str
+    """Requests of one class are expected to have outputs of similar lengths."""
+    lineage: _builtins.int
+    """Equal for prompts that begin alike; 0 = unknown."""
+    estimate_prefill_complete: _builtins.bool
+    """The caller cannot report that the prefill is complete."""
     @_builtins.property
     def request(self) -> _scheduler_pb2.RequestRef:
         """The request and its attempt."""
@@ -231,10 +243,14 @@ class Claim(_message.Message):
         choice: Global___ClaimChoice | None = ...,
         owner_since: _builtins.int = ...,
         owner_tenant: _builtins.str = ...,
+        max_output_tokens: _builtins.int = ...,
+        output_class: _builtins.str = ...,
+        lineage: _builtins.int = ...,
+        estimate_prefill_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "request", b"request", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "output_blocks", b"output_blocks", "owner_id", b"owner_id", "owner_since", b"owner_since", "owner_tenant", b"owner_tenant", "request", b"request", "state", b"state", "term", b"term", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lineage", b"lineage", "max_output_tokens", b"max_output_tokens", "output_blocks", b"output_blocks", "output_class", b"output_class", "owner_id", b"owner_id", "owner_since", b"owner_since", "owner_tenant", b"owner_tenant", "request", b"request", "state", b"state", "term", b"term", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -181,6 +181,9 @@ class SelectRequest(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_ELSEWHERE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_CLASS_FIELD_NUMBER: _builtins.int
+    ESTIMATE_PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -215,6 +218,14 @@ class SelectRequest(_message.Message):
     """True = another worker computes the prompt (decode leg of disaggregated serving): no prefill is charged here."""
     traceparent: _builtins.str
     """W3C trace context of the request, in Lifecycle, whose metadata are those of many; unset = it is not traced."""
+    max_output_tokens: _builtins.int
+    """The output ends with so many tokens, whatever it is (a client's max_tokens); unset = no such bound is known."""
+    output_class: _builtins.str
+    """Requests of one class are expected to have outputs of similar lengths; at most 64 characters, unset = nothing is
+    known. Lengths are learned by class from what Free reports.
+    """
+    estimate_prefill_complete: _builtins.bool
+    """The caller cannot report that the prefill is complete, since its engine answers as a whole: it is estimated."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Local hashes of the prompt's complete blocks for workers of `block_size`."""
@@ -269,10 +280,13 @@ class SelectRequest(_message.Message):
         lease_seconds: _builtins.int = ...,
         prefill_elsewhere: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
+        max_output_tokens: _builtins.int = ...,
+        output_class: _builtins.str = ...,
+        estimate_prefill_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "model", b"model", "other_pools", b"other_pools", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "prefill_elsewhere", b"prefill_elsewhere", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "estimate_prefill_complete", b"estimate_prefill_complete", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "max_output_tokens", b"max_output_tokens", "model", b"model", "other_pools", b"other_pools", "output_class", b"output_class", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "prefill_elsewhere", b"prefill_elsewhere", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pinned_dp_rank: _TypeAlias = _typing.Literal["pinned_dp_rank"]  # noqa: Y015
     _WhichOneofArgType__pinned_dp_rank: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank"]  # noqa: Y015
@@ -493,6 +507,11 @@ class ReserveRequest(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_CLASS_FIELD_NUMBER: _builtins.int
+    ESTIMATE_PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -511,6 +530,18 @@ class ReserveRequest(_message.Message):
     """Expected output length in tokens; unset = unknown."""
     lease_seconds: _builtins.int
     """Seconds until the booking ends unless renewed; 0 or unset = 300."""
+    max_output_tokens: _builtins.int
+    """As of SelectRequest."""
+    output_class: _builtins.str
+    """As of SelectRequest."""
+    estimate_prefill_complete: _builtins.bool
+    """As of SelectRequest."""
+    running: _builtins.bool
+    """The request ran on the worker before this call (the scheduler was restarted, somebody else placed it): nothing is
+    learned from how long it takes.
+    """
+    prefill_complete: _builtins.bool
+    """Its first token is out; implies running. The booking begins in its decode phase."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank; required."""
@@ -533,10 +564,15 @@ class ReserveRequest(_message.Message):
         cached_tokens: _builtins.int = ...,
         expected_output_tokens: _builtins.int = ...,
         lease_seconds: _builtins.int = ...,
+        max_output_tokens: _builtins.int = ...,
+        output_class: _builtins.str = ...,
+        estimate_prefill_complete: _builtins.bool = ...,
+        running: _builtins.bool = ...,
+        prefill_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "cached_tokens", b"cached_tokens", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "model", b"model", "request_id", b"request_id", "role", b"role", "tenant", b"tenant", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "cached_tokens", b"cached_tokens", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "max_output_tokens", b"max_output_tokens", "model", b"model", "output_class", b"output_class", "prefill_complete", b"prefill_complete", "request_id", b"request_id", "role", b"role", "running", b"running", "tenant", b"tenant", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

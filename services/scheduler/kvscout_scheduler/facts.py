@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from typing import Final, NamedTuple, Protocol
+from zlib import crc32
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.request import RequestKey
+from kvscout_scheduler.request import HASH_BYTES, RequestKey, check_output_class
+
+LINEAGE_TOKENS: Final = 256
+"""Tokens at the beginning of a prompt by which its lineage is told: instructions differ there, questions do not yet."""
 
 
 class Choice(NamedTuple):
@@ -36,11 +40,23 @@ class Facts(NamedTuple):
     uncached_tokens: int = 0
     """Prompt tokens charged as prefill."""
     expected_output_tokens: int = 0
-    """0 = unknown."""
+    """As its caller expects; 0 = unknown."""
     block_hashes: bytes = b""
     """Packed hashes of the blocks that it shares; of a booking that is there kept for other replicas only."""
     choice: Choice | None = None
     """None for a plain reservation."""
+    max_output_tokens: int = 0
+    """At which its output ends, whatever it is; 0 = no such bound is known."""
+    output_class: str = ""
+    """Requests of one class are expected to have outputs of similar lengths."""
+    lineage: int = 0
+    """Equal for prompts that begin alike (`LINEAGE_TOKENS`); 0 = unknown."""
+    estimates_prefill: bool = False
+    """Its caller cannot report that the prefill is complete."""
+    running: bool = False
+    """It ran before it was booked here: how long it takes from then on says nothing of its worker."""
+    prefilled: bool = False
+    """Its first token was out when it was booked here."""
 
     def validate(self) -> None:
         """Checks what needs no knowledge of the workers, of one that is to be booked where it says.
@@ -53,8 +69,20 @@ class Facts(NamedTuple):
                 raise InvalidArgument("must not be empty", field=name)
         if self.isl_tokens < 1:
             raise InvalidArgument("must be at least 1", field="isl_tokens")
+        check_output_class(self.output_class)
         if not 0 <= self.uncached_tokens <= self.isl_tokens:
             raise InvalidArgument(f"must be between 0 and isl_tokens ({self.isl_tokens})", field="cached_tokens")
+
+
+def lineage_of(block_hashes: bytes, block_size: int) -> int:
+    """Return the lineage of a prompt.
+
+    Args:
+        block_hashes: Packed local hashes of its leading complete blocks.
+        block_size: Tokens a block.
+    """
+    first = block_hashes[: HASH_BYTES * max(1, LINEAGE_TOKENS // block_size)]
+    return crc32(first) if first else 0
 
 
 class End(NamedTuple):

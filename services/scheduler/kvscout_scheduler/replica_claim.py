@@ -154,21 +154,26 @@ def name_to_proto(claim: Claim) -> scheduler_pb2.RequestRef:
 
 def claim_to_proto(claim: Claim) -> replication_pb2.Claim:
     """A claim, for others."""
-    _, _, rank, isl_tokens, uncached_tokens, expected_output_tokens, block_hashes, choice = claim.facts
+    facts = claim.facts
+    choice = facts.choice
     return replication_pb2.Claim(
         request=name_to_proto(claim),
         term=claim.term,
         state=claim.state.value,
-        worker=rank_to_proto(rank) if claim.active else None,
-        block_hashes=block_hashes,
-        isl_tokens=isl_tokens,
-        uncached_tokens=uncached_tokens,
-        expected_output_tokens=expected_output_tokens,
+        worker=rank_to_proto(facts.rank) if claim.active else None,
+        block_hashes=facts.block_hashes,
+        isl_tokens=facts.isl_tokens,
+        uncached_tokens=facts.uncached_tokens,
+        expected_output_tokens=facts.expected_output_tokens,
         output_blocks=claim.output_blocks,
         **owner_to_proto(claim.owner),
         lease_seconds=claim.lease_seconds,
         choice=replication_pb2.ClaimChoice(**choice._asdict()) if choice is not None else None,
         owner_since=claim.owner_since,
+        max_output_tokens=facts.max_output_tokens,
+        output_class=facts.output_class,
+        lineage=facts.lineage,
+        estimate_prefill_complete=facts.estimates_prefill,
     )
 
 
@@ -200,6 +205,10 @@ def claim_from_proto(message: replication_pb2.Claim) -> Claim:
         choice=Choice(choice.policy, choice.overlap_blocks, choice.effective_overlap_blocks, choice.cost)
         if message.HasField("choice")
         else None,
+        max_output_tokens=message.max_output_tokens,
+        output_class=message.output_class,
+        lineage=message.lineage,
+        estimates_prefill=message.estimate_prefill_complete,
     )
     return Claim(
         facts,

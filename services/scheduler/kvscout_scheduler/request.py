@@ -17,6 +17,8 @@ HASH_BYTES = 8
 MICROSECONDS = 1_000_000
 """A second's; times between processes are microseconds since the Unix epoch."""
 MAX_LEASE_SECONDS = 86_400
+MAX_OUTPUT_CLASS = 64
+"""Characters."""
 
 
 class PoolId(NamedTuple):
@@ -50,6 +52,16 @@ class OwnerName(NamedTuple):
 
     def __str__(self) -> str:
         return self.owner_id if self.tenant == ALL_TENANTS else f"{self.owner_id} of tenant {self.tenant}"
+
+
+def check_output_class(name: str) -> None:
+    """Checks the length of an output class.
+
+    Raises:
+        InvalidArgument: It is too long.
+    """
+    if len(name) > MAX_OUTPUT_CLASS:
+        raise InvalidArgument(f"must not be longer than {MAX_OUTPUT_CLASS} characters", field="output_class")
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
@@ -185,7 +197,13 @@ class SelectionRequest:
     override: ConfigOverride = NO_OVERRIDE
     priority: int = 0
     expected_output_tokens: int = 0
-    """0 = unknown."""
+    """As its caller expects; 0 = unknown."""
+    max_output_tokens: int = 0
+    """At which its output ends, whatever it is; 0 = no such bound is known."""
+    output_class: str = ""
+    """Requests of one class are expected to have outputs of similar lengths; "" = nothing is known."""
+    estimates_prefill: bool = False
+    """Its caller cannot report that the prefill is complete: its engine answers as a whole."""
     charge_prefill: bool = True
     """False: the prompt is computed elsewhere (decode legs), no prefill tokens are charged."""
     explain: bool = False
@@ -210,6 +228,7 @@ class SelectionRequest:
             raise InvalidArgument("must not be empty", field="model")
         if self.isl_tokens < 1:
             raise InvalidArgument("must be at least 1", field="isl_tokens")
+        check_output_class(self.output_class)
         if self.wanted is not ANYONE:
             self.wanted.validate()
         if self.override is not NO_OVERRIDE:

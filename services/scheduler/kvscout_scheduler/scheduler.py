@@ -28,7 +28,7 @@ from kvscout_scheduler.bookings import END_AT_ONCE, Bookings
 from kvscout_scheduler.cool_downs import CoolDowns
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.engine_metrics import EngineMetrics
-from kvscout_scheduler.facts import Choice, Facts
+from kvscout_scheduler.facts import Choice, Facts, lineage_of
 from kvscout_scheduler.journal import MAX_HASHED_BLOCKS
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.pool import Pool
@@ -152,6 +152,10 @@ class Scheduler:
             request.expected_output_tokens,
             b"",
             Choice(decision.policy, decision.overlap_blocks, decision.effective_overlap_blocks, decision.cost),
+            request.max_output_tokens,
+            request.output_class,
+            lineage_of(block_hashes, pool.lane_of[slot].block_size),
+            request.estimates_prefill,
         )
         self._book(facts, block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
         if request.charge_prefill:
@@ -231,7 +235,8 @@ class Scheduler:
         if home is not pool:
             raise InvalidArgument(f"{rank.worker_id!r} is not a worker of this model and role", field="worker")
         Prompt(facts.block_hashes).validate(facts.isl_tokens, pool.lane_of[slot].block_size)
-        kept = facts._replace(block_hashes=b"")
+        lineage = lineage_of(facts.block_hashes, pool.lane_of[slot].block_size)
+        kept = facts._replace(block_hashes=b"", lineage=lineage)
         self._book(kept, facts.block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
         pool.hits[slot].count(facts)
         return facts.uncached_tokens

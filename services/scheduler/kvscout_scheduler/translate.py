@@ -105,6 +105,9 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
         override=override,
         priority=message.priority,
         expected_output_tokens=message.expected_output_tokens,
+        max_output_tokens=message.max_output_tokens,
+        output_class=message.output_class,
+        estimates_prefill=message.estimate_prefill_complete,
         charge_prefill=not message.prefill_elsewhere,
         explain=message.explain,
     )
@@ -156,6 +159,11 @@ def reserve_from_proto(message: scheduler_pb2.ReserveRequest, outer_tenant: str 
         attempt_id=message.attempt_id,
         uncached_tokens=message.isl_tokens - message.cached_tokens,
         expected_output_tokens=message.expected_output_tokens,
+        max_output_tokens=message.max_output_tokens,
+        output_class=message.output_class,
+        estimates_prefill=message.estimate_prefill_complete,
+        running=message.running or message.prefill_complete,
+        prefilled=message.prefill_complete,
     )
 
 
