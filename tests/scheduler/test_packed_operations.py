@@ -66,6 +66,9 @@ class Side:
     def _told_later(self, number: int, operation: Operation, outcome: Outcome) -> None:
         self.later.MergeFromString(self.codec.write(number, operation, outcome))
 
+    def facts(self) -> list[Facts]:
+        return [each.facts for each in self.core.bookings]
+
     def state(self) -> list[Any]:
         found = []
         for pool in self.core.workers:
@@ -97,6 +100,9 @@ def random_select(rng: Random, request_id: str, attempt_id: int) -> scheduler_pb
         block_size=rng.choice((0, 0, BLOCK, 32)),
         priority=rng.choice((0, 0, 5, -5)),
         expected_output_tokens=rng.randrange(2) * 100,
+        max_output_tokens=rng.choice((0, 4096, 2**32 - 1)),
+        output_class=rng.choice(("", "", "chat", "chät/tools", "c" * 64, "c" * 65)),
+        estimate_prefill_complete=rng.random() < 0.3,
         prefill_elsewhere=rng.random() < 0.1,
         lease_seconds=rng.choice((0, 0, 60, 10**6)),
     )
@@ -153,6 +159,7 @@ def test_random_operations_have_the_same_results_and_leave_the_same_load(setting
         assert packed.answer(asked) == plain.answer(asked)
         assert packed.later == plain.later
         assert packed.state() == plain.state()
+        assert packed.facts() == plain.facts()
     packed.core.check_invariants()
     assert packed.core.stats.bookings == plain.core.stats.bookings > 0
     assert packed.policy.output_tokens == plain.policy.output_tokens != []
@@ -233,6 +240,21 @@ async def test_unary_calls_as_bytes_are_answered_like_those_as_objects() -> None
             assert answers[0] == answers[1]
         bookings = [[each.facts for each in core.bookings] for core in (plain, packed)]
         assert bookings[0] == bookings[1] != []
+        assert {each.output_class for each in bookings[0]} >= {"", "chat"}
+        assert {each.estimates_prefill for each in bookings[0]} == {True, False}
+        assert all(len(each.output_class) <= 64 for each in bookings[0])
+
+
+@BOTH
+def test_classes_of_output_are_of_bounded_length(packed: bool) -> None:
+    fields = {"model": MODEL, "isl_tokens": 40, "output_class": "c" * 65}
+    wanted = scheduler_pb2.SelectRequest(request_id="r", **fields)  # type: ignore[arg-type]
+    booked = scheduler_pb2.ReserveRequest(request_id="q", worker=types_pb2.WorkerRank(worker_id="a"), **fields)  # type: ignore[arg-type]
+    side = Side(packed=packed)
+    for result in side.answer(message({"select_and_reserve": wanted}, {"reserve": booked})).results:
+        assert "output_class: must not be longer than 64 characters" in result.message
+    wanted.output_class = "c" * 64
+    assert side.answer(message({"select_and_reserve": wanted})).results[0].HasField("select")
 
 
 async def _answer(stub: Any, asked: scheduler_pb2.SelectRequest) -> Any:

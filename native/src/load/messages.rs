@@ -42,6 +42,9 @@ pub struct Select<'a> {
     pub lease_seconds: u32,
     pub prefill_elsewhere: bool,
     pub traceparent: &'a str,
+    pub max_output_tokens: u32,
+    pub output_class: &'a str,
+    pub estimates_prefill: bool,
 }
 
 /// One operation; `Plain` is left to the plain path.
@@ -129,7 +132,11 @@ pub fn select(bytes: &[u8]) -> Option<Select<'_>> {
             (22, Field::Varint(value)) => select.prefill_elsewhere = value != 0,
             // As a trace context in `query`.
             (23, Field::Bytes(value)) => select.traceparent = std::str::from_utf8(value).ok()?,
-            (1..=23, _) => return None,
+            (24, Field::Varint(value)) => select.max_output_tokens = value as u32,
+            // Its length is the core's to check, as what is wrong of the other fields is.
+            (25, Field::Bytes(value)) => select.output_class = std::str::from_utf8(value).ok()?,
+            (26, Field::Varint(value)) => select.estimates_prefill = value != 0,
+            (1..=26, _) => return None,
             _ => {} // of a later version
         }
     }
@@ -236,7 +243,7 @@ mod tests {
         free.varint(1, 7);
         free.bytes(7, &reference_of(""));
         free.varint(9, 12);
-        let select = message(&[(1, b"m"), (4, b"r"), (6, &[1; 16]), (9, b"")]);
+        let select = message(&[(1, b"m"), (4, b"r"), (6, &[1; 16]), (9, b""), (25, b"chat")]);
         let pinned = message(&[(1, b"m"), (12, b"worker")]);
         let (booked, rare) = (message(&[(3, &select)]), message(&[(3, &pinned)]));
         let renew = message(&[(8, b"")]);
@@ -247,6 +254,7 @@ mod tests {
         let Operation::Select(0, select, true) = &read[1] else { panic!("{:?}", read[1]) };
         assert_eq!((select.hashes.len(), select.name.request_id), (16, "r"));
         assert!(select.overlaps.is_some());
+        assert_eq!(select.output_class, "chat");
         for (operation, bytes) in read[2..].iter().zip([&*rare, &*renew, b""]) {
             let Operation::Plain(handed_back) = operation else { panic!("{operation:?}") };
             assert_eq!(*handed_back, bytes);

@@ -359,10 +359,15 @@ fn select_parts<'py>(
         select.block_size,
         overlaps,
         select.priority,
-        select.expected_output_tokens,
         select.lease_seconds,
         select.prefill_elsewhere,
         select.traceparent,
+        (
+            select.expected_output_tokens,
+            select.max_output_tokens,
+            select.output_class,
+            select.estimates_prefill,
+        ),
     );
     columns.into_pyobject(py)
 }

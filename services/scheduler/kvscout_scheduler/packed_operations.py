@@ -87,8 +87,9 @@ class PackedCodec:
 
 def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Select:
     """A request that wants a worker, from what the extension read."""
-    kind, _, name, hashes, isl_tokens, block_size, overlaps, priority, expected, lease, elsewhere, traceparent = read
+    kind, _, name, hashes, isl_tokens, block_size, overlaps, priority, lease, elsewhere, traceparent, output = read
     model, tenant, role, request_id, attempt_id = name
+    expected, bound, output_class, estimates = output
     wanted = SelectionRequest(
         model=model,
         isl_tokens=isl_tokens,
@@ -99,6 +100,9 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
         attempt_id=attempt_id,
         priority=priority,
         expected_output_tokens=expected,
+        max_output_tokens=bound,
+        output_class=output_class,
+        estimates_prefill=estimates,
         charge_prefill=not elsewhere,
     )
     return Select(wanted, kind == _SELECT_AND_RESERVE, lease, traceparent)
