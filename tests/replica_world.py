@@ -15,6 +15,7 @@ from typing import Any
 from scheduler_builders import BLOCK, MODEL, ManualClock, key, reservation, worker
 
 from kvscout_scheduler.booking import Booking, FreeOutcome, Phase
+from kvscout_scheduler.replica_claim import shared
 from kvscout_scheduler.replication import TICK_SECONDS, Replication
 from kvscout_scheduler.request import OwnerName, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
@@ -60,7 +61,8 @@ class Node:
     def state(self) -> dict[str, tuple[Any, ...]]:
         """Everything that replicas must agree on, request by request."""
         return {
-            b.key.request_id: (b.facts, b.phase, b.output_blocks, b.owner, b.lease_seconds) for b in self.core.bookings
+            b.key.request_id: (shared(b.facts), b.phase, b.output_blocks, b.owner, b.lease_seconds)
+            for b in self.core.bookings
         }
 
     def loads(self) -> dict[str, tuple[int, int, int]]:

@@ -20,7 +20,7 @@ from kvscout_scheduler.facts import End, Facts
 from kvscout_scheduler.overlaps import Overlaps
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
-from kvscout_scheduler.request import OwnerName, Prompt, SelectionRequest, pack_hashes
+from kvscout_scheduler.request import OwnerName, Prompt, RequestKey, SelectionRequest, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 
 PARTS = 4
@@ -35,21 +35,22 @@ class Listening(Kv):
     """Is told of each booking once, and of its end once."""
 
     def __init__(self) -> None:
-        self.prefill: dict[Facts, float] = {}
-        self.decode: dict[Facts, float] = {}
+        self.prefill: dict[RequestKey, float] = {}
+        self.decode: dict[RequestKey, float] = {}
 
     def booked(self, facts: Facts, now: float) -> None:
-        assert facts not in self.prefill
-        assert facts not in self.decode
-        self.prefill[facts] = now
+        assert facts.key not in self.prefill
+        assert facts.key not in self.decode
+        self.prefill[facts.key] = now
 
     def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
-        assert now - self.prefill.pop(facts) == ttft_seconds
-        self.decode[facts] = now
+        assert now - self.prefill.pop(facts.key) == ttft_seconds
+        self.decode[facts.key] = now
 
     def ended(self, facts: Facts, end: End, now: float) -> None:
-        if self.prefill.pop(facts, None) is None:
-            assert now - self.decode.pop(facts) == end.decode_seconds
+        if self.prefill.pop(facts.key, None) is None:
+            decode_seconds = now - self.decode.pop(facts.key)
+            assert end.decode_seconds == (0.0 if facts.running else decode_seconds)
 
 
 class Traffic:

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 from grpc_server import serving
-from scheduler_builders import MODEL, ManualClock, key, loads, request, reserve, scheduler, worker
+from scheduler_builders import (
+    MODEL,
+    ManualClock,
+    key,
+    loads,
+    owner,
+    request,
+    reservation,
+    reserve,
+    scheduler,
+    worker,
+)
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common.config import ServerConfig
@@ -29,6 +40,8 @@ class Listening(Kv):
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
+        self.untimed: set[str] = set()
+        """Requests that ended, and of which nothing is learned."""
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         self.told.append(("asked", candidates.now))
@@ -41,6 +54,8 @@ class Listening(Kv):
         self.told.append(("first token", facts.key.request_id, ttft_seconds, now))
 
     def ended(self, facts: Facts, end: End, now: float) -> None:
+        if facts.running:
+            self.untimed.add(facts.key.request_id)
         self.told.append(("ended", facts.key.request_id, end, now))
 
 
@@ -107,6 +122,57 @@ def test_a_policy_that_fails_when_it_is_told_disturbs_nobody(caplog: pytest.LogC
     made.check_invariants()
     (record,) = caplog.records
     assert "failed when it was told: booked" in record.getMessage()
+
+
+def test_what_ran_before_it_was_booked_here_is_no_prefill_and_teaches_nothing() -> None:
+    made, policy, clock = listening()
+    made.reserve(reservation("r", "w", 40)._replace(running=True, prefilled=True))
+    made.reserve(reservation("s", "w", 40)._replace(running=True))
+    assert loads(made)["w"] == (2, 40, 6), "the prompt of one of them is to be computed still"
+    clock.advance(1.0)
+    assert not made.mark_prefill_complete(key("r"))
+    assert made.mark_prefill_complete(key("s"))
+    clock.advance(1.0)
+    for name in "rs":
+        made.free(key(name), output_tokens=5)
+    (_, r, _), (_, s, _), *others = policy.told
+    assert [(facts.running, facts.prefilled) for facts in (r, s)] == [(True, True), (True, False)]
+    end = End(True, 5)
+    assert others == [("first token", "s", 1.0, 101.0), ("ended", "r", end, 102.0), ("ended", "s", end, 102.0)]
+    assert policy.untimed == {"r", "s"}
+    assert loads(made)["w"] == (0, 0, 0)
+
+
+def test_what_its_owner_lists_when_it_comes_back_is_not_timed_any_more() -> None:
+    made, policy, clock = listening()
+    session, _ = made.connect_owner(owner("g"), [])
+    for name in "rst":
+        made.reserve(reservation(name, "w", 40, attempt_id=1), owner=owner("g"))
+    made.mark_prefill_complete(key("r"), 1)
+    made.disconnect_owner(owner("g"), session)
+    clock.advance(5.0)
+    # The first token of s came long ago, nobody could be told.
+    made.connect_owner(owner("g"), [(key(name), 1) for name in "rs"])
+    made.mark_prefill_complete(key("s"), 1)
+    made.free(key("s"), 1, output_tokens=5)
+    made.free(key("r"), 1, output_tokens=5)
+    assert policy.untimed == {"s"}
+    ends = {name: end for what, name, end, _ in (told for told in policy.told if told[0] == "ended")}
+    assert ends["s"] == End(True, 5)
+    assert ends["r"] == End(True, 5, 5.0), "the time of its first token was told"
+
+
+def test_a_booking_that_is_there_is_told_that_its_first_token_is_out() -> None:
+    made, policy, clock = listening()
+    made.reserve(reservation("r", "w", 40, attempt_id=1))
+    clock.advance(3.0)
+    made.reserve(reservation("r", "w", 40, attempt_id=1)._replace(running=True, prefilled=True))
+    assert loads(made)["w"] == (1, 0, 3)
+    assert not made.mark_prefill_complete(key("r"), 1)
+    made.free(key("r"), 1, output_tokens=5)
+    assert policy.untimed == {"r"}
+    assert policy.told[-1] == ("ended", "r", End(True, 5), 103.0)
+    made.check_invariants()
 
 
 async def test_a_free_by_itself_tells_the_tokens_of_its_request() -> None:

@@ -183,7 +183,7 @@ def test_another_digest_at_the_same_sequence_is_a_divergence_and_is_repaired() -
     world.run(0.01)
     view = world["b"].replication.views[world["a"].replication.me]
     claim = view.claims[key("r")]
-    view._put(claim._replace(output_blocks=99))
+    view._put(claim._replace(output_blocks=99), late=False)
     world["b"].replication.ownership.settle()
     assert world["b"].state() != world["a"].state()
     world.settled()

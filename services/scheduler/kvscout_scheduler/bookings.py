@@ -140,6 +140,12 @@ class Bookings:
         for observer in booking.pool.observers:
             observer.prefill_completed(booking.facts, now - booking.booked_at, now)
 
+    def ran_before(self, booking: Booking) -> None:
+        """Notes that a booking began before we were told of it, or that we were not told in time what became of it:
+        nothing is to be learned from how long it takes."""
+        if not booking.facts.running:
+            booking.facts = booking.facts._replace(running=True)
+
     def add_output(self, key: RequestKey, attempt_id: int, blocks: int, now: float) -> int:
         """Adds generated blocks to a request; returns its output blocks in all.
 
@@ -226,7 +232,11 @@ class Bookings:
             active = self._find(*attempt)
             if active is None or active.owner not in (None, owner):
                 unknown.append(attempt)
-            elif not self.owners.owns(active):
+                continue
+            if active.phase is Phase.PREFILL:
+                # What was said of it while there was no stream is said again now.
+                self.ran_before(active)
+            if not self.owners.owns(active):
                 self._own(active, now)
                 self._leases.clear(active)
                 self.owners.add(active, owner, now)
@@ -332,6 +342,9 @@ class Bookings:
         if not booking.mirror:
             return
         booking.mirror = False
+        if booking.phase is Phase.PREFILL:
+            # Its caller tells us what it has told, or could not tell, another replica before.
+            self.ran_before(booking)
         # That of the replica that booked it: what comes of a call here ends nothing that runs.
         booking.answers = 1
         if booking.owner is not None:
@@ -382,7 +395,7 @@ class Bookings:
             del self._members[place]
         booking.pool.release(booking.allocation)
         if booking.pool.observers:
-            since = booking.first_token_at
+            since = None if booking.facts.running else booking.first_token_at
             end = End(freed, output_tokens, 0.0 if since is None else now - since)
             for observer in booking.pool.observers:
                 observer.ended(booking.facts, end, now)

@@ -30,7 +30,7 @@ NOWHERE: Final = WorkerRank("", 0)
 
 
 class Facts(NamedTuple):
-    """What does not change of a booking."""
+    """What does not change of a booking, but for `running`."""
 
     key: RequestKey
     attempt_id: int
@@ -54,7 +54,8 @@ class Facts(NamedTuple):
     estimates_prefill: bool = False
     """Its caller cannot report that the prefill is complete."""
     running: bool = False
-    """It ran before it was booked here: how long it takes from then on says nothing of its worker."""
+    """It ran before it was booked here, or what its caller said of it came late: how long it takes from then on says
+    nothing of its worker. It may become so while it is booked, as each call of an observer tells."""
     prefilled: bool = False
     """Its first token was out when it was booked here."""
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from kvscout_common.errors import NotFound
 from kvscout_scheduler.booking import Booking, Phase
-from kvscout_scheduler.replica_claim import Claim, ClaimState
+from kvscout_scheduler.replica_claim import Claim, ClaimState, shared
 from kvscout_scheduler.request import HASH_BYTES
 from kvscout_scheduler.scheduler import Scheduler
 
 
-def place(claim: Claim, scheduler: Scheduler) -> bool:
-    """Adds the booking that a claim describes; False = its worker is not here, or is another one."""
+def place(claim: Claim, scheduler: Scheduler, *, late: bool) -> bool:
+    """Adds the booking that a claim describes.
+
+    Args:
+        claim: The claim that holds.
+        scheduler: Where it is added.
+        late: Whether it was made longer ago than a message takes.
+
+    Returns:
+        False: its worker is not here, or is another one.
+    """
     facts = claim.facts
     try:
         pool, slot = scheduler.workers.slot(facts.key.tenant, facts.rank)
@@ -20,6 +29,8 @@ def place(claim: Claim, scheduler: Scheduler) -> bool:
     if pool.id != facts.key.pool or hashed > facts.isl_tokens // pool.lane_of[slot].block_size:
         return False
     prefill, output_blocks = claim.state is ClaimState.PREFILL, claim.output_blocks
+    if late or not prefill:
+        facts = facts._replace(running=True, prefilled=not prefill)
     booking = Booking(
         facts,
         pool,
@@ -34,16 +45,18 @@ def place(claim: Claim, scheduler: Scheduler) -> bool:
     return True
 
 
-def adjust(mirror: Booking, claim: Claim, scheduler: Scheduler) -> bool:
-    """Makes a mirror what a claim says; False = it is another booking."""
+def adjust(mirror: Booking, claim: Claim, scheduler: Scheduler, *, late: bool) -> bool:
+    """Makes a mirror what a claim says, as `place`; False = it is another booking."""
     prefill = claim.state is ClaimState.PREFILL
     if (
-        mirror.facts != claim.facts
+        shared(mirror.facts) != claim.facts
         or (prefill and mirror.phase is Phase.DECODE)
         or claim.output_blocks < mirror.output_blocks
     ):
         return False
     if not prefill and mirror.phase is Phase.PREFILL:
+        if late:
+            scheduler.bookings.ran_before(mirror)
         scheduler.bookings.decode(mirror, scheduler.clock())
     if claim.output_blocks > mirror.output_blocks:
         mirror.pool.load.add_private(mirror.allocation, claim.output_blocks - mirror.output_blocks)
@@ -55,7 +68,7 @@ def adjust(mirror: Booking, claim: Claim, scheduler: Scheduler) -> bool:
 def claim_of(booking: Booking, term: int, owner_since: int) -> Claim:
     """What we say of a booking of ours."""
     return Claim(
-        booking.facts,
+        shared(booking.facts),
         term,
         ClaimState.PREFILL if booking.phase is Phase.PREFILL else ClaimState.DECODE,
         booking.output_blocks,

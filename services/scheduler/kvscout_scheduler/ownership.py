@@ -73,7 +73,8 @@ class Ownership(Journal):
         self._unplaced: dict[tuple[str, str], dict[RequestKey, None]] = {}
         """By tenant and worker id."""
         self._unplaced_at: dict[RequestKey, tuple[str, str]] = {}
-        self._dirty: dict[RequestKey, None] = {}
+        self._dirty: dict[RequestKey, bool] = {}
+        """Names whose claims changed, and whether what they say of them is late."""
         self._yielding = False
         self._bookings.journal = self
 
@@ -98,8 +99,7 @@ class Ownership(Journal):
             return
         while self._dirty:
             key = next(iter(self._dirty))
-            del self._dirty[key]
-            self._resolve(key)
+            self._resolve(key, late=self._dirty.pop(key))
         self._scheduler.pump()
 
     def holds(self, of: Incarnation) -> bool:
@@ -113,7 +113,7 @@ class Ownership(Journal):
         """Drops a view with all its claims."""
         view, now = self.views.pop(of), self._clock()
         for key in view.claims:
-            self._dirty[key] = None
+            self._dirty[key] = True
             if self._over.pop(key, None) is not None:
                 # Others forget it a little later: until then it must be cancelled for them.
                 self._over[key] = now
@@ -219,21 +219,21 @@ class Ownership(Journal):
 
     # What others say, from their views.
 
-    def claim_changed(self, key: RequestKey) -> None:
-        """A view's claim to a name came, changed or went."""
-        self._dirty[key] = None
+    def claim_changed(self, key: RequestKey, *, late: bool = False) -> None:
+        """A view's claim to a name came, changed or went; late = longer ago than a message takes."""
+        self._dirty[key] = self._dirty.get(key, False) or late
 
     def freed_by_caller(self, key: RequestKey, attempt_id: int) -> None:
         """A caller freed an attempt at another replica."""
         self._bookings.freed_elsewhere(key, attempt_id, self._clock())
-        self._dirty[key] = None
+        self.claim_changed(key)
 
     # Registry listener; comes after the scheduler's own.
 
     def worker_added(self, spec: WorkerSpec) -> None:
         """Places what waited for a worker."""
         self.registers.worker_added(spec)
-        self._dirty.update(self._unplaced.get((spec.tenant, spec.worker_id), {}))
+        self._dirty.update(dict.fromkeys(self._unplaced.get((spec.tenant, spec.worker_id), {}), True))
         self.settle()
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
@@ -291,7 +291,7 @@ class Ownership(Journal):
             self._placed(claim.key)
         else:
             self._over[claim.key] = self._clock()
-            self._dirty[claim.key] = None
+            self.claim_changed(claim.key)
         self.log.put(claim)
 
     def _end_elsewhere(self, held: Held, reason: EndReason, now: float) -> None:
@@ -307,7 +307,7 @@ class Ownership(Journal):
         )
         self._claim(_over(claim, ClaimState.ENDED, claim.term + 1))
 
-    def _resolve(self, key: RequestKey) -> None:
+    def _resolve(self, key: RequestKey, *, late: bool) -> None:
         """Makes our bookings what the claims say."""
         held, booking = self.holder(key), self._bookings.find(key)
         if booking is not None and not booking.mirror:
@@ -328,10 +328,10 @@ class Ownership(Journal):
             self._claim(_over(claim, ClaimState.FREED, claim.term))
             return
         if booking is not None:
-            if mirrors.adjust(booking, claim, self._scheduler):
+            if mirrors.adjust(booking, claim, self._scheduler, late=late):
                 return
             self._bookings.remove_mirror(booking, self._clock())
-        if mirrors.place(claim, self._scheduler):
+        if mirrors.place(claim, self._scheduler, late=late):
             self._placed(key)
         else:
             self._unplace(key, (key.tenant, claim.facts.rank.worker_id))

@@ -97,6 +97,11 @@ class Claim(NamedTuple):
         )
 
 
+def shared(facts: Facts) -> Facts:
+    """What all replicas know alike of a booking: not since when one of them has known it."""
+    return facts._replace(running=False, prefilled=False) if facts.running or facts.prefilled else facts
+
+
 class ClaimSet(dict[RequestKey, Claim]):
     """Claims by name, with their digest: the exclusive or of their marks. It follows `put` and `drop`, nothing else."""
 

@@ -16,11 +16,13 @@ Pure: the clock is passed in, and `Ownership` is told of each change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvscout.v1 import replication_pb2
 from kvscout_scheduler.replica_claim import Claim, ClaimSet, ClaimState, Incarnation, claim_from_proto, owner_from_proto
+from kvscout_scheduler.request import MICROSECONDS
 from kvscout_scheduler.translate import key_from_proto
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ REORDER_SECONDS = 0.02
 RETRY_SECONDS = (0.1, 0.2, 0.25)
 """Between requests for a snapshot; the last one for ever."""
 MAX_LATER_BATCHES = 256
+LATE_SECONDS = 0.1
+"""Longer than the quickest message lately: what it tells is not new."""
+CLOCK_DRIFT = 0.01
+"""How fast the quickest message is forgotten, in seconds a second: a clock may have been set."""
 
 
 class View:
@@ -69,6 +75,10 @@ class View:
         self._tries = 0
         self._request_id = 0
         self._chunks: dict[int, replication_pb2.ReplicaSnapshotChunk] = {}
+        self._least_transit = math.inf
+        """Seconds from sending to applying of the quickest message, by two clocks that may differ."""
+        self._sent_at = now
+        """When that was updated."""
 
     def live(self, now: float) -> bool:
         """Whether it can be expected to answer."""
@@ -83,8 +93,13 @@ class View:
         """For how long anything has been missing."""
         return 0.0 if self._missing_since is None else now - self._missing_since
 
-    def take_batch(self, batch: replication_pb2.EventBatch, now: float) -> int:
+    def take_batch(self, batch: replication_pb2.EventBatch, now: float, wall_now: float) -> int:
         """Applies what fits of a batch.
+
+        Args:
+            batch: Events in order.
+            now: Monotonic seconds.
+            wall_now: Seconds since the Unix epoch.
 
         Returns:
             Events applied, of later batches too.
@@ -102,7 +117,7 @@ class View:
                 self._later[batch.first_sequence] = batch
             return 0
         before = self.sequence
-        self._apply(batch)
+        self._apply(batch, late=self._is_late(batch.sent_at, now, wall_now))
         self._drain(now)
         return self.sequence - before
 
@@ -210,10 +225,17 @@ class View:
                 break
             batch = self._later.pop(first)
             if first + len(batch.events) - 1 > self.sequence:
-                self._apply(batch)
+                self._apply(batch, late=True)
         self._settle(now)
 
-    def _apply(self, batch: replication_pb2.EventBatch) -> None:
+    def _is_late(self, sent_at: int, now: float, wall_now: float) -> bool:
+        """Whether a message took longer than others: the network held it up, or its sender or we were stopped."""
+        transit = wall_now - sent_at / MICROSECONDS
+        least = min(transit, self._least_transit + CLOCK_DRIFT * (now - self._sent_at))
+        self._least_transit, self._sent_at = least, now
+        return transit - least > LATE_SECONDS
+
+    def _apply(self, batch: replication_pb2.EventBatch, *, late: bool) -> None:
         events = batch.events[self.sequence + 1 - batch.first_sequence :]
         # All are read before any takes effect.
         added = {i: claim_from_proto(e.add_request) for i, e in enumerate(events) if e.HasField("add_request")}
@@ -222,7 +244,7 @@ class View:
             kind = event.WhichOneof("event")
             match kind:
                 case "add_request":
-                    self._put(added[index])
+                    self._put(added[index], late=late)
                 case "thresholds":
                     self._ownership.registers.merge_thresholds(event.thresholds)
                 case "cool_down":
@@ -230,9 +252,9 @@ class View:
                 case None:
                     self.diverged = True
                 case _:
-                    self._change(kind, getattr(event, kind))
+                    self._change(kind, getattr(event, kind), late=late)
 
-    def _change(self, kind: str, event: Any) -> None:
+    def _change(self, kind: str, event: Any, *, late: bool) -> None:
         """Applies an event to the claim that it names."""
         key = key_from_proto(event.request)
         claim = self.claims.get(key)
@@ -242,22 +264,23 @@ class View:
             return
         match kind:
             case "mark_prefill_completed":
-                self._put(claim._replace(state=ClaimState.DECODE))
+                self._put(claim._replace(state=ClaimState.DECODE), late=late)
             case "add_output":
-                self._put(claim._replace(output_blocks=event.output_blocks))
+                self._put(claim._replace(output_blocks=event.output_blocks), late=late)
             case "renew":
-                self._put(claim._replace(owner=owner_from_proto(event), lease_seconds=event.lease_seconds))
+                owner, lease_seconds = owner_from_proto(event), event.lease_seconds
+                self._put(claim._replace(owner=owner, lease_seconds=lease_seconds), late=late)
             case "free":
                 self.claims.drop(key)
                 if event.by_caller:
                     self._ownership.freed_by_caller(key, claim.attempt_id)
                 self._ownership.claim_changed(key)
 
-    def _put(self, claim: Claim) -> None:
+    def _put(self, claim: Claim, *, late: bool) -> None:
         self.claims.put(claim)
         if claim.state is ClaimState.FREED:
             self._ownership.freed_by_caller(claim.key, claim.attempt_id)
-        self._ownership.claim_changed(claim.key)
+        self._ownership.claim_changed(claim.key, late=late)
 
     def _replace(self, claims: Iterable[Claim], sequence: int) -> None:
         before, self.claims, self.sequence = self.claims, ClaimSet(), sequence
@@ -265,6 +288,6 @@ class View:
             if before.pop(claim.key, None) == claim:
                 self.claims.put(claim)
             else:
-                self._put(claim)
+                self._put(claim, late=True)
         for key in before:
-            self._ownership.claim_changed(key)
+            self._ownership.claim_changed(key, late=True)

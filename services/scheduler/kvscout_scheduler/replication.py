@@ -214,9 +214,10 @@ class Replication:
                 return
         match message.WhichOneof("body"):
             case "events":
-                if view.take_batch(message.events, now):
+                wall_now = self._wall_clock()
+                if view.take_batch(message.events, now, wall_now):
                     self._event_at, self._heartbeats = now, 0
-                    self.transit_seconds = max(0.0, self._wall_clock() - message.events.sent_at / MICROSECONDS)
+                    self.transit_seconds = max(0.0, wall_now - message.events.sent_at / MICROSECONDS)
             case "heartbeat":
                 self._take_heartbeat(of, view, message.heartbeat, now)
             case "snapshot_request":

@@ -23,7 +23,7 @@ from kvscout_common.errors import (
 from kvscout_common.tenant_limits import TenantLimits
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.active_load import MakeLoad
-from kvscout_scheduler.booking import Booking, FreeOutcome
+from kvscout_scheduler.booking import Booking, FreeOutcome, Phase
 from kvscout_scheduler.bookings import END_AT_ONCE, Bookings
 from kvscout_scheduler.cool_downs import CoolDowns
 from kvscout_scheduler.decision import Decision
@@ -202,7 +202,7 @@ class Scheduler:
         return waiter
 
     def reserve(self, facts: Facts, *, owner: OwnerName | None = None, lease_seconds: float = 0.0) -> int:
-        """Books a request on a given worker, whatever its load.
+        """Books a request on a given worker, whatever its load; one that is `prefilled` begins in its decode phase.
 
         Args:
             facts: What to book, and where.
@@ -210,7 +210,7 @@ class Scheduler:
             lease_seconds: Length of the lease; 0 = the default.
 
         Returns:
-            Prompt tokens charged as uncached.
+            Prompt tokens that were not cached.
 
         Raises:
             InvalidArgument: A field is wrong; it is named.
@@ -228,6 +228,10 @@ class Scheduler:
             if active.facts.rank != rank:
                 active.answers -= 1
                 raise AlreadyExists(f"request {key.request_id!r} is active on {active.facts.rank.worker_id!r}")
+            if facts.running:
+                self.bookings.ran_before(active)
+            if facts.prefilled and self.bookings.complete_prefill(key, facts.attempt_id, now):
+                self._relieved(key, now)
             return active.facts.uncached_tokens
         self._require_open()
         pool = self.workers.pool(key.pool)
@@ -450,7 +454,8 @@ class Scheduler:
             block_hashes = block_hashes[: MAX_HASHED_BLOCKS * HASH_BYTES]
             if pool.load.track_blocks:
                 facts = facts._replace(block_hashes=block_hashes)
-        booking = Booking(facts, pool, pool.place(slot, facts, block_hashes), now)
+        allocation = pool.place(slot, facts, block_hashes, prefill=not facts.prefilled)
+        booking = Booking(facts, pool, allocation, now, phase=Phase.DECODE if facts.prefilled else Phase.PREFILL)
         self.bookings.add(booking, owner=owner, lease_seconds=lease_seconds)
 
 
