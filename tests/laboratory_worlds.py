@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from kvscout_bench.laboratory.simulation import Cluster, Simulation
+from kvscout_bench.laboratory.cluster import Cluster
+from kvscout_bench.laboratory.simulation import Simulation
 from kvscout_bench.laboratory.timing import StepTime
 from kvscout_bench.laboratory.worker import EngineSettings
 from kvscout_bench.laboratory.workload import Flow, Nodes, Turn, Workload

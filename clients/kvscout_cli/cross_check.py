@@ -19,9 +19,9 @@ from statistics import fmean
 from rich.table import Table
 
 from kvscout_bench.laboratory.cells import Bench, Contender
+from kvscout_bench.laboratory.cluster import Cluster
 from kvscout_bench.laboratory.latencies import Latencies
 from kvscout_bench.laboratory.measures import Measures, Objective
-from kvscout_bench.laboratory.simulation import Cluster
 from kvscout_bench.laboratory.timing import StepTime
 from kvscout_bench.laboratory.worker import EngineSettings
 from kvscout_bench.laboratory.workload import Flow, Turn, Workload, from_sessions

@@ -3,13 +3,14 @@
 ::
 
     workload.py, generators.py      what is asked: flows of turns, each a prompt as a chain of blocks
-      │ arrivals.py                 when: at their own time, at another rate, or in bursts
-    simulation.py                   the event loop: simulated picoseconds, one heap
+      │ clients.py                  how: bounds on outputs, answers that come as a whole, long ones, adapters
+    simulation.py                   clients, gateways and schedulers; faults.py: what goes wrong
       ├─ router.py                  gateways and scheduler replicas: the scheduler's own policy, queue and active load
       │    └─ index.py              which worker is known to hold what, events arriving late
-      └─ worker.py                  an engine: continuous batching, chunked prefill, preemption
-           ├─ timing.py             what a step takes
-           └─ kv_cache.py           its blocks: references, least recently used first out
+      └─ engines.py                 the event loop: simulated picoseconds, one heap
+           └─ worker.py             an engine: continuous batching, chunked prefill, preemption
+                ├─ timing.py        what a step takes
+                └─ kv_cache.py      its blocks: references, least recently used first out
     records.py ─▶ measures.py       what happened to each request ─▶ what the policy did
     bound.py                        what no policy can beat
     report.py, plots.py, sweep.py   tables, pictures, grids of cells

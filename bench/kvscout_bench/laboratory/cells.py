@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from kvscout_bench.laboratory.bound import Bound, lower_bound
+from kvscout_bench.laboratory.cluster import Cluster
 from kvscout_bench.laboratory.measures import Measures, Objective, measure
-from kvscout_bench.laboratory.simulation import Cluster, Simulation
+from kvscout_bench.laboratory.simulation import Simulation
 from kvscout_bench.laboratory.workload import Burst, Workload, at_rate, in_bursts, led
 from kvscout_common.errors import ConfigError
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies

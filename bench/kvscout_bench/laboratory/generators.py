@@ -3,6 +3,7 @@
 * `conversations`: the sessions of `kvscout demo`'s generator, at the scale of a service.
 * `agents`: tools and instructions of thousands of tokens, shared by all sessions of an agent; few agents are popular.
 * `shared_prompt`: one system prompt before everything, short questions, long answers.
+* `embeddings`: short texts, many a second, and no output.
 * `documents`: questions about documents that are asked about again, behind one short system prompt; with few requests a
   second and caches that hold a part of the documents each, it shows whether idle workers share them out.
 
@@ -149,3 +150,29 @@ def documents(parameters: Documents = Documents()) -> Workload:
         output = parameters.output.draw(rng)
         flows.append(Flow(start, (Turn(nodes.extend(chain, (prompt + output) // size), prompt, output),)))
     return Workload("documents", size, tuple(flows))
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Parameters of `embeddings`."""
+
+    requests: int = 6_000
+    seed: int = 0
+    block_size: int = 16
+    text: LogNormal = LogNormal(median=180, sigma=0.8, low=8, high=2_000)
+    instruction_tokens: int = 32
+    """That all begin with."""
+
+
+def embeddings(parameters: Embeddings = Embeddings()) -> Workload:
+    """Texts to embed, one flow each."""
+    rng, nodes = random.Random(parameters.seed), Nodes()
+    size = parameters.block_size
+    instruction = nodes.chain(["instruction"] * (parameters.instruction_tokens // size))
+    flows, start = [], 0.0
+    for _ in range(parameters.requests):
+        start += rng.expovariate(1.0)
+        prompt = parameters.instruction_tokens + parameters.text.draw(rng)
+        turn = Turn(nodes.extend(instruction, prompt // size), prompt, 0, output_class="embeddings")
+        flows.append(Flow(start, (turn,)))
+    return Workload("embeddings", size, tuple(flows))

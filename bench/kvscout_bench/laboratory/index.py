@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from random import Random
 
 
 class LateIndex:
@@ -14,16 +15,22 @@ class LateIndex:
     Args:
         workers: How many there are.
         delay: From an event until it counts, in the simulation's time.
+        lost: Share of what `publish` takes that never counts.
+        seed: Of what is lost.
     """
 
-    def __init__(self, workers: int, delay: int) -> None:
+    def __init__(self, workers: int, delay: int, lost: float = 0.0, seed: int = 0) -> None:
         self._delay = delay
+        self._lost = lost
+        self._draw = Random(f"lost events {seed}").random
         self._everyone = (1 << workers) - 1
         self._holders: dict[int, int] = {}
         self._late: deque[tuple[int, int, Sequence[int]]] = deque()
 
     def publish(self, worker: int, events: Sequence[int], now: int) -> None:
         """Takes a worker's events, in order; a removed node is negated. Calls come in order of time."""
+        if self._lost and self._draw() < self._lost:
+            return
         self._late.append((now + self._delay, 1 << worker, events))
 
     def overlaps(self, nodes: Iterable[int], now: int) -> dict[int, int]:

@@ -148,6 +148,6 @@ def _spread(ordered: Sequence[float]) -> Spread:
 
 def _well(record: Record, objective: Objective) -> bool:
     gaps = record.output_tokens - 1
-    itl = (record.finished - record.first_token) / PICOSECONDS / gaps if gaps else 0.0
+    itl = (record.finished - record.first_token) / PICOSECONDS / gaps if gaps > 0 else 0.0
     ttft = (record.first_token - record.arrived) / PICOSECONDS
     return ttft <= objective.ttft_seconds and itl <= objective.itl_seconds

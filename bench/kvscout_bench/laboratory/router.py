@@ -9,17 +9,27 @@ them together, `kvscout_scheduler.replication`, whose messages are carried some 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
 
 from kvscout_bench.laboratory.timing import PICOSECONDS
-from kvscout_common.errors import KvscoutError
+from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_scheduler.active_load import MakeLoad
 from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
 from kvscout_scheduler.policies import PolicyRegistry
-from kvscout_scheduler.request import MAX_LEASE_SECONDS, Prompt, RequestKey, SelectionRequest
+from kvscout_scheduler.request import (
+    ANYONE,
+    MAX_LEASE_SECONDS,
+    OwnerName,
+    Prompt,
+    RequestKey,
+    SelectionRequest,
+    Wanted,
+)
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
 
@@ -39,11 +49,24 @@ class Ask:
     prompt_tokens: int
     hashes: bytes
     """Of the complete blocks of its prompt, packed."""
-    overlaps: Mapping[int, int]
-    """Leading blocks by worker number."""
     expected_output_tokens: int = 0
     priority: int = 0
     charge_prefill: bool = True
+    max_output_tokens: int = 0
+    output_class: str = ""
+    estimates_prefill: bool = False
+    """Nobody is going to see its first token."""
+    lora_name: str = ""
+
+
+@dataclass(slots=True)
+class Booked:
+    """What a gateway keeps of a booking, to book it again where it is not known."""
+
+    ask: Ask
+    decision: Decision
+    prefilled: bool
+    """Its first token is out."""
 
 
 class Replica:
@@ -58,6 +81,7 @@ class Replica:
         seed: Of its draws.
         replicated: Whether there are others.
         make_load: Which twin keeps the load; None = the native one where it is built.
+        starts: How often it has been started before.
     """
 
     def __init__(
@@ -71,6 +95,7 @@ class Replica:
         seed: int,
         replicated: bool,
         make_load: MakeLoad | None,
+        starts: int = 0,
     ) -> None:
         def clock() -> float:
             return now() / PICOSECONDS
@@ -81,11 +106,12 @@ class Replica:
         self.core = Scheduler(
             replace(settings, lease_seconds=MAX_LEASE_SECONDS),
             clock=clock,
-            rng=Random(seed * 1_000 + number),
+            rng=Random(seed * 1_000 + number + 1_000_003 * starts),
             policies=policies,
             wall_clock=wall_clock,
             make_load=make_load,
         )
+        self.number = number
         self.replication = None
         if replicated:
             from kvscout_scheduler.replication import Replication
@@ -95,11 +121,20 @@ class Replica:
             self.core.workers.worker_added(spec)
             if self.replication is not None:
                 self.replication.ownership.worker_added(spec)
+        if starts and self.replication is not None:
+            self.replication.query()
         self._names = [spec.worker_id for spec in specs]
 
-    def place(self, ask: Ask, answer: Placed) -> None:
-        """Has a worker picked and booked, now or when it is the request's turn."""
-        names, rows = self._names, ask.overlaps
+    def place(self, ask: Ask, rows: Mapping[int, int], answer: Placed, owner: OwnerName | None = None) -> None:
+        """Has a worker picked and booked, now or when it is the request's turn.
+
+        Args:
+            ask: What wants one.
+            rows: Leading blocks of its prompt by worker number.
+            answer: Told of the worker or of the error, once.
+            owner: The gateway, if it may go away.
+        """
+        names = self._names
         overlaps = Overlaps([names[row] for row in rows], (), list(rows.values())) if rows else NO_OVERLAPS
         request = SelectionRequest(
             MODEL,
@@ -110,16 +145,45 @@ class Replica:
             attempt_id=1,
             priority=ask.priority,
             expected_output_tokens=ask.expected_output_tokens,
+            wanted=Wanted(lora_name=ask.lora_name) if ask.lora_name else ANYONE,
             charge_prefill=ask.charge_prefill,
+            max_output_tokens=ask.max_output_tokens,
+            output_class=ask.output_class,
+            estimates_prefill=ask.estimates_prefill,
         )
         try:
-            self.core.reserve_or_wait(request, answer)
+            self.core.reserve_or_wait(request, answer, owner=owner)
         except KvscoutError as error:
             answer(error)
 
+    def book_again(self, booked: Booked, owner: OwnerName | None = None) -> None:
+        """Books what runs already, as a gateway does that finds a scheduler that does not know it."""
+        ask, decision = booked.ask, booked.decision
+        key = _key(ask.request_id, ask.role)
+        self.core.reserve(
+            Facts(
+                key,
+                1,
+                decision.rank,
+                ask.prompt_tokens,
+                decision.uncached_tokens,
+                ask.expected_output_tokens,
+                ask.hashes,
+                max_output_tokens=ask.max_output_tokens,
+                output_class=ask.output_class,
+                estimates_prefill=ask.estimates_prefill,
+                running=True,
+                prefilled=booked.prefilled,
+            ),
+            owner=owner,
+        )
+        if booked.prefilled:
+            self.core.mark_prefill_complete(key, 1)
+
     def first_token(self, request_id: str, role: Role) -> None:
         """A request's prompt is computed."""
-        self.core.mark_prefill_complete(_key(request_id, role), 1)
+        with suppress(NotFound):
+            self.core.mark_prefill_complete(_key(request_id, role), 1)
 
     def ended(self, request_id: str, role: Role, output_tokens: int) -> None:
         """A request has its last token."""

@@ -1,69 +1,29 @@
-"""The event loop: one heap, whole picoseconds, nothing by chance that is not drawn from the seed."""
+"""A cluster in simulated time: clients and gateways, and the schedulers that they ask."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from typing import Any
+from heapq import heappop
+from typing import cast
 
-from kvscout_bench.laboratory.index import LateIndex
-from kvscout_bench.laboratory.latencies import Latencies
-from kvscout_bench.laboratory.records import Record, Run, WorkerRecord
-from kvscout_bench.laboratory.router import MODEL, Ask, Replica, name_of, number_of
+from kvscout_bench.laboratory.cluster import Cluster
+from kvscout_bench.laboratory.engines import FIRST, LATER, Engines
+from kvscout_bench.laboratory.records import Record, Run
+from kvscout_bench.laboratory.router import MODEL, Ask, Booked, Replica, name_of, number_of
 from kvscout_bench.laboratory.timing import picoseconds
-from kvscout_bench.laboratory.worker import NEVER, EngineSettings, Job, Worker
-from kvscout_bench.laboratory.workload import Workload
+from kvscout_bench.laboratory.worker import NEVER, Job
+from kvscout_bench.laboratory.workload import Turn, Workload
 from kvscout_common.errors import ConfigError, KvscoutError
-from kvscout_common.worker import Role, WorkerSpec
+from kvscout_common.worker import ALL_TENANTS, Adapter, Role, WorkerSpec
 from kvscout_scheduler.active_load import MakeLoad
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.policies import PolicyRegistry
+from kvscout_scheduler.request import OwnerName
 from kvscout_scheduler.settings import SchedulerSettings
 
-_FIRST, _LATER = 0, 1
-"""Of two things at one time, what reaches a worker comes before what the worker does."""
 HEARTBEAT_SECONDS = 0.25
 """Between two looks of a replica at what it owes the others, when nothing happens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """What serves a workload."""
-
-    workers: int = 16
-    """Those that decode."""
-    prefill_workers: int = 0
-    """Those that only compute prompts; 0 = every worker does both."""
-    engine: EngineSettings = EngineSettings()
-    speeds: tuple[float, ...] = ()
-    """Of the first workers, in those of the others."""
-    gateways: int = 1
-    replicas: int = 1
-    """Of the scheduler; gateways are spread over them."""
-    latencies: Latencies = Latencies()
-    tells_output: bool = False
-    """Whether gateways say how long the output is going to be."""
-    seed: int = 0
-
-    def validate(self) -> Cluster:
-        """Itself, if every setting is in range.
-
-        Raises:
-            ConfigError: Naming the first that is not.
-        """
-        for name in ("workers", "gateways", "replicas"):
-            if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", field=name)
-        if self.prefill_workers < 0:
-            raise ConfigError("must not be negative", field="prefill_workers")
-        if len(self.speeds) > self.workers + self.prefill_workers:
-            raise ConfigError(f"there are {self.workers + self.prefill_workers} workers", field="speeds")
-        if not all(0 < speed < float("inf") for speed in self.speeds):
-            raise ConfigError("must be positive numbers", field="speeds")
-        self.engine.validate()
-        return self
 
 
 @dataclass(slots=True)
@@ -71,16 +31,20 @@ class _Request:
     """One request under way."""
 
     request_id: str
-    flow: int
-    turn: int
-    nodes: array[int]
+    turn: Turn
     record: Record
-    replica: Replica
+    gateway: int
+    asked: tuple[Ask, Callable[[_Request, Decision], None]] | None = None
+    """While it waits for a worker."""
+    booked: Booked | None = None
+    """Since it has one."""
+    abandoned: bool = False
+    """Its gateway is gone."""
     job: Job | None = None
     prefill_job: Job | None = None
 
 
-class Simulation:
+class Simulation(Engines):
     """One run of one policy. Used once.
 
     Args:
@@ -102,16 +66,12 @@ class Simulation:
         on_done: Callable[[int], None] = lambda _: None,
         make_load: MakeLoad | None = None,
     ) -> None:
-        cluster.validate()
+        super().__init__(cluster.validate())
         if cluster.engine.block_size != workload.block_size:
             raise ConfigError(f"the workload has blocks of {workload.block_size}", field="block_size")
         self._workload = workload
         self._cluster = cluster
         self._on_done = on_done
-        self._now = 0
-        self._heap: list[tuple[int, int, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._sequence = 0
-        self._run = Run()
         self._left = workload.requests
         self._numbers = 0
         latencies = cluster.latencies
@@ -119,17 +79,13 @@ class Simulation:
         self._report = picoseconds(latencies.report_ms / 1000)
         self._sync = picoseconds(latencies.sync_ms / 1000)
         self._expiry = picoseconds(settings.expiry_seconds)
-        total = cluster.workers + cluster.prefill_workers
-        self._index = LateIndex(total, picoseconds(latencies.event_ms / 1000))
-        speeds = (*cluster.speeds, *[1.0] * (total - len(cluster.speeds)))
-        self._workers = [Worker(cluster.engine, speed) for speed in speeds]
-        self._wakes = [0] * total
-        """Which planned wake-up of each worker holds; those before it are void."""
-        self._batch_since = [0] * total
-        self._run.workers = [WorkerRecord() for _ in range(total)]
-        specs = [self._spec(number) for number in range(total)]
-        self.replicas = [
-            Replica(
+        self._grace = picoseconds(settings.owner_grace_seconds)
+        self._settled = 0
+        """Until then bookings that nobody has any more end."""
+        specs = [self._spec(number) for number in range(len(self._workers))]
+
+        def start(number: int, starts: int = 0) -> Replica:
+            return Replica(
                 number,
                 specs,
                 settings=settings,
@@ -138,19 +94,28 @@ class Simulation:
                 seed=cluster.seed,
                 replicated=cluster.replicas > 1,
                 make_load=make_load,
+                starts=starts,
             )
-            for number in range(cluster.replicas)
-        ]
+
+        self._start = start
+        self.replicas = [start(number) for number in range(cluster.replicas)]
+        self._down = False
+        """The scheduler is, and who wants a worker waits."""
+        self._requests: dict[str, _Request] = {}
+        """Under way."""
+        self._owners: list[OwnerName | None] = [None] * cluster.gateways
+        self._sessions: list[int] = []
+        """Of the gateways' streams."""
         self._flushing = [False] * cluster.replicas
-        self._numbered = {id(replica): number for number, replica in enumerate(self.replicas)}
 
     def run(self) -> Run:
         """Runs until every request has ended."""
         for number, flow in enumerate(self._workload.flows):
-            self._at(picoseconds(flow.start_seconds), _LATER, self._arrive, number, 0)
-        self._at(self._expiry, _LATER, self._expire)
+            self._at(picoseconds(flow.start_seconds), LATER, self._arrive, number, 0)
+        self._at(self._expiry, LATER, self._expire)
         if len(self.replicas) > 1:
-            self._at(0, _LATER, self._heartbeat)
+            self._at(0, LATER, self._heartbeat)
+        self._plan_faults()
         heap = self._heap
         while self._left:
             self._now, _, _, call, arguments = heappop(heap)
@@ -159,7 +124,7 @@ class Simulation:
         self._settle()
         for record, worker in zip(self._run.workers, self._workers, strict=True):
             record.busy, record.preemptions = worker.busy_time, worker.preemptions
-        self._run.queued = sum(replica.core.stats.queued for replica in self.replicas)
+        self._run.queued += sum(replica.core.stats.queued for replica in self.replicas)
         self._run.steps = self._sequence
         return self._run
 
@@ -176,19 +141,20 @@ class Simulation:
     def _settle(self) -> None:
         """Lets what is under way arrive."""
         until = self._now + 100 * (self._report + self._sync) + picoseconds(2 * HEARTBEAT_SECONDS)
+        if self._cluster.faults.restart_gateway is not None:
+            # What it had booked ends by itself.
+            self._settled = self._now + self._grace + 2 * self._expiry
+            until = max(until, self._settled)
         while self._heap and self._heap[0][0] <= until:
             self._now, _, _, call, arguments = heappop(self._heap)
             call(*arguments)
-
-    def _at(self, time: int, order: int, call: Callable[..., None], *arguments: Any) -> None:
-        self._sequence += 1
-        heappush(self._heap, (time, order, self._sequence, call, arguments))
 
     def _spec(self, number: int) -> WorkerSpec:
         cluster = self._cluster
         role = Role.AGGREGATED
         if cluster.prefill_workers:
             role = Role.DECODE if number < cluster.workers else Role.PREFILL
+        adapters = tuple(Adapter(f"adapter-{each + 1}") for each in range(cluster.adapters) if not (number + each) % 2)
         return WorkerSpec(
             worker_id=name_of(number),
             model=MODEL,
@@ -197,66 +163,98 @@ class Simulation:
             total_kv_blocks=cluster.engine.blocks,
             max_num_batched_tokens=cluster.engine.max_num_batched_tokens,
             total_slots=cluster.engine.max_num_seqs,
+            adapters=adapters,
         )
 
     def _arrive(self, flow: int, turn: int) -> None:
         step = self._workload.flows[flow].turns[turn]
         record = Record(flow, turn, self._now, step.prompt_tokens, step.output_tokens)
         self._run.records.append(record)
+        self._send(record)
+
+    def _send(self, record: Record) -> None:
+        """A client sends a request, for the first time or again."""
         self._numbers += 1
-        replica = self.replicas[self._numbers % self._cluster.gateways % len(self.replicas)]
-        request = _Request(f"r{self._numbers}", flow, turn, step.nodes, record, replica)
+        turn = self._workload.flows[record.flow].turns[record.turn]
+        request = _Request(f"r{self._numbers}", turn, record, self._numbers % self._cluster.gateways)
+        self._requests[request.request_id] = request
         if self._cluster.prefill_workers:
             self._ask(request, Role.PREFILL, self._prefill_placed)
         else:
             self._ask(request, Role.AGGREGATED, self._placed)
 
+    def _replica(self, request: _Request) -> Replica:
+        return self.replicas[request.gateway % len(self.replicas)]
+
     def _ask(self, request: _Request, role: Role, placed: Callable[[_Request, Decision], None]) -> None:
-        record = request.record
-        prompt = request.nodes[: record.prompt_tokens // self._workload.block_size]
+        cluster, turn, size = self._cluster, request.turn, self._workload.block_size
+        expected = turn.output_tokens if cluster.tells_output else 0
+        ask = Ask(
+            request.request_id,
+            role,
+            turn.prompt_tokens,
+            turn.nodes[: turn.prompt_tokens // size].tobytes(),
+            expected or (turn.max_tokens if cluster.expects_max_tokens else 0),
+            turn.priority,
+            role is not Role.DECODE,
+            0 if cluster.expects_max_tokens else turn.max_tokens,
+            turn.output_class,
+            # A prefill leg ends with its prompt.
+            not turn.streamed and role is not Role.PREFILL,
+            f"adapter-{turn.adapter}" if turn.adapter else "",
+        )
+        request.asked, request.booked = (ask, placed), None
+        if not self._down:
+            self._place(request)
+
+    def _place(self, request: _Request) -> None:
+        """Asks the scheduler of its gateway for a worker."""
+        assert request.asked is not None
+        ask, placed = request.asked
+        prompt = request.turn.nodes[: ask.prompt_tokens // self._workload.block_size]
+        replica = self._replica(request)
 
         def answer(decision: Decision | KvscoutError) -> None:
+            if request.abandoned:
+                if isinstance(decision, Decision):
+                    replica.ended(request.request_id, ask.role, 0)
+                return
+            request.asked = None
             if isinstance(decision, KvscoutError):
                 self._failed(request, decision)
             else:
+                request.booked = Booked(ask, decision, prefilled=False)
                 placed(request, decision)
 
-        request.replica.place(
-            Ask(
-                request.request_id,
-                role,
-                record.prompt_tokens,
-                prompt.tobytes(),
-                self._index.overlaps(prompt, self._now),
-                record.output_tokens if self._cluster.tells_output else 0,
-                self._workload.flows[request.flow].turns[request.turn].priority,
-                role is not Role.DECODE,
-            ),
-            answer,
-        )
-        self._changed(request.replica)
+        replica.place(ask, self._index.overlaps(prompt, self._now), answer, self._owners[request.gateway])
+        self._changed(replica)
 
     def _placed(self, request: _Request, decision: Decision) -> None:
         record = request.record
         record.placed, record.worker = self._now, number_of(decision.rank)
         record.predicted_tokens = record.prompt_tokens - decision.uncached_tokens
-        request.job = Job(request, request.nodes, record.prompt_tokens, record.output_tokens)
-        self._at(self._now + self._route, _FIRST, self._submit, record.worker, request.job)
+        request.job = self._job(request)
+        self._at(self._now + self._route, FIRST, self._submit, record.worker, request.job)
+
+    def _job(self, request: _Request, *, computed_elsewhere: bool = False) -> Job:
+        turn = request.turn
+        output = max(1, turn.output_tokens)
+        return Job(request, turn.nodes, turn.prompt_tokens, output, computed_elsewhere=computed_elsewhere)
 
     def _prefill_placed(self, request: _Request, decision: Decision) -> None:
         record = request.record
         record.placed, record.worker = self._now, number_of(decision.rank)
         record.predicted_tokens = record.prompt_tokens - decision.uncached_tokens
-        request.prefill_job = Job(request, request.nodes, record.prompt_tokens, 1, holds=True)
-        self._at(self._now + self._route, _FIRST, self._submit, record.worker, request.prefill_job)
+        request.prefill_job = Job(request, request.turn.nodes, record.prompt_tokens, 1, holds=True)
+        self._at(self._now + self._route, FIRST, self._submit, record.worker, request.prefill_job)
 
     def _decode_placed(self, request: _Request, decision: Decision) -> None:
         record, latencies = request.record, self._cluster.latencies
         record.decode_worker = number_of(decision.rank)
-        request.job = Job(request, request.nodes, record.prompt_tokens, record.output_tokens, computed_elsewhere=True)
+        request.job = self._job(request, computed_elsewhere=True)
         tokens = record.prompt_tokens - decision.overlap_blocks * self._workload.block_size
         took = picoseconds(latencies.transfer_ms / 1000 + tokens * latencies.transfer_us_per_token / 1e6)
-        self._at(self._now + self._route + took, _FIRST, self._transferred, request)
+        self._at(self._now + self._route + took, FIRST, self._transferred, request)
 
     def _transferred(self, request: _Request) -> None:
         record = request.record
@@ -269,137 +267,189 @@ class Simulation:
         self._submit(record.decode_worker, request.job)
 
     def _submit(self, number: int, job: Job) -> None:
-        worker = self._workers[number]
-        self._run.workers[number].requests += 1
-        idle = worker.end == NEVER
-        before = worker.end
+        request = cast(_Request, job.request)
+        if request.abandoned:
+            return
         try:
-            worker.submit(job, self._now)
+            self._give(number, job)
         except ConfigError as error:
-            request: Any = job.request
             self._failed(request, error)
-            return
-        if idle:
-            self._published(number)
-        if worker.end != before:
-            self._plan(number)
-
-    def _begin(self, number: int) -> None:
-        self._workers[number].begin(self._now)
-        self._published(number)
-        self._plan(number)
-
-    def _published(self, number: int) -> None:
-        events = self._workers[number].cache.take_events()
-        if events:
-            self._index.publish(number, events, self._now)
-
-    def _plan(self, number: int) -> None:
-        self._wakes[number] += 1
-        self._at(self._workers[number].end, _LATER, self._wake, number, self._wakes[number])
-
-    def _wake(self, number: int, planned: int) -> None:
-        if planned != self._wakes[number]:
-            return
-        worker, record = self._workers[number], self._run.workers[number]
-        batch = worker.batch
-        record.batch_time += batch * (self._now - self._batch_since[number])
-        record.largest_batch = max(record.largest_batch, batch)
-        done, gap, late = worker.finish()
-        if gap is not None:
-            self._run.gaps.add(gap)
-        for since, until in late:
-            self._run.gaps.late(until - since)
-        for job, finished in done:
-            self._token(job, finished)
-        self._batch_since[number] = self._now
-        worker.begin(self._now)
-        self._published(number)
-        if worker.end != NEVER:
-            self._plan(number)
 
     def _token(self, job: Job, finished: bool) -> None:
-        request: Any = job.request
+        request = cast(_Request, job.request)
         record = request.record
+        if request.abandoned:
+            return
         if job is request.prefill_job:
             record.cached_tokens = job.cached_tokens or 0
-            self._at(self._now + self._report, _LATER, self._prefilled, request)
+            self._at(self._now + self._report, LATER, self._prefilled, request)
             return
         role = Role.DECODE if self._cluster.prefill_workers else Role.AGGREGATED
         if record.first_token < 0:
             record.first_token = self._now
             if role is Role.AGGREGATED:
                 record.cached_tokens = job.cached_tokens or 0
-            if not finished:
-                self._at(self._now + self._report, _LATER, self._first_token, request, role)
+            if not finished and request.turn.streamed:
+                self._at(self._now + self._report, LATER, self._first_token, request, role)
         if finished:
             record.finished = self._now
-            self._at(self._now + self._report, _LATER, self._ended, request, role)
+            self._at(self._now + self._report, LATER, self._ended, request, role)
 
     def _prefilled(self, request: _Request) -> None:
-        request.replica.ended(request.request_id, Role.PREFILL, 1)
-        self._changed(request.replica)
-        self._ask(request, Role.DECODE, self._decode_placed)
+        if not request.abandoned:
+            self._tell_end(request, Role.PREFILL, 1)
+            self._ask(request, Role.DECODE, self._decode_placed)
 
     def _first_token(self, request: _Request, role: Role) -> None:
-        request.replica.first_token(request.request_id, role)
-        self._changed(request.replica)
+        if request.abandoned or request.booked is None:
+            return
+        request.booked.prefilled = True
+        if not self._down:
+            self._replica(request).first_token(request.request_id, role)
+            self._changed(self._replica(request))
+
+    def _tell_end(self, request: _Request, role: Role, output_tokens: int) -> None:
+        """What the scheduler misses while it is down it is not told later: it never hears of the request."""
+        request.booked = None
+        if not self._down:
+            self._replica(request).ended(request.request_id, role, output_tokens)
+            self._changed(self._replica(request))
 
     def _ended(self, request: _Request, role: Role) -> None:
-        request.replica.ended(request.request_id, role, request.record.output_tokens)
-        self._changed(request.replica)
+        if request.abandoned:
+            return
+        self._tell_end(request, role, request.turn.output_tokens)
         self._over(request)
-        turns = self._workload.flows[request.flow].turns
-        if request.turn + 1 < len(turns):
-            due = request.record.finished + picoseconds(turns[request.turn + 1].think_seconds)
-            self._at(max(due, self._now), _LATER, self._arrive, request.flow, request.turn + 1)
+        record = request.record
+        turns = self._workload.flows[record.flow].turns
+        if record.turn + 1 < len(turns):
+            due = record.finished + picoseconds(turns[record.turn + 1].think_seconds)
+            self._at(max(due, self._now), LATER, self._arrive, record.flow, record.turn + 1)
 
     def _failed(self, request: _Request, error: KvscoutError) -> None:
-        request.record.error = f"{type(error).__name__}: {error}"
-        role = Role.PREFILL if self._cluster.prefill_workers and request.job is None else Role.AGGREGATED
-        if request.record.placed >= 0:
-            self._at(self._now + self._report, _LATER, request.replica.ended, request.request_id, role, 0)
+        record = request.record
+        record.error = f"{type(error).__name__}: {error}"
+        if request.booked is not None:
+            role = request.booked.ask.role
+            self._at(self._now + self._report, LATER, self._tell_end, request, role, 0)
         self._over(request)
-        for _ in self._workload.flows[request.flow].turns[request.turn + 1 :]:
+        for _ in self._workload.flows[record.flow].turns[record.turn + 1 :]:
             # The next prompt would contain an answer that does not exist.
             self._left -= 1
 
     def _over(self, request: _Request) -> None:
         self._left -= 1
+        self._requests.pop(request.request_id, None)
         self._on_done(len(self._run.records))
 
     def _expire(self) -> None:
         for replica in self.replicas:
             replica.core.expire()
-        if self._left:
-            self._at(self._now + self._expiry, _LATER, self._expire)
+        if self._left or self._now < self._settled:
+            self._at(self._now + self._expiry, LATER, self._expire)
 
     def _changed(self, replica: Replica) -> None:
         """What a replica did is told to the others, a little later and together with what it does meanwhile."""
         if replica.replication is None:
             return
-        number = self._numbered[id(replica)]
+        number = replica.number
         if not self._flushing[number]:
             self._flushing[number] = True
-            self._at(self._now + self._sync // 2, _LATER, self._flush, number)
+            self._at(self._now + self._sync // 2, LATER, self._flush, number)
 
     def _flush(self, number: int) -> None:
         self._flushing[number] = False
+        if self._down:
+            return
         replication = self.replicas[number].replication
         assert replication is not None
         for outgoing in replication.take():
             for other in self.replicas:
                 if other is not self.replicas[number]:
-                    self._at(self._now + self._sync // 2, _LATER, self._receive, other, outgoing.payload)
+                    self._at(self._now + self._sync // 2, LATER, self._receive, other, outgoing.payload)
 
     def _receive(self, replica: Replica, payload: bytes) -> None:
+        """What reaches a process that is no more reaches nobody."""
         assert replica.replication is not None
-        replica.replication.receive(payload)
+        if self.replicas[replica.number] is replica:
+            replica.replication.receive(payload)
 
     def _heartbeat(self) -> None:
-        for replica in self.replicas:
+        for replica in self.replicas if not self._down else ():
             assert replica.replication is not None
             replica.replication.tick()
             self._changed(replica)
         if self._left:
-            self._at(self._now + picoseconds(HEARTBEAT_SECONDS), _LATER, self._heartbeat)
+            self._at(self._now + picoseconds(HEARTBEAT_SECONDS), LATER, self._heartbeat)
+
+    def _plan_faults(self) -> None:
+        faults, flows = self._cluster.faults, self._workload.flows
+        first, span = flows[0].start_seconds, self._workload.span_seconds
+
+        def at(share: float | None, call: Callable[[], None]) -> None:
+            if share is not None:
+                self._at(picoseconds(first + share * span), FIRST, call)
+
+        at(faults.restart_scheduler, self._scheduler_goes)
+        if faults.restart_gateway is not None:
+            self._connect_gateways()
+            at(faults.restart_gateway, self._gateway_goes)
+        if faults.recover_worker is not None:
+            prefill, decode = self._cluster.speeds_of(0)
+            self._workers[0].set_speeds(prefill * faults.slow_speed, decode * faults.slow_speed, self._now)
+            at(faults.recover_worker, self._worker_recovers)
+
+    def _scheduler_goes(self) -> None:
+        self._down = True
+        down = picoseconds(self._cluster.faults.scheduler_down_seconds)
+        self._at(self._now + down, FIRST, self._scheduler_comes)
+
+    def _scheduler_comes(self) -> None:
+        """All replicas begin anew, and gateways book there what runs; then whoever waited asks, again or for once."""
+        self._run.queued += sum(replica.core.stats.queued for replica in self.replicas)
+        self.replicas = [self._start(number, 1) for number in range(len(self.replicas))]
+        if self._cluster.faults.restart_gateway is not None:
+            self._connect_gateways()
+        self._down = False
+        for request in self._requests.values():
+            if request.booked is not None:
+                self._replica(request).book_again(request.booked, self._owners[request.gateway])
+        for request in [each for each in self._requests.values() if each.asked is not None]:
+            self._place(request)
+        for replica in self.replicas:
+            self._changed(replica)
+
+    def _connect_gateways(self) -> None:
+        """Has bookings belong to the gateways that make them, so that they end when those go away."""
+        self._sessions = []
+        for gateway in range(self._cluster.gateways):
+            owner = self._owners[gateway] or OwnerName(ALL_TENANTS, f"gateway-{gateway}")
+            self._owners[gateway] = owner
+            core = self.replicas[gateway % len(self.replicas)].core
+            self._sessions.append(core.connect_owner(owner, ())[0])
+
+    def _gateway_goes(self) -> None:
+        """The first one dies, and another one is there at once: what the first had in flight is nobody's."""
+        faults, core, owner = self._cluster.faults, self.replicas[0].core, self._owners[0]
+        assert owner is not None
+        core.disconnect_owner(owner, self._sessions[0])
+        successor = self._owners[0] = OwnerName(ALL_TENANTS, "gateway-0-again")
+        self._sessions[0] = core.connect_owner(successor, ())[0]
+        for request in [each for each in self._requests.values() if each.gateway == 0]:
+            request.abandoned = True
+            del self._requests[request.request_id]
+            self._at(self._now + picoseconds(faults.abort_seconds), FIRST, self._abort, request)
+            self._at(self._now + picoseconds(faults.retry_seconds), LATER, self._again, request.record)
+
+    def _again(self, record: Record) -> None:
+        """A client asks again, and its time counts from now."""
+        record.arrived, record.first_token = self._now, -1
+        self._send(record)
+
+    def _abort(self, request: _Request) -> None:
+        job = request.job
+        if job is not None:
+            self._shorten(request.record.worker, lambda worker: worker.abort(job, self._now))
+
+    def _worker_recovers(self) -> None:
+        self._shorten(0, lambda worker: worker.set_speeds(*self._cluster.speeds_of(0), self._now))

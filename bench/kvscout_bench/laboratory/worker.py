@@ -37,7 +37,7 @@ COPY = 0
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is; all workers of a run are alike but for `speed`."""
+    """What an engine is; all workers of a run are alike but for their speeds."""
 
     block_size: int = 64
     kv_tokens: int = 600_000
@@ -128,18 +128,17 @@ class Worker:
 
     Args:
         settings: What it is.
-        speed: Divides all times.
+        prefill_speed: Divides the time of prompt tokens.
+        decode_speed: Divides the time of all else.
     """
 
-    def __init__(self, settings: EngineSettings, speed: float = 1.0) -> None:
+    def __init__(self, settings: EngineSettings, prefill_speed: float = 1.0, decode_speed: float = 1.0) -> None:
         self.settings = settings
         self.cache = KvCache(settings.blocks)
         self.preemptions = 0
         self.busy_time = 0
-        step = settings.step
-        self._base, self._prefill_token, self._request, self._context_token = (
-            round(rate / speed) for rate in (step.base, step.prefill_token, step.request, step.context_token)
-        )
+        self._aborted: list[Job] = []
+        self._set_speeds(prefill_speed, decode_speed)
         self._waiting: deque[Job] = deque()
         self._prefills: list[Job] = []
         self._decoding: dict[Job, None] = {}
@@ -192,6 +191,27 @@ class Worker:
             self.begin(now)
         elif alone and self._steps > 1:
             self._cut(now)
+
+    def abort(self, job: Job, now: int) -> None:
+        """Ends a request that nobody waits for any more, at the next boundary between steps. `end` may come nearer."""
+        if job in self._running:
+            self._aborted.append(job)
+            self._cut(now)
+        elif job in self._waiting:
+            self._waiting.remove(job)
+
+    def set_speeds(self, prefill_speed: float, decode_speed: float, now: int) -> None:
+        """Changes its speeds from the next boundary between steps on. `end` may come nearer."""
+        self._set_speeds(prefill_speed, decode_speed)
+        if self._steps:
+            self._cut(now)
+
+    def _set_speeds(self, prefill_speed: float, decode_speed: float) -> None:
+        step = self.settings.step
+        self._prefill_token = round(step.prefill_token / prefill_speed)
+        self._base, self._request, self._context_token = (
+            round(rate / decode_speed) for rate in (step.base, step.request, step.context_token)
+        )
 
     def release(self, job: Job) -> None:
         """Gives back the blocks that a finished request holds."""
@@ -262,7 +282,24 @@ class Worker:
                 done.append(self._first_token(job))
         self._chunks = []
         self._steps = 0
+        for job in self._aborted:
+            self._drop(job)
+        self._aborted = []
         return done, gap, late
+
+    def _drop(self, job: Job) -> None:
+        """Ends a request without its last token, if it still runs."""
+        if job in self._decoding:
+            self._leave_batch(job)
+        elif job in self._running:
+            del self._running[job]
+            self._prefills.remove(job)
+        else:
+            if job in self._waiting:
+                self._waiting.remove(job)
+            return
+        job.life += 1
+        self.release(job)
 
     def _first_token(self, job: Job) -> Done:
         job.generated += 1

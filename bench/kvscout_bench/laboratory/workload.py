@@ -26,9 +26,18 @@ class Turn(NamedTuple):
     """Of every complete block of prompt and output."""
     prompt_tokens: int
     output_tokens: int
+    """0 = it has none, as an embedding: it ends with what would be its first token."""
     think_seconds: float = 0.0
     """After the answer before it."""
     priority: int = 0
+    max_tokens: int = 0
+    """That its client set; 0 = none."""
+    streamed: bool = True
+    """Else its answer comes as a whole."""
+    output_class: str = ""
+    """That its gateway says."""
+    adapter: int = 0
+    """Number of its LoRA adapter; 0 = none."""
 
 
 class Flow(NamedTuple):

@@ -14,20 +14,24 @@ import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvscout_bench.laboratory.cells import Bench, Cell, Contender, cells
+from kvscout_bench.laboratory.clients import SIGNS, Clients, Sign, as_clients_ask
+from kvscout_bench.laboratory.cluster import Cluster
+from kvscout_bench.laboratory.faults import Faults
 from kvscout_bench.laboratory.generators import (
     Agents,
     Documents,
+    Embeddings,
     SharedPrompt,
     agents,
     conversations,
     documents,
+    embeddings,
     shared_prompt,
 )
 from kvscout_bench.laboratory.latencies import Latencies
 from kvscout_bench.laboratory.measures import Objective
 from kvscout_bench.laboratory.report import as_json as cell_json
 from kvscout_bench.laboratory.report import markdown, table
-from kvscout_bench.laboratory.simulation import Cluster
 from kvscout_bench.laboratory.timing import StepTime
 from kvscout_bench.laboratory.worker import EngineSettings
 from kvscout_bench.laboratory.workload import Burst, Workload, from_trace
@@ -36,16 +40,18 @@ from kvscout_cli.connection import option
 from kvscout_cli.cross_check import cross_check as beside_the_stack
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import stderr, stdout
+from kvscout_common.errors import ConfigError
 from kvscout_common.flags import SectionedCommand
 from kvscout_scheduler.policies import installed_policies
 
-WORKLOADS = ("conversations", "agents", "shared-prompt", "documents")
+WORKLOADS = ("conversations", "agents", "shared-prompt", "documents", "embeddings")
 REQUESTS = 3_000
 POLICIES = ("kv-time", "kv", "kv-balance", "lmetric", "least-loaded", "round-robin")
 
 _COUNT = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 _TIME = click.FloatRange(min=0)
+_SHARE = click.FloatRange(0, 1)
 
 
 @click.command(cls=SectionedCommand)
@@ -99,14 +105,32 @@ _TIME = click.FloatRange(min=0)
     show_default=True,
     help="And each token of their contexts.",
 )
+@option(
+    "--max-tokens",
+    metavar="N|usual",
+    help="That clients set: one number, or usual ones, a share each.",
+)
+@option("--expects-max-tokens", is_flag=True, help="Gateways take it for what the client expects, not for a bound.")
+@option("--unstreamed", type=_SHARE, default=0.0, help="Share of the requests whose answer comes as a whole.")
+@option("--long-answers", type=_SHARE, default=0.0, help="Share of answers of thousands of tokens; others are short.")
+@option("--sign", type=click.Choice(SIGNS), default="none", show_default=True, help="By what these can be told.")
+@option("--classes", is_flag=True, help="Requests say an output class, one for each beginning of prompts.")
+@option("--adapters", type=click.IntRange(min=0), default=0, help="LoRA adapters, each on every other worker.")
 @option("--speed", "speeds", type=_POSITIVE, multiple=True, help="Of the first workers, in those of the others.")
+@option("--prefill-speed", "prefill_speeds", type=_POSITIVE, multiple=True, help="Likewise, of prompts alone.")
+@option("--decode-speed", "decode_speeds", type=_POSITIVE, multiple=True, help="Likewise, of all but prompts.")
 @option("--gateways", type=_COUNT, default=1, show_default=True, help="Requests are spread over them.")
 @option("--replicas", type=_COUNT, default=1, show_default=True, help="Of the scheduler.")
 @option("--event-ms", type=_TIME, default=Latencies().event_ms, show_default=True, help="How late KV events come.")
 @option("--sync-ms", type=_TIME, default=Latencies().sync_ms, show_default=True, help="Between replicas.")
+@option("--lost-events", type=_SHARE, default=0.0, help="Share of the batches of KV events that never arrive.")
+@option("--restart-scheduler", type=_SHARE, help="After this share of the time in which flows come.")
+@option("--restart-gateway", type=_SHARE, help="Likewise; the first of them.")
+@option("--recover-worker", type=_SHARE, help="Likewise; until then the first worker has a fifth of its speed.")
 @option("--tells-output", is_flag=True, help="Gateways know how long an output will be.")
 @option("--ttft-ms", type=_POSITIVE, default=2_000.0, show_default=True, help="Of goodput: first token within.")
 @option("--itl-ms", type=_POSITIVE, default=75.0, show_default=True, help="Of goodput: mean gap between tokens within.")
+@option("--warm-up", type=_SHARE, default=0.1, show_default=True, help="Share of the requests that do not count.")
 @option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of workload and draws.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object a cell.")
 @option("--markdown", "as_markdown", is_flag=True, help="Print one table of all cells, as the page of results has it.")
@@ -142,14 +166,28 @@ def command(
     prefill_us_per_token: float,
     decode_us_per_request: float,
     context_ns_per_token: float,
+    max_tokens: str | None,
+    expects_max_tokens: bool,
+    unstreamed: float,
+    long_answers: float,
+    sign: Sign,
+    classes: bool,
+    adapters: int,
     speeds: tuple[float, ...],
+    prefill_speeds: tuple[float, ...],
+    decode_speeds: tuple[float, ...],
     gateways: int,
     replicas: int,
     event_ms: float,
     sync_ms: float,
+    lost_events: float,
+    restart_scheduler: float | None,
+    restart_gateway: float | None,
+    recover_worker: float | None,
     tells_output: bool,
     ttft_ms: float,
     itl_ms: float,
+    warm_up: float,
     seed: int,
     as_json: bool,
     as_markdown: bool,
@@ -175,18 +213,39 @@ def command(
         prefill_workers=prefill_workers,
         engine=engine,
         speeds=speeds,
+        prefill_speeds=prefill_speeds,
+        decode_speeds=decode_speeds,
+        adapters=adapters,
         gateways=gateways,
         replicas=replicas,
         latencies=Latencies(event_ms=event_ms, sync_ms=sync_ms),
         tells_output=tells_output,
+        expects_max_tokens=expects_max_tokens,
+        lost_events=lost_events,
+        faults=Faults(
+            restart_scheduler=restart_scheduler, restart_gateway=restart_gateway, recover_worker=recover_worker
+        ),
         seed=seed,
     )
     clusters = [
         replace(cluster, workers=count, engine=replace(engine, kv_tokens=tokens)).validate()
         for count, tokens in product(workers, kv_tokens)
     ]
-    objective = Objective(ttft_ms / 1000, itl_ms / 1000).validate()
-    make = partial(_workload, workload, trace, requests, shared_tokens, seed)
+    objective = Objective(ttft_ms / 1000, itl_ms / 1000, warm_up).validate()
+    clients = Clients(
+        max_tokens=_max_tokens(max_tokens),
+        usual_max_tokens=max_tokens == "usual",
+        unstreamed=unstreamed,
+        long_answers=long_answers,
+        sign=sign,
+        classes=classes,
+        adapters=adapters,
+        seed=seed,
+    ).validate()
+
+    def make() -> Workload:
+        return as_clients_ask(_workload(workload, trace, requests, shared_tokens, seed), clients)
+
     bursts = Burst(burst, burst_seconds).validate() if burst > 1 else None
     found: list[Cell] = []
     with _progress() as (on_run, on_done):
@@ -224,6 +283,14 @@ def command(
         plot(found, plot_path)
 
 
+def _max_tokens(text: str | None) -> int:
+    if text is None or text == "usual":
+        return 0
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"{text!r} is neither a positive number nor 'usual'", field="max_tokens")
+    return int(text)
+
+
 def _workload(
     name: str,
     trace: Path | None,
@@ -240,6 +307,8 @@ def _workload(
         return agents(Agents(sessions=max(1, round(count / 1.5)), seed=seed))
     if name == "documents":
         return documents(Documents(requests=count, seed=seed))
+    if name == "embeddings":
+        return embeddings(Embeddings(requests=count, seed=seed))
     return shared_prompt(SharedPrompt(requests=count, seed=seed, prompt_tokens=shared_tokens))
 
 

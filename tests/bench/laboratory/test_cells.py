@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from laboratory_worlds import ENGINE, mixed
 
 from kvscout_bench.laboratory.cells import Bench, Cell, Contender
+from kvscout_bench.laboratory.cluster import Cluster
 from kvscout_bench.laboratory.generators import SharedPrompt, documents, shared_prompt
 from kvscout_bench.laboratory.measures import Objective
 from kvscout_bench.laboratory.report import as_json, markdown
-from kvscout_bench.laboratory.simulation import Cluster
 from kvscout_bench.laboratory.worker import EngineSettings
 from kvscout_cli.main import main
 from kvscout_common.errors import ConfigError, InvalidArgument
@@ -143,6 +143,10 @@ def test_the_command_replays_a_trace(tmp_path: Path) -> None:
         (["--policy", "kv:queue_limit=0"], "queue_limit"),
         (["--kv-tokens", "10"], "kv_tokens"),
         (["--speed", "1"] * 17, "speeds"),
+        (["--max-tokens", "many"], "max_tokens"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--unstreamed", "2"], "--unstreamed"),
+        (["--restart-gateway", "0.5", "--prefill-workers", "1"], "restart_gateway"),
     ],
 )
 def test_wrong_usage_names_what_is_wrong(arguments: list[str], message: str) -> None:

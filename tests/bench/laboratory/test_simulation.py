@@ -12,10 +12,11 @@ from laboratory_worlds import ENGINE, mixed, simulation
 from scheduler_builders import test_seed
 
 from kvscout_bench.laboratory.bound import lower_bound
+from kvscout_bench.laboratory.cluster import Cluster
 from kvscout_bench.laboratory.generators import SharedPrompt, shared_prompt
 from kvscout_bench.laboratory.latencies import Latencies
 from kvscout_bench.laboratory.records import Run
-from kvscout_bench.laboratory.simulation import Cluster, Simulation
+from kvscout_bench.laboratory.simulation import Simulation
 from kvscout_bench.laboratory.timing import PICOSECONDS
 from kvscout_bench.laboratory.worker import EngineSettings
 from kvscout_bench.laboratory.workload import Burst, Workload, at_rate, in_bursts
@@ -81,7 +82,7 @@ def test_a_run_is_a_function_of_its_seed() -> None:
 
 def test_another_process_with_other_hashes_computes_the_same_bytes() -> None:
     program = (
-        "from laboratory_worlds import *; from kvscout_bench.laboratory.simulation import Cluster; import hashlib\n"
+        "from laboratory_worlds import *; from kvscout_bench.laboratory.cluster import Cluster; import hashlib\n"
         "run = simulation(mixed(7, 60), 'power-of-two', Cluster(workers=3, engine=ENGINE, replicas=2)).run()\n"
         "print(hashlib.sha256(repr((run.records, run.workers, run.ended)).encode()).hexdigest())"
     )

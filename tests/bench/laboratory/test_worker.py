@@ -82,7 +82,7 @@ def test_a_request_that_fits_into_no_empty_cache_is_refused() -> None:
 
 
 def test_speed_divides_every_time() -> None:
-    slow, fast = Worker(PLAIN, 0.5), Worker(PLAIN, 2.0)
+    slow, fast = Worker(PLAIN, 0.5, 0.5), Worker(PLAIN, 2.0, 2.0)
     for worker in (slow, fast):
         worker.submit(job(prompt=200, output=5), 0)
     assert [(time // 4, what) for time, what in ends(slow)] == ends(fast)
