@@ -23,6 +23,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
     def __init__(self) -> None:
         self.booked: dict[str, str] = {}
         """Worker by request id."""
+        self.reserved: dict[str, scheduler_pb2.ReserveRequest] = {}
+        """What was booked where it runs, by request id."""
         self.hellos: list[list[str]] = []
         """Request ids that were listed."""
         self.heartbeats_ms: list[int] = []
@@ -130,7 +132,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 self.booked[name] = "w"
             result.select.CopyFrom(_selected("w"))
         elif kind == "reserve":
-            self.booked[name] = asked.worker.worker_id
+            self.booked[name], self.reserved[name] = asked.worker.worker_id, asked
             result.reserve.uncached_tokens = asked.isl_tokens - asked.cached_tokens
         elif kind == "free":
             if name in self._waiting:

@@ -7,6 +7,7 @@ import random
 import struct
 import time
 from array import array
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from kvscout_gateway.front.grpc.translate import (
     pack_tokens,
     route_wish,
 )
+from kvscout_gateway.scheduler_client.output import Output
 
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
@@ -113,3 +115,36 @@ def test_fields_of_the_engine_with_too_much_in_them_are_refused(text: str, words
     with pytest.raises(InvalidArgument, match=words) as raised:
         engine_parameters(gateway_pb2.GenerateRequest(engine_fields=text))
     assert raised.value.field == "engine_fields"
+
+
+def test_what_a_caller_of_route_says_of_an_output_is_passed_on() -> None:
+    route = gateway_pb2.RouteRequest(
+        model="m",
+        token_ids=[1],
+        expected_output_tokens=7,
+        max_output_tokens=9,
+        output_class="c" * 64,
+        estimate_prefill_complete=True,
+    )
+    assert route_wish(route, 10).output == Output(7, 9, "c" * 64, unseen=True)
+    assert route_wish(gateway_pb2.RouteRequest(model="m", token_ids=[1]), 10).output == Output()
+    route.output_class = "c" * 65
+    with pytest.raises(InvalidArgument, match="output_class: must not be longer than 64 characters"):
+        route_wish(route, 10)
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ({"max_tokens": 9}, 0),
+        ({"max_tokens": 9, "ignore_eos": True}, 9),
+        ({"max_tokens": 9, "min_tokens": 9}, 9),
+        ({"max_tokens": 9, "min_tokens": 8}, 0),
+        ({"max_tokens": 9, "ignore_eos": True, "stop": ["a"]}, 0),
+        ({"max_tokens": 9, "ignore_eos": True, "stop_token_ids": [1]}, 0),
+    ],
+)
+def test_generate_expects_an_output_only_where_nothing_else_can_end_it(stop: dict[str, Any], expected: int) -> None:
+    conditions = gateway_pb2.StopConditions(**stop)
+    wish = generate_wish(gateway_pb2.GenerateRequest(model="m", token_ids=[1], stop_conditions=conditions), 10)
+    assert wish.output == Output(expected, 9, "generate")

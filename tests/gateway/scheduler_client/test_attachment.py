@@ -122,6 +122,13 @@ async def test_what_a_scheduler_does_not_know_is_booked_there_again_with_its_pha
             "reserve unknown",
         ]
         assert member.stub.rebooked == 2
+        # They ran before: from what follows nothing is to be learned.
+        assert {name: (each.running, each.prefill_complete) for name, each in scheduler.reserved.items()} == {
+            "unknown": (True, True),
+            "never booked": (True, False),
+        }
+        # A scheduler of an older release knows nothing of that, and is told of the first token as ever.
+        assert scheduler.heard.count("prefill_complete unknown") == 1
         scheduler.cut()
         await until(lambda: len(scheduler.hellos) == 2)
         # A replica may have had it meanwhile that had not heard of that.

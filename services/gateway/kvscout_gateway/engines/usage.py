@@ -29,8 +29,16 @@ def usage_of_stream(dialect: Dialect, account: Mapping[str, Any]) -> Usage | Non
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
     if not isinstance(prompt, int):
         return None
-    told = output if isinstance(output, int) and 0 < output <= MAX_OUTPUT_TOKENS else 0
-    return Usage(prompt, cached if isinstance(cached, int) else None, told)
+    return Usage(prompt, cached if isinstance(cached, int) else None, _number(output))
+
+
+def output_tokens_of(account: Mapping[str, Any]) -> int:
+    """The length of an output, as completions or the newer APIs of OpenAI and Anthropic name it; 0 = none is told."""
+    return _number(account.get("completion_tokens")) or _number(account.get("output_tokens"))
+
+
+def _number(tokens: object) -> int:
+    return tokens if isinstance(tokens, int) and 0 < tokens <= MAX_OUTPUT_TOKENS else 0
 
 
 def usage_of_answer(dialect: Dialect, document: Mapping[str, Any]) -> Usage | None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Final
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.json_fields import Fields
 from kvscout_common.worker import EngineKind
+from kvscout_gateway.front.outputs import output_of
 from kvscout_gateway.request.placement import Wish, new_request_id
 from kvscout_gateway.request.prompt import Prompt, PromptTooLong
-from kvscout_gateway.tokens.estimate import CHARACTERS_A_TOKEN, output_bound
+from kvscout_gateway.tokens.estimate import CHARACTERS_A_TOKEN
 from kvscout_gateway.tokens.prompt_tokens import PromptTokens, Source
 
 if TYPE_CHECKING:
@@ -58,11 +59,12 @@ async def tokens_of(gateway: Gateway, path: str, fields: Fields, *, size: int, t
     return found
 
 
-def wish_of(gateway: Gateway, fields: Fields, tokens: PromptTokens, *, tenant: str, model: str) -> Wish:
+def wish_of(gateway: Gateway, path: str, fields: Fields, tokens: PromptTokens, *, tenant: str, model: str) -> Wish:
     """What is asked of a worker.
 
     Args:
         gateway: Where it came.
+        path: Of its URL.
         fields: Of its body.
         tokens: Of its prompt.
         tenant: Whose it is.
@@ -93,7 +95,7 @@ def wish_of(gateway: Gateway, fields: Fields, tokens: PromptTokens, *, tenant: s
             unknown="" if len(tokens) else f"tokenizer: {tokens.problem or 'the prompt is empty'}",
         ),
         request_id=new_request_id(),
-        expected_output_tokens=output_bound(fields),
+        output=output_of(path, fields),
     )
 
 

@@ -31,6 +31,7 @@ from kvscout_gateway.engines.adapter import ClientRequest
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.leg import Leg, Reply
 from kvscout_gateway.request.placement import Wish
+from kvscout_gateway.scheduler_client.output import ONE_TOKEN
 
 if TYPE_CHECKING:
     from kvscout_gateway.request.exchange import Exchange
@@ -265,7 +266,7 @@ class Disaggregated:
             allowed=allowed,
             excluded=(*wish.excluded, *strangers),
             preferred=tuple(near),
-            expected_output_tokens=1,
+            output=ONE_TOKEN._replace(unseen=wish.untold),
         )
 
     def _prefillers(self, wish: Wish) -> list[WorkerSpec]:

@@ -91,6 +91,7 @@ class Leg:
         self.has_output = False
         self.all_passed = False
         """The client has left with all of the answer."""
+        self._generated = 0
         self.usage: Usage | None = None
         """What its engine said of the prompt, at the end of its answer."""
         self.failure: EngineFailed | None = None
@@ -224,12 +225,7 @@ class Leg:
         self._means.health.ran(self.key)
         self._on_output()
         self._metrics.first_token(self._means.clock() - self._started)
-        if not at_once:
-            self.prefill_over()
-
-    def prefill_over(self) -> None:
-        """Its prompt is computed, as far as anybody knows."""
-        if self.placement.booking is not None:
+        if not at_once and self.placement.booking is not None:
             self._means.bookings.mark_prefill_complete(self.placement.booking)
 
     def prefilled(self, usage: Usage | None) -> None:
@@ -262,6 +258,10 @@ class Leg:
         if computes_a_block(isl_tokens, cached or 0, self.placement.block_size):
             self.seen.eventful.append(self._sent_at)
 
+    def generated(self, output_tokens: int) -> None:
+        """Its engine says how long its output was, which is of use whatever is known of its prompt; 0 = it does not."""
+        self._generated = output_tokens
+
     def free(self) -> None:
         """It is over: nothing is held for it any more. A second call does nothing."""
         if self._freed:
@@ -278,7 +278,7 @@ class Leg:
     def _output_tokens(self) -> int:
         """Tokens that were generated, as its engine says, else as they were counted; 0 = unknown."""
         counted = self._relayed.report.tokens if self._relayed is not None else 0
-        return (self.usage.output_tokens if self.usage is not None else 0) or counted
+        return (self.usage.output_tokens if self.usage is not None else 0) or self._generated or counted
 
     def _end_call(self) -> None:
         if self._answer is not None:

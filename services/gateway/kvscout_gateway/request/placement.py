@@ -12,6 +12,7 @@ from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_gateway.indexer_client.reporter import Decision
 from kvscout_gateway.request.prompt import Prompt
 from kvscout_gateway.scheduler_client.booking import Booking
+from kvscout_gateway.scheduler_client.output import UNKNOWN, Output
 
 
 def new_request_id() -> str:
@@ -41,15 +42,20 @@ class Wish:
     required_labels: Mapping[str, str] = field(default_factory=dict)
     override: types_pb2.RouterConfigOverride | None = None
     priority: int = 0
-    expected_output_tokens: int = 0
+    output: Output = UNKNOWN
     explain: bool = False
     lease_seconds: int = 0
     prefill_elsewhere: bool = False
     """Another worker computes the prompt: none of it is charged to this one."""
     owned: bool = False
     """This gateway runs the request itself, and holds its booking; else a caller does, who has a lease."""
+    untold: bool = False
+    """Whoever has it run tells nothing of its legs but their end."""
     queue_wait_seconds: float | None = None
     """Longest wait in line at a scheduler; None = as for all."""
+    running: bool = False
+    """It is on the worker that it is pinned to already, whatever that has room for: it is booked there as one that was
+    not sent there now."""
     unaided: str = ""
     """Why no helper is asked, and the worker whose turn it is takes it; "" = they are asked."""
 

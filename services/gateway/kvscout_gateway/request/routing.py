@@ -28,6 +28,7 @@ from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.prompt import HASH_BYTES, Geometry, PromptTooLong, hash_prompt
 from kvscout_gateway.scheduler_client.booking import UNBOOKED_ATTEMPT, Booking, Schedulers
 from kvscout_gateway.scheduler_client.link import Selection
+from kvscout_gateway.scheduler_client.output import Output
 from kvscout_gateway.scheduler_client.placing import Placing
 from kvscout_gateway.scheduler_client.turns import Turns, eligible
 
@@ -42,6 +43,7 @@ class _Asked:
     view: TenantView
     serving: Serving
     hashes: Mapping[Geometry, bytes]
+    output: Output
     found: Found = NOTHING_FOUND
 
 
@@ -86,7 +88,7 @@ class RoutingFlow:
         """The scheduler's; 0 = prefix caches are ignored, the indexer is neither asked nor told."""
 
     async def place(self, wish: Wish) -> Placement:
-        """Picks a worker, and books the request on it if it has an id.
+        """Picks a worker, and books the request on it if it has an id; one that runs already is booked a moment later.
 
         Args:
             wish: What is asked.
@@ -204,7 +206,8 @@ class RoutingFlow:
         longest = serving.longest_prompt
         if longest is not None and wish.prompt.own_tokens > longest and not wish.prompt.unknown:
             raise PromptTooLong(wish.prompt.own_tokens, longest, field=wish.prompt.field)
-        return _Asked(target, view, serving, hash_prompt(wish.prompt, serving.pools, target.lora_name))
+        hashes = hash_prompt(wish.prompt, serving.pools, target.lora_name)
+        return _Asked(target, view, serving, hashes, wish.output.of_adapter(target.lora_name))
 
     def _wants_overlaps(self, wish: Wish) -> bool:
         override = wish.override
@@ -233,8 +236,10 @@ class RoutingFlow:
             )
             return _selection(replace(asked, found=found), wish)
 
+        ref = _ref(asked, wish)
         answer, found, booking = await self._placing.place(
-            _ref(asked, wish),
+            # What is there is not chosen a place for, and not booked as if it came now: `attachment` does that.
+            scheduler_pb2.RequestRef() if wish.running else ref,
             _selection(asked, wish),
             owned=wish.owned,
             knows_workers=bool(asked.serving.specs),
@@ -246,8 +251,11 @@ class RoutingFlow:
         block_size = answer.block_size or next((pool.block_size for pool in asked.hashes), 0)
         geometry = Geometry(block_size, bool(spec and spec.eagle))
         hashes = asked.hashes.get(geometry, b"")
+        if wish.running:
+            booking = Booking(ref)
         if booking is not None:
-            _describe(booking, wish, worker, hashes, cached_tokens=wish.prompt.isl_tokens - answer.uncached_tokens)
+            cached_tokens = wish.prompt.isl_tokens - answer.uncached_tokens
+            _describe(booking, asked, wish, worker, hashes, cached_tokens=cached_tokens)
         return Placement(
             worker=worker,
             endpoint=answer.http_endpoint,
@@ -277,7 +285,7 @@ class RoutingFlow:
             ref = _ref(asked, wish)
             ref.attempt_id |= UNBOOKED_ATTEMPT
             booking = Booking(ref)
-            _describe(booking, wish, rank, hashes)
+            _describe(booking, asked, wish, rank, hashes)
         return Placement(
             worker=rank,
             endpoint=spec.http_endpoint,
@@ -354,13 +362,13 @@ def _prompt(
 
 
 def _selection(asked: _Asked, wish: Wish) -> Selection:
-    kind = scheduler_pb2.SelectRequest
+    kind, output = scheduler_pb2.SelectRequest, asked.output
     # What is empty is not told: each collection that a message takes over costs more than all plain fields.
     request = kind(
         model=asked.target.model,
         tenant=wish.tenant,
         role=role_to_proto(wish.role),
-        request_id=wish.request_id,
+        request_id="" if wish.running else wish.request_id,
         isl_tokens=wish.prompt.isl_tokens,
         allowed_worker_ids=wish.allowed or None,
         pinned_worker_id=wish.pinned,
@@ -370,7 +378,10 @@ def _selection(asked: _Asked, wish: Wish) -> Selection:
         lora_name=asked.target.lora_name,
         router_config_override=wish.override,
         priority=wish.priority,
-        expected_output_tokens=wish.expected_output_tokens,
+        expected_output_tokens=output.expected_tokens,
+        max_output_tokens=output.max_tokens,
+        output_class=output.output_class,
+        estimate_prefill_complete=output.unseen,
         explain=wish.explain,
         traceparent=tracing.traceparent(),
         lease_seconds=wish.lease_seconds,
@@ -390,11 +401,13 @@ def _ref(asked: _Asked, wish: Wish) -> scheduler_pb2.RequestRef:
     )
 
 
-def _describe(booking: Booking, wish: Wish, worker: WorkerRank, hashes: bytes, *, cached_tokens: int = 0) -> None:
+def _describe(
+    booking: Booking, asked: _Asked, wish: Wish, worker: WorkerRank, hashes: bytes, *, cached_tokens: int = 0
+) -> None:
     """Notes what books a request anew; of one that this gateway does not run, its caller knows."""
     if wish.owned:
         booking.worker = worker
         booking.block_hashes = hashes
         booking.isl_tokens = wish.prompt.isl_tokens
         booking.cached_tokens = cached_tokens
-        booking.expected_output_tokens = wish.expected_output_tokens
+        booking.output = asked.output

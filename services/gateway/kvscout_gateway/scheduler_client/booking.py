@@ -11,6 +11,7 @@ from kvscout_common.worker import WorkerRank
 from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.scheduler_client.link import SchedulerLink
+from kvscout_gateway.scheduler_client.output import UNKNOWN, Output
 
 Schedulers: TypeAlias = "Failover[SchedulerLink]"
 SchedulerMember: TypeAlias = "Member[SchedulerLink]"
@@ -35,7 +36,7 @@ class Booking:
     """u64 as `array("Q")` packs them, eight bytes a block."""
     isl_tokens: int = 0
     cached_tokens: int = 0
-    expected_output_tokens: int = 0
+    output: Output = UNKNOWN
     prefilled: bool = False
     """Its first token is out."""
     prefill_told: bool = False
@@ -45,8 +46,23 @@ class Booking:
     elsewhere: list[SchedulerMember] = field(default_factory=list)
     """Schedulers that had it before, with leases that have not ended."""
 
+    def again(self) -> Booking:
+        """The same, of which the first token is out and that no scheduler has: it will be booked as what runs."""
+        ref = scheduler_pb2.RequestRef()
+        ref.CopyFrom(self.ref)
+        ref.attempt_id |= UNBOOKED_ATTEMPT
+        return Booking(
+            ref,
+            worker=self.worker,
+            block_hashes=self.block_hashes,
+            isl_tokens=self.isl_tokens,
+            cached_tokens=self.cached_tokens,
+            output=self.output,
+            prefilled=True,
+        )
+
     def reserve_request(self) -> scheduler_pb2.ReserveRequest:
-        """What books it anew, where it runs."""
+        """What books it anew, where it runs: nothing is to be learned from how long that takes from now on."""
         assert self.worker is not None
         ref = self.ref
         return scheduler_pb2.ReserveRequest(
@@ -59,5 +75,10 @@ class Booking:
             block_hashes=array("Q", self.block_hashes),
             isl_tokens=self.isl_tokens,
             cached_tokens=self.cached_tokens,
-            expected_output_tokens=self.expected_output_tokens,
+            expected_output_tokens=self.output.expected_tokens,
+            max_output_tokens=self.output.max_tokens,
+            output_class=self.output.output_class,
+            estimate_prefill_complete=self.output.unseen,
+            running=True,
+            prefill_complete=self.prefilled,
         )

@@ -1,17 +1,23 @@
-"""What is picked for a request that names no model: any worker that answers clients, and well ones first."""
+"""What is picked for a request that names no model: any worker that answers clients, and well ones first. And what is
+told of one that does: a first piece is a first token only where output comes in pieces."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from openai_stack import front, spec
+from openai_stack import MODEL, front, spec
+from processes import eventually
 from prometheus_client import CollectorRegistry
 
+from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.errors import Unavailable
+from kvscout_common.json_fields import Fields
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.engines.health import MIN_FAILURES
 from kvscout_gateway.front.endpoint_picker import wire
@@ -19,6 +25,11 @@ from kvscout_gateway.front.endpoint_picker.asked import Asked
 from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.front.endpoint_picker.exchange_picker import ExchangePicker, PickerMetrics
 from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.indexer_client.overlaps import NOTHING_FOUND
+from kvscout_gateway.scheduler_client.booking import Booking
+from kvscout_gateway.scheduler_client.link import Selection
+from kvscout_gateway.scheduler_client.output import Output
+from kvscout_gateway.scheduler_client.placing import Chosen
 
 PICKS = 40
 
@@ -78,3 +89,109 @@ async def test_a_worker_s_address_is_named_once_and_no_more_than_are_wanted() ->
         for _ in range(PICKS):
             endpoints = await picked(one)
             assert len(endpoints) == len(set(endpoints)) == 2
+
+
+def generation(*, stream: bool, shows_output: bool = True) -> Asked:
+    """A completion, as a proxy shows it."""
+    body = {"model": MODEL, "prompt": [1] * 40, "max_tokens": 4096, "stream": stream}
+    fields = Fields.scanned(json.dumps(body).encode())
+    return Asked(MODEL, "/v1/completions", fields, size=100, shows_output=shows_output)
+
+
+def booked(gateway: Gateway) -> Booking:
+    (one,) = gateway.bookings.in_flight()
+    return one
+
+
+@pytest.mark.parametrize(
+    ("streams", "in_pieces", "seen"),
+    [(True, True, True), (False, False, False), (True, None, True), (False, None, False), (True, False, False)],
+)
+async def test_the_first_piece_of_an_answer_that_comes_whole_is_no_first_token(
+    streams: bool, in_pieces: bool | None, seen: bool
+) -> None:
+    async with picker(worker(1)) as (one, gateway):
+        pick = await one.pick(generation(stream=streams))
+        booking = booked(gateway)
+        assert (booking.output.max_tokens, booking.output.expected_tokens) == (4096, 0)
+        assert (booking.output.output_class, booking.output.unseen) == ("completions", not streams)
+        pick.answering(200, "", in_pieces)
+        pick.first_output()
+        assert booking.prefilled is seen
+        pick.ended({})
+        assert not gateway.bookings.in_flight()
+
+
+async def test_of_what_is_left_to_its_proxy_nobody_claims_to_have_seen_a_first_token() -> None:
+    async with picker(worker(1)) as (one, gateway):
+        one.prefill_seconds = lambda leg: 0.0  # type: ignore[method-assign]
+        pick = await one.pick(generation(stream=True, shows_output=False))
+        booking = booked(gateway)
+        assert booking.output.unseen
+        pick.left()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not booking.prefilled
+        one.forget()
+
+
+async def test_what_runs_where_the_proxy_sent_it_is_booked_as_what_runs() -> None:
+    async with picker(worker(1), worker(2)) as (one, gateway):
+        asked: list[tuple[scheduler_pb2.RequestRef, scheduler_pb2.SelectRequest]] = []
+
+        async def chosen(ref: scheduler_pb2.RequestRef, selection: Selection, **_: Any) -> Chosen:
+            request = scheduler_pb2.SelectRequest.FromString(selection.fields)
+            asked.append((ref, request))
+            worker_id = request.pinned_worker_id or "w1"
+            answer = scheduler_pb2.SelectResponse(
+                worker=types_pb2.WorkerRank(worker_id=worker_id),
+                http_endpoint=f"http://{address(int(worker_id[1:]))}",
+                uncached_tokens=24,
+                block_size=16,
+            )
+            return Chosen(answer, NOTHING_FOUND, Booking(ref) if ref.request_id else None)
+
+        gateway.routing._placing.place = chosen  # type: ignore[method-assign]
+        pick = await one.pick(generation(stream=True))
+        first = booked(gateway)
+        pick.answering(200, address(2), True)
+        pick.first_output()
+
+        async def moved() -> bool:
+            return [one.worker for one in gateway.bookings.in_flight()] == [WorkerRank("w2", 0)]
+
+        await eventually(moved, what="a booking where it runs")
+        (_, wanted), (ref, found) = asked
+        assert wanted.request_id
+        assert (found.pinned_worker_id, found.request_id, ref.request_id) == ("w2", "", ""), "a place is only looked up"
+        again = booked(gateway)
+        # No scheduler has it: it is booked there as what `attachment` finds running.
+        assert again.scheduler is None
+        request = again.reserve_request()
+        assert (request.request_id, request.running, request.prefill_complete) == (first.ref.request_id, True, True)
+        assert request.attempt_id != first.ref.attempt_id
+        assert (request.isl_tokens, request.cached_tokens, request.max_output_tokens) == (40, 16, 4096)
+        pick.ended({})
+        assert not gateway.bookings.in_flight()
+
+
+@pytest.mark.parametrize(
+    ("account", "output_tokens"),
+    [
+        ({"prompt_tokens": 3, "completion_tokens": 7}, 7),
+        ({"input_tokens": 3, "output_tokens": 9}, 9),
+        ({"output_tokens": -1}, 0),
+        ({}, 0),
+        (None, 0),
+    ],
+)
+async def test_the_length_of_an_output_is_told_whatever_is_known_of_its_prompt(
+    account: dict[str, Any] | None, output_tokens: int
+) -> None:
+    async with picker(worker(1)) as (one, gateway):
+        fields = Fields.scanned(json.dumps({"model": MODEL, "input": "hello", "max_output_tokens": 50}).encode())
+        pick = await one.pick(Asked(MODEL, "/v1/responses", fields, size=100))
+        booking = booked(gateway)
+        assert booking.output == Output(0, 50, "responses", unseen=True)
+        pick.ended(account)
+        assert booking.output_tokens == output_tokens

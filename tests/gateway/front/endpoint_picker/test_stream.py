@@ -170,7 +170,7 @@ def test_the_endpoint_that_served_is_read_back(told: str) -> None:
     one = until_picked(BUFFERED, NONE)
     step = one.receive(response_headers(**{told: "10.0.0.2:8000"}))  # type: ignore[arg-type]
     assert kinds(step.answers) == ["response_headers"]
-    assert step.events == (Answering(200, "10.0.0.2:8000"),)
+    assert step.events == (Answering(200, "10.0.0.2:8000", in_pieces=True),)
 
 
 def test_in_full_duplex_each_piece_of_a_response_goes_back_at_once_as_it_came() -> None:
@@ -230,13 +230,13 @@ def test_trailers_end_a_response() -> None:
 
 def test_an_error_has_no_output() -> None:
     one = until_picked(BUFFERED, STREAMED)
-    assert one.receive(response_headers(503)).events == (Answering(503, ""),)
+    assert one.receive(response_headers(503)).events == (Answering(503, "", in_pieces=True),)
     assert one.receive(response_body(b"{}", end=True)).events == (Ended(b"{}"),)
 
 
 def test_headers_alone_can_be_a_response() -> None:
     one = until_picked(BUFFERED, STREAMED)
-    assert one.receive(response_headers(204, end=True)).events == (Answering(204, ""), Ended(b""))
+    assert one.receive(response_headers(204, end=True)).events == (Answering(204, "", in_pieces=True), Ended(b""))
 
 
 @pytest.mark.parametrize(("request_mode", "response_mode", "asked"), [
@@ -424,3 +424,24 @@ def test_headers_that_say_where_a_request_goes_are_removed_but_those_of_the_prox
     removed = set(answer.request_headers.response.header_mutation.remove_headers)
     assert removed >= {"x-data-parallel-host", "x-smg-target", "x-kv-cache-source-host-port", wire.PREFILLER}
     assert not removed & {"x-gateway-model-name", "accept", wire.DESTINATION}
+
+
+@pytest.mark.parametrize(
+    ("follow", "configured", "response", "shows"),
+    [
+        (Follow.PROXY, True, STREAMED, True),
+        (Follow.PROXY, True, DUPLEX, True),
+        (Follow.PROXY, True, NONE, False),
+        (Follow.PIECES, True, NONE, True),
+        (Follow.LEAVE, True, STREAMED, False),
+        (Follow.PROXY, False, NONE, False),
+    ],
+)
+def test_whether_output_will_be_seen_is_known_when_a_pick_is_wanted(
+    follow: Follow, configured: bool, response: int, shows: bool
+) -> None:
+    one = RequestStream(follow, max_body_bytes=1 << 20)
+    step = one.receive(request_headers(NONE if configured else None, response, end=True))
+    (wanted,) = step.events
+    assert isinstance(wanted, PickWanted)
+    assert wanted.shows_output is shows

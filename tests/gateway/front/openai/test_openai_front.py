@@ -34,14 +34,18 @@ from openai_stack import (
 )
 from processes import eventually
 
+from kvscout.v1 import scheduler_pb2
 from kvscout_common import json_fields, json_scan
 from kvscout_common.identity import AccessRole, Identity, TokenTable, _digest
 from kvscout_common.tenant_limits import Limit
 from kvscout_common.transport import Transport
 from kvscout_common.worker import Adapter, Role
 from kvscout_gateway.engines.health import MISSED_CHECKS
+from kvscout_gateway.failover import HelperDown
 from kvscout_gateway.front.client_paths import ClientPaths
 from kvscout_gateway.request.placement import Placement, Wish
+from kvscout_gateway.scheduler_client.booking import Booking
+from kvscout_gateway.scheduler_client.link import Selection
 
 ANSWER = b'{ "id": "chatcmpl-1", "choices": [], "usage": {"prompt_tokens": 7}, "odd":1.0e3 }'
 IMAGE = "data:image/png;base64," + "A" * 3_000_000
@@ -624,8 +628,39 @@ async def test_all_prompts_and_outputs_of_a_request_are_booked(
         served.gateway.routing.place = noted  # type: ignore[method-assign]
         assert (await served.post("/v1/completions", {"model": MODEL, **asked}))[0] == 200
         (wish,) = wishes
-        assert (wish.prompt.isl_tokens, wish.expected_output_tokens) == (prompt_tokens, output_tokens)
+        assert (wish.prompt.isl_tokens, wish.output.max_tokens) == (prompt_tokens, output_tokens)
+        assert wish.output.expected_tokens == 0
         assert len(wish.prompt.token_ids) == 4 * 8  # the first one decides where they run
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_scheduler_is_told_what_is_known_of_an_output_and_again_when_it_is_booked_anew(streamed: bool) -> None:
+    script = streams(delta("a"), USAGE, DONE) if streamed else says(ANSWER)
+    async with engine(script) as one, front(spec("w", one.url, adapters=(Adapter("sql"),))) as served:
+        asked: list[scheduler_pb2.SelectRequest] = []
+        kept: list[scheduler_pb2.ReserveRequest] = []
+        routing, bookings = served.gateway.routing, served.gateway.bookings
+
+        async def nobody(ref: Any, selection: Selection, **_: Any) -> Any:
+            asked.append(scheduler_pb2.SelectRequest.FromString(selection.fields))
+            raise HelperDown("away")
+
+        free = bookings.free
+
+        def freed(booking: Booking, output_tokens: int = 0) -> None:
+            kept.append(booking.reserve_request())
+            free(booking, output_tokens)
+
+        routing._placing.place = nobody  # type: ignore[method-assign]
+        bookings.free = freed  # type: ignore[method-assign]
+        body = {**CHAT, "model": "sql", "max_tokens": 4096, "tools": [{"type": "function"}], "stream": streamed}
+        assert (await served.post("/v1/chat/completions", body))[0] == 200
+        for message in (asked[0], kept[0]):
+            assert (message.expected_output_tokens, message.max_output_tokens) == (0, 4096)
+            assert message.output_class == "chat/tools@sql"
+            assert message.estimate_prefill_complete is not streamed
+        # Of a whole answer nobody has seen a first token.
+        assert (kept[0].running, kept[0].prefill_complete) == (True, streamed)
 
 
 PAGE = {"Origin": "https://evil.example", "Content_Type": "text/plain"}

@@ -33,6 +33,8 @@ from kvscout_common.identity import AccessRole, Identity, TokenTable, _digest
 from kvscout_common.transport import Transport
 from kvscout_gateway.front.shadow import score
 from kvscout_gateway.front.shadow.config import ShadowConfig
+from kvscout_gateway.request.placement import Placement, Wish
+from kvscout_gateway.scheduler_client.booking import UNBOOKED_ATTEMPT, Booking
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 
@@ -206,3 +208,68 @@ async def test_a_path_that_could_name_another_host_is_refused(transport: Transpo
             assert int(line[1]) in ((200, 404) if target.startswith("http") else (400, 404)), target
             writer.close()
         assert balancer.received == []
+
+
+TEXT = event({"id": "1", "choices": [{"index": 0, "text": "a", "finish_reason": None}]})
+
+
+def counted(output_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": 4, "completion_tokens": output_tokens}
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_only_a_stream_tells_when_a_prompt_was_computed_and_both_tell_how_long_the_output_was(
+    transport: Transport, streamed: bool
+) -> None:
+    def held() -> list[Booking]:
+        return [each for each in one.gateway.bookings.in_flight() if each.worker is not None]
+
+    async def until_booked(request: web.Request, body: bytes) -> web.StreamResponse:
+        await eventually(lambda: asyncio.sleep(0, len(held()) == 1), what="a booking")
+        kept.extend(held())
+        if not streamed:
+            return web.json_response({"choices": [], "usage": counted(5)})
+        return await streams(TEXT, event({"choices": [], "usage": counted(5)}), DONE)(request, body)
+
+    kept: list[Booking] = []
+    async with engine(until_booked) as balancer, shadowing(transport, balancer) as one:
+        body = {"model": MODEL, "prompt": [1, 2, 3, 4], "max_tokens": 4096, "stream": streamed}
+        assert (await one.post("/v1/completions", body))[0] == 200
+        await eventually(lambda: asyncio.sleep(0, not held()), what="its end")
+        (booking,) = kept
+        assert (booking.prefilled, booking.output.unseen) == (streamed, not streamed)
+        assert (booking.output_tokens, booking.output.max_tokens) == (5, 4096)
+
+
+async def test_what_is_placed_after_its_first_token_is_booked_as_what_runs(transport: Transport) -> None:
+    goes_on, kept = asyncio.Event(), []
+
+    async def until_rebooked(_: web.Request) -> None:
+        goes_on.set()
+        await eventually(lambda: asyncio.sleep(0, any(each.prefilled for each in held())), what="a booking")
+        kept.extend(held())
+
+    def held() -> list[Booking]:
+        return one.gateway.bookings.in_flight()
+
+    async with (
+        engine(streams(TEXT, then=until_rebooked)) as balancer,
+        shadowing(transport, balancer) as one,
+    ):
+        place = one.gateway.routing.place
+
+        async def late(wish: Wish) -> Placement:
+            await goes_on.wait()
+            await asyncio.sleep(0.05)  # the piece is on its way
+            placement = await place(wish)
+            assert placement.booking is not None
+            placement.booking.ref.attempt_id &= ~UNBOOKED_ATTEMPT  # as if a scheduler had booked it
+            return placement
+
+        one.gateway.routing.place = late  # type: ignore[method-assign]
+        await one.post("/v1/completions", {"model": MODEL, "prompt": [1, 2, 3, 4], "stream": True})
+        (booking,) = kept
+        assert booking.scheduler is None
+        assert booking.ref.attempt_id & UNBOOKED_ATTEMPT, "it is another attempt than that which is freed"
+        assert booking.reserve_request().prefill_complete
+        await eventually(lambda: asyncio.sleep(0, not held()), what="its end")

@@ -38,6 +38,8 @@ class Asked(NamedTuple):
     """"" = none."""
     changed: bytes | None = None
     """Its body as an engine is to have it; None = as it came."""
+    shows_output: bool = True
+    """Its proxy will show the response's body, as far as is known."""
 
 
 def require_path(headers: Mapping[str, str], paths: ClientPaths) -> None:

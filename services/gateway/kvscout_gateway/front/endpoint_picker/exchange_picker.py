@@ -33,7 +33,7 @@ from kvscout_common.transport.http import Dialect
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_gateway.catalog import Serving, TenantView
 from kvscout_gateway.engines.failure import EngineFailed, fault_of_status
-from kvscout_gateway.engines.usage import usage_of_stream
+from kvscout_gateway.engines.usage import output_tokens_of, usage_of_stream
 from kvscout_gateway.front.answering import spread_answering
 from kvscout_gateway.front.endpoint_picker import wire
 from kvscout_gateway.front.endpoint_picker.access_log import Over
@@ -138,6 +138,8 @@ class ExchangePicker:
             queue_wait_seconds=wait_seconds,
             unaided=NO_TIME if unaided else "",
         )
+        if not asked.shows_output:
+            wish = replace(wish, output=wish.output._replace(unseen=True), untold=True)
         with ExitStack() as stack:
             exchange = stack.enter_context(self._exchanges.begin(wish))
             with about_request(exchange.request_id):
@@ -164,7 +166,7 @@ class ExchangePicker:
         self._gateway.tokens.comparison.end(compared, leg.placement.endpoint, prompt_tokens=told)
 
     def prefill_seconds(self, leg: Leg) -> float:
-        """How long its prompt is taken to be computed, where nobody shows when it was."""
+        """How long a prompt is taken to be computed that nobody shows the end of."""
         return leg.placement.uncached_tokens / self._gateway.config.patience.prefill_tokens_per_second
 
     def worker_at(self, wish: Wish, address: str) -> str:
@@ -192,7 +194,7 @@ class ExchangePicker:
             return
         self.metrics.logged.inc()
         if over.status:
-            pick.answering(over.status, "")
+            pick.answering(over.status, "", None)
             pick.ended(None)
         else:
             pick.aborted()
@@ -225,7 +227,7 @@ class ExchangePicker:
             raise Unavailable(f"there is no worker of model {asked.model!r} {why}", retry_after_seconds=1.0)
         gateway, fields, model = self._gateway, asked.fields, asked.model
         tokens = await tokens_of(gateway, asked.path, fields, size=asked.size, tenant=tenant, model=model)
-        wish = wish_of(gateway, fields, tokens, tenant=tenant, model=model)
+        wish = wish_of(gateway, asked.path, fields, tokens, tenant=tenant, model=model)
         if len(allowed) == len(specs):
             return wish, tokens
         return replace(wish, allowed=tuple(spec.worker_id for spec in allowed)), tokens
@@ -289,12 +291,14 @@ class ExchangePick:
         self._compared = compared
         self.name = headers.get(wire.PICK, "")
         self.tenant = leg.wish.tenant if leg is not None else ""
+        self._in_pieces: bool | None = None
         self._has_output = False
         self._moving: asyncio.Task[None] | None = None
         self._timers: list[asyncio.TimerHandle] = []
 
-    def answering(self, status: int, served: str) -> None:
+    def answering(self, status: int, served: str, in_pieces: bool | None) -> None:
         """See `Pick`."""
+        self._in_pieces = in_pieces
         leg, exchange = self._leg, self._exchange
         if leg is None or exchange is None:
             return
@@ -315,11 +319,13 @@ class ExchangePick:
         """See `Pick`."""
         self._has_output = True
         if self._leg is not None:
-            self._leg.first_output()
+            self._begins(self._leg)
 
     def ended(self, account: Mapping[str, Any] | None) -> None:
         """See `Pick`."""
         try:
+            if self._leg is not None and account is not None:
+                self._leg.generated(output_tokens_of(account))
             if self._leg is not None and account is not None and not self._leg.wish.prompt.unknown:
                 self._leg.ended(usage_of_stream(Dialect.OPENAI, account))
                 if self._compared is not None:
@@ -335,10 +341,8 @@ class ExchangePick:
         """See `Pick`."""
         if self._held is None:
             return
-        loop, leg = asyncio.get_running_loop(), self._leg
+        loop = asyncio.get_running_loop()
         self._timers.append(loop.call_later(self._picker.lease_seconds, self.over))
-        if leg is not None and leg.placement.booking is not None:
-            self._timers.append(loop.call_later(self._picker.prefill_seconds(leg), leg.prefill_over))
         if self._prefill is not None:
             self._timers.append(loop.call_later(self._picker.prefill_seconds(self._prefill), self._prefill.free))
         self._picker.keep(self)
@@ -366,7 +370,7 @@ class ExchangePick:
         worker_id = self._picker.worker_at(exchange.wish, served)
         if not worker_id:
             return
-        wish = replace(leg.wish, pinned=worker_id, allowed=())
+        wish = replace(leg.wish, pinned=worker_id, allowed=(), running=True)
         try:
             try:
                 moved = await exchange.place(wish)
@@ -379,7 +383,11 @@ class ExchangePick:
         moved.sent()
         self._leg = moved
         if self._has_output:
-            moved.first_output()
+            self._begins(moved)
+
+    def _begins(self, leg: Leg) -> None:
+        whole = leg.wish.output.unseen if self._in_pieces is None else not self._in_pieces
+        leg.first_output(at_once=whole)
 
 
 def _address_of(leg: Leg) -> str:

@@ -131,7 +131,7 @@ class ExternalProcessor:
             asked = await asked_of(wanted.headers, wanted.body, wanted.subset, max_priority=identity.max_priority)
             if self._limits.conformance:
                 asked = conformance.steered(asked, wanted.headers)
-            call.pick = await self._picked(asked)
+            call.pick = await self._picked(asked._replace(shows_output=wanted.shows_output))
         except TimeoutError:
             limit = self._limits.pick_seconds
             error: Exception = Unavailable(f"no endpoint within {limit:g} s", retry_after_seconds=1.0)
@@ -184,7 +184,7 @@ class _Call:
         assert pick is not None
         match event:
             case Answering():
-                pick.answering(event.status, event.served)
+                pick.answering(event.status, event.served, event.in_pieces)
             case FirstOutput():
                 pick.first_output()
             case Ended():

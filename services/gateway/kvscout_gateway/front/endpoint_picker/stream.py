@@ -61,6 +61,8 @@ class PickWanted:
     """Empty if there is none, or the proxy passes none on."""
     subset: tuple[str, ...] | None
     """The endpoints that it may be; None = any."""
+    shows_output: bool = True
+    """The proxy will show the response's body, as far as is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,9 @@ class Answering:
     status: int
     served: str
     """Its endpoint; "" = the proxy does not tell."""
+    in_pieces: bool | None = None
+    """Whether its output comes as it is generated, so that the first piece tells when the prompt was computed; None =
+    it does not tell."""
 
     @property
     def ok(self) -> bool:
@@ -173,6 +178,12 @@ class RequestStream:
         self._ok = False
         self._has_output = False
         self._tail: deque[bytes] = deque(maxlen=TAIL_PIECES)
+
+    @property
+    def _shows_output(self) -> bool:
+        if not self._configured or self._follow is Follow.LEAVE:
+            return False
+        return self._follow is Follow.PIECES or self._response_mode != pb.BODY_MODE_NONE
 
     @property
     def _response_is_duplex(self) -> bool:
@@ -318,7 +329,8 @@ class RequestStream:
 
     def _want_pick(self) -> Step:
         self._phase = _Phase.PICKING
-        return Step(events=(PickWanted(self._headers, b"".join(self._pieces), self._subset),))
+        wanted = PickWanted(self._headers, b"".join(self._pieces), self._subset, self._shows_output)
+        return Step(events=(wanted,))
 
     def _drop_body(self) -> None:
         self._pieces = []
@@ -328,7 +340,9 @@ class RequestStream:
         self._phase = _Phase.RESPONDING
         headers = wire.header_map(request.response_headers.headers)
         status = headers.get(":status", "")
-        answering = Answering(int(status) if status.isdecimal() else 0, wire.served_endpoint(request))
+        kind = headers.get("content-type")
+        in_pieces = None if kind is None else kind.lower().startswith("text/event-stream")
+        answering = Answering(int(status) if status.isdecimal() else 0, wire.served_endpoint(request), in_pieces)
         self._ok = answering.ok
         ended = self._end() if request.response_headers.end_of_stream else ()
         answer = wire.ANSWER_RESPONSE_HEADERS

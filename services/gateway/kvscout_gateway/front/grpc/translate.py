@@ -17,6 +17,7 @@ from kvscout_common.worker_proto import rank_to_proto, role_from_proto
 from kvscout_gateway.front.reserved import reserved_in
 from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.prompt import Prompt, PromptTooLong
+from kvscout_gateway.scheduler_client.output import Output, check_class
 
 MAX_REQUEST_ID = 256
 MAX_ENGINE_FIELDS = 1024 * 1024
@@ -33,6 +34,8 @@ _OWN_FIELDS = frozenset(
     }
 )
 """Of engines' requests: those that say what other fields of the message say, or what the gateway itself has to."""
+GENERATE = "generate"
+"""The class of outputs of token ids that are continued as they are."""
 FLOAT_DIGITS = range(6, 10)
 """Significant digits that tell every two single-precision numbers apart: six do for some, nine for all."""
 
@@ -75,6 +78,7 @@ def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int, *, max
     """
     if not request.model:
         raise InvalidArgument("must not be empty", field="model")
+    check_class(request.output_class)
     if request.token_ids and request.block_hashes:
         raise InvalidArgument("give token_ids or block_hashes, not both", field="token_ids")
     if request.token_ids:
@@ -121,7 +125,12 @@ def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int, *, max
         required_labels=dict(request.required_labels) if request.required_labels else {},
         override=request.router_config_override if request.HasField("router_config_override") else None,
         priority=request.priority if max_priority is None else min(request.priority, max_priority),
-        expected_output_tokens=request.expected_output_tokens,
+        output=Output(
+            request.expected_output_tokens,
+            request.max_output_tokens,
+            request.output_class,
+            request.estimate_prefill_complete,
+        ),
         explain=request.explain,
         lease_seconds=request.lease_seconds,
     )
@@ -167,9 +176,16 @@ def generate_wish(
         required_labels=dict(request.required_labels) if request.required_labels else {},
         override=request.router_config_override if request.HasField("router_config_override") else None,
         priority=request.priority if max_priority is None else min(request.priority, max_priority),
-        expected_output_tokens=request.stop_conditions.max_tokens,
+        output=_output(request.stop_conditions),
         explain=request.explain,
     )
+
+
+def _output(stop: gateway_pb2.StopConditions) -> Output:
+    """What they tell of an output: it is as long as it may be only where nothing else can end it."""
+    reaches_it = stop.ignore_eos or 0 < stop.max_tokens <= stop.min_tokens
+    ends_before = stop.stop or stop.stop_token_ids
+    return Output(stop.max_tokens if reaches_it and not ends_before else 0, stop.max_tokens, GENERATE)
 
 
 def _pinned_rank(request: gateway_pb2.RouteRequest | gateway_pb2.GenerateRequest) -> int | None:

@@ -188,7 +188,7 @@ class Generation:
         """
         gateway, tenant, model = self._gateway, caller.tenant, model_of(body.fields)
         tokens = await tokens_of(gateway, call.path, body.fields, size=body.size, tenant=tenant, model=model)
-        wish = wish_of(gateway, body.fields, tokens, tenant=tenant, model=model)
+        wish = wish_of(gateway, call.path, body.fields, tokens, tenant=tenant, model=model)
         compared = gateway.tokens.comparison.begin(
             (tenant, model), tokens, lambda: (chat_body if call.path == CHAT else completion_body)(body.fields)
         )

@@ -86,10 +86,14 @@ class Score:
         self.task: asyncio.Task[None] | None = None
         """None = it is not scored."""
 
-    def first_output(self) -> None:
-        """Output has begun: the prompt is computed."""
+    def first_output(self, *, at_once: bool = False) -> None:
+        """Output has begun: the prompt is computed.
+
+        Args:
+            at_once: All of it is here. When the prompt was computed nobody knows.
+        """
         self._prefilled = True
-        if self._booking is not None:
+        if self._booking is not None and not at_once:
             self._gateway.bookings.mark_prefill_complete(self._booking)
 
     def end(self, *, failed: bool, usage: Usage | None, served_by: str) -> None:
@@ -128,7 +132,7 @@ class Score:
                 raise  # the gateway ends
         finally:
             if self._booking is not None:
-                self._gateway.bookings.free(self._booking)
+                self._gateway.bookings.free(self._booking, self._usage.output_tokens if self._usage is not None else 0)
         self._count(LeftOut.FAILED if self._failed else outcome)
 
     async def _place(self) -> Placement | LeftOut:
@@ -140,7 +144,7 @@ class Score:
         if not len(tokens):
             return LeftOut.TOKENS
         self._isl_tokens = len(tokens)
-        wish = wish_of(gateway, fields, tokens, tenant=asked.tenant, model=asked.model)
+        wish = wish_of(gateway, asked.path, fields, tokens, tenant=asked.tenant, model=asked.model)
         view = gateway.catalog.tenant(asked.tenant)
         roles = view.serving(view.resolve(asked.model, "").model).driven_roles
         placement = await gateway.routing.place(
@@ -158,9 +162,17 @@ class Score:
             gateway.bookings.add(placement.booking)
         if self._prefilled:
             # What it found cached may be what this very request has left there meanwhile.
-            self.first_output()
+            self._book_as_running()
             return LeftOut.LATE
         return LeftOut.HELPERS if placement.degraded else placement
+
+    def _book_as_running(self) -> None:
+        """Its first token was out before it was booked: from how long that took afterwards nothing is to be learned."""
+        booking = self._booking
+        if booking is not None and booking.worker is not None:
+            self._gateway.bookings.free(booking)
+            self._booking = booking.again()
+            self._gateway.bookings.add(self._booking)
 
     def _compared(self, placement: Placement) -> Comparison | LeftOut:
         if self._usage is None:
