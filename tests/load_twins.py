@@ -66,14 +66,11 @@ class SideBySide:
         for twin in self._twins:
             twin.limit(slot, limits)
 
-    def busy(self, slot: int) -> bool:
-        return self._same(lambda twin: twin.busy(slot))
+    def busy(self) -> int:
+        return self._same(lambda twin: twin.busy())
 
-    def not_busy(self, slots: list[int] | None) -> list[int] | None:
-        return self._same(lambda twin: twin.not_busy(slots))
-
-    def has_room(self, slots: Sequence[int] | None) -> bool:
-        return self._same(lambda twin: twin.has_room(slots))
+    def full(self) -> int:
+        return self._same(lambda twin: twin.full())
 
     def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
         for twin in self._twins:
@@ -99,7 +96,7 @@ class SideBySide:
     def shared(self, lane: Lane, hashes: bytes) -> dict[int, int]:
         return self._same(lambda twin: twin.shared(lane, hashes))
 
-    def score(self, question: Question, overlaps: AnyOverlaps, slots: Sequence[int] | None) -> Scores:
+    def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> Scores:
         scores = [twin.score(question, overlaps, slots) for twin in self._twins]
         for column in COLUMNS:
             assert_same([list(getattr(each, column)) for each in scores])

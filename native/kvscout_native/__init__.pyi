@@ -359,6 +359,9 @@ class Scores:
     def overlap(self, index: int) -> tuple[int, float]:
         """Device blocks and effective blocks of one candidate."""
 
+    def slot(self, index: int) -> int:
+        """Where one candidate is."""
+
     @property
     def device_blocks(self) -> list[int]: ...
     @property
@@ -407,11 +410,10 @@ class ActiveLoad:
 
     def ensure_slot(self, slot: int) -> None: ...
     def limit(self, slot: int, limits: tuple[int, int, int]) -> None: ...
-    def busy(self, slot: int) -> bool: ...
-    def not_busy(self, slots: Sequence[int] | None) -> list[int] | None:
-        """None: it is all of them."""
+    def busy(self) -> bytes:
+        """A set of slots, a bit each, the lowest first; as `full` and the `slots` of `score`."""
 
-    def has_room(self, slots: Sequence[int] | None) -> bool: ...
+    def full(self) -> bytes: ...
     def arrange(self, ranks: Sequence[tuple[str, int, int]]) -> None:
         """(worker id, rank, slot) of the slots in use, by rank."""
 
@@ -424,7 +426,7 @@ class ActiveLoad:
     def shared(self, lane: tuple[int, bool], hashes: bytes) -> dict[int, int]: ...
     def score(
         self,
-        slots: Sequence[int] | None,
+        slots: bytes | None,
         lane: tuple[int, bool],
         hashes: bytes,
         overlaps: Overlaps | None,

@@ -75,17 +75,17 @@ def test_prefill_tokens_leave_once(load: Load) -> None:
 def test_limits_say_who_is_busy_and_who_has_room(load: Load) -> None:
     active = load(2)
     active.arrange({("a", 0): 1, ("b", 0): 0}, [1, 0])
-    assert (active.not_busy(None), active.has_room(None), active.busy(0)) == (None, True, False)
+    assert (active.busy(), active.full()) == (0, 0)
     active.add(0, LANE, pack_hashes([1, 2]), private_blocks=1, prefill_tokens=50)
     active.limit(0, Limits(prefill_tokens=50, decode_blocks=3, queued_prefill_tokens=49))
-    assert (active.busy(0), active.has_room([0]), active.has_room(None)) == (False, False, True)
+    assert (active.busy(), active.full()) == (0, 0b01)
     extra = active.add(0, LANE, pack_hashes([1, 3]))
-    assert (active.busy(0), active.not_busy(None), active.not_busy([0])) == (True, [1], [])
+    assert (active.busy(), active.full()) == (0b01, 0b01)
     active.remove(extra)
-    several = [0, 1]
-    assert active.not_busy(several) is several
+    assert (active.busy(), active.full()) == (0, 0b01)
     active.limit(0, Limits(decode_blocks=-1))
-    assert (active.busy(0), active.has_room([0])) == (True, False)
+    active.limit(1, Limits(decode_blocks=-1))
+    assert (active.busy(), active.full()) == (0b11, 0b11)
 
 
 def test_untracked_blocks_are_never_counted(load: Load) -> None:

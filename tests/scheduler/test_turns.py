@@ -9,13 +9,15 @@ from random import Random
 from typing import Any
 
 import pytest
-from scheduler_builders import MODEL, ManualClock, key, request, reserve, scheduler, test_seed, worker
+from scheduler_builders import BLOCK, MODEL, ManualClock, key, request, reserve, scheduler, test_seed, worker
 
 from kvscout_common.errors import KvscoutError, ResourceExhausted
 from kvscout_common.worker import Adapter, WorkerRank, WorkerSpec
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.eligibility import eligible
 from kvscout_scheduler.engine_metrics import EngineMetrics
+from kvscout_scheduler.overlaps import Overlaps
+from kvscout_scheduler.policies.builtin import BUILTIN
 from kvscout_scheduler.request import PoolId, SelectionRequest
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.thresholds import BusyThresholds
@@ -112,6 +114,53 @@ def test_one_who_is_refused_as_busy_while_others_wait_is_told_when_to_try_again(
     assert refused.value.retry_after_seconds is None, "nobody waits"
 
 
+@pytest.mark.parametrize("policy", [name for name in sorted(BUILTIN) if name != "direct"])
+@pytest.mark.parametrize("places", [1, 3])
+def test_as_many_go_as_there_is_room_for_whatever_the_policy(policy: str, places: int) -> None:
+    specs = [worker(f"w{number}", max_num_batched_tokens=BUDGET, total_slots=8) for number in range(8)]
+    made = scheduler(*specs, queue_threshold=0.5, policy=policy)
+    for spec in specs:
+        reserve(made, f"on-{spec.worker_id}", spec.worker_id, isl=501)
+    told: list[Decision | KvscoutError] = []
+    cached = Overlaps(tuple(spec.worker_id for spec in specs[4:]), (), (BUDGET // 4 // BLOCK,) * 4)
+    for number in range(32):
+        made.reserve_or_wait(request(isl=BUDGET - 1, on=cached, request_id=f"r{number}"), told.append)
+    pinned: list[Decision | KvscoutError] = []
+    made.reserve_or_wait(request(isl=501, request_id="pinned", pinned_worker_id="w7"), pinned.append)
+    free = [f"w{number}" for number in range(places)]
+    for name in free:
+        made.free(key(f"on-{name}"))
+    assert sorted(shown(each) for each in told) == [str(WorkerRank(name, 0)) for name in free]
+    assert (made.waiting.length(POOL), pinned) == (32 - places + 1, [])
+
+
+@pytest.mark.parametrize("policy", [name for name in sorted(BUILTIN) if name != "direct"])
+def test_one_who_comes_goes_where_there_is_room(policy: str) -> None:
+    specs = [worker(f"w{number}", max_num_batched_tokens=BUDGET, total_slots=8) for number in range(8)]
+    made = scheduler(*specs, queue_threshold=0.5, policy=policy)
+    for spec in specs[:5]:
+        reserve(made, f"on-{spec.worker_id}", spec.worker_id, isl=501)
+    told: list[Decision | KvscoutError] = []
+    for number in range(5):
+        cached = Overlaps(tuple(f"w{full}" for full in range(5)), (), (BUDGET // 4 // BLOCK,) * 5)
+        asked = request(isl=BUDGET - 1, on=cached, request_id=f"r{number}", explain=True)
+        made.reserve_or_wait(asked, told.append)
+    assert len(told) == 3
+    assert {shown(each) for each in told} == {str(WorkerRank(f"w{number}", 0)) for number in (5, 6, 7)}
+    first = told[0]
+    assert isinstance(first, Decision)
+    assert first.explanation is not None
+    reasons = {each.rank.worker_id: each.ineligible_reason for each in first.explanation.candidates}
+    assert reasons == {f"w{number}": "no room" if number < 5 else "" for number in range(8)}
+
+
+def test_a_query_is_answered_though_nobody_has_room() -> None:
+    made, _ = crowded(0, 3)
+    decision = made.select(request(isl=501, explain=True))
+    assert decision.explanation is not None
+    assert all(each.eligible for each in decision.explanation.candidates)
+
+
 def test_room_that_an_undelivered_booking_leaves_is_given_at_once() -> None:
     made = scheduler(worker("a", max_num_batched_tokens=BUDGET), queue_threshold=0.5)
     made.select_and_reserve(request(isl=501, request_id="lost"))
@@ -154,7 +203,7 @@ class BruteForce(Turns):
         tokens, specs = pool.load.prefill_tokens, pool.specs
         return all(
             specs[slot].max_num_batched_tokens and tokens[slot] > 0.5 * specs[slot].max_num_batched_tokens
-            for slot in eligible(pool, request, now)
+            for slot in pool.members(eligible(pool, request, now))
         )
 
 

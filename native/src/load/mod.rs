@@ -8,12 +8,14 @@ pub mod messages;
 mod names;
 mod overlaps;
 mod score;
+mod slot_set;
 mod time_cost;
 mod tree;
 
 use names::Names;
 pub use overlaps::{Columns, Overlaps, Row};
 pub use score::{Costs, Question, Scores};
+pub use slot_set::SlotSet;
 pub use time_cost::{Row as TimeRow, TimeQuestion};
 use tree::PrefixTree;
 
@@ -55,6 +57,10 @@ pub struct ActiveLoad {
     pub prefill_tokens: Vec<i64>,
     pub decode_blocks: Vec<i64>,
     limits: Vec<Limits>,
+    /// Slots that have more load than their limits allow.
+    busy: SlotSet,
+    /// Those, and the ones that requests wait for.
+    full: SlotSet,
     /// Slots in use, by rank.
     order: Vec<u32>,
     names: Names,
@@ -70,6 +76,8 @@ impl ActiveLoad {
             prefill_tokens: Vec::new(),
             decode_blocks: Vec::new(),
             limits: Vec::new(),
+            busy: SlotSet::default(),
+            full: SlotSet::default(),
             order: Vec::new(),
             names: Names::default(),
             trees: Vec::new(),
@@ -88,28 +96,31 @@ impl ActiveLoad {
     /// Sets the limits of a slot that there is room for.
     pub fn limit(&mut self, slot: u32, limits: Limits) {
         self.limits[slot as usize] = limits;
+        self.judge(slot);
     }
 
-    /// Whether a slot has more load than its limits allow.
-    pub fn busy(&self, slot: u32) -> bool {
-        let (slot, limits) = (slot as usize, &self.limits[slot as usize]);
-        self.prefill_tokens[slot] > limits.prefill_tokens || self.decode_blocks[slot] > limits.decode_blocks
+    /// The slots that have more load than their limits allow.
+    pub fn busy(&self) -> &SlotSet {
+        &self.busy
     }
 
-    /// The slots that are not busy; None of either: all that are arranged, by rank.
-    pub fn not_busy(&self, slots: Option<&[u32]>) -> Option<Vec<u32>> {
-        let slots = slots.unwrap_or(&self.order);
-        let open: Vec<u32> = slots.iter().copied().filter(|&slot| !self.busy(slot)).collect();
-        (open.len() < slots.len()).then_some(open)
+    /// The slots that are busy, or have so much prefill work that requests wait for them.
+    pub fn full(&self) -> &SlotSet {
+        &self.full
     }
 
-    /// Whether any slot is not busy and has so little prefill work that nobody waits for it; None: of all arranged.
-    pub fn has_room(&self, slots: Option<&[u32]>) -> bool {
-        let roomy = |&slot: &u32| {
-            let limit = self.limits[slot as usize].queued_prefill_tokens;
-            self.prefill_tokens[slot as usize] <= limit && !self.busy(slot)
-        };
-        slots.unwrap_or(&self.order).iter().any(roomy)
+    /// The load of a slot has changed, or its limits have.
+    fn judge(&mut self, slot: u32) {
+        let (busy, full) = self.judged(slot as usize);
+        self.busy.set(slot, busy);
+        self.full.set(slot, full);
+    }
+
+    /// Whether a slot is busy, and whether it is full.
+    fn judged(&self, slot: usize) -> (bool, bool) {
+        let (limits, prefill_tokens) = (&self.limits[slot], self.prefill_tokens[slot]);
+        let busy = prefill_tokens > limits.prefill_tokens || self.decode_blocks[slot] > limits.decode_blocks;
+        (busy, busy || prefill_tokens > limits.queued_prefill_tokens)
     }
 
     /// Says which worker ranks are at which slots, by rank: (worker id, rank, slot).
@@ -140,12 +151,14 @@ impl ActiveLoad {
         }
         self.requests[slot as usize] += 1;
         self.prefill_tokens[slot as usize] += prefill_tokens;
+        self.judge(slot);
         Allocation { slot, private_blocks: private, prefill_tokens, place }
     }
 
     /// Ends the prefill phase of a request; a second time changes nothing.
     pub fn complete_prefill(&mut self, allocation: &mut Allocation) {
         self.prefill_tokens[allocation.slot as usize] -= std::mem::take(&mut allocation.prefill_tokens);
+        self.judge(allocation.slot);
     }
 
     /// Adds blocks to a request that no other request shares.
@@ -153,6 +166,7 @@ impl ActiveLoad {
         if self.track_blocks {
             allocation.private_blocks += blocks;
             self.decode_blocks[allocation.slot as usize] += blocks;
+            self.judge(allocation.slot);
         }
     }
 
@@ -166,6 +180,7 @@ impl ActiveLoad {
         self.decode_blocks[slot] -= gone;
         self.prefill_tokens[slot] -= std::mem::take(&mut allocation.prefill_tokens);
         self.requests[slot] -= 1;
+        self.judge(allocation.slot);
     }
 
     /// Leading blocks of a prompt that are active, by slot; the last thing told of a slot holds.
@@ -190,6 +205,12 @@ impl ActiveLoad {
     /// What contradicts: the columns must follow from these allocations, all that there are.
     pub fn check<'a>(&self, allocations: impl Iterator<Item = &'a Allocation>) -> Result<(), String> {
         let size = self.requests.len();
+        for slot in 0..size {
+            let told = (self.busy.has(slot as u32), self.full.has(slot as u32));
+            if told != self.judged(slot) {
+                return Err(format!("slot {slot} is said to be busy and full: {told:?}"));
+            }
+        }
         let (mut requests, mut prefill, mut blocks) = (vec![0; size], vec![0; size], vec![0; size]);
         for allocation in allocations {
             let slot = allocation.slot as usize;
@@ -257,13 +278,15 @@ mod tests {
     fn limits_say_who_is_busy_and_who_has_room() {
         let mut load = ActiveLoad::new(true);
         load.arrange([("a", 0, 1), ("b", 0, 0)].into_iter());
-        assert_eq!((load.not_busy(None), load.has_room(None)), (None, true));
+        let both = |load: &ActiveLoad, slot| (load.busy().has(slot), load.full().has(slot));
+        assert_eq!(both(&load, 0), (false, false));
         load.add(0, LANE, &[1, 2], 1, 50);
         load.limit(0, Limits { prefill_tokens: 50, decode_blocks: 3, queued_prefill_tokens: 49 });
-        assert_eq!((load.busy(0), load.has_room(Some(&[0])), load.has_room(None)), (false, false, true));
-        load.add(0, LANE, &[1, 3], 0, 0);
-        assert_eq!((load.busy(0), load.not_busy(None)), (true, Some(vec![1])));
-        assert_eq!(load.not_busy(Some(&[0])), Some(vec![]));
+        assert_eq!((both(&load, 0), both(&load, 1)), ((false, true), (false, false)));
+        let mut extra = load.add(0, LANE, &[1, 3], 0, 0);
+        assert_eq!((both(&load, 0), both(&load, 1)), ((true, true), (false, false)));
+        load.remove(&mut extra);
+        assert_eq!(both(&load, 0), (false, true));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! The twin of `kvscout_scheduler.cost.Scores`, which has the formulas; every number is computed in the same order, so
 //! that both twins give equal ones.
 
-use super::{ActiveLoad, Lane, Overlaps};
+use super::{ActiveLoad, Lane, Overlaps, SlotSet};
 
 /// What is asked.
 #[derive(Debug, Clone, Copy)]
@@ -42,8 +42,8 @@ pub struct Scores {
 pub struct Costs(pub Vec<f64>);
 
 impl ActiveLoad {
-    /// Scores slots; None: all that are arranged, by rank.
-    pub fn score(&self, slots: Option<&[u32]>, question: &Question<'_>) -> Scores {
+    /// Scores the arranged slots of a set, by rank; None: all that are arranged.
+    pub fn score(&self, slots: Option<&SlotSet>, question: &Question<'_>) -> Scores {
         let Question { overlap_score_weight, scale, .. } = *question;
         let size = self.requests.len();
         // By slot; the weighted overlap only where it is not that of the device.
@@ -70,7 +70,14 @@ impl ActiveLoad {
         let block_size = f64::from(question.lane.block_size);
         let isl_tokens = f64::from(question.isl_tokens);
         let request_blocks = i64::from(question.isl_tokens.div_ceil(question.lane.block_size));
-        let asked = slots.unwrap_or(&self.order);
+        let some: Vec<u32>;
+        let asked = match slots {
+            None => &self.order,
+            Some(members) => {
+                some = self.order.iter().copied().filter(|&slot| members.has(slot)).collect();
+                &some
+            }
+        };
         let slots = asked.iter().map(|&slot| slot as usize);
         // Column by column: each is one simple loop.
         let device_blocks: Vec<u32> = slots.clone().map(|slot| device[slot]).collect();
@@ -201,8 +208,8 @@ mod tests {
         assert_eq!(scores.device_blocks, [2, 5, 0]);
         assert_eq!(scores.costs().0, [18.0, 45.0, 20.0]);
         assert_eq!(scores.costs().least(), [0]);
-        let some = load.score(Some(&[1, 0]), &question(&[], Some(&overlaps)));
-        assert_eq!((some.costs().0, some.decode_blocks), (vec![20.0, 45.0], vec![10, 40]));
+        let some = load.score(Some(&SlotSet::from_bytes(&[0b101])), &question(&[], Some(&overlaps)));
+        assert_eq!((some.costs().0, some.slots), (vec![18.0, 45.0], vec![2, 0]));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::hashing::hashes_from_bytes;
 use crate::load::messages::{self, Name, Operation, Select, Selected};
-use crate::load::{self, Columns, Lane, Limits, Question, TimeQuestion, TimeRow};
+use crate::load::{self, Columns, Lane, Limits, Question, SlotSet, TimeQuestion, TimeRow};
 
 /// Messages above this many bytes may take longer than about 50 µs, so they release the GIL.
 const DETACH_ABOVE_BYTES: usize = 128 * 1024;
@@ -84,19 +84,12 @@ impl ActiveLoad {
         Ok(())
     }
 
-    fn busy(&self, slot: u32) -> PyResult<bool> {
-        self.check_slots(&[slot])?;
-        Ok(self.load.busy(slot))
+    fn busy<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.load.busy().to_bytes())
     }
 
-    fn not_busy(&self, slots: Option<Vec<u32>>) -> PyResult<Option<Vec<u32>>> {
-        self.check_slots(slots.as_deref().unwrap_or_default())?;
-        Ok(self.load.not_busy(slots.as_deref()))
-    }
-
-    fn has_room(&self, slots: Option<Vec<u32>>) -> PyResult<bool> {
-        self.check_slots(slots.as_deref().unwrap_or_default())?;
-        Ok(self.load.has_room(slots.as_deref()))
+    fn full<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.load.full().to_bytes())
     }
 
     fn arrange(&mut self, ranks: Vec<(PyBackedStr, u32, u32)>) {
@@ -145,7 +138,7 @@ impl ActiveLoad {
     #[allow(clippy::too_many_arguments)] // the columns of one question, as the twin takes them
     fn score(
         &self,
-        slots: Option<Vec<u32>>,
+        slots: Option<&[u8]>,
         lane: (u32, bool),
         hashes: &[u8],
         overlaps: Option<&Overlaps>,
@@ -156,7 +149,7 @@ impl ActiveLoad {
         charge_prefill: bool,
         scale: f64,
     ) -> PyResult<Scores> {
-        self.check_slots(slots.as_deref().unwrap_or_default())?;
+        let slots = slots.map(SlotSet::from_bytes);
         let question = Question {
             lane: lane_of(lane),
             hashes: &unpacked(hashes)?,
@@ -168,7 +161,7 @@ impl ActiveLoad {
             charge_prefill,
             scale,
         };
-        Ok(Scores { scores: self.load.score(slots.as_deref(), &question) })
+        Ok(Scores { scores: self.load.score(slots.as_ref(), &question) })
     }
 
     fn check_invariants(&self, allocations: Vec<PyRef<'_, Allocation>>) -> PyResult<()> {
@@ -262,6 +255,11 @@ impl Scores {
             return Err(PyIndexError::new_err("no such candidate"));
         };
         Ok((device, effective))
+    }
+
+    fn slot(&self, index: usize) -> PyResult<u32> {
+        let slot = self.scores.slots.get(index).copied();
+        slot.ok_or_else(|| PyIndexError::new_err("no such candidate"))
     }
 
     #[getter]

@@ -44,6 +44,8 @@ class _IneligibleReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Inel
     """It failed a request a short while ago."""
     INELIGIBLE_REASON_BUSY: _IneligibleReason.ValueType  # 8
     """It is over a busy threshold."""
+    INELIGIBLE_REASON_NO_ROOM: _IneligibleReason.ValueType  # 9
+    """Requests wait for it (--router-queue-threshold), and others have room."""
 
 class IneligibleReason(_IneligibleReason, metaclass=_IneligibleReasonEnumTypeWrapper):
     """Why a worker rank could not be chosen."""
@@ -66,6 +68,8 @@ INELIGIBLE_REASON_COOLING_DOWN: IneligibleReason.ValueType  # 7
 """It failed a request a short while ago."""
 INELIGIBLE_REASON_BUSY: IneligibleReason.ValueType  # 8
 """It is over a busy threshold."""
+INELIGIBLE_REASON_NO_ROOM: IneligibleReason.ValueType  # 9
+"""Requests wait for it (--router-queue-threshold), and others have room."""
 Global___IneligibleReason: _TypeAlias = IneligibleReason  # noqa: Y015
 
 class _FreeOutcome:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from kvscout_scheduler.cost import Lane, Question, ReferenceScores
 from kvscout_scheduler.overlaps import AnyOverlaps
 from kvscout_scheduler.prefix_tree import Node, PrefixTree
+from kvscout_scheduler.slot_sets import in_order, slot_set
 from kvscout_scheduler.time_cost import TimeQuestion
 
 
@@ -79,6 +80,8 @@ class Scores(Protocol):
 
     def overlap(self, index: int) -> tuple[int, float]: ...
 
+    def slot(self, index: int) -> int: ...
+
 
 class ActiveLoad(Protocol):
     """Load of one pool."""
@@ -107,14 +110,11 @@ class ActiveLoad(Protocol):
     def limit(self, slot: int, limits: Limits) -> None:
         """Says what a slot may have to do; new ones have no limits."""
 
-    def busy(self, slot: int) -> bool:
-        """Whether a slot has more to do than it may."""
+    def busy(self) -> int:
+        """The set of slots that have more to do than they may; see `slot_sets`."""
 
-    def not_busy(self, slots: list[int] | None) -> list[int] | None:
-        """Those of some slots that are not busy; None of either = all that are arranged, by rank."""
-
-    def has_room(self, slots: Sequence[int] | None) -> bool:
-        """Whether any of some slots (None = of all that are arranged) has room for requests that wait."""
+    def full(self) -> int:
+        """The set of slots that have no room for requests that wait: the busy ones, and those of too much prefill."""
 
     def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
         """Says which worker ranks are where.
@@ -149,13 +149,14 @@ class ActiveLoad(Protocol):
     def shared(self, lane: Lane, hashes: bytes) -> dict[int, int]:
         """Leading blocks of a prompt that are active on each slot; slots with none are left out."""
 
-    def score(self, question: Question, overlaps: AnyOverlaps, slots: Sequence[int] | None) -> Scores:
+    def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> Scores:
         """What a decision needs to know.
 
         Args:
             question: The prompt.
             overlaps: Where it is cached; checked.
-            slots: Workers of its lane; None = all that are arranged, by rank.
+            slots: Set of workers of its lane, in which those that are not arranged do not count; None = all that are
+                arranged. Columns are by rank.
         """
 
     def check_invariants(self, allocations: Any) -> None:
@@ -209,21 +210,19 @@ class ReferenceLoad:
     def limit(self, slot: int, limits: Limits) -> None:
         self._limits[slot] = limits
 
-    def busy(self, slot: int) -> bool:
-        limits = self._limits[slot]
-        return self.prefill_tokens[slot] > limits.prefill_tokens or self.decode_blocks[slot] > limits.decode_blocks
+    def busy(self) -> int:
+        return slot_set(slot for slot, limits in enumerate(self._limits) if self._over(slot, limits))
 
-    def not_busy(self, slots: list[int] | None) -> list[int] | None:
-        asked = self._order if slots is None else slots
-        found = [slot for slot in asked if not self.busy(slot)]
-        return found if len(found) < len(asked) else slots
-
-    def has_room(self, slots: Sequence[int] | None) -> bool:
-        limits, prefill_tokens = self._limits, self.prefill_tokens
-        return any(
-            prefill_tokens[slot] <= limits[slot].queued_prefill_tokens and not self.busy(slot)
-            for slot in (self._order if slots is None else slots)
+    def full(self) -> int:
+        prefill_tokens = self.prefill_tokens
+        return slot_set(
+            slot
+            for slot, limits in enumerate(self._limits)
+            if prefill_tokens[slot] > limits.queued_prefill_tokens or self._over(slot, limits)
         )
+
+    def _over(self, slot: int, limits: Limits) -> bool:
+        return self.prefill_tokens[slot] > limits.prefill_tokens or self.decode_blocks[slot] > limits.decode_blocks
 
     def add(
         self, slot: int, lane: Lane, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
@@ -264,10 +263,10 @@ class ReferenceLoad:
         tree = self._trees.get(lane)
         return tree.shared(hashes) if tree is not None and self.track_blocks else {}
 
-    def score(self, question: Question, overlaps: AnyOverlaps, slots: Sequence[int] | None) -> ReferenceScores:
+    def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> ReferenceScores:
         return ReferenceScores(
             question,
-            self._order if slots is None else slots,
+            self._order if slots is None else in_order(slots, self._order),
             overlaps.plain,
             self._slot_of,
             prefill_tokens=self.prefill_tokens,

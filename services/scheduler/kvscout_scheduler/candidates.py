@@ -33,7 +33,7 @@ class Candidates:
     Args:
         pool: Where they come from; not changed while this is in use.
         request: The request.
-        slots: Their slots; at least one.
+        members: The set of their slots (`slot_sets`); at least one, all registered.
         prompts: The request's hashes and overlaps for each lane of the pool.
         settings: Settings in effect, the request's overrides applied.
         now: On the scheduler's clock.
@@ -44,7 +44,7 @@ class Candidates:
         self,
         pool: Pool,
         request: SelectionRequest,
-        slots: list[int],
+        members: int,
         prompts: Mapping[Lane, Prompt],
         settings: SchedulerSettings,
         *,
@@ -52,16 +52,30 @@ class Candidates:
         books: bool = False,
     ) -> None:
         self.request = request
-        self.slots = slots
+        self.members = members
         self.settings = settings
         self.now = now
         self.books = books
         self._pool = pool
         self._prompts = prompts
-        self._scored: list[tuple[list[int], Scores]] | None = None
+        self._slots: list[int] | None = None
+        self._scored: list[tuple[int, Scores]] | None = None
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return self.members.bit_count()
+
+    @property
+    def slots(self) -> list[int]:
+        """Their slots."""
+        if self._slots is None:
+            self._slots = self._pool.members(self.members)
+        return self._slots
+
+    def slot(self, index: int) -> int:
+        """The slot of one candidate."""
+        if self._slots is None and self._scored is not None and len(self._scored) == 1:
+            return self._scored[0][1].slot(index)
+        return self.slots[index]
 
     @property
     def places(self) -> tuple[WorkerRank, ...]:
@@ -171,17 +185,20 @@ class Candidates:
         """Prompt tokens to charge one candidate as prefill, by its `effective_blocks`."""
         if not self.request.charge_prefill:
             return 0
-        block_size = self._pool.lane_of[self.slots[index]].block_size
+        block_size = self._pool.lane_of[self.slot(index)].block_size
         return max(0, self.request.isl_tokens - int(effective_blocks * block_size))
 
-    def of(self, slots: list[int]) -> Candidates:
+    def of(self, members: int) -> Candidates:
         """The same question of other workers."""
-        return Candidates(self._pool, self.request, slots, self._prompts, self.settings, now=self.now, books=self.books)
+        return Candidates(
+            self._pool, self.request, members, self._prompts, self.settings, now=self.now, books=self.books
+        )
 
     def tiers(self) -> Sequence[TierOverlap]:
         """Overlap of each by tier."""
         found: dict[int, TierOverlap] = {}
-        for lane, slots in self._slots_by_lane.items():
+        for lane, members in self._pool.lanes.items():
+            slots = self._pool.members(members & self.members)
             overlaps = self._prompts[lane].overlaps.plain
             columns = [spread(overlaps, column, slots, self._pool.slot_of) for column in overlaps.by_tier()]
             found.update(zip(slots, map(TierOverlap._make, zip(*columns, strict=True)), strict=True))
@@ -193,26 +210,26 @@ class Candidates:
         if len(scored) == 1:
             return of(scored[0][1])
         found: dict[int, T] = {}
-        for slots, scores in scored:
-            found.update(zip(slots, of(scores), strict=True))
+        for members, scores in scored:
+            found.update(zip(self._pool.members(members), of(scores), strict=True))
         return [found[slot] for slot in self.slots]
 
     @property
-    def _scores(self) -> list[tuple[list[int], Scores]]:
+    def _scores(self) -> list[tuple[int, Scores]]:
         """The candidates of each lane, and what the load says of them."""
         # Once a request: `cached_property` takes a lock to compute, in Python 3.11.
         if self._scored is None:
             if len(self._prompts) == 1:
                 (lane,) = self._prompts
-                slots = None if self.slots is self._pool.order else self.slots
-                self._scored = [(self.slots, self._score(lane, slots, lane.block_size))]
+                slots = None if self.members == self._pool.everyone else self.members
+                self._scored = [(self.members, self._score(lane, slots, lane.block_size))]
             else:
-                lanes = self._slots_by_lane
+                lanes = {lane: members & self.members for lane, members in self._pool.lanes.items()}
                 unit = min(lane.block_size for lane in lanes)
-                self._scored = [(slots, self._score(lane, slots, unit)) for lane, slots in lanes.items()]
+                self._scored = [(members, self._score(lane, members, unit)) for lane, members in lanes.items()]
         return self._scored
 
-    def _score(self, lane: Lane, slots: list[int] | None, unit: int) -> Scores:
+    def _score(self, lane: Lane, slots: int | None, unit: int) -> Scores:
         prompt, settings = self._prompts[lane], self.settings
         question = Question(
             lane,
@@ -224,8 +241,3 @@ class Candidates:
             lane.block_size / unit,
         )
         return self._pool.load.score(question, prompt.overlaps, slots)
-
-    @cached_property
-    def _slots_by_lane(self) -> dict[Lane, list[int]]:
-        wanted = set(self.slots)
-        return {lane: [slot for slot in members if slot in wanted] for lane, members in self._pool.lanes.items()}

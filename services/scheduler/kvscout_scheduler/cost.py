@@ -156,6 +156,10 @@ class ReferenceScores:
         """`device_blocks` and `effective_blocks` of one worker."""
         return self.device_blocks[index], self.effective_blocks[index]
 
+    def slot(self, index: int) -> int:
+        """Where one worker is."""
+        return self._slots[index]
+
 
 def spread(
     overlaps: Overlaps, column: Sequence[T], slots: Sequence[int], slot_of: Mapping[tuple[str, int], int]

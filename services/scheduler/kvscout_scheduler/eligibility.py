@@ -1,8 +1,10 @@
 """Which workers may take a request: a chain of filters, each with its own error for when it leaves nobody.
 
 allow-list (and exclusions) → pin → required labels → LoRA adapter → not draining → not cooling down → not busy
+→ with room, while there is a line and anyone has room
 
-The first four follow from what the request wants (`Wanted`), the others from how the workers are.
+The first four follow from what the request wants (`Wanted`), the others from how the workers are. Each is a set of
+slots (`slot_sets`), so that a filter costs about the same however many workers there are.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from kvscout_common.errors import (
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import ANYONE, SelectionRequest, Wanted
+from kvscout_scheduler.slot_sets import slots_in
 
 Fits = Callable[[WorkerRank, WorkerSpec], bool]
 
@@ -30,30 +33,33 @@ class Demand(NamedTuple):
     label: str
     """Of those that do not have it."""
     fits: Fits
+    kept: Callable[[Pool, int], int]
+    """Of a set of slots, those that it fits."""
     refusal: Callable[[int], KvscoutError]
     """The error when none of so many has it."""
 
 
-class Stage(NamedTuple):
-    """One filter by how workers are."""
+class Dropped:
+    """Why workers are out."""
 
-    label: str
-    """Of those that it drops."""
-    kept: list[int]
-    refusal: Callable[[list[int]], KvscoutError]
-    """The error when none of these slots is left."""
+    def __init__(self) -> None:
+        self._labels: dict[str, int] = {}
+
+    def note(self, label: str, slots: int) -> None:
+        """A filter leaves these slots out."""
+        if slots:
+            self._labels[label] = slots
+
+    def by_slot(self) -> dict[int, str]:
+        """Why each of them is out."""
+        return {slot: label for label, slots in self._labels.items() for slot in slots_in(slots)}
 
 
-def eligible(
-    pool: Pool,
-    request: SelectionRequest,
-    now: float,
-    dropped: dict[int, str] | None = None,
-) -> list[int]:
-    """Slots of the workers that may take a request, in the order of their ranks; at least one.
+def eligible(pool: Pool, request: SelectionRequest, now: float, dropped: Dropped | None = None) -> int:
+    """The workers that may take a request, as a set of slots; at least one.
 
     Args:
-        pool: The workers; not to be changed while the answer is in use.
+        pool: The workers.
         request: A validated request.
         now: On the scheduler's clock.
         dropped: If given, receives why each other worker is out.
@@ -64,30 +70,45 @@ def eligible(
         FailedPrecondition: No worker has the labels, or the adapter loaded.
         ResourceExhausted: All that remain, or the pinned one, are busy.
     """
-    slots = pool.order
+    slots, wanted = pool.everyone, request.wanted
     if not slots:
         raise Unavailable(f"model {request.model!r} has no {request.role} worker now")
-    ranks, specs = pool.ranks, pool.specs
-    if dropped is None and request.wanted.pinned_worker_id:
-        # All others would be dropped; where the worker is not here, that is what says so.
-        slots = pool.slots_of.get(request.wanted.pinned_worker_id, slots)
-    wanted = request.wanted
-    for label, fits, refusal in demands(wanted) if wanted is not ANYONE else ():
-        kept = [slot for slot in slots if fits(ranks[slot], specs[slot])]
-        _note(dropped, label, slots, kept)
-        if not kept:
-            raise refusal(len(slots))
-        slots = kept
-    if not (pool.draining or pool.cooldown_until or pool.judged):
-        return slots
-    for health in (_draining, _cooling_down, _busy):
-        stage = health(pool, request, slots, now)
-        if stage is not None:
-            _note(dropped, stage.label, slots, stage.kept)
-            if not stage.kept:
-                raise stage.refusal(slots)
-            slots = stage.kept
+    if wanted is not ANYONE:
+        if dropped is None and wanted.pinned_worker_id:
+            # All others would be dropped; where the worker is not here, that is what says so.
+            slots = pool.named((wanted.pinned_worker_id,)) or slots
+        for label, _, keep, refusal in demands(wanted):
+            kept = keep(pool, slots)
+            if dropped is not None:
+                dropped.note(label, slots & ~kept)
+            if not kept:
+                raise refusal(slots.bit_count())
+            slots = kept
+    for label, leave_out, refuse in _STAGES:
+        out = leave_out(pool, request, slots, now)
+        if out:
+            if dropped is not None:
+                dropped.note(label, out)
+            if out == slots:
+                raise refuse(pool, request, slots, now)
+            slots &= ~out
     return slots
+
+
+def with_room(pool: Pool, slots: int, dropped: Dropped | None = None) -> int:
+    """Of the workers that may take a request, those that have room for it (`waiting`); all where nobody ever waits.
+
+    Args:
+        pool: The workers.
+        slots: A set of slots.
+        dropped: If given, receives who has no room, unless that is everyone.
+    """
+    if not pool.keeps_line:
+        return slots
+    full = slots & pool.load.full()
+    if dropped is not None and full != slots:
+        dropped.note("no room", full)
+    return slots & ~full
 
 
 def demands(wanted: Wanted) -> Iterator[Demand]:
@@ -97,12 +118,14 @@ def demands(wanted: Wanted) -> Iterator[Demand]:
         yield Demand(
             "not allowed",
             lambda rank, _: rank.worker_id in allowed,
+            lambda pool, slots: slots & pool.named(allowed),
             lambda _: Unavailable(f"none of the {len(allowed)} allowed workers is registered for this model and role"),
         )
     if excluded:
         yield Demand(
             "excluded",
             lambda rank, _: rank.worker_id not in excluded,
+            lambda pool, slots: slots & ~pool.named(excluded),
             lambda workers: Unavailable(f"all {workers} workers are excluded"),
         )
     if pin:
@@ -110,67 +133,63 @@ def demands(wanted: Wanted) -> Iterator[Demand]:
         yield Demand(
             "not pinned",
             lambda rank, _: rank.worker_id == pin and dp_rank in (None, rank.dp_rank),
+            lambda pool, slots: slots & pool.named((pin,), dp_rank),
             lambda _: NotFound(f"pinned worker {which} is not registered for this model and role"),
         )
     if labels:
         yield Demand(
             "labels",
             lambda _, spec: labels <= spec.labels.items(),
+            lambda pool, slots: slots & pool.with_labels(labels),
             lambda workers: FailedPrecondition(f"none of {workers} workers has the labels {dict(sorted(labels))}"),
         )
     if lora:
         yield Demand(
             "adapter",
             lambda _, spec: any(adapter.name == lora for adapter in spec.adapters),
+            lambda pool, slots: slots & pool.with_adapter(lora),
             lambda workers: FailedPrecondition(f"none of {workers} workers has the adapter {lora!r} loaded"),
         )
 
 
-def _draining(pool: Pool, request: SelectionRequest, slots: list[int], now: float) -> Stage | None:
-    draining = pool.draining
-    if not draining:
-        return None
-    return Stage(
-        "draining",
-        [slot for slot in slots if slot not in draining],
-        lambda slots: Unavailable(f"all {len(slots)} workers that could take the request are draining"),
-    )
+def _draining(pool: Pool, request: SelectionRequest, slots: int, now: float) -> int:
+    return slots & pool.draining
 
 
-def _cooling_down(pool: Pool, request: SelectionRequest, slots: list[int], now: float) -> Stage | None:
-    until = pool.cooldown_until
-    if not until:
-        return None
+def _all_drain(pool: Pool, request: SelectionRequest, slots: int, now: float) -> KvscoutError:
+    return Unavailable(f"all {slots.bit_count()} workers that could take the request are draining")
+
+
+def _cooling_down(pool: Pool, request: SelectionRequest, slots: int, now: float) -> int:
+    if not pool.cooldown_until:
+        return 0
     # Who pins a worker is told that it cools down, as others could do; of one worker alone that would leave nobody.
-    among = slots
-    if request.wanted.pinned_worker_id:
-        among = [slot for slot in pool.order if slot not in pool.draining]
-    left_out = pool.left_out(among, now)
-    return Stage(
-        "cooling down",
-        [slot for slot in slots if slot not in left_out],
-        lambda slots: Unavailable(
-            f"all {len(slots)} workers that could take the request are cooling down after a failure",
-            retry_after_seconds=min(until[slot] for slot in slots) - now,
-        ),
+    among = pool.everyone & ~pool.draining if request.wanted.pinned_worker_id else slots
+    return slots & pool.left_out(among, now)
+
+
+def _all_cool_down(pool: Pool, request: SelectionRequest, slots: int, now: float) -> KvscoutError:
+    return Unavailable(
+        f"all {slots.bit_count()} workers that could take the request are cooling down after a failure",
+        retry_after_seconds=min(pool.cooldown_until[slot] for slot in slots_in(slots)) - now,
     )
 
 
-def _busy(pool: Pool, request: SelectionRequest, slots: list[int], now: float) -> Stage | None:
-    kept = pool.load.not_busy(None if slots is pool.order else slots)
-    if kept is None or kept is slots:
-        return None
-    return Stage(
-        "busy",
-        kept,
-        lambda slots: ResourceExhausted(
-            f"the pinned worker {request.wanted.pinned_worker_id!r} is busy"
-            if request.wanted.pinned_worker_id
-            else f"all {len(slots)} workers that could take the request are busy"
-        ),
+def _busy(pool: Pool, request: SelectionRequest, slots: int, now: float) -> int:
+    return slots & pool.load.busy() if pool.judged else 0
+
+
+def _all_busy(pool: Pool, request: SelectionRequest, slots: int, now: float) -> KvscoutError:
+    return ResourceExhausted(
+        f"the pinned worker {request.wanted.pinned_worker_id!r} is busy"
+        if request.wanted.pinned_worker_id
+        else f"all {slots.bit_count()} workers that could take the request are busy"
     )
 
 
-def _note(dropped: dict[int, str] | None, label: str, slots: list[int], kept: list[int]) -> None:
-    if dropped is not None:
-        dropped.update(dict.fromkeys(set(slots).difference(kept), label))
+_STAGES = (
+    ("draining", _draining, _all_drain),
+    ("cooling down", _cooling_down, _all_cool_down),
+    ("busy", _busy, _all_busy),
+)
+"""Label, who is out, and the error when that is everyone; by how workers are."""

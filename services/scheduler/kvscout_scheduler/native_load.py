@@ -14,6 +14,7 @@ from kvscout_scheduler.active_load import ActiveLoad, ReferenceLoad, SlotLoad
 from kvscout_scheduler.choose import Ranked
 from kvscout_scheduler.cost import Question
 from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps, PackedOverlaps
+from kvscout_scheduler.slot_sets import packed
 from kvscout_scheduler.time_cost import TimeQuestion
 
 if TYPE_CHECKING or native_available():
@@ -54,8 +55,6 @@ class NativeLoad:
         self._core = core = kvscout_native.ActiveLoad(track_blocks)
         self.ensure_slot = core.ensure_slot
         self.limit = core.limit
-        self.busy = core.busy
-        self.has_room = core.has_room
         self.add = core.add
         self.complete_prefill = core.complete_prefill
         self.add_private = core.add_private
@@ -77,19 +76,21 @@ class NativeLoad:
     def at(self, slot: int) -> SlotLoad:
         return SlotLoad(*self._core.at(slot))
 
-    def not_busy(self, slots: list[int] | None) -> list[int] | None:
-        found = self._core.not_busy(slots)
-        return slots if found is None else found
+    def busy(self) -> int:
+        return int.from_bytes(self._core.busy(), "little")
+
+    def full(self) -> int:
+        return int.from_bytes(self._core.full(), "little")
 
     def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
         ranks = {slot: rank for rank, slot in slot_of.items()}
         self._core.arrange([(*ranks[slot], slot) for slot in order])
 
-    def score(self, question: Question, overlaps: AnyOverlaps, slots: Sequence[int] | None) -> NativeScores:
+    def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> NativeScores:
         lane, hashes, isl_tokens, weight, tiers, charge_prefill, scale = question
         return NativeScores(
             self._core.score(
-                slots,
+                None if slots is None else packed(slots),
                 lane,
                 hashes,
                 _native(overlaps),
@@ -121,6 +122,7 @@ class NativeScores:
     def __init__(self, core: kvscout_native.Scores) -> None:
         self._core = core
         self.overlap = core.overlap
+        self.slot = core.slot
 
     @property
     def device_blocks(self) -> Sequence[int]:

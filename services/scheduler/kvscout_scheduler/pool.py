@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.active_load import NO_LIMIT, Allocation, Limits, MakeLoad
+from kvscout_scheduler.cooling_set import CoolingSet
 from kvscout_scheduler.cost import Lane
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.facts import Facts, Observer
+from kvscout_scheduler.feature_sets import FeatureSets
 from kvscout_scheduler.request import EMPTY_PROMPT, HASH_BYTES, PoolId, Prompt
 from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.slot_sets import in_order, large_slot_set, slot_set, slots_in
 from kvscout_scheduler.thresholds import NO_THRESHOLDS, BusyThresholds
 
 
@@ -49,7 +52,7 @@ class Pool:
                         ▲────────back as it was───────┘
 
     Invariants
-    1. `order` is the slots of registered ranks, by rank; `slot_of` their inverse; `lanes` the same slots by lane.
+    1. `order` is the slots of registered ranks, by rank; `slot_of` their inverse; `everyone` and `lanes` the same.
     2. A slot in `leaving` carries load, one that is unused none; neither has a cool-down or metrics.
     3. The load knows the limits that follow from registration, thresholds and metrics.
 
@@ -71,9 +74,14 @@ class Pool:
         self.ranks: list[WorkerRank] = []
         self.specs: list[WorkerSpec] = []
         self.lane_of: list[Lane] = []
-        self.lanes: dict[Lane, list[int]] = {}
-        self.draining: set[int] = set()
+        self.everyone = 0
+        """The slots of `order`, as a set; see `slot_sets`."""
+        self.lanes: dict[Lane, int] = {}
+        """The same by lane."""
+        self.draining = 0
+        """Those that drain, as a set."""
         self.cooldown_until: dict[int, float] = {}
+        self._cool_downs = CoolingSet(self.cooldown_until, self.ranks)
         self.metrics: dict[int, EngineMetrics] = {}
         self.reported_at: dict[int, float] = {}
         """When `metrics` came."""
@@ -92,6 +100,7 @@ class Pool:
         """Whether anything else changed since: who may go where must be looked at anew."""
         self._thresholds = NO_THRESHOLDS
         self._queue_threshold = settings.queue_threshold
+        self._features = FeatureSets(self.ranks, self.specs)
         self._unused: list[int] = []
 
     def add(self, spec: WorkerSpec) -> None:
@@ -102,6 +111,11 @@ class Pool:
     def update(self, old: WorkerSpec, new: WorkerSpec) -> None:
         """Takes another registration of a worker, whose requests go on: also those on ranks that it has no more, or
         that were hashed for other blocks, until they end."""
+        if old == replace(new, adapters=old.adapters, labels=old.labels, draining=old.draining):
+            # Often: nobody's place changes.
+            self._describe(new)
+            self.changed = True
+            return
         stays = set(new.ranks) if _lane(old) == _lane(new) else set()
         self._leave([rank for rank in old.ranks if rank not in stays], Leaving(math.inf))
         self._enter([rank for rank in new.ranks if rank not in self.slot_of], new)
@@ -121,6 +135,36 @@ class Pool:
         relieved, changed = self.relieved, self.changed
         self.relieved, self.changed = set(), False
         return relieved, changed
+
+    @property
+    def keeps_line(self) -> bool:
+        """Whether requests wait while no worker has room."""
+        return self._queue_threshold is not None
+
+    def members(self, slots: int) -> list[int]:
+        """Registered slots that are in a set, by rank."""
+        if slots == self.everyone:
+            return self.order
+        if 16 * slots.bit_count() < len(self.order):
+            return sorted(slots_in(slots & self.everyone), key=self.ranks.__getitem__)
+        return in_order(slots, self.order)
+
+    def named(self, worker_ids: Collection[str], dp_rank: int | None = None) -> int:
+        """The set of the ranks of some workers, or of one rank of each; who is not here is left out."""
+        if dp_rank is not None:
+            ranks = [(worker_id, dp_rank) for worker_id in worker_ids]
+            return slot_set(self.slot_of[rank] for rank in ranks if rank in self.slot_of)
+        slots_of = self.slots_of
+        slots = [slot for worker_id in worker_ids for slot in slots_of.get(worker_id, ())]
+        return slot_set(slots) if len(slots) < 64 else large_slot_set(slots, len(self.ranks))
+
+    def with_labels(self, labels: frozenset[tuple[str, str]]) -> int:
+        """The set of those that have all of some labels."""
+        return self._features.having(labels, self.order)
+
+    def with_adapter(self, adapter: str) -> int:
+        """The set of those that have an adapter loaded."""
+        return self._features.having(adapter, self.order)
 
     @property
     def judged(self) -> bool:
@@ -153,23 +197,17 @@ class Pool:
 
     def cool_down(self, slot: int, until: float) -> None:
         """Leaves a slot out until a time."""
-        self.cooldown_until[slot] = until
+        self._cool_downs.put(slot, until)
         self.changed = True
 
-    def left_out(self, among: list[int], now: float) -> set[int]:
+    def left_out(self, among: int, now: float) -> int:
         """Slots that cool down, of some: at most half of them, those whose cool-downs end last. The others must do."""
-        until = self.cooldown_until
-        cooling = [slot for slot in among if until.get(slot, now) > now]
-        most = len(among) // 2
-        if len(cooling) > most:
-            cooling.sort(key=lambda slot: (until[slot], self.ranks[slot]))
-            del cooling[: len(cooling) - most]
-        return set(cooling)
+        return self._cool_downs.left_out(among, now)
 
     def recover(self, now: float) -> None:
         """Ends cool-downs that are over."""
         for slot in [slot for slot, until in self.cooldown_until.items() if until <= now]:
-            del self.cooldown_until[slot]
+            self._cool_downs.drop(slot)
             self.changed = True
 
     def blocks(self, slot: int, isl_tokens: int) -> int:
@@ -246,9 +284,9 @@ class Pool:
     def _leave(self, ranks: Iterable[WorkerRank], leaving: Leaving) -> None:
         for rank in ranks:
             slot = self.slot_of.pop(rank)
-            self.draining.discard(slot)
+            self.draining &= ~(1 << slot)
             self.relieved.discard(slot)
-            self.cooldown_until.pop(slot, None)
+            self._cool_downs.drop(slot)
             self.silent.discard(slot)
             self._drop_metrics(slot)
             if self.load.at(slot).requests:
@@ -261,18 +299,29 @@ class Pool:
         self.reported_at.pop(slot, None)
 
     def _registered(self, spec: WorkerSpec) -> None:
-        for slot in self.slots(spec):
+        self._describe(spec)
+        self._reorder()
+
+    def _describe(self, spec: WorkerSpec) -> None:
+        """Takes what a registration says of ranks that are here."""
+        slots = self.slots(spec)
+        members = slot_set(slots)
+        for slot in slots:
             self.specs[slot] = spec
             self._limit(slot)
-            (self.draining.add if spec.draining else self.draining.discard)(slot)
-        self._reorder()
+        self.draining = self.draining | members if spec.draining else self.draining & ~members
+        self._features.described(spec, members)
 
     def _reorder(self) -> None:
         self.order = [self.slot_of[rank] for rank in sorted(self.slot_of)]
-        self.lanes, self.slots_of = {}, {}
+        lanes: dict[Lane, list[int]] = {}
+        self.slots_of = {}
         for slot in self.order:
-            self.lanes.setdefault(self.lane_of[slot], []).append(slot)
+            lanes.setdefault(self.lane_of[slot], []).append(slot)
             self.slots_of.setdefault(self.ranks[slot].worker_id, []).append(slot)
+        self.lanes = {lane: large_slot_set(slots, len(self.ranks)) for lane, slots in lanes.items()}
+        self.everyone = large_slot_set(self.order, len(self.ranks))
+        self._features.forget()
         self.places = tuple(self.ranks)
         self.load.arrange(self.slot_of, self.order)
         self.changed = True

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from kvscout_common.errors import InternalError
 from kvscout_scheduler.candidates import Candidates
 from kvscout_scheduler.decision import Candidate, Decision, Explanation
-from kvscout_scheduler.eligibility import eligible
+from kvscout_scheduler.eligibility import Dropped, eligible, with_room
 from kvscout_scheduler.policies import CheckedPolicy, PolicyRegistry
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import NO_OVERRIDE, ConfigOverride, SelectionRequest
@@ -79,22 +79,24 @@ class Selector:
             InternalError: The policy fails.
         """
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
-        dropped: dict[int, str] | None = {} if request.explain or explains else None
-        slots = eligible(pool, request, now, dropped)
+        dropped = Dropped() if request.explain or explains else None
+        members = eligible(pool, request, now, dropped)
+        # A query is answered all the same when everyone is full.
+        members = with_room(pool, members, dropped) or members
         settings = self._in_effect(request.override)
-        candidates = Candidates(pool, request, slots, prompts, settings, now=now, books=books)
+        candidates = Candidates(pool, request, members, prompts, settings, now=now, books=books)
         name = settings.policy
         policy = self._policy(pool, name)
         costs = policy.costs(candidates)
         seed = request.override.seed
         index = policy.pick(candidates, costs, self._rng if seed is None else Random(seed))
         overlap_blocks, effective_overlap_blocks = candidates.overlap(index)
-        slot = slots[index]
+        slot = candidates.slot(index)
         explanation = None
         if dropped is not None:
             try:
                 explanation = explain(
-                    pool, name, policy, candidates=candidates, costs=costs, index=index, dropped=dropped
+                    pool, name, policy, candidates=candidates, costs=costs, index=index, dropped=dropped.by_slot()
                 )
             except InternalError:
                 # Who asked for none gets the worker all the same.
@@ -152,7 +154,7 @@ def explain(
         dropped: Why each other worker of the pool was not eligible, by slot.
     """
     settings = candidates.settings
-    everyone = candidates.of(pool.order)
+    everyone = candidates.of(pool.everyone)
     # A policy may compare candidates with each other: the eligible ones are shown as they were compared.
     shown = dict(zip(everyone.slots, policy.costs(everyone), strict=True))
     shown.update(zip(candidates.slots, costs, strict=True))

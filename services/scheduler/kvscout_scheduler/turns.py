@@ -19,9 +19,10 @@ from copy import copy
 from heapq import heapify, heappop, heappush
 
 from kvscout_common.errors import KvscoutError, ResourceExhausted
-from kvscout_scheduler.eligibility import eligible
+from kvscout_scheduler.eligibility import eligible, with_room
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import PoolId, SelectionRequest
+from kvscout_scheduler.slot_sets import slot_set, slots_in
 from kvscout_scheduler.thresholds import ThresholdTable
 from kvscout_scheduler.waiting import Group, Line, Waiter, WaitingLine
 from kvscout_scheduler.workers import Workers
@@ -78,10 +79,10 @@ class Turns:
             return
         pool.judge(self._thresholds.get(pool_id.tenant, pool_id.model))
         pool.recover(now)
-        relieved, changed = pool.take_changes()
+        slots, changed = pool.take_changes()
         if changed:
-            groups, relieved = line.groups, set()
-        elif relieved := {slot for slot in relieved if pool.load.has_room((slot,))}:
+            groups, relieved = line.groups, 0
+        elif relieved := slot_set(slots) & ~pool.load.full():
             groups = _groups_for(pool, line, relieved)
         else:
             return
@@ -101,15 +102,14 @@ class Turns:
             waiter = group.head
             self._waiting.leave(waiter)
             self._book(waiter, now)
-            if relieved and not pool.load.has_room(tuple(relieved)):
+            if relieved and not relieved & ~pool.load.full():
                 return
             if group.waiters:
                 heappush(turns, (group.head.place, group))
 
     def _has_room(self, pool: Pool, request: SelectionRequest, now: float) -> bool:
         pool.judge(self._thresholds.get(request.tenant, request.model))
-        slots = eligible(pool, request, now)
-        return pool.load.has_room(None if slots is pool.order else slots)
+        return bool(with_room(pool, eligible(pool, request, now)))
 
     def _refuse(self, waiters: list[Waiter], error: KvscoutError) -> None:
         for waiter in list(waiters):
@@ -118,6 +118,7 @@ class Turns:
             waiter.answer(copy(error))
 
 
-def _groups_for(pool: Pool, line: Line, slots: set[int]) -> list[Group]:
-    found = {group.wanted: group for slot in slots for group in line.groups_for(pool.ranks[slot], pool.specs[slot])}
+def _groups_for(pool: Pool, line: Line, slots: int) -> list[Group]:
+    members = slots_in(slots)
+    found = {group.wanted: group for slot in members for group in line.groups_for(pool.ranks[slot], pool.specs[slot])}
     return list(found.values())

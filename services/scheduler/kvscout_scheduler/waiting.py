@@ -8,7 +8,8 @@
 
 Rules
 1. A request waits while *all* workers that could take it have more than `threshold · max_num_batched_tokens` active
-   prefill tokens. A worker that did not register `max_num_batched_tokens` never makes anyone wait.
+   prefill tokens. A worker that did not register `max_num_batched_tokens` never makes anyone wait. Who need not wait,
+   or has waited, goes to one that has room.
 2. Higher priorities first, then in the order of arrival. Those that want the same of their worker (`Wanted`: pin,
    lists, labels, adapter) are a group, and go one after the other; one group holds up no other.
 3. Who comes while its group waits, waits behind it, also while every worker is over a busy threshold: nobody overtakes

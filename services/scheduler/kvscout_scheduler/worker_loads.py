@@ -61,8 +61,9 @@ def potential_loads(
     # What is cached is shown where it is worth nothing to a policy, too.
     settings = replace(scheduler.settings, overlap_score_weight=1.0)
     now = scheduler.clock()
-    candidates = Candidates(pool, request, pool.order, prompts, settings, now=now)
+    candidates = Candidates(pool, request, pool.everyone, prompts, settings, now=now)
     pool.judge(scheduler.thresholds.get(pool_id.tenant, pool_id.model))
+    busy = pool.load.busy()
     return [
         WorkerLoad(
             rank=pool.ranks[slot],
@@ -72,9 +73,9 @@ def potential_loads(
             active_requests=load.requests,
             active_prefill_tokens=load.prefill_tokens,
             active_decode_blocks=load.decode_blocks,
-            busy=pool.load.busy(slot),
+            busy=bool(busy >> slot & 1),
             cooldown_seconds=max(0.0, pool.cooldown_until.get(slot, now) - now),
-            draining=slot in pool.draining,
+            draining=bool(pool.draining >> slot & 1),
             total_kv_blocks=pool.specs[slot].total_kv_blocks,
             metrics_age_seconds=now - pool.reported_at[slot] if slot in pool.reported_at else None,
         )
