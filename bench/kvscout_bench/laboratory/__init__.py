@@ -9,7 +9,7 @@
       │    └─ index.py              which worker is known to hold what, events arriving late
       └─ engines.py                 the event loop: simulated picoseconds, one heap
            └─ worker.py             an engine: continuous batching, chunked prefill, preemption
-                ├─ timing.py        what a step takes
+                ├─ timing.py        what a step takes; engines_known.py: of models on accelerators
                 └─ kv_cache.py      its blocks: references, least recently used first out
     records.py ─▶ measures.py       what happened to each request ─▶ what the policy did
     bound.py                        what no policy can beat

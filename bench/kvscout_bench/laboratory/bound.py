@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvscout_bench.laboratory.latencies import Latencies
+from kvscout_bench.laboratory.cluster import Cluster
 from kvscout_bench.laboratory.timing import PICOSECONDS, picoseconds
-from kvscout_bench.laboratory.worker import EngineSettings
 from kvscout_bench.laboratory.workload import Workload
 
 
@@ -25,18 +24,20 @@ class Bound:
     """Of every request's prompt."""
 
 
-def lower_bound(workload: Workload, engine: EngineSettings, latencies: Latencies) -> Bound:
+def lower_bound(workload: Workload, cluster: Cluster) -> Bound:
     """The bound of a workload.
 
     Args:
         workload: What is asked.
-        engine: Of every worker; what its cache holds does not matter.
-        latencies: Of them, the way to the worker.
+        cluster: What serves it; of its workers the fastest, of its latencies the way there. What caches hold does not
+            matter.
     """
     seen: set[int] = set()
     times, cached = [], []
-    size, budget, step = workload.block_size, engine.max_num_batched_tokens, engine.step
-    way = picoseconds(latencies.route_ms / 1000)
+    size, engine = workload.block_size, cluster.engine
+    speeds = [cluster.speeds_of(number) for number in range(cluster.workers + cluster.prefill_workers)]
+    rates = engine.step.rates(max(prefill for prefill, _ in speeds), max(decode for _, decode in speeds))
+    way = picoseconds(cluster.latencies.route_ms / 1000)
     for flow in workload.flows:
         for turn in flow.turns:
             hit = 0
@@ -45,7 +46,8 @@ def lower_bound(workload: Workload, engine: EngineSettings, latencies: Latencies
                     break
                 hit += 1
             seen.update(turn.nodes)
-            tokens = turn.prompt_tokens - hit * size
-            cached.append(hit * size)
-            times.append((way + -(-tokens // budget) * step.base + tokens * step.prefill_token) / PICOSECONDS)
+            before = hit * size
+            cached.append(before)
+            took = rates.alone(before, turn.prompt_tokens - before, engine.max_num_batched_tokens)
+            times.append((way + took) / PICOSECONDS)
     return Bound(tuple(times), tuple(cached))

@@ -102,7 +102,7 @@ class Bench:
         self._on_run = on_run
         self._on_done = on_done
         self._turns = [len(flow.turns) for flow in workload.flows]
-        self._bound: Bound = lower_bound(workload, cluster.engine, cluster.latencies)
+        self._bound: Bound = lower_bound(workload, cluster)
         self._policies = installed_policies()
 
     def run(self, settings: SchedulerSettings, rate: float) -> Measures:

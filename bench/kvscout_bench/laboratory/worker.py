@@ -14,8 +14,8 @@ which one that arrives meanwhile is looked at. Times are whole picoseconds, so t
     submit ─▶ waiting ─admitted─▶ prefills ─last chunk: first token─▶ decoding ─▶ finished
                  ▲───────────────────preempted──────┴────────────────────┘
 
-Where it is kinder than an engine: a prompt's blocks are all taken when it is admitted, no time goes by between two
-steps, and a decode worker takes a transferred prompt's blocks when the transfer is over, not when it begins.
+Where it is kinder than an engine: a prompt's blocks are all taken when it is admitted, and a decode worker takes a
+transferred prompt's blocks when the transfer is over, not when it begins.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Worker:
         self.preemptions = 0
         self.busy_time = 0
         self._aborted: list[Job] = []
-        self._set_speeds(prefill_speed, decode_speed)
+        self._rates = settings.step.rates(prefill_speed, decode_speed)
         self._waiting: deque[Job] = deque()
         self._prefills: list[Job] = []
         self._decoding: dict[Job, None] = {}
@@ -202,16 +202,9 @@ class Worker:
 
     def set_speeds(self, prefill_speed: float, decode_speed: float, now: int) -> None:
         """Changes its speeds from the next boundary between steps on. `end` may come nearer."""
-        self._set_speeds(prefill_speed, decode_speed)
+        self._rates = self.settings.step.rates(prefill_speed, decode_speed)
         if self._steps:
             self._cut(now)
-
-    def _set_speeds(self, prefill_speed: float, decode_speed: float) -> None:
-        step = self.settings.step
-        self._prefill_token = round(step.prefill_token / prefill_speed)
-        self._base, self._request, self._context_token = (
-            round(rate / decode_speed) for rate in (step.base, step.request, step.context_token)
-        )
 
     def release(self, job: Job) -> None:
         """Gives back the blocks that a finished request holds."""
@@ -238,13 +231,10 @@ class Worker:
         last = sum(1 for job, tokens in chunks if tokens == 1 and job.computed >= job.prompt_tokens - 1)
         prompt_tokens = sum(tokens for _, tokens in chunks) - last
         contexts = self._offset + requests * (self._step + 1)
-        self._first_length = (
-            self._base
-            + self._prefill_token * prompt_tokens
-            + self._request * (requests + last)
-            + self._context_token * contexts
-        )
-        self._growth = self._context_token * requests
+        rates = self._rates
+        attention = sum(rates.attention(job.computed, tokens) for job, tokens in chunks) if rates.pair else 0
+        self._first_length = rates.step(prompt_tokens, requests + last, contexts, attention, len(self._running))
+        self._growth = rates.context_token * requests
         # After a preemption nobody was admitted: at the next boundary somebody may be.
         self._steps = 1 if chunks or preempted else self._jump()
         self.end = now + self._length(self._steps)

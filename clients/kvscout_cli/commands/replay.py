@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvscout_bench.laboratory.cells import Bench, Cell, Contender, cells
 from kvscout_bench.laboratory.clients import SIGNS, Clients, Sign, as_clients_ask
 from kvscout_bench.laboratory.cluster import Cluster
+from kvscout_bench.laboratory.engines_known import ENGINES, known_engine
 from kvscout_bench.laboratory.faults import Faults
 from kvscout_bench.laboratory.generators import (
     Agents,
@@ -88,9 +89,9 @@ _SHARE = click.FloatRange(0, 1)
     "kv_tokens",
     type=_COUNT,
     multiple=True,
-    default=(600_000,),
-    help="Of each worker; may be repeated.  [default: 600000]",
+    help="Of each worker; may be repeated.  [default: 600000; of --engine, what it has]",
 )
+@option("--engine", "engine_name", type=click.Choice(list(ENGINES)), help="A model on accelerators, instead of:")
 @option("--max-num-batched-tokens", type=_COUNT, default=8_192, show_default=True, help="Tokens of a step.")
 @option("--max-num-seqs", type=_COUNT, default=256, show_default=True, help="Requests of a batch.")
 @option("--step-base-ms", type=_POSITIVE, default=StepTime().base_ms, show_default=True, help="An empty step.")
@@ -160,6 +161,7 @@ def command(
     burst_seconds: float,
     lead_seconds: float,
     kv_tokens: tuple[int, ...],
+    engine_name: str | None,
     max_num_batched_tokens: int,
     max_num_seqs: int,
     step_base_ms: float,
@@ -209,6 +211,10 @@ def command(
         max_num_seqs=max_num_seqs,
         step=StepTime(step_base_ms, prefill_us_per_token, decode_us_per_request, context_ns_per_token),
     )
+    if engine_name is not None:
+        known = known_engine(engine_name)
+        engine = replace(engine, step=known.step)
+        kv_tokens = kv_tokens or (known.kv_tokens,)
     cluster = Cluster(
         prefill_workers=prefill_workers,
         engine=engine,
@@ -229,7 +235,7 @@ def command(
     )
     clusters = [
         replace(cluster, workers=count, engine=replace(engine, kv_tokens=tokens)).validate()
-        for count, tokens in product(workers, kv_tokens)
+        for count, tokens in product(workers, kv_tokens or (EngineSettings().kv_tokens,))
     ]
     objective = Objective(ttft_ms / 1000, itl_ms / 1000, warm_up).validate()
     clients = Clients(

@@ -14,7 +14,6 @@ from scheduler_builders import test_seed
 from kvscout_bench.laboratory.bound import lower_bound
 from kvscout_bench.laboratory.cluster import Cluster
 from kvscout_bench.laboratory.generators import SharedPrompt, shared_prompt
-from kvscout_bench.laboratory.latencies import Latencies
 from kvscout_bench.laboratory.records import Run
 from kvscout_bench.laboratory.simulation import Simulation
 from kvscout_bench.laboratory.timing import PICOSECONDS
@@ -124,7 +123,7 @@ def test_jumping_over_decode_steps_changes_nothing(prefill_workers: int) -> None
 @pytest.mark.parametrize("rate", [5.0, 60.0])
 def test_no_policy_beats_the_lower_bound(policy: str, rate: float) -> None:
     workload = mixed(test_seed(), 120, rate)
-    bound = lower_bound(workload, ENGINE, Latencies())
+    bound = lower_bound(workload, Cluster(engine=ENGINE))
     first = [0]
     for flow in workload.flows:
         first.append(first[-1] + len(flow.turns))

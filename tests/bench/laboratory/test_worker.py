@@ -98,10 +98,12 @@ def test_settings_out_of_range_are_named(field: str, value: int) -> None:
     assert raised.value.field == field
 
 
-@pytest.mark.parametrize("field", ["base_ms", "prefill_us_per_token", "context_ns_per_token"])
+@pytest.mark.parametrize(
+    "field", ["base_ms", "prefill_us_per_token", "context_ns_per_token", "attention_ps_per_pair", "host_ms"]
+)
 def test_rates_out_of_range_are_named(field: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        StepTime(**{field: float("nan")}).validate()
+        StepTime(**{field: float("nan")}).validate()  # type: ignore[arg-type]  # every one is a rate
     assert raised.value.field == field
 
 

@@ -10,6 +10,7 @@ from laboratory_worlds import mixed
 from scheduler_builders import test_seed
 
 from kvscout_bench.laboratory.bound import lower_bound
+from kvscout_bench.laboratory.cluster import Cluster
 from kvscout_bench.laboratory.generators import (
     Agents,
     Documents,
@@ -20,7 +21,6 @@ from kvscout_bench.laboratory.generators import (
     shared_prompt,
 )
 from kvscout_bench.laboratory.index import LateIndex
-from kvscout_bench.laboratory.latencies import Latencies
 from kvscout_bench.laboratory.worker import EngineSettings
 from kvscout_bench.laboratory.workload import Burst, Workload, at_rate, from_sessions, from_trace, in_bursts, led
 from kvscout_bench.trace import TraceRequest
@@ -68,7 +68,7 @@ def test_a_conversation_repeats_all_that_was_said_and_apps_share_their_system_pr
 def test_generated_agents_resemble_what_is_published_of_tool_traces() -> None:
     made = agents(Agents(sessions=1_200))
     turns = [turn for flow in made.flows for turn in flow.turns]
-    bound = lower_bound(made, EngineSettings(block_size=made.block_size), Latencies())
+    bound = lower_bound(made, Cluster(engine=EngineSettings(block_size=made.block_size)))
     tokens = sum(turn.prompt_tokens for turn in turns)
     assert tokens / len(turns) == pytest.approx(8_600, rel=0.1)
     assert sum(turn.output_tokens for turn in turns) / len(turns) == pytest.approx(182, rel=0.1)
