@@ -16,7 +16,7 @@ from scheduler_builders import BLOCK, MODEL, ManualClock, key, reservation, work
 
 from kvscout_scheduler.booking import Booking, FreeOutcome, Phase
 from kvscout_scheduler.replica_claim import shared
-from kvscout_scheduler.replication import TICK_SECONDS, Replication
+from kvscout_scheduler.replication import TICK_SECONDS, Outgoing, Replication
 from kvscout_scheduler.request import OwnerName, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
@@ -156,8 +156,12 @@ class World:
                     node.core.expire()
                 self._send(node)
 
+    def outgoing(self, node: Node) -> list[Outgoing]:
+        """What a replica sends now."""
+        return node.replication.take()
+
     def _send(self, node: Node) -> None:
-        for to, payload in node.replication.take():
+        for to, payload in self.outgoing(node):
             for other in self.nodes.values():
                 if other is node or to not in ("", other.name) or node.cut_off or other.cut_off:
                     continue

@@ -182,6 +182,8 @@ class Claim(_message.Message):
     OUTPUT_CLASS_FIELD_NUMBER: _builtins.int
     LINEAGE_FIELD_NUMBER: _builtins.int
     ESTIMATE_PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
+    KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
+    KNOWN_BLOCKS_CRC_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """1 for a new booking; one more than any other claim to the name that the replica knew."""
     state: Global___ClaimState.ValueType
@@ -214,6 +216,13 @@ class Claim(_message.Message):
     """Equal for prompts that begin alike; 0 = unknown."""
     estimate_prefill_complete: _builtins.bool
     """The caller cannot report that the prefill is complete."""
+    known_blocks: _builtins.int
+    """Number of hashes that are left out of block_hashes, which is empty then: they are those of another claim to this
+    attempt, by whichever replica. Who does not have them asks for a snapshot. Events leave them out only while all
+    replicas that the sender knows say that they read such claims (ReplicaHeartbeat.reads_known_blocks).
+    """
+    known_blocks_crc: _builtins.int
+    """CRC-32 of the packed hashes that are left out."""
     @_builtins.property
     def request(self) -> _scheduler_pb2.RequestRef:
         """The request and its attempt."""
@@ -247,10 +256,12 @@ class Claim(_message.Message):
         output_class: _builtins.str = ...,
         lineage: _builtins.int = ...,
         estimate_prefill_complete: _builtins.bool = ...,
+        known_blocks: _builtins.int = ...,
+        known_blocks_crc: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "request", b"request", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lineage", b"lineage", "max_output_tokens", b"max_output_tokens", "output_blocks", b"output_blocks", "output_class", b"output_class", "owner_id", b"owner_id", "owner_since", b"owner_since", "owner_tenant", b"owner_tenant", "request", b"request", "state", b"state", "term", b"term", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "known_blocks", b"known_blocks", "known_blocks_crc", b"known_blocks_crc", "lease_seconds", b"lease_seconds", "lineage", b"lineage", "max_output_tokens", b"max_output_tokens", "output_blocks", b"output_blocks", "output_class", b"output_class", "owner_id", b"owner_id", "owner_since", b"owner_since", "owner_tenant", b"owner_tenant", "request", b"request", "state", b"state", "term", b"term", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -578,6 +589,7 @@ class ReplicaHeartbeat(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     QUERY_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    READS_KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Sequence of its last event; 0 = none yet."""
     claims: _builtins.int
@@ -590,6 +602,8 @@ class ReplicaHeartbeat(_message.Message):
     """True = asks for everyone's heartbeat at once: it has just come, or was away."""
     leaving: _builtins.bool
     """True = it stops now: nothing is forwarded to it any more."""
+    reads_known_blocks: _builtins.bool
+    """True = the sender reads claims whose hashes are left out (Claim.known_blocks)."""
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaPosition]:
         """How far it has followed the others: who knows most of one that is gone tells the rest."""
@@ -603,10 +617,11 @@ class ReplicaHeartbeat(_message.Message):
         positions: _abc.Iterable[Global___ReplicaPosition] | None = ...,
         query: _builtins.bool = ...,
         leaving: _builtins.bool = ...,
+        reads_known_blocks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "digest", b"digest", "leaving", b"leaving", "positions", b"positions", "query", b"query", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "digest", b"digest", "leaving", b"leaving", "positions", b"positions", "query", b"query", "reads_known_blocks", b"reads_known_blocks", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -621,22 +636,28 @@ class ReplicaSnapshotRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     OF_REPLICA_ID_FIELD_NUMBER: _builtins.int
     OF_EPOCH_FIELD_NUMBER: _builtins.int
+    KNOWN_SEQUENCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Names the request; comes back with each chunk."""
     of_replica_id: _builtins.str
     """Whose claims."""
     of_epoch: _builtins.int
     """Of which incarnation."""
+    known_sequence: _builtins.int
+    """The sender has these claims as they were after this event; hashes that were told by then may be left out
+    (Claim.known_blocks). 0 = it has none, or they are wrong.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.int = ...,
         of_replica_id: _builtins.str = ...,
         of_epoch: _builtins.int = ...,
+        known_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["of_epoch", b"of_epoch", "of_replica_id", b"of_replica_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_sequence", b"known_sequence", "of_epoch", b"of_epoch", "of_replica_id", b"of_replica_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

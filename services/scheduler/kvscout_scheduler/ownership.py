@@ -29,6 +29,7 @@ from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.journal import Journal
 from kvscout_scheduler.mirrors import claim_of
 from kvscout_scheduler.registers import Registers
+from kvscout_scheduler.replica_blocks import KnownBlocks, RecentBlocks, UnknownBlocks
 from kvscout_scheduler.replica_claim import Claim, ClaimState, Incarnation
 from kvscout_scheduler.replica_log import ReplicaLog
 from kvscout_scheduler.replica_view import View
@@ -75,6 +76,7 @@ class Ownership(Journal):
         self._unplaced_at: dict[RequestKey, tuple[str, str]] = {}
         self._dirty: dict[RequestKey, bool] = {}
         """Names whose claims changed, and whether what they say of them is late."""
+        self._recent_blocks = RecentBlocks()
         self._yielding = False
         self._bookings.journal = self
 
@@ -153,7 +155,8 @@ class Ownership(Journal):
         self.settle()
 
     def collect(self, now: float) -> None:
-        """Drops claims that are over, are old enough, and cancel nothing any more."""
+        """Drops claims that are over, are old enough, and cancel nothing any more; and hashes that are old."""
+        self._recent_blocks.expire(now)
         settings = self._scheduler.settings
         for key, since in list(self._over.items()):
             if since + settings.tombstone_seconds > now and len(self._over) <= settings.max_tombstones:
@@ -191,7 +194,7 @@ class Ownership(Journal):
         since = claim.owner_since if claim.owner == booking.owner else self._owner_since(booking.owner)
         ours = claim_of(booking, claim.term, since)
         if ours != claim:
-            self.log.put(ours)
+            self._tell(ours)
 
     def ended(self, booking: Booking, *, by_caller: bool) -> None:
         key, claim = booking.key, self.log.claims[booking.key]
@@ -222,6 +225,25 @@ class Ownership(Journal):
     def claim_changed(self, key: RequestKey, *, late: bool = False) -> None:
         """A view's claim to a name came, changed or went; late = longer ago than a message takes."""
         self._dirty[key] = self._dirty.get(key, False) or late
+
+    def claim_dropped(self, claim: Claim, *, late: bool = False) -> None:
+        """A view's claim went; whoever took the request over may be heard of later."""
+        self._recent_blocks.keep(claim.key, claim.attempt_id, claim.facts.block_hashes, self._clock())
+        self.claim_changed(claim.key, late=late)
+
+    def blocks_of(self, key: RequestKey, attempt_id: int, known: KnownBlocks) -> bytes:
+        """Hashes that were told of an attempt before, by whomever.
+
+        Raises:
+            UnknownBlocks: They are not here.
+        """
+        claims = (held.claim for held in self._claims(key))
+        for hashes in (claim.facts.block_hashes for claim in claims if claim.attempt_id == attempt_id):
+            if known.fit(hashes):
+                return hashes
+        if known.fit(hashes := self._recent_blocks.get(key, attempt_id)):
+            return hashes
+        raise UnknownBlocks(key)
 
     def freed_by_caller(self, key: RequestKey, attempt_id: int) -> None:
         """A caller freed an attempt at another replica."""
@@ -292,7 +314,16 @@ class Ownership(Journal):
         else:
             self._over[claim.key] = self._clock()
             self.claim_changed(claim.key)
-        self.log.put(claim)
+        self._tell(claim)
+
+    def _tell(self, claim: Claim) -> None:
+        """Puts a claim into the log, without hashes that others have from a claim before."""
+        hashes = claim.facts.block_hashes
+        told = bool(hashes) and any(
+            held.claim.attempt_id == claim.attempt_id and held.claim.facts.block_hashes == hashes
+            for held in self._claims(claim.key)
+        )
+        self.log.put(claim, known=told and not any(view.needs_blocks for view in self.views.values()))
 
     def _end_elsewhere(self, held: Held, reason: EndReason, now: float) -> None:
         claim = held.claim

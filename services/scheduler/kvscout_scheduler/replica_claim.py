@@ -16,6 +16,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto
 from kvscout_scheduler.facts import NOWHERE, Choice, Facts
+from kvscout_scheduler.replica_blocks import FindBlocks, KnownBlocks, known_blocks
 from kvscout_scheduler.request import HASH_BYTES, OwnerName, RequestKey
 from kvscout_scheduler.translate import key_from_proto, key_to_proto
 
@@ -40,6 +41,7 @@ class ClaimState(IntEnum):
 
 _STATES = frozenset(state.value for state in ClaimState)
 
+NONE_LEFT_OUT = KnownBlocks(0, 0)
 NOBODY = OwnerName("", "")
 """The owner, in a digest, of what has none."""
 
@@ -86,10 +88,10 @@ class Claim(NamedTuple):
             text += f"\0{owner.tenant}"
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
-    def size(self) -> int:
-        """About its bytes in a message."""
+    def size(self, *, known: bool = False) -> int:
+        """About its bytes in a message; known = without its hashes."""
         return (
-            len(self.facts.block_hashes)
+            (0 if known else len(self.facts.block_hashes))
             + len(self.key.request_id)
             + len(self.key.model)
             + sum(map(len, self.owner or ()))
@@ -105,15 +107,24 @@ def shared(facts: Facts) -> Facts:
 class ClaimSet(dict[RequestKey, Claim]):
     """Claims by name, with their digest: the exclusive or of their marks. It follows `put` and `drop`, nothing else."""
 
-    __slots__ = ("_marks", "digest")
+    __slots__ = ("_marks", "digest", "told_at")
 
     def __init__(self) -> None:
         super().__init__()
         self.digest = 0
+        self.told_at: dict[RequestKey, int] = {}
+        """Sequence by which the hashes of each had been told."""
         self._marks: dict[RequestKey, int] = {}
 
-    def put(self, claim: Claim) -> None:
-        """Adds or replaces a claim."""
+    def put(self, claim: Claim, told_at: int | None = None) -> None:
+        """Adds or replaces a claim.
+
+        Args:
+            claim: With its hashes.
+            told_at: Sequence by which these were told; None = as those of the claim before.
+        """
+        if told_at is not None:
+            self.told_at[claim.key] = told_at
         mark = claim.mark()
         self.digest ^= self._marks.get(claim.key, 0) ^ mark
         self._marks[claim.key] = mark
@@ -122,6 +133,7 @@ class ClaimSet(dict[RequestKey, Claim]):
     def drop(self, key: RequestKey) -> Claim:
         """Takes a claim out."""
         self.digest ^= self._marks.pop(key)
+        del self.told_at[key]
         return self.pop(key)
 
     def check_invariants(self) -> None:
@@ -130,7 +142,7 @@ class ClaimSet(dict[RequestKey, Claim]):
         for claim in self.values():
             digest ^= claim.mark()
         assert digest == self.digest
-        assert self._marks.keys() == self.keys()
+        assert self._marks.keys() == self.told_at.keys() == self.keys()
 
 
 class _Owned(Protocol):
@@ -157,16 +169,19 @@ def name_to_proto(claim: Claim) -> scheduler_pb2.RequestRef:
     return key_to_proto(claim.key, claim.attempt_id)
 
 
-def claim_to_proto(claim: Claim) -> replication_pb2.Claim:
-    """A claim, for others."""
+def claim_to_proto(claim: Claim, *, known: bool = False) -> replication_pb2.Claim:
+    """A claim, for others; known = without its hashes, which they have."""
     facts = claim.facts
-    choice = facts.choice
+    choice, block_hashes = facts.choice, facts.block_hashes
+    left_out = known_blocks(block_hashes) if known else NONE_LEFT_OUT
     return replication_pb2.Claim(
         request=name_to_proto(claim),
         term=claim.term,
         state=claim.state.value,
         worker=rank_to_proto(facts.rank) if claim.active else None,
-        block_hashes=facts.block_hashes,
+        block_hashes=b"" if known else block_hashes,
+        known_blocks=left_out.blocks,
+        known_blocks_crc=left_out.crc,
         isl_tokens=facts.isl_tokens,
         uncached_tokens=facts.uncached_tokens,
         expected_output_tokens=facts.expected_output_tokens,
@@ -182,11 +197,16 @@ def claim_to_proto(claim: Claim) -> replication_pb2.Claim:
     )
 
 
-def claim_from_proto(message: replication_pb2.Claim) -> Claim:
+def claim_from_proto(message: replication_pb2.Claim, find: FindBlocks) -> Claim:
     """A claim of another replica.
+
+    Args:
+        message: What it says.
+        find: Finds hashes that are left out.
 
     Raises:
         InvalidArgument: It is none; the field is named.
+        UnknownBlocks: Its hashes are left out, and not here.
     """
     if message.state not in _STATES:
         raise InvalidArgument(f"{message.state} is none", field="claim.state")
@@ -198,15 +218,20 @@ def claim_from_proto(message: replication_pb2.Claim) -> Claim:
     if not (math.isfinite(lease) and lease >= 0):
         # No bound: that of callers is not that of a replica's own settings, which may be another release's.
         raise InvalidArgument("must be a finite number of at least 0", field="claim.lease_seconds")
-    choice = message.choice
+    choice, key, attempt_id = message.choice, key_from_proto(message.request), message.request.attempt_id
+    block_hashes = message.block_hashes
+    if message.known_blocks:
+        if block_hashes:
+            raise InvalidArgument("must be empty where blocks are known", field="claim.block_hashes")
+        block_hashes = find(key, attempt_id, KnownBlocks(message.known_blocks, message.known_blocks_crc))
     facts = Facts(
-        key=key_from_proto(message.request),
-        attempt_id=message.request.attempt_id,
+        key=key,
+        attempt_id=attempt_id,
         rank=rank_from_proto(message.worker) if message.HasField("worker") else NOWHERE,
         isl_tokens=message.isl_tokens,
         uncached_tokens=message.uncached_tokens,
         expected_output_tokens=message.expected_output_tokens,
-        block_hashes=message.block_hashes,
+        block_hashes=block_hashes,
         choice=Choice(choice.policy, choice.overlap_blocks, choice.effective_overlap_blocks, choice.cost)
         if message.HasField("choice")
         else None,

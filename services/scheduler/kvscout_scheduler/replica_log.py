@@ -39,14 +39,21 @@ class ReplicaLog:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def put(self, claim: Claim) -> None:
-        """Adds or replaces a claim; tells of one that differs in one thing no more than that."""
+    def put(self, claim: Claim, *, known: bool = False) -> None:
+        """Adds or replaces a claim; tells of one that differs in one thing no more than that.
+
+        Args:
+            claim: The claim.
+            known: Whether others have its hashes, from another claim: they are not told again.
+        """
         change = _change(self.claims.get(claim.key), claim)
-        self.claims.put(claim)
         if change is not None:
+            self.claims.put(claim)
             self.tell(change)
         else:
-            self.tell(replication_pb2.ReplicaEvent(add_request=claim_to_proto(claim)), claim.size())
+            self.claims.put(claim, told_at=self.sequence + 1)
+            event = replication_pb2.ReplicaEvent(add_request=claim_to_proto(claim, known=known))
+            self.tell(event, claim.size(known=known))
 
     def drop(self, key: RequestKey, *, by_caller: bool = False) -> None:
         """Gives a claim up."""

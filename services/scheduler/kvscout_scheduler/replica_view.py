@@ -9,7 +9,8 @@
 Invariants
 1. `claims` are exactly those after the event `sequence` of that incarnation: the start of a log, sequence 0, has none.
 2. Who took over what of these is kept elsewhere (`ownership`): the digest is that of the other's log.
-3. Later batches are bounded by count; what does not fit is missed and comes with the snapshot.
+3. All claims have their hashes: one that leaves out what is not here is missed, with all that comes after it.
+4. Later batches are bounded by count; what does not fit is missed and comes with the snapshot.
 
 Pure: the clock is passed in, and `Ownership` is told of each change.
 """
@@ -17,12 +18,13 @@ Pure: the clock is passed in, and `Ownership` is told of each change.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvscout.v1 import replication_pb2
+from kvscout_scheduler.replica_blocks import KnownBlocks, UnknownBlocks
 from kvscout_scheduler.replica_claim import Claim, ClaimSet, ClaimState, Incarnation, claim_from_proto, owner_from_proto
-from kvscout_scheduler.request import MICROSECONDS
+from kvscout_scheduler.request import MICROSECONDS, RequestKey
 from kvscout_scheduler.translate import key_from_proto
 
 if TYPE_CHECKING:
@@ -61,6 +63,10 @@ class View:
         self.replaced = False
         """Another incarnation of the replica is heard, which counts."""
         self.diverged = False
+        self.heard = False
+        """It was heard itself, others do not only know of it."""
+        self.reads_known_blocks = False
+        """It says that it reads claims whose hashes are left out."""
         self.gaps = 0
         self.divergences = 0
         self.snapshots = 0
@@ -74,6 +80,8 @@ class View:
         self._asked_itself_at = 0.0
         self._tries = 0
         self._request_id = 0
+        self._wants_all = False
+        """Of hashes: some that a snapshot left out are not here."""
         self._chunks: dict[int, replication_pb2.ReplicaSnapshotChunk] = {}
         self._least_transit = math.inf
         """Seconds from sending to applying of the quickest message, by two clocks that may differ."""
@@ -83,6 +91,12 @@ class View:
     def live(self, now: float) -> bool:
         """Whether it can be expected to answer."""
         return not (self.leaving or self.replaced) and now - self.heard_at < SILENT_SECONDS
+
+    @property
+    def needs_blocks(self) -> bool:
+        """Whether it follows our events, and hashes must not be left out of them. Who was not heard yet has no snapshot
+        of ours, without which events are nothing to it."""
+        return self.heard and not (self.reads_known_blocks or self.leaving or self.replaced)
 
     @property
     def lag_events(self) -> int:
@@ -111,8 +125,9 @@ class View:
         self._learn(last, now)
         if last <= self.sequence:
             return 0
-        if batch.first_sequence > self.sequence + 1:
-            self.gaps += not self._later
+        if batch.first_sequence > self.sequence + 1 or self.diverged:
+            # What diverged stays where it is, so that the snapshot that repairs it is not older than it.
+            self.gaps += not (self._later or self.diverged)
             if len(self._later) < MAX_LATER_BATCHES:
                 self._later[batch.first_sequence] = batch
             return 0
@@ -123,7 +138,7 @@ class View:
 
     def take_heartbeat(self, heartbeat: replication_pb2.ReplicaHeartbeat, now: float) -> None:
         """Compares where it is with what we have."""
-        self.leaving = heartbeat.leaving
+        self.leaving, self.reads_known_blocks = heartbeat.leaving, heartbeat.reads_known_blocks
         self._learn(heartbeat.sequence, now)
         if heartbeat.sequence == self.sequence:
             agrees = (heartbeat.claims, heartbeat.digest) == (len(self.claims), self.claims.digest)
@@ -192,17 +207,27 @@ class View:
         chunks, self._chunks, self._request_id = self._chunks, {}, 0
         if chunk.sequence < self.sequence:
             return False
-        claims = [claim_from_proto(each) for number in range(last + 1) for each in chunks[number].claims]
+        find = self._ownership.blocks_of
+        try:
+            claims = [claim_from_proto(each, find) for number in range(last + 1) for each in chunks[number].claims]
+        except UnknownBlocks:
+            self._wants_all, self._asked_at = True, -math.inf
+            return False
         for thresholds in chunks[0].thresholds:
             self._ownership.registers.merge_thresholds(thresholds)
         for cool_down in chunks[0].cool_downs:
             self._ownership.registers.merge_cool_down(cool_down)
         self.snapshots += 1
         self._replace(claims, chunk.sequence)
-        self.diverged = False
+        self.diverged = self._wants_all = False
         self.known = max(self.known, self.sequence)
         self._drain(now)
         return True
+
+    @property
+    def known_sequence(self) -> int:
+        """Told with a request for a snapshot: the event after which the claims are here; 0 = all hashes are wanted."""
+        return 0 if self.diverged or self._wants_all else self.sequence
 
     def _learn(self, sequence: int, now: float) -> None:
         self.known = max(self.known, sequence)
@@ -224,8 +249,8 @@ class View:
             if first > self.sequence + 1:
                 break
             batch = self._later.pop(first)
-            if first + len(batch.events) - 1 > self.sequence:
-                self._apply(batch, late=True)
+            if first + len(batch.events) - 1 > self.sequence and not self._apply(batch, late=True):
+                break
         self._settle(now)
 
     def _is_late(self, sent_at: int, now: float, wall_now: float) -> bool:
@@ -235,16 +260,21 @@ class View:
         self._least_transit, self._sent_at = least, now
         return transit - least > LATE_SECONDS
 
-    def _apply(self, batch: replication_pb2.EventBatch, *, late: bool) -> None:
+    def _apply(self, batch: replication_pb2.EventBatch, *, late: bool) -> bool:
+        """Applies a batch; False = a claim in it leaves out hashes that are not here, and waits for a snapshot with all
+        that comes after it."""
         events = batch.events[self.sequence + 1 - batch.first_sequence :]
         # All are read before any takes effect.
-        added = {i: claim_from_proto(e.add_request) for i, e in enumerate(events) if e.HasField("add_request")}
-        for index, event in enumerate(events):
+        added, known = self._read(events)
+        if known < len(events):
+            first = self.sequence + 1 + known
+            self._later[first] = replication_pb2.EventBatch(first_sequence=first, events=events[known:])
+        for index, event in enumerate(events[:known]):
             self.sequence += 1
             kind = event.WhichOneof("event")
             match kind:
                 case "add_request":
-                    self._put(added[index], late=late)
+                    self._put(added[index], late=late, told_at=self.sequence)
                 case "thresholds":
                     self._ownership.registers.merge_thresholds(event.thresholds)
                 case "cool_down":
@@ -253,6 +283,27 @@ class View:
                     self.diverged = True
                 case _:
                     self._change(kind, getattr(event, kind), late=late)
+        return known == len(events)
+
+    def _read(self, events: Sequence[replication_pb2.ReplicaEvent]) -> tuple[dict[int, Claim], int]:
+        """The claims that events add, by place, up to one whose hashes are not here; and how many events that are."""
+        added: dict[int, Claim] = {}
+        by_attempt: dict[tuple[RequestKey, int], Claim] = {}
+
+        def find(key: RequestKey, attempt_id: int, known: KnownBlocks) -> bytes:
+            earlier = by_attempt.get((key, attempt_id))
+            if earlier is not None and known.fit(earlier.facts.block_hashes):
+                return earlier.facts.block_hashes
+            return self._ownership.blocks_of(key, attempt_id, known)
+
+        for index, event in enumerate(events):
+            if event.HasField("add_request"):
+                try:
+                    claim = claim_from_proto(event.add_request, find)
+                except UnknownBlocks:
+                    return added, index
+                added[index] = by_attempt[claim.key, claim.attempt_id] = claim
+        return added, len(events)
 
     def _change(self, kind: str, event: Any, *, late: bool) -> None:
         """Applies an event to the claim that it names."""
@@ -274,10 +325,10 @@ class View:
                 self.claims.drop(key)
                 if event.by_caller:
                     self._ownership.freed_by_caller(key, claim.attempt_id)
-                self._ownership.claim_changed(key)
+                self._ownership.claim_dropped(claim)
 
-    def _put(self, claim: Claim, *, late: bool) -> None:
-        self.claims.put(claim)
+    def _put(self, claim: Claim, *, late: bool, told_at: int | None = None) -> None:
+        self.claims.put(claim, told_at)
         if claim.state is ClaimState.FREED:
             self._ownership.freed_by_caller(claim.key, claim.attempt_id)
         self._ownership.claim_changed(claim.key, late=late)
@@ -286,8 +337,8 @@ class View:
         before, self.claims, self.sequence = self.claims, ClaimSet(), sequence
         for claim in claims:
             if before.pop(claim.key, None) == claim:
-                self.claims.put(claim)
+                self.claims.put(claim, before.told_at[claim.key])
             else:
-                self._put(claim, late=True)
-        for key in before:
-            self._ownership.claim_changed(key, late=True)
+                self._put(claim, late=True, told_at=sequence)
+        for claim in before.values():
+            self._ownership.claim_dropped(claim, late=True)

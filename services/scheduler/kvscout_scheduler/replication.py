@@ -207,7 +207,7 @@ class Replication:
         view = self._view(of, now)
         if view is None:
             return
-        view.heard_at = now
+        view.heard_at, view.heard = now, True
         if view.replaced:
             self._choose_incarnation(of.replica_id, now)
             if view.replaced:
@@ -276,7 +276,10 @@ class Replication:
         target = view.wanted(now, self.live, request_id)
         if target:
             request = replication_pb2.ReplicaSnapshotRequest(
-                request_id=request_id, of_replica_id=view.of.replica_id, of_epoch=view.of.epoch
+                request_id=request_id,
+                of_replica_id=view.of.replica_id,
+                of_epoch=view.of.epoch,
+                known_sequence=view.known_sequence,
             )
             self._send(target, snapshot_request=request)
 
@@ -289,17 +292,25 @@ class Replication:
         else:
             return
         # A new request of the same replica replaces the one under way: that one was given up.
-        self._replies[to, of] = self._chunks(request, list(claims.values()), sequence)
+        told_at, known = claims.told_at, request.known_sequence
+        told = [(claim, bool(claim.facts.block_hashes) and told_at[key] <= known) for key, claim in claims.items()]
+        self._replies[to, of] = self._chunks(request, told, sequence)
 
     def _chunks(
-        self, request: replication_pb2.ReplicaSnapshotRequest, claims: list[Claim], sequence: int
+        self, request: replication_pb2.ReplicaSnapshotRequest, claims: list[tuple[Claim, bool]], sequence: int
     ) -> Iterator[bytes]:
-        """The messages of a snapshot; made one at a time, so that a large one holds nothing up."""
+        """The messages of a snapshot; made one at a time, so that a large one holds nothing up.
+
+        Args:
+            request: What is asked for.
+            claims: Each with whether its hashes are known to whoever asks.
+            sequence: The event after which these are the claims.
+        """
         registers = self.ownership.registers
         thresholds, cool_downs = list(registers.thresholds.values()), registers.cool_down_events()
         start = 0
         for index in itertools.count():
-            end = end_of_batch(claims, Claim.size, start)
+            end = end_of_batch(claims, lambda each: each[0].size(known=each[1]), start)
             chunk = replication_pb2.ReplicaSnapshotChunk(
                 request_id=request.request_id,
                 of_replica_id=request.of_replica_id,
@@ -307,7 +318,7 @@ class Replication:
                 sequence=sequence,
                 index=index,
                 last=end == len(claims),
-                claims=map(claim_to_proto, claims[start:end]),
+                claims=(claim_to_proto(claim, known=known) for claim, known in claims[start:end]),
                 thresholds=thresholds if index == 0 else (),
                 cool_downs=cool_downs if index == 0 else (),
             )
@@ -331,6 +342,7 @@ class Replication:
             ],
             query=query,
             leaving=self._leaving,
+            reads_known_blocks=True,
         )
         self._heartbeat_at = self._clock()
         self._send(ALL, heartbeat=heartbeat)
