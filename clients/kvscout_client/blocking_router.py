@@ -51,6 +51,9 @@ class BlockingRouter(BlockingRouterBase):
         override: RouterOverride | None = None,
         priority: int = 0,
         expected_output_tokens: int = 0,
+        max_output_tokens: int = 0,
+        output_class: str = "",
+        estimate_prefill_complete: bool = False,
         explain: bool = False,
         lease_seconds: int = 0,
     ) -> RouteDecision: ...
@@ -77,6 +80,9 @@ class BlockingRouter(BlockingRouterBase):
         override: RouterOverride | None = None,
         priority: int = 0,
         expected_output_tokens: int = 0,
+        max_output_tokens: int = 0,
+        output_class: str = "",
+        estimate_prefill_complete: bool = False,
         explain: bool = False,
         lease_seconds: int = 0,
     ) -> BlockingBooking: ...
@@ -102,6 +108,9 @@ class BlockingRouter(BlockingRouterBase):
         override: RouterOverride | None = None,
         priority: int = 0,
         expected_output_tokens: int = 0,
+        max_output_tokens: int = 0,
+        output_class: str = "",
+        estimate_prefill_complete: bool = False,
         explain: bool = False,
         lease_seconds: int = 0,
     ) -> RouteDecision | BlockingBooking:
@@ -127,6 +136,9 @@ class BlockingRouter(BlockingRouterBase):
                 override=override,
                 priority=priority,
                 expected_output_tokens=expected_output_tokens,
+                max_output_tokens=max_output_tokens,
+                output_class=output_class,
+                estimate_prefill_complete=estimate_prefill_complete,
                 explain=explain,
                 lease_seconds=lease_seconds,
             )

@@ -126,6 +126,9 @@ class Router:
         override: RouterOverride | None = None,
         priority: int = 0,
         expected_output_tokens: int = 0,
+        max_output_tokens: int = 0,
+        output_class: str = "",
+        estimate_prefill_complete: bool = False,
         explain: bool = False,
         lease_seconds: int = 0,
     ) -> RouteDecision: ...
@@ -152,6 +155,9 @@ class Router:
         override: RouterOverride | None = None,
         priority: int = 0,
         expected_output_tokens: int = 0,
+        max_output_tokens: int = 0,
+        output_class: str = "",
+        estimate_prefill_complete: bool = False,
         explain: bool = False,
         lease_seconds: int = 0,
     ) -> Booking: ...
@@ -177,6 +183,9 @@ class Router:
         override: RouterOverride | None = None,
         priority: int = 0,
         expected_output_tokens: int = 0,
+        max_output_tokens: int = 0,
+        output_class: str = "",
+        estimate_prefill_complete: bool = False,
         explain: bool = False,
         lease_seconds: int = 0,
     ) -> RouteDecision | Booking:
@@ -201,7 +210,10 @@ class Router:
             required_labels: Labels the worker must have.
             override: Changes of the scheduler's settings for this request.
             priority: In the queue, higher first.
-            expected_output_tokens: 0 = unknown.
+            expected_output_tokens: 0 = unknown; schedulers learn it, best by output_class.
+            max_output_tokens: At which the output ends (`max_tokens`); 0 = no such bound is known.
+            output_class: Requests of one class are expected to have outputs of similar lengths; at most 64 characters.
+            estimate_prefill_complete: Nobody will call `prefill_complete`, since the engine answers as a whole.
             explain: Explain the decision.
             lease_seconds: Until the booking ends unless renewed; 0 = 300.
 
@@ -231,6 +243,9 @@ class Router:
                 router_config_override=override.to_proto() if override else None,
                 priority=priority,
                 expected_output_tokens=expected_output_tokens,
+                max_output_tokens=max_output_tokens,
+                output_class=output_class,
+                estimate_prefill_complete=estimate_prefill_complete,
                 explain=explain,
                 lease_seconds=lease_seconds,
             ),
