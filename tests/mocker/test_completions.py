@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvscout_common.errors import InvalidArgument, NotFound
@@ -57,6 +59,9 @@ def test_sampling_fields_are_accepted_without_effect(config: MockerConfig) -> No
         ({"prompt": [1], "cache_salt": ""}, "cache_salt"),
         ({"prompt": [1], "cache_salt": 5}, "cache_salt"),
         ({"prompt": [1], "vllm_xargs": {"kv_cache_report_mode": "all"}}, "vllm_xargs.kv_cache_report_mode"),
+        ({"prompt": [1], "vllm_xargs": {"output_tokens": 0}}, "vllm_xargs.output_tokens"),
+        ({"prompt": [1], "vllm_xargs": {"output_tokens": "3"}}, "vllm_xargs.output_tokens"),
+        ({"prompt": [1], "vllm_xargs": {"tells_first_token": 1}}, "vllm_xargs.tells_first_token"),
         ({"prompt": [1], "model": 7}, "model"),
     ],
 )
@@ -69,3 +74,25 @@ def test_bad_input_names_the_field(config: MockerConfig, body: object, field: st
 def test_an_unknown_model_is_not_found(config: MockerConfig) -> None:
     with pytest.raises(NotFound, match="`gpt` does not exist"):
         parse_completion({"model": "gpt", "prompt": [1]}, config, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("body", "length", "ends_early"),
+    [
+        ({"max_tokens": 9}, 9, False),
+        ({"max_tokens": 9, "vllm_xargs": {"output_tokens": 4}}, 4, True),
+        ({"max_tokens": 9, "vllm_xargs": {"output_tokens": 9}}, 9, False),
+        ({"max_tokens": 9, "vllm_xargs": {"output_tokens": 12}}, 9, False),
+        ({"max_tokens": 9, "ignore_eos": True, "vllm_xargs": {"output_tokens": 4}}, 9, False),
+    ],
+)
+def test_an_output_ends_by_itself_where_its_request_says_and_not_beyond_its_bound(
+    config: MockerConfig, body: dict[str, Any], length: int, ends_early: bool
+) -> None:
+    asked = parse_completion({"prompt": [1], **body}, config, TOKENIZER)
+    assert (asked.max_tokens, asked.ends_early) == (length, ends_early)
+
+
+def test_a_bound_counts_for_the_length_of_a_context_though_the_output_ends_before(config: MockerConfig) -> None:
+    with pytest.raises(InvalidArgument, match="maximum context length"):
+        parse_completion({"prompt": [1], "max_tokens": 1024, "vllm_xargs": {"output_tokens": 4}}, config, TOKENIZER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import time
 from array import array
 from collections.abc import AsyncIterator
 from typing import Any
@@ -153,3 +154,14 @@ async def test_a_request_that_fails_says_so_within_its_stream_or_as_500() -> Non
         assert (await mocker.metrics())['vllm:kv_cache_usage_perc{engine="0",model_name="mock"}'] == 0
         await post(mocker, "/mock/faults", {"fail_requests": 0})
         await mocker.complete("a b", max_tokens=3)
+
+
+async def test_a_whole_answer_says_when_its_first_token_was_out_if_it_is_asked(mocker: MockerProcess) -> None:
+    body = {"prompt": [7] * 20, "max_tokens": 4096, "vllm_xargs": {"output_tokens": 8}}
+    answer = await post(mocker, "/v1/completions", body)
+    assert "first_token_unix_seconds" not in answer
+    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (8, "stop")
+    body["vllm_xargs"]["tells_first_token"] = True  # type: ignore[index]
+    before = time.time()
+    answer = await post(mocker, "/v1/completions", body)
+    assert before < answer["first_token_unix_seconds"] < time.time()

@@ -32,19 +32,22 @@ class PromptTokensDetails(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """How long a step takes: base + prefill tokens · per token + decoding requests · per request."""
+    """How long a step takes: base + prefill tokens · per token + decoding requests · per request + their contexts."""
 
     base_seconds: float
     """Every step: weights are read once however small the batch is."""
     prefill_seconds_per_token: float
     decode_seconds_per_request: float
+    context_seconds_per_token: float = 0.0
+    """Each token of the contexts that decoding requests have: their keys and values are read in every step."""
 
-    def step_seconds(self, prefill_tokens: int, decodes: int) -> float:
-        """The duration of one step in seconds."""
+    def step_seconds(self, prefill_tokens: int, decodes: int, context_tokens: int = 0) -> float:
+        """The duration of one step in seconds; `context_tokens` of all decoding requests together."""
         return (
             self.base_seconds
             + prefill_tokens * self.prefill_seconds_per_token
             + decodes * self.decode_seconds_per_request
+            + context_tokens * self.context_seconds_per_token
         )
 
 
@@ -207,6 +210,7 @@ def config_from_flags(
     step_base_ms: float,
     prefill_us_per_token: float,
     decode_us_per_request: float,
+    context_ns_per_token: float,
     speedup: float,
     drop_events: float,
     duplicate_events: float,
@@ -294,6 +298,7 @@ def config_from_flags(
                 base_seconds=step_base_ms / 1e3 / speedup,
                 prefill_seconds_per_token=prefill_us_per_token / 1e6 / speedup,
                 decode_seconds_per_request=decode_us_per_request / 1e6 / speedup,
+                context_seconds_per_token=context_ns_per_token / 1e9 / speedup,
             ),
         ),
         faults=FaultConfig(
@@ -456,6 +461,12 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=_DURATION,
         default=50.0,
         help="What each decoding request adds to a step.",
+    ),
+    _flag(
+        "--context-ns-per-token",
+        type=_DURATION,
+        default=0.0,
+        help="What each token adds that a decoding request has before it.",
     ),
     _flag(
         "--speedup",

@@ -380,10 +380,12 @@ class Engine:
         request.state = RequestState.FINISHED
 
     def _duration(self, scheduled: list[Scheduled]) -> float:
-        prefill_tokens = decodes = 0
+        prefill_tokens = decodes = context_tokens = 0
         for request, tokens in scheduled:
             if tokens == 1 and request.computed_tokens >= request.prompt_tokens - 1:
                 decodes += 1
+                if request.output_tokens:
+                    context_tokens += request.computed_tokens + 1
             else:
                 prefill_tokens += tokens
-        return self.config.cost.step_seconds(prefill_tokens, decodes)
+        return self.config.cost.step_seconds(prefill_tokens, decodes, context_tokens)

@@ -47,14 +47,16 @@ def integer(fields: Fields, name: str, default: int, *, minimum: int, maximum: i
     return default if value is None else value
 
 
-def optional_integer(fields: Fields, name: str, *, minimum: int, maximum: int = 2**63 - 1) -> int | None:
+def optional_integer(
+    fields: Fields, name: str, *, minimum: int, maximum: int = 2**63 - 1, prefix: str = ""
+) -> int | None:
     """An integer within its bounds, None if it is absent or null."""
     value = fields.get(name)
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
         bounds = f"of at least {minimum}" if maximum == 2**63 - 1 else f"between {minimum} and {maximum}"
-        raise InvalidArgument(f"must be an integer {bounds}", field=name)
+        raise InvalidArgument(f"must be an integer {bounds}", field=prefix + name)
     return value
 
 

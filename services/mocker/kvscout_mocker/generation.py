@@ -51,6 +51,8 @@ class Generation:
     tokens_as_ids: bool
     """vLLM's `return_tokens_as_token_ids`: log-probabilities name tokens by their numbers."""
     report_prefix: bool
+    tells_first_token: bool
+    """A whole answer says when its first token was out."""
     kv_transfer: Fields | None
     """vLLM's `kv_transfer_params`."""
     bootstrap: Bootstrap | None
@@ -69,7 +71,9 @@ def read_generation(
 ) -> Generation:
     """The request that a body makes, with what its endpoint has read from it already.
 
-    Fields without an effect on an engine that samples nothing are accepted unread.
+    Fields without an effect on an engine that samples nothing are accepted unread. Outputs end where a limit ends them,
+    or by themselves where `vllm_xargs.output_tokens` says: no router reads that, as none knows how long an output will
+    be. `ignore_eos` has the engine go on.
 
     Args:
         fields: The body.
@@ -96,9 +100,13 @@ def read_generation(
     options = mapping(fields, "stream_options")
     if options and not stream:
         raise InvalidArgument("may only be given with stream: true", field="stream_options")
-    report_mode = mapping(fields, "vllm_xargs").get("kv_cache_report_mode", "incremental")
+    extra = mapping(fields, "vllm_xargs")
+    report_mode = extra.get("kv_cache_report_mode", "incremental")
     if report_mode not in ("incremental", "full"):
         raise InvalidArgument("must be incremental or full", field="vllm_xargs.kv_cache_report_mode")
+    length = optional_integer(extra, "output_tokens", minimum=1, prefix="vllm_xargs.")
+    if length is not None and length < max_tokens and not boolean(fields, "ignore_eos"):
+        max_tokens, ends_early = length, True
     include_usage = boolean(options, "include_usage", prefix="stream_options.")
     return Generation(
         model=model,
@@ -120,6 +128,7 @@ def read_generation(
         logprobs=logprobs,
         tokens_as_ids=boolean(fields, "return_tokens_as_token_ids"),
         report_prefix=report_mode == "full",
+        tells_first_token=boolean(extra, "tells_first_token", prefix="vllm_xargs."),
         kv_transfer=mapping(fields, "kv_transfer_params") or None,
         bootstrap=read_bootstrap(fields),
     )

@@ -105,6 +105,8 @@ class OpenAiRoutes:
                 return await _streamed(http, answer, admitted)
             pieces = await _whole(asked, admitted.stream)
             besides = admitted.done()
+            if asked.tells_first_token:
+                besides = {**besides, "first_token_unix_seconds": admitted.stream.began_unix}
             return web.json_response(answer.whole(pieces, admitted.cached_tokens) | besides)
 
     def _card(self, name: str, parent: str | None) -> Document:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 from kvscout_common.errors import InternalError, ResourceExhausted, Unavailable
@@ -22,11 +23,13 @@ to spare slows the engine down instead of making it burst afterwards."""
 class TokenStream:
     """The generated tokens of one request's choices, coalesced while the reader is busy."""
 
-    __slots__ = ("_changed", "_closed", "_failed", "_pending", "_unfinished", "requests")
+    __slots__ = ("_changed", "_closed", "_failed", "_pending", "_unfinished", "began_unix", "requests")
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
         """One a choice."""
+        self.began_unix = 0.0
+        """When the first token was out, seconds since the Unix epoch; 0 = there is none yet."""
         self._unfinished = len(requests)
         self._pending: dict[int, Piece] = {}
         self._closed = False
@@ -40,6 +43,7 @@ class TokenStream:
 
     def push(self, index: int, output: Output) -> None:
         """Add what one choice got."""
+        self.began_unix = self.began_unix or time.time()
         if output.token is None:
             self._failed = True
         elif (pending := self._pending.get(index)) is None:

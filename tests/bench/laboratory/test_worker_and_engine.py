@@ -17,8 +17,13 @@ from kvscout_mocker.sequence import Sequence
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", SystemRandom().randrange(2**32)))
 BLOCK = 4
-STEP = StepTime(base_ms=20.0, prefill_us_per_token=1_000.0, decode_us_per_request=500.0, context_ns_per_token=0.0)
-COST = StepCost(base_seconds=0.02, prefill_seconds_per_token=0.001, decode_seconds_per_request=0.0005)
+STEP = StepTime(base_ms=20.0, prefill_us_per_token=1_000.0, decode_us_per_request=500.0, context_ns_per_token=20_000.0)
+COST = StepCost(
+    base_seconds=0.02,
+    prefill_seconds_per_token=0.001,
+    decode_seconds_per_request=0.0005,
+    context_seconds_per_token=0.00002,
+)
 MAX_NUM_SEQS = 16
 
 
