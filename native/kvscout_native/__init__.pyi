@@ -354,7 +354,8 @@ class Costs:
         """Indexes of the least cost, ascending."""
 
 class Scores:
-    """The columns of one decision, one entry a candidate; a getter makes a new list."""
+    """The columns of one decision, one entry a candidate; a getter makes a new list, where it depends on the load by that
+    of now."""
 
     def overlap(self, index: int) -> tuple[int, float]:
         """Device blocks and effective blocks of one candidate."""

@@ -5,11 +5,13 @@
 
 use super::{ActiveLoad, Lane, Overlaps, SlotSet};
 
+/// Times the median distance from the least cost: what is beyond does not count to the range of costs.
+const OUTLIER: f64 = 10.0;
+
 /// What is asked.
 #[derive(Debug, Clone, Copy)]
 pub struct Question<'a> {
     pub lane: Lane,
-    pub hashes: &'a [u64],
     pub overlaps: Option<&'a Overlaps>,
     pub isl_tokens: u32,
     /// Of prefill against decode; 0: prefix caches are ignored.
@@ -29,10 +31,10 @@ pub struct Scores {
     pub device_blocks: Vec<u32>,
     pub effective_blocks: Vec<f64>,
     pub cached_tokens: Vec<f64>,
-    pub prefill_tokens: Vec<f64>,
-    pub decode_blocks: Vec<i64>,
     pub isl_tokens: f64,
-    block_size: f64,
+    lane: Lane,
+    request_blocks: i64,
+    charge_prefill: bool,
     overlap_score_weight: f64,
     scale: f64,
 }
@@ -63,10 +65,6 @@ impl ActiveLoad {
                 }
             }
         }
-        let mut shared = vec![0_u32; size];
-        if self.track_blocks {
-            self.shared(question.lane, question.hashes, |slot, blocks| shared[slot as usize] = blocks as u32);
-        }
         let block_size = f64::from(question.lane.block_size);
         let isl_tokens = f64::from(question.isl_tokens);
         let request_blocks = i64::from(question.isl_tokens.div_ceil(question.lane.block_size));
@@ -88,44 +86,50 @@ impl ActiveLoad {
         };
         let cached_tokens: Vec<f64> =
             effective_blocks.iter().map(|effective| (effective * block_size).min(isl_tokens)).collect();
-        let prefill_tokens: Vec<f64> = slots
-            .clone()
-            .zip(&cached_tokens)
-            .map(|(slot, cached)| {
-                let missing = if question.charge_prefill { isl_tokens - cached } else { 0.0 };
-                self.prefill_tokens[slot] as f64 + missing
-            })
-            .collect();
-        let decode_blocks: Vec<i64> = match self.track_blocks {
-            true => slots
-                .map(|slot| self.decode_blocks[slot] + request_blocks - i64::from(shared[slot]))
-                .collect(),
-            false => vec![0; slots.len()],
-        };
         Scores {
             slots: asked.to_vec(),
             device_blocks,
             effective_blocks,
             cached_tokens,
-            prefill_tokens,
-            decode_blocks,
             isl_tokens,
-            block_size,
+            lane: question.lane,
+            request_blocks,
+            charge_prefill: question.charge_prefill,
             overlap_score_weight,
             scale,
         }
     }
 }
 
-impl Scores {
-    /// Prefill and decode, in blocks.
-    pub fn costs(&self) -> Costs {
-        let &Self { block_size, overlap_score_weight: weight, scale, .. } = self;
-        let decode_blocks = self.decode_blocks.iter().map(|&blocks| blocks as f64);
+// What a policy may not look at; by the load as it is now.
+impl ActiveLoad {
+    /// Prompt tokens that each candidate has to compute, the request's included.
+    pub fn prefill_with(&self, scores: &Scores) -> Vec<f64> {
+        let missing = |cached: &f64| if scores.charge_prefill { scores.isl_tokens - cached } else { 0.0 };
+        let columns = scores.slots.iter().zip(&scores.cached_tokens);
+        columns.map(|(&slot, cached)| self.prefill_tokens[slot as usize] as f64 + missing(cached)).collect()
+    }
+
+    /// Blocks active on each candidate with the request added, whose hashes these are.
+    pub fn decode_with(&self, scores: &Scores, hashes: &[u64]) -> Vec<i64> {
+        if !self.track_blocks {
+            return vec![0; scores.slots.len()];
+        }
+        let mut shared = vec![0_u32; self.requests.len()];
+        self.shared(scores.lane, hashes, |slot, blocks| shared[slot as usize] = blocks as u32);
+        let slots = scores.slots.iter().map(|&slot| slot as usize);
+        slots.map(|slot| self.decode_blocks[slot] + scores.request_blocks - i64::from(shared[slot])).collect()
+    }
+
+    /// Prefill and decode of each candidate, in blocks.
+    pub fn costs_with(&self, scores: &Scores, hashes: &[u64]) -> Costs {
+        let (weight, scale, block_size) =
+            (scores.overlap_score_weight, scores.scale, f64::from(scores.lane.block_size));
+        let decode = self.decode_with(scores, hashes).into_iter().map(|blocks| blocks as f64);
         Costs(match weight {
-            0.0 => decode_blocks.map(|decode| scale * decode).collect(),
-            _ => (self.prefill_tokens.iter())
-                .zip(decode_blocks)
+            0.0 => decode.map(|decode| scale * decode).collect(),
+            _ => (self.prefill_with(scores).into_iter())
+                .zip(decode)
                 .map(|(prefill, decode)| scale * (weight * (prefill / block_size) + decode))
                 .collect(),
         })
@@ -135,19 +139,29 @@ impl Scores {
 impl Costs {
     /// The candidates of least cost, ascending; none of no candidates.
     pub fn least(&self) -> Vec<usize> {
-        let least = self.0.iter().fold(f64::INFINITY, |least, &cost| if cost < least { cost } else { least });
+        // In lanes, which do not wait for each other.
+        let (chunks, rest) = self.0.as_chunks::<8>();
+        let mut lanes = [f64::INFINITY; 8];
+        for chunk in chunks {
+            for (least, &cost) in lanes.iter_mut().zip(chunk) {
+                *least = if cost < *least { cost } else { *least };
+            }
+        }
+        let least = lanes
+            .iter()
+            .chain(rest)
+            .fold(f64::INFINITY, |least, &cost| if cost < least { cost } else { least });
         let ties = self.0.iter().enumerate().filter(|&(_, &cost)| cost == least);
         ties.map(|(candidate, _)| candidate).collect()
     }
 
-    /// The candidate that a number in 0 .. 1 draws at a temperature above 0: softmax over range-normalised costs, as in
-    /// `kvscout_scheduler.choose`; None of no candidates.
+    /// The candidate that a number in 0 .. 1 draws at a temperature above 0: softmax over costs that are normalised by
+    /// their range without outliers, as in `kvscout_scheduler.choose`; None of no candidates.
     pub fn draw(&self, temperature: f64, uniform: f64) -> Option<usize> {
         let finite = || self.0.iter().copied().filter(|cost| cost.is_finite());
-        let (least, most) =
-            (finite().fold(f64::INFINITY, f64::min), finite().fold(f64::NEG_INFINITY, f64::max));
         // Halved first: the range of two finite costs may be infinite, that of their halves is not.
-        let (least, span) = (least / 2.0, most / 2.0 - least / 2.0);
+        let least = finite().fold(f64::INFINITY, f64::min) / 2.0;
+        let span = span(finite().map(|cost| cost / 2.0 - least).filter(|&further| further > 0.0).collect());
         let weights: Vec<f64> = (self.0.iter())
             .map(|&cost| match (least.is_finite(), cost.is_finite()) {
                 (false, _) => 1.0,
@@ -169,6 +183,14 @@ impl Costs {
     }
 }
 
+/// The largest of some distances above 0 that is no outlier; 0 of none.
+fn span(mut distances: Vec<f64>) -> f64 {
+    let Some(last) = distances.len().checked_sub(1) else { return 0.0 };
+    let (_, &mut median, _) = distances.select_nth_unstable_by(last / 2, f64::total_cmp);
+    let within = distances.iter().copied().filter(|&distance| distance <= OUTLIER * median);
+    within.fold(0.0, f64::max)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -182,10 +204,9 @@ mod tests {
         load
     }
 
-    fn question<'a>(hashes: &'a [u64], overlaps: Option<&'a Overlaps>) -> Question<'a> {
+    fn question(overlaps: Option<&Overlaps>) -> Question<'_> {
         Question {
             lane: LANE,
-            hashes,
             overlaps,
             isl_tokens: 160,
             overlap_score_weight: 1.0,
@@ -204,21 +225,21 @@ mod tests {
         let columns =
             Columns { dp_ranks: vec![0, 0], tiers: [vec![2, 5], vec![], vec![], vec![]], predicted: vec![] };
         let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], &columns).unwrap();
-        let scores = load.score(None, &question(&[], Some(&overlaps)));
+        let scores = load.score(None, &question(Some(&overlaps)));
         assert_eq!(scores.device_blocks, [2, 5, 0]);
-        assert_eq!(scores.costs().0, [18.0, 45.0, 20.0]);
-        assert_eq!(scores.costs().least(), [0]);
-        let some = load.score(Some(&SlotSet::from_bytes(&[0b101])), &question(&[], Some(&overlaps)));
-        assert_eq!((some.costs().0, some.slots), (vec![18.0, 45.0], vec![2, 0]));
+        assert_eq!(load.costs_with(&scores, &[]).0, [18.0, 45.0, 20.0]);
+        assert_eq!(load.costs_with(&scores, &[]).least(), [0]);
+        let some = load.score(Some(&SlotSet::from_bytes(&[0b101])), &question(Some(&overlaps)));
+        assert_eq!((load.costs_with(&some, &[]).0, some.slots), (vec![18.0, 45.0], vec![2, 0]));
     }
 
     #[test]
     fn shared_blocks_are_counted_once_and_ties_are_all_told() {
         let mut load = load();
         load.add(1, LANE, &[1, 2, 3], 0, 0);
-        let scores = load.score(None, &question(&[1, 2, 9], None));
-        assert_eq!(scores.decode_blocks, [10, 10, 11]);
-        assert_eq!(scores.costs().least(), [0, 1]);
+        let scores = load.score(None, &question(None));
+        assert_eq!(load.decode_with(&scores, &[1, 2, 9]), [10, 10, 11]);
+        assert_eq!(load.costs_with(&scores, &[1, 2, 9]).least(), [0, 1]);
     }
 
     #[test]
@@ -229,6 +250,14 @@ mod tests {
         let uneven = costs(&[f64::INFINITY, 1e300, -1e300]);
         assert_eq!([0.0, 0.1, 0.5].map(|uniform| uneven.draw(1.0, uniform)), [1, 1, 2].map(Some));
         assert_eq!(costs(&[f64::INFINITY; 2]).draw(1.0, 0.7), Some(1));
+        // 1 : e^-0.5 : e^-1, with a worker that hangs or without.
+        for hung in [&[][..], &[500.0]] {
+            let costs = costs(&[&[0.0, 1.0, 2.0], hung].concat());
+            assert_eq!(
+                [0.5, 0.51, 0.81, 0.82].map(|uniform| costs.draw(1.0, uniform)),
+                [0, 1, 1, 2].map(Some)
+            );
+        }
         assert_eq!(costs(&[]).draw(1.0, 0.5), None);
     }
 
@@ -238,9 +267,8 @@ mod tests {
             Columns { dp_ranks: vec![], tiers: [vec![9], vec![], vec![], vec![]], predicted: vec![] };
         let overlaps = Overlaps::new((*b"a").into(), &[(0, 1)], &columns).unwrap();
         let load = load();
-        let scores =
-            load.score(None, &Question { overlap_score_weight: 0.0, ..question(&[], Some(&overlaps)) });
-        assert_eq!(scores.costs().0, [10.0; 3]);
+        let scores = load.score(None, &Question { overlap_score_weight: 0.0, ..question(Some(&overlaps)) });
+        assert_eq!(load.costs_with(&scores, &[]).0, [10.0; 3]);
         assert_eq!((scores.device_blocks[0], scores.effective_blocks[0]), (9, 0.0));
     }
 }

@@ -137,10 +137,10 @@ impl ActiveLoad {
     ))]
     #[allow(clippy::too_many_arguments)] // the columns of one question, as the twin takes them
     fn score(
-        &self,
+        slf: &Bound<'_, Self>,
         slots: Option<&[u8]>,
         lane: (u32, bool),
-        hashes: &[u8],
+        hashes: &Bound<'_, PyBytes>,
         overlaps: Option<&Overlaps>,
         isl_tokens: u32,
         overlap_score_weight: f64,
@@ -152,7 +152,6 @@ impl ActiveLoad {
         let slots = slots.map(SlotSet::from_bytes);
         let question = Question {
             lane: lane_of(lane),
-            hashes: &unpacked(hashes)?,
             overlaps: overlaps.map(|overlaps| &overlaps.overlaps),
             isl_tokens,
             overlap_score_weight,
@@ -161,7 +160,9 @@ impl ActiveLoad {
             charge_prefill,
             scale,
         };
-        Ok(Scores { scores: self.load.score(slots.as_ref(), &question) })
+        unpacked(hashes.as_bytes())?;
+        let scores = slf.borrow().load.score(slots.as_ref(), &question);
+        Ok(Scores { scores, load: slf.clone().unbind(), hashes: hashes.clone().unbind() })
     }
 
     fn check_invariants(&self, allocations: Vec<PyRef<'_, Allocation>>) -> PyResult<()> {
@@ -216,12 +217,16 @@ impl Costs {
 #[pyclass(frozen, module = "kvscout_native")]
 struct Scores {
     scores: load::Scores,
+    /// What few policies look at follows from these.
+    load: Py<ActiveLoad>,
+    hashes: Py<PyBytes>,
 }
 
 #[pymethods]
 impl Scores {
-    fn costs(&self) -> Costs {
-        Costs { costs: self.scores.costs() }
+    fn costs(&self, py: Python<'_>) -> PyResult<Costs> {
+        let hashes = unpacked(self.hashes.as_bytes(py))?;
+        Ok(Costs { costs: self.load.borrow(py).load.costs_with(&self.scores, &hashes) })
     }
 
     #[allow(clippy::too_many_arguments)] // the fields of one question, as the twin takes them
@@ -278,13 +283,14 @@ impl Scores {
     }
 
     #[getter]
-    fn prefill_tokens(&self) -> Vec<f64> {
-        self.scores.prefill_tokens.clone()
+    fn prefill_tokens(&self, py: Python<'_>) -> Vec<f64> {
+        self.load.borrow(py).load.prefill_with(&self.scores)
     }
 
     #[getter]
-    fn decode_blocks(&self) -> Vec<i64> {
-        self.scores.decode_blocks.clone()
+    fn decode_blocks(&self, py: Python<'_>) -> PyResult<Vec<i64>> {
+        let hashes = unpacked(self.hashes.as_bytes(py))?;
+        Ok(self.load.borrow(py).load.decode_with(&self.scores, &hashes))
     }
 }
 

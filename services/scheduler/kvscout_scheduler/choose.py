@@ -1,15 +1,24 @@
 """One draw from costs: the cheapest, or a softmax over range-normalised costs.
 
 Source: temperature scaling as in Dynamo's `softmax_sample`, normalised by the range so that a temperature means the
-same at any load: p ∝ exp(-(c - cmin) / ((cmax - cmin) · T)).
+same at any load: p ∝ exp(-(c - cmin) / ((cmax - cmin) · T)). Where one cost is far beyond all others (a worker that
+hangs), the range would be all its, and the others as good as equal: cmax is the largest cost that is no outlier. An
+outlier is more than `OUTLIER` times as far from cmin as the median of the costs above cmin (the lower one of two).
+Neither the unit of the costs nor where their zero is makes a difference.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from random import Random
+from typing import Final
+
+OUTLIER: Final = 10.0
+"""Times the median distance from the least cost: what is beyond does not count to the range. Of costs whose distances
+are distributed exponentially it is one in a thousand."""
 
 
 class Ranked(Sequence[float], ABC):
@@ -58,10 +67,22 @@ def probabilities(costs: Sequence[float], temperature: float) -> list[float]:
     if not finite:
         return [1.0 / len(costs)] * len(costs)
     # Halved first: the range of two finite costs may be infinite, that of their halves is not.
-    least, span = min(finite) / 2, max(finite) / 2 - min(finite) / 2
+    least = min(finite) / 2
+    span = _span(sorted(further for cost in finite if (further := cost / 2 - least) > 0))
     weights = [
         (math.exp(-((cost / 2 - least) / span / temperature)) if span else 1.0) if math.isfinite(cost) else 0.0
         for cost in costs
     ]
     total = sum(weights)
     return [weight / total for weight in weights]
+
+
+def _span(distances: list[float]) -> float:
+    """The largest of some distances that is no outlier; 0 of none.
+
+    Args:
+        distances: Above 0, ascending.
+    """
+    if not distances:
+        return 0.0
+    return distances[bisect_right(distances, OUTLIER * distances[(len(distances) - 1) // 2]) - 1]

@@ -52,7 +52,7 @@ impl Pool {
         self.next += 1;
         let overlaps = Overlaps::parse(overlaps).expect("a message");
         let scores = self.load.score(None, &question(hashes, &overlaps));
-        let slot = scores.costs().least()[0] as u32;
+        let slot = self.load.costs_with(&scores, hashes).least()[0] as u32;
         let uncached = (hashes.len() as i64) * 16 - scores.effective_blocks[slot as usize] as i64 * 16;
         let mut allocation: Allocation = self.load.add(slot, LANE, hashes, 0, uncached);
         self.load.remove(&mut allocation);
@@ -61,7 +61,8 @@ impl Pool {
 
     /// Scores all workers.
     fn score(&self, asked: &Asked, overlaps: &Overlaps) -> usize {
-        self.load.score(None, &question(&asked.hashes, overlaps)).costs().least().len()
+        let scores = self.load.score(None, &question(&asked.hashes, overlaps));
+        self.load.costs_with(&scores, &asked.hashes).least().len()
     }
 }
 
@@ -82,10 +83,9 @@ impl Asked {
     }
 }
 
-fn question<'a>(hashes: &'a [u64], overlaps: &'a Overlaps) -> Question<'a> {
+fn question<'a>(hashes: &[u64], overlaps: &'a Overlaps) -> Question<'a> {
     Question {
         lane: LANE,
-        hashes,
         overlaps: Some(overlaps),
         isl_tokens: hashes.len() as u32 * 16,
         overlap_score_weight: 1.0,
