@@ -53,13 +53,21 @@ class _OnLoop(Collector):
         self._registry = registry
         self._ranks = RankSeries(ranks)
         self._loop = loop
+        self._reading = asyncio.Lock()
 
     def collect(self) -> Iterable[Metric]:
         """Samples of now, once the loop gets to it."""
 
         async def read() -> list[Metric]:
             try:
-                return list(self._ranks.bounded(self._registry.collect()))
+                async with self._reading:
+                    page = list(self._registry.collect())
+                    shown = []
+                    # Of many ranks a family takes long enough that others should go on in between.
+                    for family in self._ranks.bounded(page):
+                        shown.append(family)
+                        await asyncio.sleep(0)
+                    return shown
             except BaseException as error:
                 tell_panic(error)
                 raise

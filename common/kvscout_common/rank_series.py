@@ -2,13 +2,14 @@
 
 A service that routes to a thousand workers would have ten thousand series of them, times its replicas. So a page names
 a limited number of worker ranks; the others are summed, in series whose labels `worker` and `dp_rank` are empty. This
-holds for every family with these labels, whichever collector it comes from.
+holds for every family with these labels, whichever collector it comes from. A family of columns (`RankFamily`) costs a
+tenth: of ranks that are summed no samples are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
@@ -23,8 +24,52 @@ _WORST: Final[dict[str, Callable[[float, float], float]]] = {
 
 _Rank = tuple[str, str, str]
 """Tenant, worker, dp_rank."""
+
+
+class RankColumn(NamedTuple):
+    """One number of many worker ranks."""
+
+    labels: Mapping[str, str]
+    """Those that all have."""
+    ranks: Sequence[tuple[str, int]]
+    """(worker_id, dp_rank); families of one page had better share them."""
+    values: Sequence[float]
+
+    def sample(self, name: str, index: int) -> Sample:
+        """The sample of one rank."""
+        worker_id, dp_rank = self.ranks[index]
+        return Sample(name, {**self.labels, "worker": worker_id, "dp_rank": str(dp_rank)}, self.values[index])
+
+
+class RankFamily(Metric):
+    """A family with a sample for each worker rank, which is made when somebody reads it.
+
+    Args:
+        name: Without the `_total` of counters.
+        documentation: As shown.
+        kind: "gauge" or "counter".
+    """
+
+    def __init__(self, name: str, documentation: str, kind: str) -> None:
+        self.columns: list[RankColumn] = []
+        super().__init__(name, documentation, kind)
+        self.sample_name = f"{name}_total" if kind == "counter" else name
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Those of all ranks, made anew."""
+        name = self.sample_name
+        return [column.sample(name, index) for column in self.columns for index in range(len(column.ranks))]
+
+    @samples.setter
+    def samples(self, samples: Any) -> None:
+        """Nothing: the base class begins with none."""
+
+
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 """Name and labels of a sample."""
+_Columns = dict[_Key, dict[tuple[str, int], float]]
+"""Counters by rank, of columns."""
 
 
 class RankSeries:
@@ -42,18 +87,27 @@ class RankSeries:
         self._named: dict[_Rank, None] = {}
         self._counted: dict[_Key, float] = {}
         """Counters of the ranks that are summed, as they were on the last page."""
+        self._columns: _Columns = {}
+        """The same of columns."""
         self._totals: dict[_Key, float] = {}
         """Their sums."""
 
     def bounded(self, families: Iterable[Metric]) -> Iterator[Metric]:
         """A page with at most `limit` worker ranks in each family, and how many ranks are summed instead."""
         page = list(families)
-        ranks = dict.fromkeys(_rank(sample) for family in page for sample in family.samples if _is_of_rank(sample))
-        self._choose(ranks)
-        counted, totals = self._counted, self._totals
-        self._counted, self._totals = {}, {}
+        ranks: dict[_Rank, None] = {}
+        read: set[tuple[str, int]] = set()
         for family in page:
-            if len(ranks) > len(self._named) and any(map(_is_of_rank, family.samples)):
+            ranks.update(dict.fromkeys(_ranks_of(family, read)))
+        self._choose(ranks)
+        counted, totals, columns = self._counted, self._totals, self._columns
+        self._counted, self._totals, self._columns = {}, {}, {}
+        places = _Places(self._named)
+        for family in page:
+            if isinstance(family, RankFamily):
+                many = len(ranks) > len(self._named)
+                yield self._summed_columns(family, places, columns, totals) if many else family
+            elif len(ranks) > len(self._named) and any(map(_is_of_rank, family.samples)):
                 yield self._summed(family, counted, totals)
             else:
                 yield family
@@ -94,9 +148,79 @@ class RankSeries:
             sums[total] = sums.get(total, totals.get(total, 0.0)) + rose
         if not is_gauge:
             self._totals |= sums
-        for (name, labels), value in sums.items():
-            shown.add_sample(name, {**dict(labels), "worker": "", "dp_rank": ""}, value)
-        return shown
+        return _with_sums(shown, sums)
+
+    def _summed_columns(
+        self, family: RankFamily, places: _Places, columns: _Columns, totals: dict[_Key, float]
+    ) -> Metric:
+        """The same of columns."""
+        is_gauge, name = family.type == "gauge", family.sample_name
+        add = _WORST.get(family.name)
+        shown = Metric(family.name, family.documentation, family.type)
+        sums: dict[_Key, float] = {}
+        for column in family.columns:
+            named = places.of(column)
+            shown.samples += [column.sample(name, index) for index in sorted(named)]
+            total = (name, tuple(column.labels.items()))
+            others = [index for index in range(len(column.ranks)) if index not in named] if named else None
+            values = column.values if others is None else [column.values[index] for index in others]
+            if not values:
+                continue
+            if not is_gauge:
+                ranks = column.ranks if others is None else [column.ranks[index] for index in others]
+                before, self._columns[total] = columns.get(total, {}), dict(zip(ranks, values, strict=True))
+                sums[total] = sums.get(total, totals.get(total, 0.0)) + _rose(before, ranks, values)
+            elif add is None:
+                sums[total] = sums.get(total, 0.0) + sum(values)
+            else:
+                for value in values:
+                    sums[total] = add(sums[total], value) if total in sums else value
+        if not is_gauge:
+            self._totals |= sums
+        return _with_sums(shown, sums)
+
+
+def _rose(before: Mapping[tuple[str, int], float], ranks: Sequence[tuple[str, int]], values: Sequence[float]) -> float:
+    """By how much the counters of some ranks rose."""
+    # A counter that fell began anew.
+    pairs = ((value, before.get(rank, 0.0)) for rank, value in zip(ranks, values, strict=True))
+    return sum(value - then if value >= then else value for value, then in pairs)
+
+
+class _Places:
+    """Where ranks that are named are in columns, looked up once for the columns that share their ranks."""
+
+    def __init__(self, named: dict[_Rank, None]) -> None:
+        self._named = named
+        self._known: dict[tuple[str, int], frozenset[int]] = {}
+
+    def of(self, column: RankColumn) -> frozenset[int]:
+        tenant = column.labels.get("tenant", "")
+        found = self._known.get((tenant, id(column.ranks)))
+        if found is None:
+            ranks = enumerate(column.ranks)
+            places = (at for at, (worker_id, dp_rank) in ranks if (tenant, worker_id, str(dp_rank)) in self._named)
+            found = self._known[tenant, id(column.ranks)] = frozenset(places)
+        return found
+
+
+def _with_sums(shown: Metric, sums: dict[_Key, float]) -> Metric:
+    for (name, labels), value in sums.items():
+        shown.add_sample(name, {**dict(labels), "worker": "", "dp_rank": ""}, value)
+    return shown
+
+
+def _ranks_of(family: Metric, read: set[tuple[str, int]]) -> Iterator[_Rank]:
+    """The worker ranks of a family; those that columns share once."""
+    if not isinstance(family, RankFamily):
+        yield from (_rank(sample) for sample in family.samples if _is_of_rank(sample))
+        return
+    for labels, ranks, _ in family.columns:
+        tenant = labels.get("tenant", "")
+        if (tenant, id(ranks)) not in read:
+            read.add((tenant, id(ranks)))
+            for worker_id, dp_rank in ranks:
+                yield tenant, worker_id, str(dp_rank)
 
 
 def _is_of_rank(sample: Sample) -> bool:

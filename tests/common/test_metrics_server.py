@@ -8,7 +8,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from kvscout_common import metrics_server
 from kvscout_common.metrics_server import serve_metrics
+from kvscout_common.rank_series import RankSeries
 
 
 class Readers(Collector):
@@ -67,6 +68,36 @@ async def test_collectors_are_read_on_the_loop_that_owns_what_they_read() -> Non
     assert (status, b"answer 42.0\n" in body) == (200, True)
     assert gzip.decompress(packed[1]) == body
     assert collector.threads == {threading.get_ident()}
+
+
+async def test_others_go_on_between_the_families_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = 0
+    read_at: list[int] = []
+
+    class Noted(RankSeries):
+        def bounded(self, families: Iterable[Metric]) -> Iterator[Metric]:
+            for family in super().bounded(families):
+                read_at.append(turns)
+                yield family
+
+    class Families(Collector):
+        def collect(self) -> Iterator[Metric]:
+            yield from (GaugeMetricFamily(f"family_{number}", "One of many", value=1) for number in range(20))
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(metrics_server, "RankSeries", Noted)
+    async with served(Families()) as port:
+        going_on = asyncio.create_task(others())
+        pages = await asyncio.gather(get(port), get(port))
+        going_on.cancel()
+    assert [status for status, _ in pages] == [200, 200]
+    assert all(page.count(b"\nfamily_") == 20 for _, page in pages)
+    assert len(set(read_at)) == len(read_at) == 2 * 21, "one page after the other, a family a turn"
 
 
 async def test_no_page_of_the_web_reads_what_this_machine_alone_may() -> None:

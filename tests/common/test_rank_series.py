@@ -6,11 +6,13 @@ import random
 import time
 from collections.abc import Iterable, Mapping
 
+import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.samples import Sample
 
 from kvscout_common.metrics_server import registry_of
-from kvscout_common.rank_series import RankSeries
+from kvscout_common.rank_series import RankColumn, RankFamily, RankSeries
 
 LABELS = ["tenant", "model", "worker", "dp_rank"]
 
@@ -157,6 +159,67 @@ def test_a_thousand_workers_have_a_page_no_longer_than_a_hundred_and_ten_times_t
     _, more_work = page_of(10_000)
     assert large < small * 1.1
     assert more_work < work * 40, "ten times the ranks are ten times the work; a hundred times would be its square"
+
+
+def columns(name: str, kind: str, pools: Mapping[str, Mapping[str, float]]) -> RankFamily:
+    """A family of columns: by model, values by worker."""
+    family = RankFamily(name, "A family", kind)
+    for model, values in pools.items():
+        ranks = [(worker, 0) for worker in values]
+        family.columns.append(RankColumn({"tenant": "t", "model": model}, ranks, list(values.values())))
+    return family
+
+
+def shown(family: Metric) -> list[tuple[str, list[tuple[str, str]], float]]:
+    """Samples, in an order of their own."""
+    return sorted((sample.name, sorted(sample.labels.items()), sample.value) for sample in family.samples)
+
+
+def plain(family: RankFamily) -> Metric:
+    """The same, all its samples made."""
+    made = Metric(family.name, family.documentation, family.type)
+    made.samples = family.samples
+    return made
+
+
+def test_columns_are_the_page_that_their_samples_are() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    both = RankSeries(5), RankSeries(5)
+    counts = {(model, f"w{number}"): 0 for model in "mn" for number in range(9)}
+    for _ in range(60):
+        for each, count in counts.items():
+            # One that begins anew has counted less.
+            counts[each] = rng.randrange(3) if rng.random() < 0.1 else count + rng.randrange(5)
+        here = [each for each in counts if rng.random() < 0.7] if rng.random() < 0.7 else list(counts)[:4]
+        pools = {m: {worker: counts[m, worker] for model, worker in here if model == m} for m in "mn"}
+        families = [
+            columns("kvscout_active_requests", "gauge", pools),
+            columns("kvscout_expected_prompt_tokens", "counter", pools),
+            columns("kvscout_source_live", "gauge", pools),
+        ]
+        pages = list(both[0].bounded(families)), list(both[1].bounded(map(plain, families)))
+        for ours, theirs in zip(*pages, strict=True):
+            assert (ours.name, ours.type) == (theirs.name, theirs.type)
+            assert shown(ours) == shown(theirs)
+
+
+def test_of_ranks_that_are_summed_no_samples_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    make = RankColumn.sample
+
+    def counted(column: RankColumn, name: str, index: int) -> Sample:
+        made.append(index)
+        return make(column, name, index)
+
+    monkeypatch.setattr(RankColumn, "sample", counted)
+    values = {f"worker-{number}": float(number) for number in range(1_000)}
+    series = RankSeries(7)
+    for family in (columns("a", "gauge", {"m": values}), columns("b", "counter", {"m": values})):
+        bounded, _ = series.bounded([family])
+        assert len(bounded.samples) == 8
+    assert len(made) == 14
 
 
 class _Made:

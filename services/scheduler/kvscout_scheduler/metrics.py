@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvscout_common.rank_series import RankColumn, RankFamily
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from kvscout_scheduler.replicas import Replicas
 
-_WORKER = ["tenant", "model", "role", "worker", "dp_rank"]
 _POOL = ["tenant", "model", "role"]
 
 
@@ -27,14 +27,12 @@ class SchedulerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Samples of now."""
-        requests = GaugeMetricFamily("kvscout_active_requests", "Active requests", labels=_WORKER)
-        prefill = GaugeMetricFamily("kvscout_active_prefill_tokens", "Uncached tokens in prefill", labels=_WORKER)
-        decode = GaugeMetricFamily("kvscout_active_decode_blocks", "Distinct active blocks", labels=_WORKER)
-        expected_prompt = CounterMetricFamily(
-            "kvscout_expected_prompt_tokens", "Prompt tokens of bookings", labels=_WORKER
-        )
-        expected_cached = CounterMetricFamily(
-            "kvscout_expected_cached_tokens", "Of those, tokens expected to be cached", labels=_WORKER
+        requests = RankFamily("kvscout_active_requests", "Active requests", "gauge")
+        prefill = RankFamily("kvscout_active_prefill_tokens", "Uncached tokens in prefill", "gauge")
+        decode = RankFamily("kvscout_active_decode_blocks", "Distinct active blocks", "gauge")
+        expected_prompt = RankFamily("kvscout_expected_prompt_tokens", "Prompt tokens of bookings", "counter")
+        expected_cached = RankFamily(
+            "kvscout_expected_cached_tokens", "Of those, tokens expected to be cached", "counter"
         )
         balance = GaugeMetricFamily("kvscout_load_balance_score", "std / mean of active blocks", labels=_POOL)
         queued = GaugeMetricFamily("kvscout_queue_length", "Requests that wait for a worker", labels=_POOL)
@@ -42,14 +40,16 @@ class SchedulerCollector(Collector):
             queued.add_metric([pool.id.tenant, pool.id.model, pool.id.role], self._scheduler.waiting.length(pool.id))
             names = [pool.id.tenant, pool.id.model, pool.id.role]
             balance.add_metric(names, balance_score(pool))
-            for slot in pool.order:
-                labels = [*names, pool.ranks[slot].worker_id, str(pool.ranks[slot].dp_rank)]
-                load = pool.load.at(slot)
-                requests.add_metric(labels, load.requests)
-                prefill.add_metric(labels, load.prefill_tokens)
-                decode.add_metric(labels, load.decode_blocks)
-                expected_prompt.add_metric(labels, pool.hits[slot].isl_tokens)
-                expected_cached.add_metric(labels, pool.hits[slot].cached_tokens)
+            labels = dict(zip(_POOL, names, strict=True))
+            ranks, hits = [pool.ranks[slot] for slot in pool.order], [pool.hits[slot] for slot in pool.order]
+            for family, column in (
+                (requests, pool.load.requests),
+                (prefill, pool.load.prefill_tokens),
+                (decode, pool.load.decode_blocks),
+            ):
+                family.columns.append(RankColumn(labels, ranks, [column[slot] for slot in pool.order]))
+            expected_prompt.columns.append(RankColumn(labels, ranks, [each.isl_tokens for each in hits]))
+            expected_cached.columns.append(RankColumn(labels, ranks, [each.cached_tokens for each in hits]))
         yield from (requests, prefill, decode, expected_prompt, expected_cached, balance, queued)
         stats = self._scheduler.stats
         decisions = CounterMetricFamily("kvscout_decisions", "Workers picked, by policy", labels=["policy"])
