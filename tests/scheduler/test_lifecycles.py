@@ -152,7 +152,14 @@ class Traffic:
         self.clock.advance(self.rng.choice((0.0, 1.0, 5.0, 11.0)))
         self.scheduler.expire()
         listed = [(key(name), attempt) for name, attempt in self.open if self.rng.random() < 0.9]
-        self.sessions[owner], _ = self.scheduler.connect_owner(owner, listed)
+        takeover = self.scheduler.begin_takeover(owner, listed)
+        self.sessions[owner] = takeover.session
+        while not takeover.advance(self.clock(), self.rng.randint(1, 100)):
+            if self.open and self.rng.random() < 0.5:
+                self.touch(*self.rng.choice(self.open))
+            else:
+                self.clock.advance(self.rng.random())
+                self.scheduler.expire()
 
     def end(self) -> None:
         """Everyone leaves: half of the requests are freed, the rest ends by itself."""

@@ -766,8 +766,12 @@ class Gateway:
         self.at, self.node = name, world[name]
         core = self.node.core
         listed = [(key(request_id), 1) for request_id in self.in_flight]
-        self._session, unknown = core.connect_owner(owner(self.name), listed)
-        for lost, _ in unknown:
+        takeover = core.begin_takeover(owner(self.name), listed)
+        self._session = takeover.session
+        while not takeover.advance(core.clock(), 3):
+            if world.rng.random() < 0.3:
+                world.step(0.001)
+        for lost, _ in takeover.unknown:
             world.book(name, lost.request_id, worker_id=self.in_flight[lost.request_id], owner=owner(self.name))
         for request_id in self.owed:
             world.free(name, request_id)

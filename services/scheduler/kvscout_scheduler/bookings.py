@@ -14,7 +14,7 @@ Every method is atomic: it awaits nothing. Not thread-safe.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
@@ -30,6 +30,7 @@ from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import OwnerName, RequestKey
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.stats import SchedulerStats
+from kvscout_scheduler.takeover import Takeover
 
 END_AT_ONCE = 256
 """Bookings that end in one go, a few milliseconds; of more, the others follow a slice at a time."""
@@ -204,44 +205,49 @@ class Bookings:
         self.end_log.flush()
         return True
 
-    def connect_owner(
+    def begin_takeover(
         self,
         owner: OwnerName,
         in_flight: Iterable[tuple[RequestKey, int]],
+        *,
         now: float,
         opened_at: int,
         wall_now: float,
-    ) -> tuple[int, list[tuple[RequestKey, int]]]:
+        on_end: Callable[[], None],
+    ) -> Takeover:
         """Opens a stream of an owner, who lists what it has in flight.
 
-        Bookings of the owner that it does not list end. Listed ones of unary callers become its own, and those of
-        other replicas ours.
-
-        Returns:
-            The session of the stream, and the listed requests that are not the owner's here.
+        Listed bookings of unary callers become its own, and those of other replicas ours. Those of the owner that it
+        does not list end, after all that it lists.
 
         Raises:
             FailedPrecondition: A stream that the owner opened later is open, see `Owners.connect`.
         """
-        listed = list(in_flight)
-        session = self.owners.connect(owner, set(listed), now, opened_at, wall_now)
+        session = self.owners.connect(owner, now, opened_at, wall_now)
+        return Takeover(self, owner, session, in_flight, on_end)
+
+    def take_listed(self, key: RequestKey, attempt_id: int, owner: OwnerName, now: float) -> bool:
+        """Makes what an owner lists its own; False = it is not active, or somebody else's."""
+        active = self._find(key, attempt_id)
+        if active is None or active.owner not in (None, owner):
+            return False
+        if active.phase is Phase.PREFILL:
+            # What was said of it while there was no stream is said again now.
+            self.ran_before(active)
+        self._own(active, now)
+        if active.lease_bucket is not None:
+            self._leases.clear(active)
+            self.owners.add(active, owner, now)
+            self.journal.changed(active)
+        else:
+            self.owners.remember(active)
+        return True
+
+    def forget_unlisted(self, owner: OwnerName, now: float) -> None:
+        """Ends what an owner had and has not listed, `END_AT_ONCE` of it now and the rest with `expire`."""
+        self.owners.forget(owner)
         if self._expire_all(self.owners.forgotten(END_AT_ONCE), EndReason.OWNER_FORGOT, now) < END_AT_ONCE:
             self.end_log.flush()
-        unknown = []
-        for attempt in listed:
-            active = self._find(*attempt)
-            if active is None or active.owner not in (None, owner):
-                unknown.append(attempt)
-                continue
-            if active.phase is Phase.PREFILL:
-                # What was said of it while there was no stream is said again now.
-                self.ran_before(active)
-            if not self.owners.owns(active):
-                self._own(active, now)
-                self._leases.clear(active)
-                self.owners.add(active, owner, now)
-                self.journal.changed(active)
-        return session, unknown
 
     def expire(self, now: float, limit: int) -> int:
         """Ends so many of the bookings whose lease or whose owner's grace time is over; forgets old attempts. Returns

@@ -14,8 +14,9 @@ heard of.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import copy_context
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -31,8 +32,9 @@ from kvscout_scheduler.operation_messages import MAX_OPERATIONS, Codec, MessageC
 from kvscout_scheduler.operations import Operation, Operations, Outcome
 from kvscout_scheduler.packed_operations import codec_for
 from kvscout_scheduler.pulse import Pulse
-from kvscout_scheduler.request import OwnerName
+from kvscout_scheduler.request import OwnerName, RequestKey
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.takeover import Takeover
 
 if TYPE_CHECKING:
     from kvscout_scheduler.forwarding import Forwarding
@@ -44,6 +46,9 @@ HEARTBEAT_MS = (100, 60_000)
 """Least and most that an owner may promise."""
 MISSED_HEARTBEATS = 2.5
 """After so many the owner is gone."""
+
+READ_AT_ONCE = 2_048
+"""Requests of a hello, a few milliseconds."""
 
 LEAVE_SECONDS = 1.0
 """How long owners may take to leave a scheduler that drains; what they have in flight they tell the next one."""
@@ -62,6 +67,7 @@ class LifecycleRpc:
         self._elsewhere = elsewhere
         self._streams: dict[asyncio.Task[Any], _Outbox] = {}
         """By the task that reads them."""
+        self._slicing = asyncio.Lock()
         self._ending: dict[asyncio.Task[Any], KvscoutError] = {}
         """Readers that are cancelled by us, and why."""
 
@@ -77,19 +83,15 @@ class LifecycleRpc:
             raise InvalidArgument(problem, field="hello.owner_id")
         scheduler, owner = self._scheduler, OwnerName(current_identity().tenant, first.hello.owner_id)
         patience = _patience_seconds(first.hello)
-        in_flight = [(translate.key_from_proto(ref, first.tenant), ref.attempt_id) for ref in first.hello.in_flight]
-        session, unknown = scheduler.connect_owner(owner, in_flight, first.hello.opened_unix_us)
         codec = codec_for(first.tenant, current_identity().tenant)
         outbox = _Outbox(codec, draining=scheduler.draining)
-        outbox.next.unknown_in_flight.extend(translate.key_to_proto(*name) for name in unknown)
-        # Even an empty answer tells the owner that it is known: its bookings are safe from here on.
-        outbox.news.set()
         operations = Operations(scheduler, owner, outbox.put, self._elsewhere)
-        writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner}")
         reader = asyncio.current_task()
         assert reader is not None
         self._streams[reader] = outbox
-        pulse = Pulse(patience, lambda silent: self._end(reader, silent))
+        takeover: Takeover | None = None
+        writer: asyncio.Task[None] | None = None
+        pulse = Pulse(0, lambda silent: None)
         failure: BaseException | None = None
 
         def at_once(message: bytes) -> bytes | None:
@@ -105,6 +107,16 @@ class LifecycleRpc:
                 return None
 
         try:
+            in_flight: list[tuple[RequestKey, int]] = []
+            refs = iter(first.hello.in_flight)
+            await self._in_slices(lambda: _read_some(refs, first.tenant, in_flight))
+            takeover = begun = scheduler.begin_takeover(owner, in_flight, first.hello.opened_unix_us)
+            await self._in_slices(lambda: begun.advance(scheduler.clock()))
+            outbox.next.unknown_in_flight.extend(translate.key_to_proto(*name) for name in begun.unknown)
+            # Even an empty answer tells the owner that it is known: its bookings are safe from here on.
+            outbox.news.set()
+            writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner}")
+            pulse = Pulse(patience, lambda silent: self._end(reader, silent))
             outbox.results += carry_out_all(operations, codec, MessageCodec(first.tenant).operations(first))
             caller = copy_context()  # as this task knows it
             answer: Answer = lambda message: caller.run(at_once, message)  # noqa: E731
@@ -127,11 +139,21 @@ class LifecycleRpc:
             pulse.stop()
             ended = self._ending.pop(reader, None)
             del self._streams[reader]
-            writer.cancel()
+            if writer is not None:
+                writer.cancel()
             operations.close()
             # Whose stream ends in sight was there until now, however little it had to say.
             silent = pulse.silent_seconds if isinstance(ended, DeadlineExceeded) else 0.0
-            scheduler.disconnect_owner(owner, session, silent_seconds=silent)
+            if takeover is not None:
+                scheduler.disconnect_owner(owner, takeover.session, silent_seconds=silent)
+
+    async def _in_slices(self, advance: Callable[[], bool]) -> None:
+        """Calls until all is done, once in a turn of the event loop, whoever else has slices to do too."""
+        while True:
+            async with self._slicing:
+                if advance():
+                    return
+                await asyncio.sleep(0)
 
     def _end(self, reader: asyncio.Task[Any], silent_seconds: float) -> None:
         """Ends the stream of an owner that is not heard any more."""
@@ -203,6 +225,13 @@ class _Outbox:
         """Waits until everything that is there was sent."""
         while self.news.is_set() or self._writing:
             await self.room()
+
+
+def _read_some(refs: Iterator[scheduler_pb2.RequestRef], tenant: str, in_flight: list[tuple[RequestKey, int]]) -> bool:
+    """Reads a slice of what a hello lists; whether that was all."""
+    before = len(in_flight)
+    in_flight += [(translate.key_from_proto(ref, tenant), ref.attempt_id) for ref in islice(refs, READ_AT_ONCE)]
+    return len(in_flight) - before < READ_AT_ONCE
 
 
 def _patience_seconds(hello: scheduler_pb2.LifecycleHello) -> float:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass, field
 from itertools import islice
 
 from kvscout_common.errors import FailedPrecondition
 from kvscout_scheduler.booking import Booking
-from kvscout_scheduler.request import MICROSECONDS, OwnerName, RequestKey
+from kvscout_scheduler.request import MICROSECONDS, OwnerName
 
 MAX_AHEAD_SECONDS = 1.0
 """How far the clocks of owners may be ahead of ours. A stream from further ahead could keep its owner's later ones out:
@@ -29,6 +28,8 @@ class Owner:
     """When that stream ended; None = it is open."""
     bookings: dict[Booking, None] = field(default_factory=dict)
     """In the order in which they came; a set of objects is in that of their addresses."""
+    unlisted: dict[Booking, None] = field(default_factory=dict)
+    """What it had when its newest stream began and has not listed yet, while that is looked at."""
 
 
 class Owners:
@@ -45,20 +46,17 @@ class Owners:
         self._forgotten: dict[Booking, None] = {}
         """What its owner did not list when it came back, and that has not ended yet."""
 
-    def connect(
-        self, name: OwnerName, listed: Container[tuple[RequestKey, int]], now: float, opened_at: int, wall_now: float
-    ) -> int:
-        """Opens a stream of an owner; an older one of it counts no more, and what is not listed is `forgotten`.
+    def connect(self, name: OwnerName, now: float, opened_at: int, wall_now: float) -> int:
+        """Opens a stream of an owner; an older one of it counts no more.
 
         Args:
             name: Whose.
-            listed: Requests and attempts that it has in flight.
             now: On the scheduler's clock.
             opened_at: See `Owner`; what lies too far ahead of our own clock counts as `MAX_AHEAD_SECONDS` ahead.
             wall_now: Seconds since the Unix epoch.
 
         Returns:
-            The session to give to `disconnect`.
+            The session to give to `disconnect`. What the owner had is not forgotten until `forget` says so.
 
         Raises:
             FailedPrecondition: It is the older one itself: what it says is out of date.
@@ -71,16 +69,29 @@ class Owners:
         self._sessions += 1
         owner.session, owner.connected_at, owner.gone_at = self._sessions, now, None
         owner.opened_at = min(opened_at, latest)
-        for booking in sorted(owner.bookings, key=lambda booking: booking.booked_at):
-            if (booking.key, booking.facts.attempt_id) in listed:
+        if self._forgotten:
+            for booking in owner.bookings:
                 self.remember(booking)
-            else:
-                self._forgotten[booking] = None
+        owner.unlisted = dict(owner.bookings)
         return self._sessions
+
+    def is_newest(self, name: OwnerName, session: int) -> bool:
+        """Whether an owner has opened no stream since then."""
+        owner = self._owners.get(name)
+        return owner is not None and owner.session == session
+
+    def forget(self, name: OwnerName) -> None:
+        """An owner has listed all that it has: what else was its own is `forgotten`."""
+        owner = self._owners[name]
+        unlisted, owner.unlisted = owner.unlisted, {}
+        self._forgotten.update(dict.fromkeys(sorted(unlisted, key=lambda booking: booking.booked_at)))
 
     def remember(self, booking: Booking) -> None:
         """The owner of a booking says that it has it, after all."""
         self._forgotten.pop(booking, None)
+        owner = self._owners.get(booking.owner) if booking.owner is not None else None
+        if owner is not None:
+            owner.unlisted.pop(booking, None)
 
     def disconnect(self, name: OwnerName, session: int, gone_at: float) -> None:
         """Ends a stream; the end of one that was replaced means nothing."""

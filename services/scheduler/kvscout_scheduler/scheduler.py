@@ -44,6 +44,7 @@ from kvscout_scheduler.request import (
 from kvscout_scheduler.selection import Selected, Selector
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.stats import SchedulerStats
+from kvscout_scheduler.takeover import Takeover
 from kvscout_scheduler.thresholds import ThresholdTable
 from kvscout_scheduler.turns import Turns
 from kvscout_scheduler.waiting import RETRY_SECONDS, Answer, Waiter, WaitingLine
@@ -304,18 +305,33 @@ class Scheduler:
         self._relieved(key, now)
         return ended
 
-    def connect_owner(
+    def begin_takeover(
         self, owner: OwnerName, in_flight: Iterable[tuple[RequestKey, int]], opened_at: int = 0
-    ) -> tuple[int, list[tuple[RequestKey, int]]]:
-        """Opens an owner's stream; see `Bookings.connect_owner`.
+    ) -> Takeover:
+        """Opens an owner's stream, and begins to look at what it lists; see `Takeover`.
 
         Raises:
             FailedPrecondition: A stream that it opened later is open.
         """
-        now = self.clock()
-        connected = self.bookings.connect_owner(owner, in_flight, now, opened_at, self.wall_clock())
-        self.pump()
-        return connected
+        return self.bookings.begin_takeover(
+            owner, in_flight, now=self.clock(), opened_at=opened_at, wall_now=self.wall_clock(), on_end=self.pump
+        )
+
+    def connect_owner(
+        self, owner: OwnerName, in_flight: Iterable[tuple[RequestKey, int]], opened_at: int = 0
+    ) -> tuple[int, list[tuple[RequestKey, int]]]:
+        """As `begin_takeover`, all in one go.
+
+        Returns:
+            The session of the stream, and the listed requests that are not the owner's here.
+
+        Raises:
+            FailedPrecondition: A stream that it opened later is open.
+        """
+        takeover = self.begin_takeover(owner, in_flight, opened_at)
+        while not takeover.advance(self.clock()):
+            pass
+        return takeover.session, takeover.unknown
 
     def disconnect_owner(self, owner: OwnerName, session: int, *, silent_seconds: float = 0.0) -> None:
         """Ends an owner's stream; its bookings end after the grace time unless it comes back.
