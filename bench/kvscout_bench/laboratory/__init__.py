@@ -13,5 +13,6 @@
                 └─ kv_cache.py      its blocks: references, least recently used first out
     records.py ─▶ measures.py       what happened to each request ─▶ what the policy did
     bound.py                        what no policy can beat
-    report.py, plots.py, sweep.py   tables, pictures, grids of cells
+    cells.py ─▶ report.py, plots.py policies side by side, over seeds (intervals.py); tables, pictures
+    matrix.py, matrix_rates.py      named cells ─▶ matrix_run.py, in processes ─▶ matrix_report.py, what is lost
 """

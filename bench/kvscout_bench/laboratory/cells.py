@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvscout_bench.laboratory.bound import Bound, lower_bound
@@ -145,11 +146,17 @@ class Bench:
         )
 
     def saturation(self, settings: SchedulerSettings | None = None) -> float:
-        """The rate, in flows a second, at which a policy (`kv`) makes requests wait `SATURATED` times their bound."""
+        """The rate, in flows a second, at which a policy (`kv`) makes requests wait `SATURATED` times their bound.
+
+        Raises:
+            ConfigError: There are too few requests for that, even if all come within a second.
+        """
         settings = SchedulerSettings(policy="kv") if settings is None else settings
         factor, tried = 2.0, self._guess()
         low = high = 0.0
         while not (low and high):
+            if low > len(self._turns):
+                raise ConfigError(f"are too few to saturate it: {sum(self._turns)}", field="requests")
             self._on_run(f"where it saturates: {tried:.3g}/s")
             measures = self.run(settings, tried)
             if measures.ttft.mean > SATURATED * measures.bound_ttft_mean:
@@ -203,6 +210,48 @@ def cells(
             saturated = runner.saturation()
             for load in loads:
                 yield runner.cell(contenders, load * saturated, load)
+
+
+def cells_by_seed(
+    make: Callable[[int], Workload],
+    seeds: Sequence[int],
+    *,
+    clusters: Sequence[Cluster],
+    contenders: Sequence[Contender],
+    rates: Sequence[float],
+    loads: Sequence[float],
+    bench: Callable[[Workload, Cluster], Bench],
+) -> Iterator[list[Cell]]:
+    """Every cluster at every rate and load, with each of some seeds; where `kv` saturates is looked for with the first.
+
+    Args:
+        make: The workload of a seed.
+        seeds: At least one.
+        clusters: What serves it.
+        contenders: The policies.
+        rates: Flows a second.
+        loads: Shares of the rate at which `kv` saturates.
+        bench: Makes the bench of a cluster.
+    """
+    first, *others = seeds
+    for cluster in clusters:
+        one = [replace(cluster, seed=first)]
+        found = list(
+            cells(partial(make, first), clusters=one, contenders=contenders, rates=rates, loads=loads, bench=bench)
+        )
+        groups = [[cell] for cell in found]
+        for seed in others:
+            again = cells(
+                partial(make, seed),
+                clusters=[replace(cluster, seed=seed)],
+                contenders=contenders,
+                rates=[cell.rate for cell in found],
+                loads=(),
+                bench=bench,
+            )
+            for group, cell in zip(groups, again, strict=True):
+                group.append(cell)
+        yield from groups
 
 
 def _number(name: str, text: str, default: object) -> float | int | bool:

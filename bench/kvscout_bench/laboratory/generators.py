@@ -3,6 +3,7 @@
 * `conversations`: the sessions of `kvscout demo`'s generator, at the scale of a service.
 * `agents`: tools and instructions of thousands of tokens, shared by all sessions of an agent; few agents are popular.
 * `shared_prompt`: one system prompt before everything, short questions, long answers.
+* `long_agents`: the same with contexts of 20,000 to 120,000 tokens, and more turns.
 * `embeddings`: short texts, many a second, and no output.
 * `documents`: questions about documents that are asked about again, behind one short system prompt; with few requests a
   second and caches that hold a part of the documents each, it shows whether idle workers share them out.
@@ -16,7 +17,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from kvscout_bench.laboratory.workload import Flow, Nodes, Turn, Workload, from_sessions
 from kvscout_bench.workload import LogNormal, MultiTurn, Range, multi_turn
@@ -176,3 +178,58 @@ def embeddings(parameters: Embeddings = Embeddings()) -> Workload:
         turn = Turn(nodes.extend(instruction, prompt // size), prompt, 0, output_class="embeddings")
         flows.append(Flow(start, (turn,)))
     return Workload("embeddings", size, tuple(flows))
+
+
+def long_agents(sessions: int, seed: int = 0, block_size: int = 64) -> Workload:
+    """Agents whose contexts have 20,000 to 120,000 tokens: code bases and long transcripts.
+
+    Args:
+        sessions: How many.
+        seed: Of all draws.
+        block_size: Tokens a block.
+    """
+    made = agents(
+        Agents(
+            sessions=sessions,
+            seed=seed,
+            block_size=block_size,
+            agents=16,
+            instructions=LogNormal(median=16_000, sigma=0.4, low=8_000, high=32_000),
+            task=LogNormal(median=24_000, sigma=0.6, low=8_000, high=80_000),
+            observation=LogNormal(median=2_000, sigma=0.8, low=128, high=8_000),
+            turns=Range(2, 5),
+            output=LogNormal(median=250, sigma=0.7, low=16, high=2_000),
+        )
+    )
+    return replace(made, name="long-agents")
+
+
+GENERATED: Final = ("conversations", "agents", "long-agents", "shared-prompt", "documents", "embeddings")
+"""Names of what `generate` makes."""
+
+
+def generate(name: str, requests: int, seed: int = 0, shared_tokens: int = 8_192) -> Workload:
+    """The workload of a name, with about so many requests.
+
+    Args:
+        name: One of `GENERATED`.
+        requests: Turns of all flows.
+        seed: Of all draws.
+        shared_tokens: Of the system prompt of `shared-prompt`.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if name == "conversations":
+        return conversations(max(1, round(requests / 5.5)), seed)
+    if name == "agents":
+        return agents(Agents(sessions=max(1, round(requests / 1.5)), seed=seed))
+    if name == "long-agents":
+        return long_agents(max(1, round(requests / 3.5)), seed)
+    if name == "documents":
+        return documents(Documents(requests=requests, seed=seed))
+    if name == "embeddings":
+        return embeddings(Embeddings(requests=requests, seed=seed))
+    if name == "shared-prompt":
+        return shared_prompt(SharedPrompt(requests=requests, seed=seed, prompt_tokens=shared_tokens))
+    raise ConfigError(f"{name!r} is none of {', '.join(GENERATED)}", field="workload")

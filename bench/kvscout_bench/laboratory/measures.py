@@ -62,6 +62,9 @@ class Measures:
     """Between two tokens of a request, over all tokens; percentiles to 1 %."""
     goodput: float
     """Requests a second that met the objective."""
+    well_served: float
+    """Share of the requests that met it: goodput without the time in which the last ones drain, which is chance in a
+    short run."""
     request_rate: float
     """Requests a second that were served."""
     hit_rate: float
@@ -113,6 +116,7 @@ def measure(run: Run, bound: Bound, turns: Sequence[int], objective: Objective =
         if not record.error:
             work[record.worker] += record.prompt_tokens - record.cached_tokens
             work[record.decode_worker if record.decode_worker >= 0 else record.worker] += record.output_tokens
+    well = sum(_well(record, objective) for record in served)
     batches = [worker.batch_time for worker in run.workers]
     tokens = sum(run.gaps.counts.values())
     total_requests = sum(worker.requests for worker in run.workers)
@@ -125,7 +129,8 @@ def measure(run: Run, bound: Bound, turns: Sequence[int], objective: Objective =
             run.gaps.total / tokens / PICOSECONDS if tokens else 0.0,
             *(run.gaps.percentile(percent) / PICOSECONDS for percent in (50, 90, 99)),
         ),
-        goodput=sum(_well(record, objective) for record in served) / span,
+        goodput=well / span,
+        well_served=well / len(counted),
         request_rate=len(served) / span,
         hit_rate=sum(record.cached_tokens for record in served) / prompt_tokens if prompt_tokens else 0.0,
         bound_hit_rate=sum(bound.cached_tokens[place] for place in places) / prompt_tokens if prompt_tokens else 0.0,

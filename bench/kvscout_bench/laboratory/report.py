@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from kvscout_bench.laboratory.cells import Cell
+from kvscout_bench.laboratory.intervals import Estimate, estimate, percent_apart
 from kvscout_bench.laboratory.measures import Measures
 
 _COLUMNS = (
@@ -83,7 +85,7 @@ def markdown(cells: Sequence[Cell]) -> str:
         found = dict(cell.results)
         bound = next(iter(found.values())).bound_ttft_mean if found else 0.0
         texts = [
-            str(cell.workers) if not cell.prefill_workers else f"{cell.prefill_workers} + {cell.workers}",
+            _workers(cell),
             f"{cell.kv_tokens:,}",
             "" if cell.load is None else f"{cell.load:.0%}",
             f"{cell.rate:.3g}",
@@ -92,6 +94,106 @@ def markdown(cells: Sequence[Cell]) -> str:
         ]
         lines.append("| " + " | ".join(texts) + " |")
     return "\n".join(lines)
+
+
+class _Over(NamedTuple):
+    """A policy in one cell, over seeds."""
+
+    label: str
+    ttft: Estimate
+    """Mean TTFT in seconds."""
+    ttft_percent: Estimate
+    """Above the policy with the least, seed by seed."""
+    goodput: Estimate
+    """Share of the requests that met the objective."""
+    goodput_percent: Estimate
+    """Above the policy with the most, seed by seed."""
+    itl: Estimate
+    hit_rate: Estimate
+
+
+def _over(group: Sequence[Cell]) -> list[_Over]:
+    runs = {
+        result.label: [each.results[place].measures for each in group] for place, result in enumerate(group[0].results)
+    }
+    ttft = {label: [each.ttft.mean for each in found] for label, found in runs.items()}
+    goodput = {label: [each.well_served for each in found] for label, found in runs.items()}
+    least = min(ttft, key=lambda label: fmean(ttft[label]))
+    most = max(goodput, key=lambda label: fmean(goodput[label]))
+    return [
+        _Over(
+            label,
+            estimate(ttft[label]),
+            percent_apart(ttft[label], ttft[least]),
+            estimate(goodput[label]),
+            percent_apart(goodput[label], goodput[most]),
+            estimate([each.itl.mean for each in found]),
+            estimate([each.hit_rate for each in found]),
+        )
+        for label, found in runs.items()
+    ]
+
+
+def seeds_table(group: Sequence[Cell]) -> Table:
+    """The policies of a cell side by side, over seeds, of which each is a cell of its own."""
+    heading = f"{title(group[0])}, {len(group)} seeds"
+    shown = Table(box=None, pad_edge=False, header_style="bold", title=heading, title_justify="left")
+    columns = ("policy", "TTFT mean", "above the least", "ITL mean", "well served", "above the most", "hit rate")
+    for column in columns:
+        shown.add_column(column, justify="left" if column == "policy" else "right")
+    for each in _over(group):
+        shown.add_row(
+            each.label,
+            _plus_minus(each.ttft, 1e3, " ms"),
+            _plus_minus(each.ttft_percent, 1.0, " %"),
+            _plus_minus(each.itl, 1e3, " ms"),
+            _plus_minus(each.goodput, 100.0, " %"),
+            _plus_minus(each.goodput_percent, 1.0, " %"),
+            _plus_minus(each.hit_rate, 100.0, " %"),
+        )
+    return shown
+
+
+def seeds_json(group: Sequence[Cell]) -> dict[str, Any]:
+    """A cell over seeds as JSON fields: of each policy means and half their 95 % intervals."""
+    results = [
+        {
+            name: value._asdict() if isinstance(value, Estimate) else value
+            for name, value in zip(("policy", *_Over._fields[1:]), each, strict=True)
+        }
+        for each in _over(group)
+    ]
+    first = {name: value for name, value in group[0]._asdict().items() if name != "results"}
+    return {**first, "seeds": len(group), "results": results}
+
+
+def seeds_markdown(groups: Sequence[Sequence[Cell]]) -> str:
+    """Cells over seeds as a table of a page: per policy mean TTFT, what that is above the least, and the share
+    of the requests that met the objective."""
+    labels = list(dict.fromkeys(result.label for group in groups for result in group[0].results))
+    head = ["workers", "KV tokens", "load", "flows/s", *labels]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for group in groups:
+        cell, found = group[0], {each.label: each for each in _over(group)}
+        texts = [_workers(cell), f"{cell.kv_tokens:,}", "" if cell.load is None else f"{cell.load:.0%}"]
+        texts.append(f"{cell.rate:.3g}")
+        for label in labels:
+            each = found[label]
+            texts.append(
+                f"{_plus_minus(each.ttft, 1e3, ' ms')} / {_plus_minus(each.ttft_percent, 1.0, ' %')} / "
+                f"{_plus_minus(each.goodput, 100.0, ' %')}"
+            )
+        lines.append("| " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def _plus_minus(value: Estimate, scale: float, unit: str) -> str:
+    half = "" if value.half is None else f" ± {scale * value.half:.1f}"
+    return f"{scale * value.mean:,.1f}{half}{unit}"
+
+
+def _workers(cell: Cell) -> str:
+    return str(cell.workers) if not cell.prefill_workers else f"{cell.prefill_workers} + {cell.workers}"
 
 
 def _short(measures: Measures) -> str:

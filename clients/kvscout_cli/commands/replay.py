@@ -13,30 +13,21 @@ from pathlib import Path
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvscout_bench.laboratory.cells import Bench, Cell, Contender, cells
+from kvscout_bench.laboratory.cells import Bench, Cell, Contender, cells_by_seed
 from kvscout_bench.laboratory.clients import SIGNS, Clients, Sign, as_clients_ask
 from kvscout_bench.laboratory.cluster import Cluster
 from kvscout_bench.laboratory.engines_known import ENGINES, known_engine
 from kvscout_bench.laboratory.faults import Faults
-from kvscout_bench.laboratory.generators import (
-    Agents,
-    Documents,
-    Embeddings,
-    SharedPrompt,
-    agents,
-    conversations,
-    documents,
-    embeddings,
-    shared_prompt,
-)
+from kvscout_bench.laboratory.generators import GENERATED, generate
 from kvscout_bench.laboratory.latencies import Latencies
 from kvscout_bench.laboratory.measures import Objective
 from kvscout_bench.laboratory.report import as_json as cell_json
-from kvscout_bench.laboratory.report import markdown, table
+from kvscout_bench.laboratory.report import markdown, seeds_json, seeds_markdown, seeds_table, table
 from kvscout_bench.laboratory.timing import StepTime
 from kvscout_bench.laboratory.worker import EngineSettings
 from kvscout_bench.laboratory.workload import Burst, Workload, from_trace
 from kvscout_bench.trace import read_trace
+from kvscout_cli import replay_matrix
 from kvscout_cli.connection import option
 from kvscout_cli.cross_check import cross_check as beside_the_stack
 from kvscout_cli.lifetime import run
@@ -45,7 +36,6 @@ from kvscout_common.errors import ConfigError
 from kvscout_common.flags import SectionedCommand
 from kvscout_scheduler.policies import installed_policies
 
-WORKLOADS = ("conversations", "agents", "shared-prompt", "documents", "embeddings")
 REQUESTS = 3_000
 POLICIES = ("kv-time", "kv", "kv-balance", "lmetric", "least-loaded", "round-robin")
 
@@ -58,8 +48,8 @@ _SHARE = click.FloatRange(0, 1)
 @click.command(cls=SectionedCommand)
 @option(
     "--workload",
-    type=click.Choice(WORKLOADS),
-    default=WORKLOADS[0],
+    type=click.Choice(GENERATED),
+    default=GENERATED[0],
     show_default=True,
     help="What is asked, made from --seed.",
 )
@@ -133,6 +123,21 @@ _SHARE = click.FloatRange(0, 1)
 @option("--itl-ms", type=_POSITIVE, default=75.0, show_default=True, help="Of goodput: mean gap between tokens within.")
 @option("--warm-up", type=_SHARE, default=0.1, show_default=True, help="Share of the requests that do not count.")
 @option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of workload and draws.")
+@option("--seeds", type=_COUNT, help="So many, from --seed on; shows 95 % intervals.  [default: 1; of --matrix, 3]")
+@option(
+    "--matrix",
+    is_flag=True,
+    help="Instead, run named cells; only options that name it, --policy, --seeds and --trace count.",
+)
+@option("--cells", default="*", show_default=True, metavar="PATTERN", help="Of --matrix: such as 'max-tokens/*'.")
+@option("--jobs", type=_COUNT, default=1, show_default=True, help="Of --matrix: processes.")
+@option("--scale", type=_POSITIVE, default=1.0, show_default=True, help="Of --matrix: so many times the requests.")
+@option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Of --matrix: keep each run here, and take from it what was run before.",
+)
+@option("--again", multiple=True, metavar="POLICY", help="Of --matrix: run this one anew, though --out has it.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object a cell.")
 @option("--markdown", "as_markdown", is_flag=True, help="Print one table of all cells, as the page of results has it.")
 @option(
@@ -191,6 +196,13 @@ def command(
     itl_ms: float,
     warm_up: float,
     seed: int,
+    seeds: int | None,
+    matrix: bool,
+    cells: str,
+    jobs: int,
+    scale: float,
+    out: Path | None,
+    again: tuple[str, ...],
     as_json: bool,
     as_markdown: bool,
     cross_check: bool,
@@ -202,7 +214,15 @@ def command(
     every machine. Options that may be repeated make a cell of each combination.
     """
     registry = installed_policies()
-    contenders = [Contender.parse(text, registry) for text in policies or POLICIES]
+    contenders = [
+        Contender.parse(text, registry) for text in policies or (replay_matrix.POLICIES if matrix else POLICIES)
+    ]
+    if matrix:
+        options = replay_matrix.MatrixOptions(
+            cells, jobs, scale, seeds or replay_matrix.SEEDS, out, again, trace, as_json, as_markdown
+        )
+        replay_matrix.show_matrix(contenders, options)
+        return
     if cross_check:
         stdout().print(run(beside_the_stack(contenders, seed, stderr().print)))
         return
@@ -249,11 +269,13 @@ def command(
         seed=seed,
     ).validate()
 
-    def make() -> Workload:
-        return as_clients_ask(_workload(workload, trace, requests, shared_tokens, seed), clients)
+    def make(seed: int) -> Workload:
+        made = _workload(workload, trace, requests, shared_tokens, seed)
+        return as_clients_ask(made, replace(clients, seed=seed))
 
     bursts = Burst(burst, burst_seconds).validate() if burst > 1 else None
     found: list[Cell] = []
+    groups: list[list[Cell]] = []
     with _progress() as (on_run, on_done):
 
         def bench(made: Workload, each: Cluster) -> Bench:
@@ -267,22 +289,25 @@ def command(
                 on_done=on_done,
             )
 
-        for cell in cells(
+        numbers = range(seed, seed + (seeds or 1))
+        for group in cells_by_seed(
             make,
+            numbers,
             clusters=clusters,
             contenders=contenders,
             rates=rates,
             loads=loads or (() if rates else (0.85,)),
             bench=bench,
         ):
-            found.append(cell)
+            found.append(group[0])
+            groups.append(group)
             if as_json:
-                click.echo(json.dumps(cell_json(cell)))
+                click.echo(json.dumps(cell_json(group[0]) if len(group) == 1 else seeds_json(group)))
             elif not as_markdown:
-                stdout().print(table(cell))
+                stdout().print(table(group[0]) if len(group) == 1 else seeds_table(group))
                 stdout().print()
     if as_markdown:
-        click.echo(markdown(found))
+        click.echo(markdown(found) if (seeds or 1) == 1 else seeds_markdown(groups))
     if plot_path is not None:
         from kvscout_bench.laboratory.plots import plot
 
@@ -306,16 +331,7 @@ def _workload(
 ) -> Workload:
     if trace is not None:
         return from_trace(trace.stem, read_trace(trace), requests or 0)
-    count = requests or REQUESTS
-    if name == "conversations":
-        return conversations(max(1, round(count / 5.5)), seed)
-    if name == "agents":
-        return agents(Agents(sessions=max(1, round(count / 1.5)), seed=seed))
-    if name == "documents":
-        return documents(Documents(requests=count, seed=seed))
-    if name == "embeddings":
-        return embeddings(Embeddings(requests=count, seed=seed))
-    return shared_prompt(SharedPrompt(requests=count, seed=seed, prompt_tokens=shared_tokens))
+    return generate(name, requests or REQUESTS, seed, shared_tokens)
 
 
 @contextmanager

@@ -78,6 +78,13 @@ def test_where_kv_saturates_is_between_what_it_carries_and_what_it_does_not() ->
     assert above.ttft.mean > 5 * above.bound_ttft_mean
 
 
+def test_too_few_requests_saturate_nothing_and_it_says_so() -> None:
+    bench = Bench(mixed(5, 3), Cluster(workers=4, engine=ENGINE))
+    with pytest.raises(ConfigError, match="too few") as raised:
+        bench.saturation()
+    assert raised.value.field == "requests"
+
+
 def test_a_system_prompt_that_is_warm_on_one_worker_fills_that_worker_with_kv_and_not_with_kv_time() -> None:
     questions = shared_prompt(SharedPrompt(requests=500, prompt_tokens=32_768))
     bench = Bench(questions, Cluster(workers=20), lead_seconds=10)
