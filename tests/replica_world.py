@@ -14,6 +14,7 @@ from typing import Any
 
 from scheduler_builders import BLOCK, MODEL, ManualClock, key, reservation, worker
 
+from kvscout_common.worker import WorkerSpec
 from kvscout_scheduler.booking import Booking, FreeOutcome, Phase
 from kvscout_scheduler.replica_claim import shared
 from kvscout_scheduler.replication import TICK_SECONDS, Outgoing, Replication
@@ -35,8 +36,11 @@ class Node:
         workers: list[str],
         settings: SchedulerSettings,
         wall_clock: Callable[[], float],
+        *,
+        spec: Callable[[str], WorkerSpec] = worker,
     ) -> None:
         self.name = name
+        self._spec = spec
         self.core = Scheduler(settings, clock=clock, rng=Random(1), wall_clock=wall_clock)
         self.replication = Replication(self.core, name)
         self.away = False
@@ -49,12 +53,12 @@ class Node:
             self.add_worker(worker_id)
 
     def add_worker(self, worker_id: str) -> None:
-        spec = worker(worker_id)
+        spec = self._spec(worker_id)
         self.core.workers.worker_added(spec)
         self.replication.ownership.worker_added(spec)
 
     def remove_worker(self, worker_id: str) -> None:
-        spec = worker(worker_id)
+        spec = self._spec(worker_id)
         self.core.workers.worker_removed(spec, "removed")
         self.replication.ownership.worker_removed(spec, "removed")
 
@@ -113,8 +117,12 @@ class World:
         def wall_clock() -> float:
             return self.clock.now - clock_behind_seconds
 
-        node = self.nodes[name] = Node(name, self.clock, self.workers, self.settings, wall_clock)
+        node = self.nodes[name] = Node(name, self.clock, self.workers, self.settings, wall_clock, spec=self.spec)
         return node
+
+    def spec(self, worker_id: str) -> WorkerSpec:
+        """What a worker is."""
+        return worker(worker_id)
 
     def kill(self, name: str) -> None:
         """A replica is gone, with what it had not sent."""

@@ -216,7 +216,9 @@ class Side:
         self.waiters: dict[str, Waiter | None] = {}
         if brute:
             made = self.made
-            made._turns = BruteForce(made.workers, made.thresholds, made.waiting, made._book_waiter)
+            made._turns = BruteForce(
+                made.workers, made.thresholds, made.waiting, made._book_waiter, made.lines_elsewhere
+            )
 
     def ask(self, wanted: SelectionRequest) -> None:
         told = self.told.setdefault(wanted.request_id, [])

@@ -578,6 +578,40 @@ class ReplicaPosition(_message.Message):
 Global___ReplicaPosition: _TypeAlias = ReplicaPosition  # noqa: Y015
 
 @_typing.final
+class ReplicaLine(_message.Message):
+    """Who waits at a replica for the workers of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant of the workers."""
+    model: _builtins.str
+    """Their model."""
+    role: _types_pb2.Role.ValueType
+    """Their role."""
+    priority: _builtins.int
+    """Highest priority of those that wait."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        role: _types_pb2.Role.ValueType = ...,
+        priority: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "priority", b"priority", "role", b"role", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaLine: _TypeAlias = ReplicaLine  # noqa: Y015
+
+@_typing.final
 class ReplicaHeartbeat(_message.Message):
     """Where a replica is: 50, 200 and 500 ms after the last event, then every 2 s."""
 
@@ -590,6 +624,7 @@ class ReplicaHeartbeat(_message.Message):
     QUERY_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     READS_KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Sequence of its last event; 0 = none yet."""
     claims: _builtins.int
@@ -608,6 +643,12 @@ class ReplicaHeartbeat(_message.Message):
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaPosition]:
         """How far it has followed the others: who knows most of one that is gone tells the rest."""
 
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaLine]:
+        """Its lines, of pools in which anyone waits who could go to any worker; at most 64. Told again every 200 ms while there
+        are any, and as soon as they are others; they count for 500 ms.
+        """
+
     def __init__(
         self,
         *,
@@ -618,10 +659,11 @@ class ReplicaHeartbeat(_message.Message):
         query: _builtins.bool = ...,
         leaving: _builtins.bool = ...,
         reads_known_blocks: _builtins.bool = ...,
+        lines: _abc.Iterable[Global___ReplicaLine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "digest", b"digest", "leaving", b"leaving", "positions", b"positions", "query", b"query", "reads_known_blocks", b"reads_known_blocks", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "digest", b"digest", "leaving", b"leaving", "lines", b"lines", "positions", b"positions", "query", b"query", "reads_known_blocks", b"reads_known_blocks", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

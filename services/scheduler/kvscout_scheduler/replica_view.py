@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from kvscout.v1 import replication_pb2
 from kvscout_scheduler.replica_blocks import KnownBlocks, UnknownBlocks
 from kvscout_scheduler.replica_claim import Claim, ClaimSet, ClaimState, Incarnation, claim_from_proto, owner_from_proto
-from kvscout_scheduler.request import MICROSECONDS, RequestKey
+from kvscout_scheduler.replica_lines import lines_from_proto
+from kvscout_scheduler.request import MICROSECONDS, PoolId, RequestKey
 from kvscout_scheduler.translate import key_from_proto
 
 if TYPE_CHECKING:
@@ -67,6 +68,10 @@ class View:
         """It was heard itself, others do not only know of it."""
         self.reads_known_blocks = False
         """It says that it reads claims whose hashes are left out."""
+        self.lines: dict[PoolId, int] = {}
+        """Highest priority that waits there, by pool, as it said last."""
+        self.lines_at = now
+        """When it said that."""
         self.gaps = 0
         self.divergences = 0
         self.snapshots = 0
@@ -139,6 +144,7 @@ class View:
     def take_heartbeat(self, heartbeat: replication_pb2.ReplicaHeartbeat, now: float) -> None:
         """Compares where it is with what we have."""
         self.leaving, self.reads_known_blocks = heartbeat.leaving, heartbeat.reads_known_blocks
+        self.lines, self.lines_at = lines_from_proto(heartbeat.lines), now
         self._learn(heartbeat.sequence, now)
         if heartbeat.sequence == self.sequence:
             agrees = (heartbeat.claims, heartbeat.digest) == (len(self.claims), self.claims.digest)

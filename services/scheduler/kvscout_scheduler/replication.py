@@ -28,9 +28,10 @@ from kvscout_common.errors import KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_scheduler.ownership import Ownership
 from kvscout_scheduler.replica_claim import Claim, Incarnation, claim_to_proto
+from kvscout_scheduler.replica_lines import LINES_SECONDS, highest_priority, lines_of, lines_to_proto
 from kvscout_scheduler.replica_log import end_of_batch
 from kvscout_scheduler.replica_view import SILENT_SECONDS, View
-from kvscout_scheduler.request import MICROSECONDS, RequestKey
+from kvscout_scheduler.request import MICROSECONDS, PoolId, RequestKey
 from kvscout_scheduler.scheduler import Scheduler
 
 log = logging.getLogger("kvscout.replicas")
@@ -87,6 +88,9 @@ class Replication:
         self._conflict_at = -math.inf
         """When another process of our replica id was heard last."""
         self._leaving = False
+        self._scheduler = scheduler
+        self._lines: dict[PoolId, int] = {}
+        """As others know them."""
         self._forgotten: dict[Incarnation, None] = {}
         self._lease_seconds = scheduler.settings.lease_seconds
         self._requests = itertools.count(1)
@@ -96,6 +100,7 @@ class Replication:
         self._heartbeats = 0
         """Sent since the last event."""
         self._warnings = RateLimitedLog(log)
+        scheduler.lines_elsewhere.highest = lambda pool: highest_priority(pool, self.views.values(), self._clock())
         self.query()
 
     @property
@@ -132,6 +137,11 @@ class Replication:
         if now >= min(due, self._heartbeat_at + IDLE_HEARTBEAT_SECONDS):
             self._heartbeats += now >= due
             self._beat()
+        elif (lines := lines_of(self._scheduler.waiting)) != self._lines or (
+            lines and now >= self._heartbeat_at + LINES_SECONDS
+        ):
+            self._beat()
+        self._scheduler.resume()
         for view in self.views.values():
             self._ask(view, now)
         if now - self._upkeep_at >= UPKEEP_SECONDS:
@@ -329,7 +339,7 @@ class Replication:
 
     def _beat(self, *, query: bool = False) -> None:
         self._flush()
-        own = self.ownership.log
+        own, self._lines = self.ownership.log, lines_of(self._scheduler.waiting)
         heartbeat = replication_pb2.ReplicaHeartbeat(
             sequence=own.sequence,
             claims=len(own.claims),
@@ -343,6 +353,7 @@ class Replication:
             query=query,
             leaving=self._leaving,
             reads_known_blocks=True,
+            lines=lines_to_proto(self._lines),
         )
         self._heartbeat_at = self._clock()
         self._send(ALL, heartbeat=heartbeat)

@@ -30,6 +30,7 @@ from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.engine_metrics import EngineMetrics
 from kvscout_scheduler.facts import Choice, Facts, lineage_of
 from kvscout_scheduler.journal import MAX_HASHED_BLOCKS
+from kvscout_scheduler.lines_elsewhere import LinesElsewhere
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import (
@@ -95,7 +96,8 @@ class Scheduler:
         self._selector = Selector(settings, self.policies, rng)
         self.workers = Workers(settings, self.bookings, clock, self._make_pool)
         """Give it to the registry as a listener."""
-        self._turns = Turns(self.workers, self.thresholds, self.waiting, self._book_waiter)
+        self.lines_elsewhere = LinesElsewhere()
+        self._turns = Turns(self.workers, self.thresholds, self.waiting, self._book_waiter, self.lines_elsewhere)
         self.cool_downs = CoolDowns(settings, self.workers, clock, self.pump)
         self.draining = False
         self.watchers = Watchers(wall_clock)
@@ -367,6 +369,10 @@ class Scheduler:
         now = self.clock()
         for pool in self.waiting.pools:
             self._turns.give(pool, now)
+
+    def resume(self) -> None:
+        """Books whoever let others go first for long enough; to be called often where there are other replicas."""
+        self._turns.resume(self.clock())
 
     def report_metrics(self, tenant: str, rank: WorkerRank, metrics: EngineMetrics) -> None:
         """Takes what an engine says of itself; replaces what it said before.

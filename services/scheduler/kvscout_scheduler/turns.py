@@ -7,7 +7,8 @@
 
 Invariant, between two calls: no worker that a waiting group could take has room, or it is in `relieved`, or the pool is
 `changed`. So a worker whose load fell and that has no room yet is the concern of nobody; and of a group, the first one
-that must wait speaks for all.
+that must wait speaks for all. A vacancy that is left to another replica (`lines_elsewhere`) counts as none, until
+`resume`.
 
 Pure: the clock is passed in.
 """
@@ -20,6 +21,7 @@ from heapq import heapify, heappop, heappush
 
 from kvscout_common.errors import KvscoutError, ResourceExhausted
 from kvscout_scheduler.eligibility import eligible, with_room
+from kvscout_scheduler.lines_elsewhere import ANYWHERE, LinesElsewhere
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import PoolId, SelectionRequest
 from kvscout_scheduler.slot_sets import slot_set, slots_in
@@ -36,6 +38,7 @@ class Turns:
         thresholds: When those are busy.
         waiting: Those that wait.
         book: Books one whose turn it is, and tells it; must not raise.
+        elsewhere: Those that wait at other replicas.
     """
 
     def __init__(
@@ -44,11 +47,13 @@ class Turns:
         thresholds: ThresholdTable,
         waiting: WaitingLine,
         book: Callable[[Waiter, float], None],
+        elsewhere: LinesElsewhere,
     ) -> None:
         self._workers = workers
         self._thresholds = thresholds
         self._waiting = waiting
         self._book = book
+        self._elsewhere = elsewhere
 
     def must_wait(self, request: SelectionRequest, now: float) -> bool:
         """Whether a request that comes has to wait; `give` must have been called.
@@ -60,7 +65,7 @@ class Turns:
         line = self._waiting.line(pool.id)
         if line is not None and line.group(request.wanted) is not None:
             return True
-        must_wait = not self._has_room(pool, request, now)
+        must_wait = not self._has_vacancy(pool, request, now)
         if must_wait and line is None:
             # Nobody has looked at this pool for long: what is known of it is what was seen just now.
             pool.take_changes()
@@ -91,7 +96,7 @@ class Turns:
         while turns:
             _, group = heappop(turns)
             try:
-                if not self._has_room(pool, group.head.request, now):
+                if not self._has_vacancy(pool, group.head.request, now):
                     continue
             except ResourceExhausted:
                 # Busy is what it waits for to end.
@@ -106,6 +111,23 @@ class Turns:
                 return
             if group.waiters:
                 heappush(turns, (group.head.place, group))
+
+    def resume(self, now: float) -> None:
+        """Takes up vacancies that were left to other replicas for long enough; to be called every few milliseconds."""
+        for pool_id in self._elsewhere.take_over(now):
+            try:
+                self._workers.pool(pool_id).changed = True
+            except KvscoutError:
+                continue
+            self.give(pool_id, now)
+
+    def _has_vacancy(self, pool: Pool, request: SelectionRequest, now: float) -> bool:
+        """Whether a worker has room for a request, and it is not left to another replica."""
+        if self._has_room(pool, request, now):
+            return not self._elsewhere.come_first(request, now)
+        if request.wanted == ANYWHERE:
+            self._elsewhere.filled(pool.id)
+        return False
 
     def _has_room(self, pool: Pool, request: SelectionRequest, now: float) -> bool:
         pool.judge(self._thresholds.get(request.tenant, request.model))

@@ -94,6 +94,11 @@ class Line:
         """Those that wait for the same."""
         return self._groups.get(wanted.pinned_worker_id, {}).get(wanted)
 
+    def priority(self, wanted: Wanted) -> int | None:
+        """Highest priority of those that wait for the same; None = nobody does."""
+        group = self.group(wanted)
+        return None if group is None else group.head.request.priority
+
     def groups_for(self, rank: WorkerRank, spec: WorkerSpec) -> Iterator[Group]:
         """The groups that a worker rank could take."""
         for pin in (rank.worker_id, ""):
