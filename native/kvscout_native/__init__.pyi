@@ -381,19 +381,21 @@ class Scores:
         now: float,
         weight: float,
         own_seconds: float,
-        decode_seconds: float,
-        kept: float,
+        empty: float,
+        step_seconds: float,
+        stage_seconds: tuple[float, float, float, float, float],
     ) -> Costs:
         """Costs by the rows of a table.
 
         Args:
-            table: Nine numbers a row, see `kvscout_scheduler.time_cost.TimeRow`.
+            table: Eighteen numbers a row, see `kvscout_scheduler.time_cost.TimeRow`.
             row_of: Number of its row, by slot.
             now: On the clock of the table.
             weight: Of prompts against decoding.
             own_seconds: A token of the prompt.
-            decode_seconds: A token of context that is decoded beside it.
-            kept: What an evicted token costs, in those of the prompt.
+            empty: What an evicted token counts, in those of the prompt.
+            step_seconds: All its decode steps, without contexts.
+            stage_seconds: A token of context that is decoded beside it through each stage of its output.
         """
 
 class ActiveLoad:

@@ -12,7 +12,6 @@ from kvscout_scheduler.facts import End, Facts
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
 from kvscout_scheduler.policies.checked import CheckedPolicy
-from kvscout_scheduler.policies.kv_time import KvTime
 from kvscout_scheduler.scheduler import Scheduler
 
 
@@ -42,7 +41,7 @@ P = TypeVar("P")
 
 def policy_of(core: Scheduler, kind: type[P]) -> P:
     """The policy that listens to the workers of a scheduler."""
-    (checked,) = core.workers.pool(key("any").pool).observers
+    _, checked = core.workers.pool(key("any").pool).observers
     assert isinstance(checked, CheckedPolicy)
     assert isinstance(checked._policy, kind)
     return checked._policy
@@ -144,15 +143,16 @@ def test_a_takeover_times_nothing_that_its_former_owner_may_have_known(world: Ti
 
 def test_a_restart_with_many_in_flight_leaves_the_learned_rates_as_they_are() -> None:
     core = scheduler("w0", "w1", policy="kv-time")
-    policy = policy_of(core, KvTime)
-    believed = policy.prefill.slope, policy.decode.slope
+    (pool,) = core.workers
+    times = pool.times
+    believed = times.prefill.slope, times.decode.slope
     in_flight = [f"r{number}" for number in range(200)]
     for number, name in enumerate(in_flight):
         facts = reservation(name, f"w{number % 2}", 1_000 + number, attempt_id=1)
         core.reserve(facts._replace(running=True, prefilled=True))
     for name in in_flight:
         core.mark_prefill_complete(key(name), 1)
-    assert (policy.prefill.slope, policy.decode.slope) == believed
+    assert (times.prefill.slope, times.decode.slope) == believed
     for name in in_flight:
         core.free(key(name), 1, output_tokens=500)
-    assert (policy.prefill.slope, policy.decode.slope) == believed
+    assert (times.prefill.slope, times.decode.slope) == believed

@@ -12,6 +12,11 @@ const MOST_CROWDED: f64 = 7.0;
 /// What a prefill that takes longer than it should can add, in seconds.
 const MOST_OVERDUE: f64 = 5.0;
 
+/// Of those who wait where the fewest do.
+const WAITING_WEIGHT: f64 = 3.0;
+/// Stages of an output.
+const STAGES: usize = 5;
+
 /// What is under way on one worker; see the twin.
 #[derive(Debug, Clone, Copy)]
 pub struct Row {
@@ -20,20 +25,23 @@ pub struct Row {
     pub pace: f64,
     pub used: f64,
     pub seen: f64,
-    pub contexts: f64,
-    pub requests: f64,
     pub prefills: f64,
     pub room: f64,
+    pub decode_pace: f64,
+    pub contexts: [f64; STAGES],
+    pub requests: [f64; STAGES],
 }
 
 impl Row {
     /// Numbers in one.
-    pub const LENGTH: usize = 9;
+    pub const LENGTH: usize = 8 + 2 * STAGES;
 
     /// One of a table, its numbers in the order of the fields.
     pub fn new(numbers: [f64; Self::LENGTH]) -> Self {
-        let [behind, due_at, pace, used, seen, contexts, requests, prefills, room] = numbers;
-        Self { behind, due_at, pace, used, seen, contexts, requests, prefills, room }
+        let [behind, due_at, pace, used, seen, prefills, room, decode_pace, stages @ ..] = numbers;
+        let [c0, c1, c2, c3, c4, r0, r1, r2, r3, r4] = stages;
+        let (contexts, requests) = ([c0, c1, c2, c3, c4], [r0, r1, r2, r3, r4]);
+        Self { behind, due_at, pace, used, seen, prefills, room, decode_pace, contexts, requests }
     }
 
     /// Seconds of prefill that are left of what is booked.
@@ -45,16 +53,27 @@ impl Row {
         self.behind + if left > 0.0 { left } else { (-left).min(MOST_OVERDUE) }
     }
 
-    /// Uncached tokens of a prompt, and those that they evict, as much as they count.
-    fn priced_tokens(&self, uncached: f64, kept: f64) -> f64 {
-        uncached + kept * (uncached - self.room).max(0.0)
-    }
-
     /// 1 / (1 − `used`) at a time.
     fn crowding(&self, now: f64) -> f64 {
         let passed = 1.0 + (now - self.seen) / HORIZON;
         let idle = if self.prefills == 0.0 { passed - self.used } else { 1.0 - self.used };
         (passed / idle).min(MOST_CROWDED)
+    }
+
+    /// Seconds of prefill of the uncached tokens of a prompt, and of those that they evict, as much as they count.
+    fn own(&self, question: &TimeQuestion, uncached: f64) -> f64 {
+        self.pace * question.own_seconds * (uncached + question.empty * (uncached - self.room).max(0.0))
+    }
+
+    /// Seconds that count for decoding.
+    fn decode(&self, question: &TimeQuestion, isl_tokens: f64) -> f64 {
+        let mut seconds = question.step_seconds;
+        for (stage, (contexts, requests)) in
+            question.stage_seconds.iter().zip(self.contexts.iter().zip(&self.requests))
+        {
+            seconds += stage * (contexts + requests * isl_tokens);
+        }
+        self.decode_pace * seconds
     }
 }
 
@@ -64,22 +83,24 @@ pub struct TimeQuestion {
     pub now: f64,
     pub weight: f64,
     pub own_seconds: f64,
-    pub decode_seconds: f64,
-    pub kept: f64,
+    pub empty: f64,
+    pub step_seconds: f64,
+    pub stage_seconds: [f64; STAGES],
 }
 
 impl Scores {
     /// Costs in seconds; None: there is no row for a slot.
     pub fn seconds(&self, question: &TimeQuestion, row: impl Fn(u32) -> Option<Row>) -> Option<Costs> {
-        let &TimeQuestion { now, weight, own_seconds, decode_seconds, kept } = question;
-        let cost = |(&slot, cached): (&u32, &f64)| {
-            let row = row(slot)?;
-            let tokens = row.priced_tokens(self.isl_tokens - cached, kept);
-            let own = row.crowding(now) * row.pace * own_seconds * tokens;
-            let beside = decode_seconds * (row.contexts + row.requests * self.isl_tokens);
-            Some(weight * (row.ahead(now) + own) + beside)
+        let &TimeQuestion { now, weight, .. } = question;
+        let rows: Vec<Row> = self.slots.iter().map(|&slot| row(slot)).collect::<Option<_>>()?;
+        let fewest = rows.iter().fold(f64::INFINITY, |fewest, row| fewest.min(row.prefills));
+        let waiting = WAITING_WEIGHT * fewest;
+        let cost = |(row, cached): (&Row, &f64)| {
+            let own = row.own(question, self.isl_tokens - cached);
+            weight * (row.ahead(now) + (row.crowding(now) + waiting) * own)
+                + row.decode(question, self.isl_tokens)
         };
-        self.slots.iter().zip(&self.cached_tokens).map(cost).collect::<Option<_>>().map(Costs)
+        Some(Costs(rows.iter().zip(&self.cached_tokens).map(cost).collect()))
     }
 }
 
@@ -93,10 +114,19 @@ mod tests {
         pace: 1.0,
         used: 0.0,
         seen: 0.0,
-        contexts: 0.0,
-        requests: 0.0,
         prefills: 0.0,
         room: f64::INFINITY,
+        decode_pace: 1.0,
+        contexts: [0.0; STAGES],
+        requests: [0.0; STAGES],
+    };
+    const QUESTION: TimeQuestion = TimeQuestion {
+        now: 0.0,
+        weight: 1.0,
+        own_seconds: 0.001,
+        empty: 0.5,
+        step_seconds: 2.0,
+        stage_seconds: [0.001, 0.0, 0.0, 0.0, 0.01],
     };
 
     #[test]
@@ -108,9 +138,17 @@ mod tests {
 
     #[test]
     fn what_evicts_others_counts_as_more_tokens() {
-        let row = Row { room: 30.0, ..IDLE };
-        assert_eq!([10.0, 30.0, 50.0].map(|uncached| row.priced_tokens(uncached, 0.5)), [10.0, 30.0, 60.0]);
-        assert_eq!(IDLE.priced_tokens(50.0, 0.5), 50.0);
+        let row = Row { room: 30.0, pace: 2.0, ..IDLE };
+        assert_eq!([10.0, 30.0, 50.0].map(|uncached| row.own(&QUESTION, uncached)), [0.02, 0.06, 0.12]);
+        assert_eq!(IDLE.own(&QUESTION, 50.0), 0.05);
+    }
+
+    #[test]
+    fn a_stage_counts_as_far_as_both_go_through_it() {
+        let contexts = [100.0, 100.0, 0.0, 0.0, 10.0];
+        let row = Row { decode_pace: 3.0, contexts, requests: [2.0, 1.0, 0.0, 0.0, 0.5], ..IDLE };
+        assert_eq!(row.decode(&QUESTION, 10.0), 3.0 * (2.0 + 0.001 * 120.0 + 0.01 * 15.0));
+        assert_eq!(IDLE.decode(&QUESTION, 10.0), 2.0);
     }
 
     #[test]

@@ -238,8 +238,9 @@ impl Scores {
         now: f64,
         weight: f64,
         own_seconds: f64,
-        decode_seconds: f64,
-        kept: f64,
+        empty: f64,
+        step_seconds: f64,
+        stage_seconds: [f64; 5],
     ) -> PyResult<Costs> {
         let (Some(table), Some(row_of)) = (table.as_slice(py), row_of.as_slice(py)) else {
             return Err(PyValueError::new_err("a table in one piece"));
@@ -249,7 +250,7 @@ impl Scores {
             let numbers = rows.get(row_of.get(slot as usize)?.get() as usize)?;
             Some(TimeRow::new(numbers.each_ref().map(|number| number.get())))
         };
-        let question = TimeQuestion { now, weight, own_seconds, decode_seconds, kept };
+        let question = TimeQuestion { now, weight, own_seconds, empty, step_seconds, stage_seconds };
         let costs = self.scores.seconds(&question, row);
         costs.map(|costs| Costs { costs }).ok_or_else(|| PyIndexError::new_err("a slot without a row"))
     }

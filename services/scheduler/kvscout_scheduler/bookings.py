@@ -134,9 +134,18 @@ class Bookings:
         self.journal.changed(booking)
         return True
 
+    def estimate_prefill(self, key: RequestKey, now: float) -> None:
+        """Ends the prefill phase of one of our bookings of which nobody reports that it is over; else a no-op."""
+        booking = self._active.get(key)
+        if booking is None or booking.mirror or booking.phase is Phase.DECODE or not booking.facts.estimates_prefill:
+            return
+        self.decode(booking, now)
+        self.journal.changed(booking)
+
     def decode(self, booking: Booking, now: float) -> None:
-        """The first token of a booking in prefill is out, ours or a mirror."""
-        booking.phase, booking.first_token_at = Phase.DECODE, now
+        """The first token of a booking in prefill is out, ours or a mirror; or it should be, where nobody tells."""
+        booking.phase = Phase.DECODE
+        booking.first_token_at = None if booking.facts.estimates_prefill else now
         booking.pool.complete_prefill(booking.allocation)
         for observer in booking.pool.observers:
             observer.prefill_completed(booking.facts, now - booking.booked_at, now)

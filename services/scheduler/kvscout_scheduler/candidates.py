@@ -10,6 +10,7 @@ from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.active_load import Scores
 from kvscout_scheduler.cost import Lane, Question, spread
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics
+from kvscout_scheduler.facts import lineage_of
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import Prompt, SelectionRequest
 from kvscout_scheduler.settings import SchedulerSettings
@@ -76,17 +77,6 @@ class Candidates:
         if self._slots is None and self._scored is not None and len(self._scored) == 1:
             return self._scored[0][1].slot(index)
         return self.slots[index]
-
-    @property
-    def places(self) -> tuple[WorkerRank, ...]:
-        """Rank of each slot of the pool, see `Pool.places`."""
-        return self._pool.places
-
-    @property
-    def cache_tokens(self) -> dict[int, int]:
-        """Tokens that the device cache of each registered rank of the pool holds, by slot; 0 = unknown."""
-        pool = self._pool
-        return {slot: pool.specs[slot].total_kv_blocks * pool.lane_of[slot].block_size for slot in pool.order}
 
     @property
     def ranks(self) -> list[WorkerRank]:
@@ -166,29 +156,35 @@ class Candidates:
         """Cost of `kvscout_scheduler.cost`; where block sizes differ, in blocks of the smallest."""
         return self._column(lambda scores: scores.costs)
 
+    def time_question(self) -> TimeQuestion:
+        """What is known of the workers and of the time that the request takes."""
+        lineage = 0
+        for lane, prompt in self._prompts.items():
+            lineage = lineage_of(prompt.block_hashes, lane.block_size)
+            break
+        return self._pool.times.question(self.request, lineage, self.now, self.settings.overlap_score_weight)
+
     def seconds(self, question: TimeQuestion) -> Sequence[float]:
         """Cost of `kvscout_scheduler.time_cost`.
 
         Args:
             question: With a row for each slot of the pool.
         """
-        scored = self._scored or self._scores
-        if len(scored) == 1:
-            return scored[0][1].seconds(question)
         return self._column(lambda scores: scores.seconds(question))
 
     def overlap(self, index: int) -> tuple[int, float]:
         """`device_blocks` and `effective_blocks` of one candidate."""
-        scored = self._scored or self._scores
+        scored = self._scores
         if len(scored) == 1:
             return scored[0][1].overlap(index)
         return self.device_blocks[index], self.effective_blocks[index]
 
-    def uncached_tokens(self, slot: int, effective_blocks: float) -> int:
-        """Prompt tokens to charge the candidate at a slot as prefill, by its `effective_blocks`."""
+    def uncached_tokens(self, index: int, effective_blocks: float) -> int:
+        """Prompt tokens to charge one candidate as prefill, by its `effective_blocks`."""
         if not self.request.charge_prefill:
             return 0
-        return max(0, self.request.isl_tokens - int(effective_blocks * self._pool.lane_of[slot].block_size))
+        block_size = self._pool.lane_of[self.slot(index)].block_size
+        return max(0, self.request.isl_tokens - int(effective_blocks * block_size))
 
     def of(self, members: int) -> Candidates:
         """The same question of other workers."""

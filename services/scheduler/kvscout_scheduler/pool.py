@@ -15,6 +15,7 @@ from kvscout_scheduler.cost import Lane
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.facts import Facts, Observer
 from kvscout_scheduler.feature_sets import FeatureSets
+from kvscout_scheduler.learned_times import LearnedTimes, Registered
 from kvscout_scheduler.request import EMPTY_PROMPT, HASH_BYTES, PoolId, Prompt
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.slot_sets import in_order, large_slot_set, slot_set, slots_in
@@ -90,7 +91,9 @@ class Pool:
         self.leaving: dict[int, Leaving] = {}
         """Slots of ranks that are not registered any more."""
         self.hits: list[HitCounts] = []
-        self.observers: list[Observer] = []
+        self.times = LearnedTimes(self._registered_ranks)
+        """How fast its workers are, and what is under way on them."""
+        self.observers: list[Observer] = [self.times]
         """Told of every booking here."""
         self.decisions = 0
         """Workers picked here since the pool came."""
@@ -99,13 +102,7 @@ class Pool:
         self.changed = False
         """Whether anything else changed since: who may go where must be looked at anew."""
         self._thresholds = NO_THRESHOLDS
-        self.judged = False
-        """Whether any worker can be busy."""
         self._queue_threshold = settings.queue_threshold
-        self.keeps_line = settings.queue_threshold is not None
-        """Whether requests wait while no worker has room."""
-        self.policies: dict[str, Any] = {}
-        """The instances of policies that decide here, by name; of the selector."""
         self._features = FeatureSets(self.ranks, self.specs)
         self._unused: list[int] = []
 
@@ -142,6 +139,11 @@ class Pool:
         self.relieved, self.changed = set(), False
         return relieved, changed
 
+    @property
+    def keeps_line(self) -> bool:
+        """Whether requests wait while no worker has room."""
+        return self._queue_threshold is not None
+
     def members(self, slots: int) -> list[int]:
         """Registered slots that are in a set, by rank."""
         if slots == self.everyone:
@@ -167,10 +169,15 @@ class Pool:
         """The set of those that have an adapter loaded."""
         return self._features.having(adapter, self.order)
 
+    @property
+    def judged(self) -> bool:
+        """Whether any worker can be busy."""
+        return not self._thresholds.off
+
     def judge(self, thresholds: BusyThresholds) -> None:
         """Sets when its workers count as busy."""
         if thresholds is not self._thresholds and thresholds != self._thresholds:
-            self._thresholds, self.judged = thresholds, not thresholds.off
+            self._thresholds = thresholds
             for slot in self.order:
                 self._limit(slot)
             self.changed = True
@@ -308,6 +315,10 @@ class Pool:
         self.draining = self.draining | members if spec.draining else self.draining & ~members
         self._features.described(spec, members)
 
+    def _registered_ranks(self) -> Registered:
+        tokens = {slot: self.specs[slot].total_kv_blocks * self.lane_of[slot].block_size for slot in self.order}
+        return Registered(self.places, tokens)
+
     def _reorder(self) -> None:
         self.order = [self.slot_of[rank] for rank in sorted(self.slot_of)]
         lanes: dict[Lane, list[int]] = {}
@@ -319,6 +330,7 @@ class Pool:
         self.everyone = large_slot_set(self.order, len(self.ranks))
         self._features.forget()
         self.places = tuple(self.ranks)
+        self.times.workers_changed()
         self.load.arrange(self.slot_of, self.order)
         self.changed = True
 

@@ -350,6 +350,7 @@ class Scheduler:
         ended as many. Returns bookings that ended."""
         now = self.clock()
         for pool in self.workers:
+            self._estimate_prefills(pool, now)
             pool.recover(now)
             pool.forget_metrics(now - self.settings.engine_metrics_seconds)
         ended = self.bookings.expire(now, END_AT_ONCE)
@@ -402,6 +403,7 @@ class Scheduler:
         try:
             self._require_open()
             pool = self.workers.pool(request.pool)
+            self._estimate_prefills(pool, now)
             pool.judge(self.thresholds.get(request.tenant, request.model))
             watched = self.watchers.explain(request)
             selected = self._selector.select(pool, request, now, books=books, explains=watched)
@@ -423,6 +425,7 @@ class Scheduler:
         """
         try:
             self._require_open()
+            self._estimate_prefills(self.workers.pool(request.pool), now)
             self._turns.give(request.pool, now)
             if self._turns.must_wait(request, now):
                 return True
@@ -433,6 +436,12 @@ class Scheduler:
         if earlier is not None and self.waiting.leave(earlier):
             earlier.answer(Cancelled("a repeated call of the same attempt went in its place"))
         return request.key in self.waiting
+
+    def _estimate_prefills(self, pool: Pool, now: float) -> None:
+        """Ends the prefill phase of those that should be through with it, where nobody reports it."""
+        while pool.times.due_at <= now:
+            for key in pool.times.over(now):
+                self.bookings.estimate_prefill(key, now)
 
     def _book_waiter(self, waiter: Waiter, now: float) -> None:
         """Books one whose turn it is, and tells it."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from kvscout_common.errors import InternalError
 from kvscout_scheduler.candidates import Candidates
@@ -28,7 +29,7 @@ class Selected(NamedTuple):
 
 
 class Selector:
-    """Picks workers. Makes one instance of each policy a pool, which the pool keeps.
+    """Picks workers. Keeps one instance of each policy a pool, nothing else.
 
     Args:
         settings: Defaults that a request may override.
@@ -41,6 +42,7 @@ class Selector:
         self._settings = settings
         self._registry = registry
         self._rng = rng
+        self._policies: WeakKeyDictionary[Pool, dict[str, CheckedPolicy]] = WeakKeyDictionary()
 
     def begin(self, pool: Pool) -> None:
         """Makes the usual policy of a new pool, which observes it before anything is selected here: a replica that
@@ -79,10 +81,9 @@ class Selector:
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
         dropped = Dropped() if request.explain or explains else None
         members = eligible(pool, request, now, dropped)
-        if pool.keeps_line:
-            # A query is answered all the same when everyone is full.
-            members = with_room(pool, members, dropped) or members
-        settings = self._settings if request.override is NO_OVERRIDE else self._in_effect(request.override)
+        # A query is answered all the same when everyone is full.
+        members = with_room(pool, members, dropped) or members
+        settings = self._in_effect(request.override)
         candidates = Candidates(pool, request, members, prompts, settings, now=now, books=books)
         name = settings.policy
         policy = self._policy(pool, name)
@@ -108,19 +109,24 @@ class Selector:
             overlap_blocks=overlap_blocks,
             effective_overlap_blocks=effective_overlap_blocks,
             cost=costs[index],
-            uncached_tokens=candidates.uncached_tokens(slot, effective_overlap_blocks),
+            uncached_tokens=candidates.uncached_tokens(index, effective_overlap_blocks),
             explanation=explanation,
         )
         return Selected(decision, pool, slot, prompts[pool.lane_of[slot]].block_hashes)
 
     def _in_effect(self, override: ConfigOverride) -> SchedulerSettings:
+        if override is NO_OVERRIDE:
+            return self._settings
         given = {name: getattr(override, name) for name in ("overlap_score_weight", "router_temperature", "policy")}
         return replace(self._settings, **{name: value for name, value in given.items() if value is not None})
 
     def _policy(self, pool: Pool, name: str) -> CheckedPolicy:
-        policy: CheckedPolicy | None = pool.policies.get(name)
+        made = self._policies.get(pool)
+        if made is None:
+            made = self._policies[pool] = {}
+        policy = made.get(name)
         if policy is None:
-            policy = pool.policies[name] = self._registry.create(name)
+            policy = made[name] = self._registry.create(name)
             if policy.observes:
                 pool.observers.append(policy)
         return policy

@@ -1,13 +1,30 @@
-"""What it costs to put a request on each worker, in seconds: the formula of `kv-time` (`policies.kv_time` explains it).
+"""What it costs to put a request on each worker, in seconds: the formula of `kv-time`.
 
 ::
 
-    cost(w)    = overlap_score_weight · (ahead(w) + crowding(w) · pace(w) · own · (uncached(w) + kept · evicted(w)))
-                 + decode · (contexts(w) + requests(w) · isl)
-    evicted(w) = max(0, uncached(w) − room(w))                                                  tokens
+    cost(w)     = overlap_score_weight · (ahead(w) + crowding(w) · own(w)) + decode(w)
 
-What is known of workers is a table of numbers, one row each, that the policy writes and both twins read; the other twin
-is `native/src/load/time_cost.rs`. Both compute every number in the same order.
+    ahead(w)    = what is left of the prompts booked there before
+    own(w)      = pace(w) · seconds a token · (uncached(w) + empty · evicted(w))
+    evicted(w)  = tokens of uncached(w) for which there is no room in the cache of w
+    empty       = share of all caches that is empty
+    crowding(w) = 1 / (1 − busy(w)) + 3 · waiting
+    busy(w)     = share of the last 20 s or so in which w had prompts to compute
+    waiting     = prompts that wait where the fewest do
+    decode(w)   = ¼ · decode pace(w) · (output · seconds a step + seconds a token of context
+                  · Σ stages (output in it · (contexts in it(w) + requests in it(w) · isl)))
+
+While a worker computes a prompt, others who come wait: the more of them, the less idle it is, and all who wait already
+where no worker is idle. That is what `crowding` counts: a cached prefix is worth more the more there is to do, and
+another worker is given a copy of it when its holder has no time and the other has. What a full cache loses for a prompt
+has to be computed again, which is needless as far as other caches have room.
+
+In `decode`, contexts are what slows this request down, and requests times its own context are what it slows down, each
+for as long as both decode: that is what the stages of an output are for (`output_lengths`). Beside a long answer that
+has just begun, a short one decodes for the first stage only.
+
+What is known of workers is a table of numbers, one row each, that `learned_times` writes and both twins read; the other
+twin is `native/src/load/time_cost.rs`. Both compute every number in the same order.
 """
 
 from __future__ import annotations
@@ -21,9 +38,14 @@ from typing import Final, NamedTuple
 HORIZON_SECONDS: Final = 20.0
 """For how long it counts how busy a worker was."""
 MOST_CROWDED: Final = 7.0
-"""So many times a prompt counts at most."""
+"""So many times a prompt counts at most for how busy a worker is."""
+WAITING_WEIGHT: Final = 3.0
+"""Of those who wait where the fewest do: while they are computed, as many come again, and again."""
 MOST_OVERDUE_SECONDS: Final = 5.0
 """What a prefill that takes longer than it should can add: nobody may have told of its end."""
+DECODE_WEIGHT: Final = 0.25
+"""Of a second between tokens, in seconds before the first: they are shared out over many tokens, and go by while
+something is being read."""
 
 
 class TimeRow(NamedTuple):
@@ -38,13 +60,25 @@ class TimeRow(NamedTuple):
     used: float = 0.0
     """Share of the time lately in which there was a prompt to compute, as of `seen`; below 1."""
     seen: float = 0.0
-    contexts: float = 0.0
-    """Σ prompt tokens of all requests, shared ones counted each time: each request reads its own at every step."""
-    requests: float = 0.0
     prefills: float = 0.0
     """Requests without a first token."""
     room: float = inf
     """Tokens that its cache could take without evicting any."""
+    decode_pace: float = 1.0
+    """What decode steps take here, in what they take in the pool."""
+    contexts_0: float = 0.0
+    """Tokens in the contexts of its requests, each as far as it is expected to go through the first stage of an output
+    from now. Shared ones are counted each time: each request reads its own at every step."""
+    contexts_1: float = 0.0
+    contexts_2: float = 0.0
+    contexts_3: float = 0.0
+    contexts_4: float = 0.0
+    requests_0: float = 0.0
+    """Requests, each as far as it is expected to go through the first stage."""
+    requests_1: float = 0.0
+    requests_2: float = 0.0
+    requests_3: float = 0.0
+    requests_4: float = 0.0
 
 
 ROW: Final = Struct(f"{len(TimeRow._fields)}d")
@@ -63,10 +97,12 @@ class TimeQuestion(NamedTuple):
     """Of prompts against decoding."""
     own_seconds: float
     """A token of the request's prompt."""
-    decode_seconds: float
-    """A token of context that is decoded beside the request."""
-    kept: float
+    empty: float
     """What an evicted token counts, in uncached ones of the request: the share of all caches that is empty."""
+    step_seconds: float
+    """All decode steps of the request, without contexts; weighted."""
+    stage_seconds: tuple[float, float, float, float, float]
+    """A token of context that is decoded beside the request through each stage of its output; weighted."""
 
     def row(self, slot: int) -> TimeRow:
         """What is under way on a slot."""
@@ -84,33 +120,47 @@ def time_costs(
         slots: The workers.
         cached_tokens: Of the prompt, on each.
     """
-    table, row_of, now, weight, own, decode, kept = question
-    rows, costs = list(ROW.iter_unpack(table)), []
-    for slot, cached in zip(slots, cached_tokens, strict=True):
-        behind, due_at, pace, used, seen, contexts, requests, prefills, room = rows[row_of[slot]]
-        ahead, crowding = ahead_of(behind, due_at, prefills, now), crowding_of(used, seen, prefills, now)
-        costs.append(
-            weight * (ahead + crowding * pace * own * priced_tokens(isl_tokens - cached, room, kept))
-            + decode * (contexts + requests * isl_tokens)
+    rows = [question.row(slot) for slot in slots]
+    waiting = fewest_waiting(rows)
+    return [
+        question.weight
+        * (
+            ahead_of(row, question.now)
+            + (crowding_of(row, question.now) + waiting) * own_of(row, question, isl_tokens - cached)
         )
-    return costs
+        + decode_of(row, question, isl_tokens)
+        for row, cached in zip(rows, cached_tokens, strict=True)
+    ]
 
 
-def priced_tokens(uncached: float, room: float, kept: float) -> float:
-    """Uncached tokens of a prompt, and those that they evict, as much as they count; see `TimeRow`, `TimeQuestion`."""
-    return uncached + kept * max(0.0, uncached - room)
+def fewest_waiting(rows: Iterable[TimeRow]) -> float:
+    """What `crowding` counts for those who wait where the fewest do."""
+    return WAITING_WEIGHT * min((row.prefills for row in rows), default=0.0)
 
 
-def ahead_of(behind: float, due_at: float, prefills: float, now: float) -> float:
-    """Seconds of prefill that are left of what is booked; see `TimeRow`."""
-    if not prefills:
+def ahead_of(row: TimeRow, now: float) -> float:
+    """Seconds of prefill that are left of what is booked."""
+    if not row.prefills:
         return 0.0
-    left = due_at - now
-    return behind + (left if left > 0 else min(-left, MOST_OVERDUE_SECONDS))
+    left = row.due_at - now
+    return row.behind + (left if left > 0 else min(-left, MOST_OVERDUE_SECONDS))
 
 
-def crowding_of(used: float, seen: float, prefills: float, now: float) -> float:
-    """1 / (1 − `used`) at a time; see `TimeRow`."""
-    passed = 1.0 + (now - seen) / HORIZON_SECONDS
-    crowding = passed / (1.0 - used if prefills else passed - used)
+def crowding_of(row: TimeRow, now: float) -> float:
+    """1 / (1 − `used`) at a time."""
+    passed = 1.0 + (now - row.seen) / HORIZON_SECONDS
+    crowding = passed / (1.0 - row.used if row.prefills else passed - row.used)
     return crowding if crowding < MOST_CROWDED else MOST_CROWDED
+
+
+def own_of(row: TimeRow, question: TimeQuestion, uncached: float) -> float:
+    """Seconds of prefill of the uncached tokens of a prompt, and of those that they evict, as much as they count."""
+    return row.pace * question.own_seconds * (uncached + question.empty * max(0.0, uncached - row.room))
+
+
+def decode_of(row: TimeRow, question: TimeQuestion, isl_tokens: int) -> float:
+    """Seconds that count for decoding, the request's own and those of others."""
+    seconds = question.step_seconds
+    for stage, contexts, requests in zip(question.stage_seconds, row[8:13], row[13:], strict=True):
+        seconds += stage * (contexts + requests * isl_tokens)
+    return row.decode_pace * seconds

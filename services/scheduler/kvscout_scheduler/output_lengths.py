@@ -1,0 +1,162 @@
+"""How long outputs are going to be, learned from how long they were; pure.
+
+A length is described by how many of its tokens fall into each *stage* of an output: 0..64, 64..256, 256..1,024,
+1,024..4,096 and beyond. The mean of that over requests that resemble each other says how long an output is expected to
+be, how many outputs go through a stage, and what is to be expected of one that has come so far.
+
+Requests resemble each other by class (`Facts.output_class`), by the bounds that their callers give, and by lineage. The
+fewer outputs of a class are known, the more the class that contains it counts:
+
+    every request ──▶ class and bounds ──▶ the same, and lineage
+
+What a caller says is a bound: neither a class that is not known nor what it learned makes an output longer than that.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+STAGES: Final = (0.0, 64.0, 256.0, 1_024.0, 4_096.0)
+"""Output tokens at which each stage begins."""
+LAST: Final = 32_768.0
+"""Output tokens at which the last stage ends; of longer outputs no more is counted."""
+WIDTHS: Final = tuple(end - begin for begin, end in zip(STAGES, (*STAGES[1:], LAST), strict=True))
+"""Tokens of each stage."""
+BELIEVED: Final = (52.0, 85.0, 75.0, 35.0, 10.0)
+"""Tokens in each stage of an output of which nothing is known: 257 in all, of which every second has more than 130."""
+KEPT: Final = 0.98
+"""What an output still counts when the next one of its class has ended: the last fifty or so make the mean."""
+PARENT_WEIGHT: Final = 4.0
+"""Outputs that the containing class counts for."""
+MAX_CLASSES: Final = 4_096
+"""Those that were not used for longest are forgotten."""
+
+Stages = tuple[float, float, float, float, float]
+"""A number for each stage."""
+
+
+class OutputLengths:
+    """Output lengths of one pool, by class."""
+
+    def __init__(self) -> None:
+        self._everyone = _Class(None)
+        self._classes: OrderedDict[object, _Class] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    def expected(self, output_class: str, lineage: int, most: int, expected: int) -> Stages:
+        """Return the tokens that are expected in each stage of an output.
+
+        Args:
+            output_class: As its caller says.
+            lineage: Of its prompt; 0 = unknown.
+            most: Tokens at which it ends; 0 = unknown.
+            expected: Tokens that its caller expects; 0 = unknown.
+        """
+        mean = self._class(output_class, lineage, most, expected).mean()
+        bound = min(most or LAST, expected or LAST)
+        if bound >= LAST:
+            return mean
+        first, second, third, fourth, last = mean
+        return (
+            min(first, bound),
+            min(second, max(0.0, bound - STAGES[1])),
+            min(third, max(0.0, bound - STAGES[2])),
+            min(fourth, max(0.0, bound - STAGES[3])),
+            min(last, max(0.0, bound - STAGES[4])),
+        )
+
+    def add(self, output_class: str, lineage: int, most: int, expected: int, tokens: int) -> None:
+        """Learn from an output that has ended.
+
+        Args:
+            output_class: As its caller said.
+            lineage: Of its prompt; 0 = unknown.
+            most: Tokens at which it would have ended; 0 = unknown.
+            expected: Tokens that its caller expected; 0 = unknown.
+            tokens: That it had.
+        """
+        self._class(output_class, lineage, most, expected).add(tokens)
+
+    def _class(self, output_class: str, lineage: int, most: int, expected: int) -> _Class:
+        # Bounds that differ by less than a factor of two are one class.
+        bounds = (output_class, most.bit_length(), expected.bit_length())
+        found = self._find(bounds, self._everyone)
+        return self._find((bounds, lineage), found) if lineage else found
+
+    def _find(self, key: object, parent: _Class) -> _Class:
+        found = self._classes.get(key)
+        if found is None:
+            if len(self._classes) >= MAX_CLASSES:
+                self._classes.popitem(last=False)
+            found = self._classes[key] = _Class(parent)
+        else:
+            self._classes.move_to_end(key)
+        return found
+
+
+class _Class:
+    """Outputs that resemble each other.
+
+    Args:
+        parent: The class that contains this one; None = this contains all.
+    """
+
+    __slots__ = ("_parent", "_sums", "_weight")
+
+    def __init__(self, parent: _Class | None) -> None:
+        self._parent = parent
+        self._weight = 0.0
+        self._sums = [0.0] * len(STAGES)
+
+    def mean(self) -> Stages:
+        """Return the mean tokens in each stage."""
+        above = BELIEVED if self._parent is None else self._parent.mean()
+        if not self._weight:
+            return above
+        first, second, third, fourth, last = self._sums
+        share = 1.0 / (self._weight + PARENT_WEIGHT)
+        rest = PARENT_WEIGHT * share
+        return (
+            share * first + rest * above[0],
+            share * second + rest * above[1],
+            share * third + rest * above[2],
+            share * fourth + rest * above[3],
+            share * last + rest * above[4],
+        )
+
+    def add(self, tokens: int) -> None:
+        """Add an output, here and to what contains this."""
+        if self._parent is not None:
+            self._parent.add(tokens)
+        self._weight = KEPT * self._weight + 1.0
+        self._sums = [
+            KEPT * total + min(max(tokens - begin, 0.0), width)
+            for total, begin, width in zip(self._sums, STAGES, WIDTHS, strict=True)
+        ]
+
+
+def reaching(stages: Stages, stage: int = 0) -> Stages:
+    """Return the share of outputs that go through each stage, on average over its tokens.
+
+    Args:
+        stages: Tokens expected in each.
+        stage: Which one these outputs have reached.
+    """
+    first, second, third, fourth, last = (tokens / width for tokens, width in zip(stages, WIDTHS, strict=True))
+    through = (first, second, third, fourth, last)
+    if not stage:
+        return through
+    here = through[stage]
+    if not here:
+        # It is longer than any was: it may end at any time.
+        return 1.0, float(stage > 1), float(stage > 2), float(stage > 3), 0.0
+    return (
+        min(1.0, first / here),
+        min(1.0, second / here),
+        min(1.0, third / here),
+        min(1.0, fourth / here),
+        min(1.0, last / here),
+    )
