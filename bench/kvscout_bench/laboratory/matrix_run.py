@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -86,12 +87,18 @@ def bench_of(setup: Setup, seed: int, scale: float = 1.0, trace: Path | None = N
             raise ConfigError(f"{setup.name} replays one", field="trace")
         workload = _part_of_trace(trace, requests, seed)
     else:
-        workload = generate(setup.workload, requests, seed, setup.shared_tokens)
+        workload = _generated(setup.workload, requests, seed, setup.shared_tokens)
     workload = as_clients_ask(workload, replace(setup.clients, seed=seed))
     cluster = setup.cluster
     cluster = replace(cluster, seed=seed, engine=replace(cluster.engine, block_size=workload.block_size))
     objective = Objective(warm_up=setup.warm_up)
     return Bench(workload, cluster, objective=objective, burst=setup.burst, lead_seconds=setup.lead_seconds)
+
+
+@lru_cache(maxsize=12)
+def _generated(name: str, requests: int, seed: int, shared_tokens: int) -> Workload:
+    """Many cells have one workload."""
+    return generate(name, requests, seed, shared_tokens)
 
 
 def run_matrix(

@@ -124,13 +124,22 @@ def test_gateways_say_a_bound_as_a_bound_or_as_an_expectation(monkeypatch: pytes
     assert said == ({(4_096, 0)} if expects else {(0, 4_096)})
 
 
-def test_embeddings_end_without_a_token_of_output() -> None:
+def test_embeddings_end_without_a_token_of_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: set[int] = set()
+    ended = Replica.ended
+
+    def noted(self: Replica, request_id: str, role: Role, output_tokens: int) -> None:
+        told.add(output_tokens)
+        ended(self, request_id, role, output_tokens)
+
+    monkeypatch.setattr(Replica, "ended", noted)
     workload = embeddings(Embeddings(requests=200, seed=test_seed()))
     made = simulation(workload, "kv-time", Cluster(workers=2, engine=replace(ENGINE, block_size=SIZE, kv_tokens=8_192)))
     run = made.run()
     made.check_idle()
     assert all(record.first_token == record.finished > 0 for record in run.records)
     assert not run.gaps.counts
+    assert told == {0}
     assert {turn.output_tokens for turn in turns(as_clients_ask(workload, Clients(long_answers=0.5)))} == {0}
 
 

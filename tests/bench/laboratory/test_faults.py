@@ -16,6 +16,7 @@ from kvscout_bench.laboratory.router import Booked, Replica
 from kvscout_bench.laboratory.timing import PICOSECONDS
 from kvscout_bench.laboratory.worker import NEVER, Job, Worker
 from kvscout_common.errors import ConfigError
+from kvscout_scheduler.replication import Replication
 
 CLUSTER = Cluster(workers=3, engine=ENGINE, gateways=3)
 
@@ -43,6 +44,29 @@ def test_every_request_ends_once_and_nothing_is_left(policy: str, cluster: Clust
     for record in run.records:
         assert not record.error
         assert record.arrived <= record.placed < record.first_token <= record.finished <= run.ended
+
+
+def test_what_is_on_its_way_to_a_replica_that_is_no_more_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Replication] = []
+    before: list[int] = []
+    receive, query = Replication.receive, Replication.query
+
+    def received(self: Replication, payload: bytes) -> None:
+        heard.append(self)
+        receive(self, payload)
+
+    def started_again(self: Replication) -> None:
+        before.append(len(heard))
+        query(self)
+
+    monkeypatch.setattr(Replication, "receive", received)
+    monkeypatch.setattr(Replication, "query", started_again)
+    cluster = replace(CLUSTER, faults=Faults(restart_scheduler=0.5, scheduler_down_seconds=0.0), replicas=2)
+    made = simulation(mixed(test_seed(), 200, 30.0), "kv", cluster)
+    made.run()
+    later = heard[before[-1] :]
+    assert later
+    assert all(any(each is replica.replication for replica in made.replicas) for each in later)
 
 
 def test_a_scheduler_that_is_back_is_told_what_runs_and_whose_first_token_is_out(
