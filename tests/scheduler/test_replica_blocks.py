@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from replica_world import Node, World
 from scheduler_builders import key, owner, reservation, test_seed
@@ -10,6 +13,7 @@ from kvscout.v1 import replication_pb2
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_scheduler.replica_blocks import KEPT_SECONDS, MAX_KEPT_BYTES, KnownBlocks, RecentBlocks, UnknownBlocks
 from kvscout_scheduler.replica_claim import claim_from_proto, claim_to_proto
+from kvscout_scheduler.replica_view import CHANGE_WORK, SLICE_WORK
 from kvscout_scheduler.replication import Outgoing
 from kvscout_scheduler.request import pack_hashes
 
@@ -180,6 +184,69 @@ def test_a_replica_of_an_older_release_is_told_all_hashes() -> None:
     assert all(len(booking.facts.block_hashes) == 8 * BLOCKS for booking in world["d"].core.bookings)
 
 
+def test_a_large_snapshot_takes_effect_in_slices_and_events_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Counting("a", "b")
+    for number in range(700):
+        world.book("a", f"r{number}", worker_id=f"w{number % 3}")
+    world.run(0.5)
+    core, replication = world.start("c").core, world["c"].replication
+    steps: list[int] = []
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            before = len(core.bookings)
+            result = call(*args)
+            if len(core.bookings) > before:
+                steps.append(len(core.bookings) - before)
+            return result
+
+        return called
+
+    monkeypatch.setattr(replication, "receive", counted(replication.receive))
+    monkeypatch.setattr(replication, "take", counted(replication.take))
+    meanwhile = False
+    for _ in range(300):
+        world.step(0.001)
+        view = replication.views.get(world["a"].replication.me)
+        if view is not None and view.replacing and not meanwhile:
+            meanwhile = True
+            assert 0 < len(core.bookings) < 700
+            world.free("a", "r0")
+            world.book("a", "s")
+            asked = replication_pb2.ReplicaSnapshotRequest(request_id=7, of_replica_id="a", of_epoch=view.of.epoch)
+            replication._reply("b", asked)
+            assert not replication._replies, "its claims are those of no one event"
+    assert meanwhile
+    assert sum(steps) == 700
+    assert max(steps) <= SLICE_WORK // CHANGE_WORK
+    world.settled()
+    assert {"s"} <= set(world["c"].state())
+    assert "r0" not in world["c"].state()
+
+
+def test_what_was_missed_and_comes_while_a_snapshot_takes_effect_waits_for_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvscout_scheduler.replica_view.SLICE_WORK", 40)
+    world = World("a", "b")
+    for number in range(600):
+        world.book("a", f"r{number}", worker_id=f"w{number % 3}")
+    world.run(0.5)
+    view = world["b"].replication.views[world["a"].replication.me]
+    world.book("a", "late")
+    (late,) = world["a"].replication.take()
+    world.book("a", "s")
+    while not view.replacing:
+        world.step(0.001)
+    world["b"].replication.receive(late.payload)
+    world.free("a", "late")
+    world.step(0.001)
+    assert view.replacing
+    world.settled()
+    assert view.snapshots == 1
+    assert "late" not in world["b"].state()
+
+
 def test_what_diverged_is_repaired_though_events_never_stop() -> None:
     world = World("a", "b")
     for number in range(600):
@@ -199,7 +266,10 @@ def test_what_diverged_is_repaired_though_events_never_stop() -> None:
 
 @pytest.mark.parametrize("older", ["", "c"])
 @pytest.mark.parametrize("run", range(2))
-def test_s8_replicas_agree_whatever_is_lost_of_requests_that_move_to_and_fro(run: int, older: str) -> None:
+def test_s8_replicas_agree_whatever_is_lost_of_requests_that_move_to_and_fro(
+    run: int, older: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvscout_scheduler.replica_view.SLICE_WORK", 40)
     world = Counting("a", "b", "c", older=older, seed=test_seed() + run)
     rng = world.rng
     world.faults(loss=0.15, repeats=0.1, delay_seconds=0.01)

@@ -8,6 +8,7 @@
 
 Invariants
 1. `claims` are exactly those after the event `sequence` of that incarnation: the start of a log, sequence 0, has none.
+   But while it is `replacing` them by those of a snapshot: then events wait, and nobody is told of them.
 2. Who took over what of these is kept elsewhere (`ownership`): the digest is that of the other's log.
 3. All claims have their hashes: one that leaves out what is not here is missed, with all that comes after it.
 4. Later batches are bounded by count; what does not fit is missed and comes with the snapshot.
@@ -18,7 +19,7 @@ Pure: the clock is passed in, and `Ownership` is told of each change.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvscout.v1 import replication_pb2
@@ -40,6 +41,10 @@ RETRY_SECONDS = (0.1, 0.2, 0.25)
 MAX_LATER_BATCHES = 256
 LATE_SECONDS = 0.1
 """Longer than the quickest message lately: what it tells is not new."""
+CHANGE_WORK = 15
+SLICE_WORK = 4_096
+"""Of a snapshot that takes effect in one go, in claims that are compared: a changed one costs as much as so many more.
+About ten milliseconds."""
 CLOCK_DRIFT = 0.01
 """How fast the quickest message is forgotten, in seconds a second: a clock may have been set."""
 
@@ -87,7 +92,11 @@ class View:
         self._request_id = 0
         self._wants_all = False
         """Of hashes: some that a snapshot left out are not here."""
-        self._chunks: dict[int, replication_pb2.ReplicaSnapshotChunk] = {}
+        self._chunks: dict[int, list[Claim]] = {}
+        """Claims of the chunks that have come, by number."""
+        self._last = -1
+        """Number of the last chunk; -1 = it has not come."""
+        self._replacement: Iterator[int | None] | None = None
         self._least_transit = math.inf
         """Seconds from sending to applying of the quickest message, by two clocks that may differ."""
         self._sent_at = now
@@ -130,9 +139,10 @@ class View:
         self._learn(last, now)
         if last <= self.sequence:
             return 0
-        if batch.first_sequence > self.sequence + 1 or self.diverged:
+        waits = self.diverged or self.replacing
+        if batch.first_sequence > self.sequence + 1 or waits:
             # What diverged stays where it is, so that the snapshot that repairs it is not older than it.
-            self.gaps += not (self._later or self.diverged)
+            self.gaps += not (self._later or waits)
             if len(self._later) < MAX_LATER_BATCHES:
                 self._later[batch.first_sequence] = batch
             return 0
@@ -146,7 +156,7 @@ class View:
         self.leaving, self.reads_known_blocks = heartbeat.leaving, heartbeat.reads_known_blocks
         self.lines, self.lines_at = lines_from_proto(heartbeat.lines), now
         self._learn(heartbeat.sequence, now)
-        if heartbeat.sequence == self.sequence:
+        if heartbeat.sequence == self.sequence and not self.replacing:
             agrees = (heartbeat.claims, heartbeat.digest) == (len(self.claims), self.claims.digest)
             if not agrees and not self.diverged:
                 self.divergences += 1
@@ -170,7 +180,7 @@ class View:
         Returns:
             A replica id; "" = nobody.
         """
-        if self._missing_since is None or now - self._missing_since < REORDER_SECONDS:
+        if self._missing_since is None or now - self._missing_since < REORDER_SECONDS or self.replacing:
             return ""
         pause = RETRY_SECONDS[min(self._tries, len(RETRY_SECONDS)) - 1]
         if self._tries and now - self._asked_at < pause:
@@ -187,7 +197,7 @@ class View:
                 self._later.clear()
                 self._settle(now)
             return ""
-        self._request_id, self._asked_at, self._chunks = request_id, now, {}
+        self._request_id, self._asked_at, self._chunks, self._last = request_id, now, {}, -1
         target = targets[self._tries % len(targets)]
         self._tries += 1
         if target == self.of.replica_id:
@@ -195,36 +205,52 @@ class View:
         return target
 
     def take_chunk(self, chunk: replication_pb2.ReplicaSnapshotChunk, now: float) -> bool:
-        """Takes a part of the snapshot that was asked for; the last one puts it into effect.
+        """Takes a part of the snapshot that was asked for; with the last one it begins to take effect, see `proceed`.
 
         Returns:
             Whether it is in effect now.
 
         Raises:
-            InvalidArgument: A claim cannot be read; the snapshot is not in effect.
+            InvalidArgument: A claim cannot be read; the snapshot takes no effect.
         """
         if not self._request_id or chunk.request_id != self._request_id:
             return False
         self._asked_at = now
-        self._chunks[chunk.index] = chunk
-        last = max(self._chunks)
-        if not self._chunks[last].last or len(self._chunks) <= last:
+        try:
+            claims = [claim_from_proto(each, self._ownership.blocks_of) for each in chunk.claims]
+        except UnknownBlocks:
+            self._wants_all, self._asked_at, self._request_id = True, -math.inf, 0
+            return False
+        self._chunks[chunk.index] = claims
+        if chunk.last:
+            self._last = chunk.index
+        for thresholds in chunk.thresholds:
+            self._ownership.registers.merge_thresholds(thresholds)
+        for cool_down in chunk.cool_downs:
+            self._ownership.registers.merge_cool_down(cool_down)
+        if not 0 <= self._last < len(self._chunks):
             return False
         chunks, self._chunks, self._request_id = self._chunks, {}, 0
         if chunk.sequence < self.sequence:
             return False
-        find = self._ownership.blocks_of
-        try:
-            claims = [claim_from_proto(each, find) for number in range(last + 1) for each in chunks[number].claims]
-        except UnknownBlocks:
-            self._wants_all, self._asked_at = True, -math.inf
+        # A chunk that came twice was read twice and counts once.
+        claims = [claim for index in range(self._last + 1) for claim in chunks[index]]
+        self._replacement = self._replace(claims, chunk.sequence)
+        return self.proceed(now)
+
+    @property
+    def replacing(self) -> bool:
+        """Whether a snapshot takes effect, a slice at a time: the claims are those of no one event."""
+        return self._replacement is not None
+
+    def proceed(self, now: float) -> bool:
+        """Puts a slice of a snapshot into effect; whether that was the last one."""
+        sequence = next(self._replacement) if self._replacement is not None else None
+        if sequence is None:
             return False
-        for thresholds in chunks[0].thresholds:
-            self._ownership.registers.merge_thresholds(thresholds)
-        for cool_down in chunks[0].cool_downs:
-            self._ownership.registers.merge_cool_down(cool_down)
+        self._replacement = None
         self.snapshots += 1
-        self._replace(claims, chunk.sequence)
+        self.sequence = sequence
         self.diverged = self._wants_all = False
         self.known = max(self.known, self.sequence)
         self._drain(now)
@@ -339,12 +365,22 @@ class View:
             self._ownership.freed_by_caller(claim.key, claim.attempt_id)
         self._ownership.claim_changed(claim.key, late=late)
 
-    def _replace(self, claims: Iterable[Claim], sequence: int) -> None:
-        before, self.claims, self.sequence = self.claims, ClaimSet(), sequence
+    def _replace(self, claims: Sequence[Claim], sequence: int) -> Iterator[int | None]:
+        """Makes the claims those of a snapshot, some at a time; yields its sequence when that is done."""
+        left, work = dict(self.claims), 0
         for claim in claims:
-            if before.pop(claim.key, None) == claim:
-                self.claims.put(claim, before.told_at[claim.key])
-            else:
+            left.pop(claim.key, None)
+            work += 1
+            if self.claims.get(claim.key) != claim:
                 self._put(claim, late=True, told_at=sequence)
-        for claim in before.values():
-            self._ownership.claim_dropped(claim, late=True)
+                work += CHANGE_WORK
+            if work >= SLICE_WORK:
+                work = 0
+                yield None
+        for key in left:
+            self._ownership.claim_dropped(self.claims.drop(key), late=True)
+            work += CHANGE_WORK
+            if work >= SLICE_WORK:
+                work = 0
+                yield None
+        yield sequence

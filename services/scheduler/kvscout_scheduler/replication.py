@@ -159,7 +159,11 @@ class Replication:
         self._beat()
 
     def take(self) -> list[Outgoing]:
-        """What is to be sent now, in order; the rest of a snapshot comes one message a call."""
+        """What is to be sent now, in order; the rest of a snapshot comes one message a call, and the rest of another's
+        takes effect a slice a call."""
+        replacing = next((view for view in self.views.values() if view.replacing), None)
+        if replacing is not None and replacing.proceed(self._clock()):
+            self._event_at, self._heartbeats = self._clock(), 0
         self.ownership.settle()
         self._flush()
         outbox, self._outbox = self._outbox, []
@@ -173,8 +177,9 @@ class Replication:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to send."""
-        return bool(self._replies or self._outbox or len(self.ownership.log))
+        """Whether there is something to `take`."""
+        replacing = any(view.replacing for view in self.views.values())
+        return bool(replacing or self._replies or self._outbox or len(self.ownership.log))
 
     def live(self, replica_id: str) -> bool:
         """Whether another replica can be expected to answer."""
@@ -297,7 +302,7 @@ class Replication:
         of = Incarnation(request.of_replica_id, request.of_epoch)
         if of == self.me:
             claims, sequence = self.ownership.log.claims, self.ownership.log.sequence
-        elif of in self.views:
+        elif of in self.views and not self.views[of].replacing:
             claims, sequence = self.views[of].claims, self.views[of].sequence
         else:
             return
