@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,16 +59,16 @@ async def replay_under(
         ProcessFailed: A process ended unasked.
     """
     with TemporaryDirectory(prefix="kvscout-") as directory:
-        async with Stack(environment=_environment()) as stack:
+        async with Stack(environment=environment(os.environ)) as stack:
             progress.status("starting the stack")
             running = await launch(stack, topology, Path(directory))
             async with Router(running.gateway) as router:
                 progress.status("started")
                 limits = Limits()
                 driver = OpenLoop(gateway_target(router, MODEL, limits), limits, progress.record)
-                before, started = _cpu_seconds(stack), time.monotonic()
+                before, started = cpu_seconds(stack), time.monotonic()
                 run = await stack.run(driver.run(sessions()))
-                after, elapsed = _cpu_seconds(stack), time.monotonic() - started
+                after, elapsed = cpu_seconds(stack), time.monotonic() - started
                 status = await router.status()
     return PolicyResult(
         policy=policy,
@@ -80,12 +80,13 @@ async def replay_under(
     )
 
 
-def _environment() -> dict[str, str]:
-    # Settings of the caller's own kvscout must not change what is compared; how it was built may matter to CI.
-    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name in SWITCHES}
+def environment(of: Mapping[str, str]) -> dict[str, str]:
+    """What processes see that are compared. Settings of the caller's own kvscout must not change what is compared; how
+    it was built may matter to CI."""
+    return {name: value for name, value in of.items() if not name.startswith(PREFIX) or name in SWITCHES}
 
 
-def _cpu_seconds(stack: Stack) -> float | None:
+def cpu_seconds(stack: Stack) -> float | None:
     """CPU time used so far by this process and the stack's, where /proc tells."""
     ticks = os.sysconf("SC_CLK_TCK")
     total = time.process_time()

@@ -61,6 +61,8 @@ class Mockers:
     max_num_batched_tokens: int = 2048
     flags: tuple[str, ...] = ()
     """Further flags of `kvscout_mocker.main`."""
+    first_flags: tuple[str, ...] = ()
+    """Of the first one, instead; empty = as the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,9 @@ def _mocker(topology: Topology, index: int) -> Program:
     words = [str(word) for flag in flags.items() for word in flag]
     if (role := _role(mockers, index)) is not Role.AGGREGATED:
         words += ["--role", role.value]
-    return Program(f"mocker-{index}", "kvscout_mocker.main", (*words, *mockers.flags))
+    return Program(
+        f"mocker-{index}", "kvscout_mocker.main", (*words, *((not index and mockers.first_flags) or mockers.flags))
+    )
 
 
 def _role(mockers: Mockers, index: int) -> Role:

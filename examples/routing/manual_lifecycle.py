@@ -22,7 +22,7 @@ async def main(gateway: str, model: str) -> None:
     async with (
         Router(gateway, model=model) as router,
         # Whatever happens in here, leaving it frees what is booked.
-        await router.route(PROMPT, request_id=uuid.uuid4().hex, expected_output_tokens=16) as booking,
+        await router.route(PROMPT, request_id=uuid.uuid4().hex, max_output_tokens=16) as booking,
         aiohttp.ClientSession() as http,
     ):
         decision = booking.decision

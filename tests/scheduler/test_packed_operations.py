@@ -38,9 +38,13 @@ class Counting(Kv):
 
     def __init__(self) -> None:
         self.output_tokens: list[int] = []
+        self.prefills = 0
 
     def ended(self, facts: Facts, end: End, now: float) -> None:
         self.output_tokens.append(end.output_tokens)
+
+    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
+        self.prefills += 1
 
 
 class Side:
@@ -262,3 +266,27 @@ async def _answer(stub: Any, asked: scheduler_pb2.SelectRequest) -> Any:
         return await stub.SelectAndReserve(asked, timeout=10)
     except grpc.aio.AioRpcError as error:
         return error.code(), error.details()
+
+
+@BOTH
+def test_what_a_gateway_books_again_is_in_its_phase_and_told_of_once_more_it_teaches_nothing(packed: bool) -> None:
+    side = Side(packed=packed)
+
+    def again(name: str, *, prefill_complete: bool) -> dict[str, Any]:
+        made = scheduler_pb2.ReserveRequest(model=MODEL, request_id=name, isl_tokens=40)
+        made.worker.worker_id, made.running, made.prefill_complete = "a", True, prefill_complete
+        return {"reserve": made}
+
+    answers = side.answer(
+        message(
+            again("r", prefill_complete=True),
+            {"prefill_complete": ref("r")},  # as gateways send it to any scheduler, since older ones ignore the phase
+            again("q", prefill_complete=False),
+            {"prefill_complete": ref("q")},
+        )
+    ).results
+    assert [answer.code for answer in answers] == [0] * 4
+    changed = {answer.id: answer.prefill_complete.changed for answer in answers if answer.HasField("prefill_complete")}
+    assert changed == {2: False, 4: True}
+    assert side.policy.prefills == 1
+    assert {each.facts.key.request_id: each.facts.running for each in side.core.bookings} == {"r": True, "q": True}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,7 +30,10 @@ from kvscout_bench.laboratory.workload import Burst, Workload, from_trace
 from kvscout_bench.trace import read_trace
 from kvscout_cli import replay_matrix
 from kvscout_cli.connection import option
+from kvscout_cli.cross_check import CELLS
 from kvscout_cli.cross_check import cross_check as beside_the_stack
+from kvscout_cli.cross_check import markdown as real_markdown
+from kvscout_cli.cross_check import table as real_table
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import stderr, stdout
 from kvscout_common.errors import ConfigError
@@ -37,6 +41,7 @@ from kvscout_common.flags import SectionedCommand
 from kvscout_scheduler.policies import installed_policies
 
 REQUESTS = 3_000
+REAL_POLICIES = ("kv-time", "lmetric", "kv")
 POLICIES = ("kv-time", "kv", "kv-balance", "lmetric", "least-loaded", "round-robin")
 
 _COUNT = click.IntRange(min=1)
@@ -129,7 +134,13 @@ _SHARE = click.FloatRange(0, 1)
     is_flag=True,
     help="Instead, run named cells; only options that name it, --policy, --seeds and --trace count.",
 )
-@option("--cells", default="*", show_default=True, metavar="PATTERN", help="Of --matrix: such as 'max-tokens/*'.")
+@option(
+    "--cells",
+    default="*",
+    show_default=True,
+    metavar="PATTERN",
+    help="Of --matrix, such as 'max-tokens/*', or --cross-check.",
+)
 @option("--jobs", type=_COUNT, default=1, show_default=True, help="Of --matrix: processes.")
 @option("--scale", type=_POSITIVE, default=1.0, show_default=True, help="Of --matrix: so many times the requests.")
 @option(
@@ -143,7 +154,10 @@ _SHARE = click.FloatRange(0, 1)
 @option(
     "--cross-check",
     is_flag=True,
-    help="Instead, run the policies on real processes with simulated engines too, two minutes each.",
+    help="Instead, run --cells made for that on real processes with simulated engines, too, two minutes a policy.",
+)
+@option(
+    "--cell-seconds", type=_POSITIVE, default=75.0, show_default=True, help="Of --cross-check, in which requests come."
 )
 @option(
     "--plot",
@@ -206,6 +220,7 @@ def command(
     as_json: bool,
     as_markdown: bool,
     cross_check: bool,
+    cell_seconds: float,
     plot_path: Path | None,
 ) -> None:
     """Compare policies on a simulated cluster, in a fraction of the time it would take.
@@ -214,9 +229,8 @@ def command(
     every machine. Options that may be repeated make a cell of each combination.
     """
     registry = installed_policies()
-    contenders = [
-        Contender.parse(text, registry) for text in policies or (replay_matrix.POLICIES if matrix else POLICIES)
-    ]
+    default = REAL_POLICIES if cross_check else replay_matrix.POLICIES if matrix else POLICIES
+    contenders = [Contender.parse(text, registry) for text in policies or default]
     if matrix:
         options = replay_matrix.MatrixOptions(
             cells, jobs, scale, seeds or replay_matrix.SEEDS, out, again, trace, as_json, as_markdown
@@ -224,7 +238,17 @@ def command(
         replay_matrix.show_matrix(contenders, options)
         return
     if cross_check:
-        stdout().print(run(beside_the_stack(contenders, seed, stderr().print)))
+        names = [name for name in CELLS if fnmatch(name, cells)]
+        if not names:
+            raise ConfigError(f"{cells!r} is none of {', '.join(CELLS)}", field="cells")
+        checked = run(beside_the_stack(contenders, names, seconds=cell_seconds, seed=seed, say=stderr().print))
+        if as_json:
+            for each in checked:
+                click.echo(json.dumps(each.as_json()))
+        elif as_markdown:
+            click.echo(real_markdown(checked))
+        else:
+            stdout().print(real_table(checked))
         return
     engine = EngineSettings(
         max_num_batched_tokens=max_num_batched_tokens,

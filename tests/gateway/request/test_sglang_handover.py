@@ -1,13 +1,16 @@
-"""Where SGLang's legs meet."""
+"""Where SGLang's legs meet, and what the one that computes the prompt is said to have done."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from typing import Any
 
 import pytest
 
 from kvscout_common.errors import FailedPrecondition
 from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
+from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.request.placement import Placement
 from kvscout_gateway.request.sglang_handover import SglangHandover
 
@@ -40,3 +43,52 @@ def test_a_worker_is_met_at_its_bootstrap_server_or_where_it_serves() -> None:
 def test_a_worker_of_which_nothing_is_known_cannot_be_met() -> None:
     with pytest.raises(FailedPrecondition, match="bootstrap"):
         SglangHandover().meeting(Placement(WorkerRank("p", 0), "http://10.0.0.7:1", None, "m", 1, 16))
+
+
+class Prefill:
+    """A leg whose engine has not answered when the other one is done."""
+
+    adapter = None
+    placement = placed(0)
+
+    def __init__(self) -> None:
+        self.told: list[Usage | None] = []
+
+    async def send(self, *_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    def prefilled(self, usage: Usage | None) -> None:
+        self.told.append(usage)
+
+
+class Decode:
+    """A leg that ends at once."""
+
+    placement = placed(0)
+    passed = False
+    usage = Usage(40, 16, 500)
+
+    async def send(self, *_: object) -> None:
+        """Nothing."""
+
+    async def relay(self, *_: object) -> None:
+        """Nothing."""
+
+    async def placed(self, *_: object) -> None:
+        """Nothing."""
+
+
+async def test_what_the_other_leg_generated_is_not_said_of_the_one_that_computes_the_prompt() -> None:
+    leg, decode = Prefill(), Decode()
+
+    class Exchange:
+        request_id = "r"
+
+        async def attempt(self, _: object, use: Any) -> None:
+            await use(leg)
+
+    anything: Any = Exchange()
+    unneeded: Any = None
+    told: Any = decode
+    await SglangHandover().run(anything, unneeded, told, unneeded, told)
+    assert leg.told == [Usage(40, 16, 0)]

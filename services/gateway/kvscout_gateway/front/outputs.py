@@ -7,8 +7,8 @@ there are a few thousand at most, of which a fleet sees a handful.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.json_fields import Fields, Prompts
@@ -42,9 +42,21 @@ _STRUCTURED: Final = (
     *("json_schema", "regex", "ebnf", "structural_tag"),  # SGLang
 )
 _EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_READ: Final = frozenset(
+    {
+        *_BOUNDS,
+        *_STRUCTURED,
+        *("sampling_params", "stream", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "n", "best_of"),
+        *("tool_choice", "response_format", "text"),
+        *("reasoning_effort", "reasoning", "output_config", "thinking", "chat_template_kwargs"),
+    }
+)
 _SMALL_BYTES: Final = 4096
 _LONG: Final = object()
 """A value that is there, and too long to be looked into."""
+
+Values: TypeAlias = Mapping[str, Any]
+"""What is read of a body; a field that is not there is not in it."""
 
 
 def output_of(path: str, fields: Fields) -> Output:
@@ -56,69 +68,69 @@ def output_of(path: str, fields: Fields) -> Output:
     """
     if path in _PROMPT_ONLY:
         return Output(1, 1, _PROMPT_ONLY[path], unseen=True)
-    outputs = _outputs(fields)
-    bound = min(_bound(fields) * outputs, MAX_BOUND)
+    values = {
+        name: fields[name] if place.end - place.value <= _SMALL_BYTES else _LONG
+        for name, place in fields.places.items()
+        if name in _READ
+    }
+    outputs = _outputs(fields, values)
+    bound = min(_bound(values) * outputs, MAX_BOUND)
     return Output(
-        expected_tokens=bound if _reaches_it(fields, bound) else 0,
+        expected_tokens=bound if bound and _reaches_it(values, bound) else 0,
         max_tokens=bound,
-        output_class="/".join((_dialect(path, fields), *_traits(fields), *(("many",) if outputs > 1 else ()))),
-        unseen=bool(fields) and _value(fields, "stream") is not True,
+        output_class=_class(path, fields, values, outputs),
+        unseen=len(fields) > 0 and values.get("stream") is not True,
     )
 
 
-def _dialect(path: str, fields: Fields) -> str:
-    named = _DIALECTS.get(path)
-    if named is not None:
+def _class(path: str, fields: Fields, values: Values, outputs: int) -> str:
+    name = _DIALECTS.get(path)
+    if name is None:
+        name = "chat" if "messages" in fields else "completions" if "prompt" in fields else "other"
+    elif name == "completions" and "max_tokens" not in values and len(fields):
         # Where a completion says nothing of its length, engines end it after a few tokens, unlike any other request.
-        return f"{named}/short" if named == "completions" and fields and "max_tokens" not in fields else named
-    return "chat" if "messages" in fields else "completions" if "prompt" in fields else "other"
-
-
-def _bound(fields: Fields) -> int:
-    """Tokens at which each of a request's outputs ends; 0 = it does not say."""
-    sampling = _value(fields, "sampling_params")
-    given = [_value(fields, name) for name in _BOUNDS]
-    given.append(sampling.get("max_new_tokens") if isinstance(sampling, dict) else None)
-    return next((bound for bound in given if _is_number(bound) and 0 < bound <= MAX_BOUND), 0)
-
-
-def _reaches_it(fields: Fields, bound: int) -> bool:
-    """Whether a request's output is as long as it may be, as that of a benchmark is."""
-    if not bound or _value(fields, "stop") or _value(fields, "stop_token_ids"):
-        return False
-    least = _value(fields, "min_tokens")
-    return _value(fields, "ignore_eos") is True or (_is_number(least) and least >= bound)
-
-
-def _outputs(fields: Fields) -> int:
-    """How many answers are generated: `n`, or the `best_of` from which these are taken, to each of the prompts."""
-    try:
-        prompt = fields.get("prompt")
-    except InvalidArgument:
-        prompt = None  # one that is too long to be looked at
-    prompts = prompt.number if isinstance(prompt, Prompts) else 1
-    asked = [n for name in ("n", "best_of") if _is_number(n := _value(fields, name)) and n > 0]
-    return max(asked, default=1) * prompts
-
-
-def _traits(fields: Fields) -> Iterator[str]:
-    """What tells lengths apart, beside the dialect."""
-    choice = _value(fields, "tool_choice")
+        name = "completions/short"
+    choice = values.get("tool_choice")
     if "tools" in fields.places and fields.places["tools"].values > 1 and choice != "none":
-        yield "tools" if choice in (None, "auto") else "call"
-    if _is_structured(fields):
-        yield "structured"
-    effort = _effort(fields)
-    if effort:
-        yield effort
+        name += "/tools" if choice in (None, "auto") else "/call"
+    if _is_structured(values):
+        name += "/structured"
+    name += _effort(values)
+    return f"{name}/many" if outputs > 1 else name
 
 
-def _is_structured(fields: Fields) -> bool:
-    text = _value(fields, "text")
-    formats = (_value(fields, "response_format"), text.get("format") if isinstance(text, dict) else text)
-    if any(_is_format(each) for each in formats):
+def _bound(values: Values) -> int:
+    """Tokens at which each of a request's outputs ends; 0 = it does not say."""
+    sampling = values.get("sampling_params")
+    given = [values.get(name) for name in _BOUNDS]
+    given.append(sampling.get("max_new_tokens") if isinstance(sampling, dict) else None)
+    return next((bound for bound in map(_number, given) if 0 < bound <= MAX_BOUND), 0)
+
+
+def _reaches_it(values: Values, bound: int) -> bool:
+    """Whether a request's output is as long as it may be, as that of a benchmark is."""
+    if values.get("stop") or values.get("stop_token_ids"):
+        return False
+    return values.get("ignore_eos") is True or _number(values.get("min_tokens")) >= bound
+
+
+def _outputs(fields: Fields, values: Values) -> int:
+    """How many answers are generated: `n`, or the `best_of` from which these are taken, to each of the prompts."""
+    prompts = 1
+    if "prompt" in fields.places:
+        try:
+            prompt = fields["prompt"]
+            prompts = prompt.number if isinstance(prompt, Prompts) else 1
+        except InvalidArgument:
+            pass  # it is too long to be looked at
+    return max(1, _number(values.get("n")), _number(values.get("best_of"))) * prompts
+
+
+def _is_structured(values: Values) -> bool:
+    text = values.get("text")
+    if _is_format(values.get("response_format")) or _is_format(text.get("format") if isinstance(text, dict) else text):
         return True
-    return any(_value(fields, name) not in (None, "") for name in _STRUCTURED)
+    return any(name in values and values[name] not in (None, "") for name in _STRUCTURED)
 
 
 def _is_format(value: Any) -> bool:
@@ -127,31 +139,25 @@ def _is_format(value: Any) -> bool:
     return value is _LONG
 
 
-def _effort(fields: Fields) -> str:
+def _effort(values: Values) -> str:
     """How much a model is to think before it answers, as far as a request says."""
-    template = _value(fields, "chat_template_kwargs")
+    template = values.get("chat_template_kwargs")
     template = template if isinstance(template, dict) else {}
-    of_response, of_message = _value(fields, "reasoning"), _value(fields, "output_config")
-    given = [_value(fields, "reasoning_effort"), template.get("reasoning_effort")]
-    given += [each.get("effort") for each in (of_response, of_message) if isinstance(each, dict)]
+    given = [values.get("reasoning_effort"), template.get("reasoning_effort")]
+    given += [
+        each.get("effort") for name in ("reasoning", "output_config") if isinstance(each := values.get(name), dict)
+    ]
     for effort in given:
         if isinstance(effort, str) and effort in _EFFORTS:
-            return f"effort-{effort}"
-    asked = _value(fields, "thinking")
+            return f"/effort-{effort}"
+    asked = values.get("thinking")
     thinks = (asked.get("type") != "disabled") if isinstance(asked, dict) and "type" in asked else None
     for name in ("enable_thinking", "thinking"):
         if isinstance(template.get(name), bool):
             thinks = template[name]
-    return "" if thinks is None else "thinking" if thinks else "no-thinking"
+    return "" if thinks is None else "/thinking" if thinks else "/no-thinking"
 
 
-def _value(fields: Fields, name: str) -> Any:
-    """A field's value where it is small; None = there is none."""
-    place = fields.places.get(name)
-    if place is None:
-        return None
-    return fields[name] if place.end - place.value <= _SMALL_BYTES else _LONG
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _number(value: Any) -> int:
+    """A value that is a number; 0 = it is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

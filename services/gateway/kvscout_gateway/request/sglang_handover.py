@@ -81,8 +81,9 @@ class SglangHandover:
                 await _run_both(compute(), generate(), decode)
             finally:
                 # Who answers shortly may be done first; what it says of the prompt is what the other one had cached.
+                # When that one was done nobody knows then.
                 if not answered and decode.usage is not None:
-                    leg.prefilled(decode.usage)
+                    leg.prefilled(decode.usage._replace(output_tokens=0))
 
         try:
             await exchange.attempt(prefill, both)

@@ -175,6 +175,17 @@ async def test_what_runs_where_the_proxy_sent_it_is_booked_as_what_runs() -> Non
         assert not gateway.bookings.in_flight()
 
 
+async def test_an_embedding_ends_with_what_would_be_its_first_token() -> None:
+    async with picker(worker(1)) as (one, gateway):
+        for account, output_tokens in (({"prompt_tokens": 3, "total_tokens": 3}, 1), ({}, 0), (None, 0)):
+            fields = Fields.scanned(json.dumps({"model": MODEL, "input": "hello"}).encode())
+            pick = await one.pick(Asked(MODEL, "/v1/embeddings", fields, size=100))
+            booking = booked(gateway)
+            assert booking.output == Output(1, 1, "embeddings", unseen=True)
+            pick.ended(account)
+            assert booking.output_tokens == output_tokens
+
+
 @pytest.mark.parametrize(
     ("account", "output_tokens"),
     [

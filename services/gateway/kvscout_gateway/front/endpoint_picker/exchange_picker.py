@@ -324,8 +324,10 @@ class ExchangePick:
     def ended(self, account: Mapping[str, Any] | None) -> None:
         """See `Pick`."""
         try:
-            if self._leg is not None and account is not None:
-                self._leg.generated(output_tokens_of(account))
+            if self._leg is not None and account:
+                # An embedding has none, and ends with what would be its first one.
+                least = 1 if self._leg.wish.output.max_tokens == 1 else 0
+                self._leg.generated(output_tokens_of(account) or least)
             if self._leg is not None and account is not None and not self._leg.wish.prompt.unknown:
                 self._leg.ended(usage_of_stream(Dialect.OPENAI, account))
                 if self._compared is not None:
