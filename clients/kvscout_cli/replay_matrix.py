@@ -103,7 +103,7 @@ def _table(found: Sequence[Verdict], plan: MatrixPlan) -> Table:
             f"{1e3 * each.ttft[ours].mean:,.1f}",
             each.best_ttft,
             f"{1e3 * each.ttft[each.best_ttft].mean:,.1f}",
-            percent(ttft),
+            f"{each.failed:,} failed" if each.failed else percent(ttft),
             f"{each.goodput[ours].mean:.1%}",
             each.best_goodput,
             percent(goodput),

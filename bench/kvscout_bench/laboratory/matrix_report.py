@@ -29,8 +29,8 @@ class Verdict:
     goodput: dict[str, Estimate]
     """Share of the requests that met the objective, by policy: all are asked the same at the same times."""
     hit_rate: dict[str, float]
-    errors: int
-    """Of all runs."""
+    errors: dict[str, int]
+    """Requests that failed in all runs, by policy: one that fails some is quick with the others."""
     best_ttft: str
     """The other policy of the least mean TTFT."""
     ttft_percent: Estimate
@@ -52,8 +52,13 @@ class Verdict:
 
     @property
     def lost(self) -> bool:
-        """Either."""
-        return self.ttft_lost or self.goodput_lost
+        """Either, or requests failed."""
+        return self.ttft_lost or self.goodput_lost or self.failed > 0
+
+    @property
+    def failed(self) -> int:
+        """Requests of the policy itself that failed."""
+        return next(iter(self.errors.values()))
 
 
 def verdicts(plan: MatrixPlan, results: Results) -> list[Verdict]:
@@ -67,7 +72,8 @@ def verdict(cell: MatrixCell, plan: MatrixPlan, results: Results) -> Verdict:
     runs = {label: [results[RunKey(cell.name, label, seed)] for seed in range(plan.seeds)] for label in labels}
     ttft = {label: [run["ttft"]["mean"] for run in found] for label, found in runs.items()}
     goodput = {label: [run["well_served"] for run in found] for label, found in runs.items()}
-    ours, others = labels[0], labels[1:] or labels
+    errors = {label: sum(run["errors"] for run in found) for label, found in runs.items()}
+    ours, others = labels[0], [label for label in labels[1:] if not errors[label]] or labels[:1]
     best_ttft = min(others, key=lambda label: fmean(ttft[label]))
     best_goodput = max(others, key=lambda label: fmean(goodput[label]))
     return Verdict(
@@ -76,7 +82,7 @@ def verdict(cell: MatrixCell, plan: MatrixPlan, results: Results) -> Verdict:
         {label: estimate(values) for label, values in ttft.items()},
         {label: estimate(values) for label, values in goodput.items()},
         {label: fmean(run["hit_rate"] for run in found) for label, found in runs.items()},
-        sum(run["errors"] for found in runs.values() for run in found),
+        errors,
         best_ttft,
         percent_apart(ttft[ours], ttft[best_ttft]),
         best_goodput,
@@ -106,7 +112,7 @@ def as_json(found: Verdict) -> dict[str, Any]:
 def summary(found: Sequence[Verdict], policy: str) -> str:
     """How many cells are won, within what is allowed, and lost."""
     lost = [each for each in found if each.lost]
-    won = sum(each.ttft_percent.high < 0 for each in found)
+    won = sum(each.ttft_percent.high < 0 and not each.failed for each in found)
     text = (
         f"{len(found)} cells: {policy} has the least mean TTFT by more than chance in {won}, is within "
         f"{TTFT_PERCENT:g} % or its interval in TTFT and {GOODPUT_PERCENT:g} % in goodput in {len(found) - len(lost)}"
@@ -148,12 +154,16 @@ def markdown(found: Sequence[Verdict], plan: MatrixPlan, command: str) -> str:
 
 
 def _row(found: Verdict, name: str, labels: Sequence[str]) -> list[str]:
-    best = min(found.ttft, key=lambda label: found.ttft[label].mean)
+    served = [label for label in labels if not found.errors[label]]
+    best = min(served, key=lambda label: found.ttft[label].mean, default="")
+    against = f"{percent(found.ttft_percent)} `{found.best_ttft}`"
+    if found.failed:
+        against = f"{found.failed:,} requests failed"
     return [
         f"**{name}**" if found.lost else name,
         f"{found.cell.rate:,.4g}",
         *(f"{_ms(found.ttft[label])}{' ✓' if label == best else ''}" for label in labels),
-        _bold(f"{percent(found.ttft_percent)} `{found.best_ttft}`", found.ttft_lost),
+        _bold(against, found.ttft_lost or found.failed > 0),
         f"{found.goodput[labels[0]].mean:.1%}",
         _bold(f"{percent(found.goodput_percent)} `{found.best_goodput}`", found.goodput_lost),
     ]

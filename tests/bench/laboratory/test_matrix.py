@@ -154,6 +154,19 @@ def test_what_is_lost_is_bold(
     assert ("**" in row) == found.lost
 
 
+def test_a_policy_that_fails_requests_wins_nothing() -> None:
+    (cell,) = matrix(pattern=SMALL)
+    three = replace(plan("kv-time", "kv", "lmetric", seeds=3), cells=(cell,))
+    results = made_up(cell, {"kv-time": [(1.0, 1.0)] * 3, "kv": [(0.1, 1.0)] * 3, "lmetric": [(2.0, 1.0)] * 3})
+    results[RunKey(SMALL, "kv", 1)]["errors"] = 5
+    (found,) = verdicts(three, results)
+    assert (found.best_ttft, found.lost, found.failed) == ("lmetric", False, 0)
+    results[RunKey(SMALL, "kv-time", 2)]["errors"] = 3
+    (found,) = verdicts(three, results)
+    assert (found.lost, found.failed) == (True, 3)
+    assert "**3 requests failed**" in markdown([found], three, "the command")
+
+
 def test_the_command_runs_cells_and_says_how_to_run_them_again(tmp_path: Path) -> None:
     arguments = ["replay", "--matrix", "--cells", SMALL, "--scale", "0.02", "--seeds", "2"]
     arguments += ["--policy", "kv-time", "--policy", "kv", "--out", str(tmp_path / "runs.jsonl")]
