@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -17,9 +18,10 @@ from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.booking import FreeOutcome
 from kvscout_scheduler.forwarding import Forwarding
 from kvscout_scheduler.operations import AddOutput, CompletePrefill, Free, Operation, Outcome
-from kvscout_scheduler.ownership import SECOND_TO_END_SECONDS
+from kvscout_scheduler.ownership import END_WORK, SECOND_TO_END_SECONDS
+from kvscout_scheduler.ownership import SLICE_WORK as OVERDUE_WORK
 from kvscout_scheduler.replica_view import SILENT_SECONDS
-from kvscout_scheduler.replication import FORGET_SECONDS, IDLE_HEARTBEAT_SECONDS, VERSION
+from kvscout_scheduler.replication import FORGET_SECONDS, IDLE_HEARTBEAT_SECONDS, TICK_SECONDS, VERSION
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.worker_loads import potential_loads
 
@@ -262,6 +264,23 @@ def test_the_requests_of_a_gateway_that_dies_with_its_scheduler_end_everywhere_w
     world.agree()
     assert set(world["b"].loads().values()) == set(world["c"].loads().values()) == {IDLE}
     assert world["b"].core.stats.ended == {"owner_gone": 3}, "one of them ends it"
+
+
+def test_what_a_dead_replica_leaves_behind_ends_some_at_a_time() -> None:
+    world = World("a", "b", "c", settings=SchedulerSettings(lease_seconds=30))
+    for number in range(1_000):
+        world.book("a", f"r{number}", worker_id=f"w{number % 3}")
+    world.run(1)
+    world.kill("a")
+    world.run(29)
+    left = [1_000]
+    while left[-1]:
+        world.step(TICK_SECONDS)
+        left.append(len(world["b"].core.bookings))
+        world["b"].check()
+    assert max(before - after for before, after in pairwise(left)) <= OVERDUE_WORK // END_WORK + 1
+    assert world["b"].core.stats.ended == {"lease": 1_000}
+    world.settled()
 
 
 def test_what_a_replica_takes_over_of_an_owner_that_is_nowhere_ends_with_the_owners_timeout() -> None:

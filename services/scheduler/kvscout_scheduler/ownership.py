@@ -38,6 +38,9 @@ from kvscout_scheduler.scheduler import Scheduler
 
 log = logging.getLogger("kvscout.replicas")
 
+END_WORK = 15
+SLICE_WORK = 2_048
+"""Claims of silent replicas that are looked at in one go; one that ends costs as much as so many more."""
 SECOND_TO_END_SECONDS = 2.0
 """How long the other replicas wait for the first one to end what is overdue of a silent one."""
 
@@ -121,38 +124,61 @@ class Ownership(Journal):
                 self._over[key] = now
         self.settle()
 
-    def end_overdue(self, now: float, *, first: bool) -> None:
-        """Ends requests of silent replicas: those of unary callers when their lease is over, those of owners when the
-        owner is connected here and left them, or has not been heard of for its grace time. A silent replica is not
-        known to hear its owners for longer than we heard it; an owner that is well lists its requests elsewhere.
+    def end_overdue(self, *, first: bool) -> Iterator[None]:
+        """Ends requests of silent replicas, some at a time: those of unary callers when their lease is over, those of
+        owners when the owner is connected here and left them, or has not been heard of for its grace time. A silent
+        replica is not known to hear its owners for longer than we heard it; an owner that is well lists its requests
+        elsewhere.
 
         Args:
-            now: On the clock.
             first: Whether it is ours to do; others only do what the first one does not.
         """
+        work = 0
+        for of, view in list(self.views.items()):
+            connected: dict[OwnerName, float] = {}
+            for key in list(view.claims):
+                now = self._clock()
+                if view.live(now) or of not in self.views:
+                    break
+                claim = view.claims.get(key)
+                reason = self._overdue(claim, view, connected, now, first=first) if claim is not None else None
+                work += 1
+                if reason is not None:
+                    work += END_WORK
+                    held = self.holder(key)
+                    if held is not None and held.by == of:
+                        self._end_elsewhere(held, reason, now)
+                if work >= SLICE_WORK:
+                    self.settle()
+                    yield
+                    work, connected = 0, {}
+        self.settle()
+
+    def _overdue(
+        self, claim: Claim, view: View, connected: dict[OwnerName, float], now: float, *, first: bool
+    ) -> EndReason | None:
+        """Why a claim of a silent replica is over; None = it is not.
+
+        Args:
+            claim: The claim.
+            view: Of its replica.
+            connected: For how long owners have had a stream here; those that are not in it are looked up.
+            now: On the clock.
+            first: As `end_overdue`.
+        """
+        if not claim.active:
+            return None
         grace = self._scheduler.settings.owner_grace_seconds
         later = 0.0 if first else SECOND_TO_END_SECONDS
-        connected: dict[OwnerName, float] = {}
-        for of, view in list(self.views.items()):
-            if view.live(now):
-                continue
-            for key, claim in list(view.claims.items()):
-                if not claim.active:
-                    continue
-                reason, left, patience = EndReason.LEASE, now - view.heard_at, claim.lease_seconds + later
-                if (owner := claim.owner) is not None:
-                    if owner not in connected:
-                        connected[owner] = self._owners.connected(owner, now)
-                    if connected[owner] and claim.owner_since <= self._owner_since(owner):
-                        reason, left, patience = EndReason.OWNER_FORGOT, connected[owner], grace
-                    else:
-                        reason, patience = EndReason.OWNER_GONE, grace + later
-                if left < patience:
-                    continue
-                held = self.holder(key)
-                if held is not None and held.by == of:
-                    self._end_elsewhere(held, reason, now)
-        self.settle()
+        reason, left, patience = EndReason.LEASE, now - view.heard_at, claim.lease_seconds + later
+        if (owner := claim.owner) is not None:
+            if owner not in connected:
+                connected[owner] = self._owners.connected(owner, now)
+            if connected[owner] and claim.owner_since <= self._owner_since(owner):
+                reason, left, patience = EndReason.OWNER_FORGOT, connected[owner], grace
+            else:
+                reason, patience = EndReason.OWNER_GONE, grace + later
+        return None if left < patience else reason
 
     def collect(self, now: float) -> None:
         """Drops claims that are over, are old enough, and cancel nothing any more; and hashes that are old."""

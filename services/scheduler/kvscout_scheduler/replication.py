@@ -49,6 +49,7 @@ FORGET_SECONDS = 60.0
 MAX_VIEWS = 64
 MAX_FORGOTTEN = 1_024
 """Incarnations that are not learnt again from others who forget them a little later."""
+OVER = object()
 ALL = ""
 """The target of what goes to everyone."""
 
@@ -87,6 +88,8 @@ class Replication:
         """Snapshots under way, by who asked and of whom."""
         self._conflict_at = -math.inf
         """When another process of our replica id was heard last."""
+        self._ending: Iterator[None] | None = None
+        """What silent replicas leave behind, being ended."""
         self._leaving = False
         self._scheduler = scheduler
         self._lines: dict[PoolId, int] = {}
@@ -147,6 +150,8 @@ class Replication:
         if now - self._upkeep_at >= UPKEEP_SECONDS:
             self._upkeep_at = now
             self._upkeep(now)
+        if self._ending is not None and next(self._ending, OVER) is OVER:
+            self._ending = None
 
     def query(self) -> None:
         """Asks everyone where they are: this replica is new, or was away."""
@@ -374,8 +379,9 @@ class Replication:
         ownership = self.ownership
         ownership.registers.expire()
         ownership.collect(now)
-        alive = [of.replica_id for of, view in self.views.items() if view.live(now)]
-        ownership.end_overdue(now, first=all(self.me.replica_id < other for other in alive))
+        if self._ending is None:
+            alive = [of.replica_id for of, view in self.views.items() if view.live(now)]
+            self._ending = ownership.end_overdue(first=all(self.me.replica_id < other for other in alive))
         for of, view in list(self.views.items()):
             # One that may come back must still find here what was taken from it.
             keep = FORGET_SECONDS + (self._lease_seconds if view.claims and not view.replaced else 0.0)
