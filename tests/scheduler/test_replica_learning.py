@@ -6,13 +6,14 @@ from typing import TypeVar
 
 import pytest
 from replica_world import SETTINGS, World
-from scheduler_builders import key, owner, reservation, scheduler
+from scheduler_builders import key, owner, request, reservation, scheduler
 
 from kvscout_scheduler.facts import End, Facts
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
 from kvscout_scheduler.policies.checked import CheckedPolicy
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.settings import SchedulerSettings
 
 
 class Timing(Kv):
@@ -149,10 +150,27 @@ def test_a_restart_with_many_in_flight_leaves_the_learned_rates_as_they_are() ->
     in_flight = [f"r{number}" for number in range(200)]
     for number, name in enumerate(in_flight):
         facts = reservation(name, f"w{number % 2}", 1_000 + number, attempt_id=1)
-        core.reserve(facts._replace(running=True, prefilled=True))
+        core.reserve(facts._replace(running=True, prefilled=number % 10 > 0))
     for name in in_flight:
         core.mark_prefill_complete(key(name), 1)
     assert (times.prefill.slope, times.decode.slope) == believed
     for name in in_flight:
         core.free(key(name), 1, output_tokens=500)
     assert (times.prefill.slope, times.decode.slope) == believed
+
+
+def test_a_joiner_sees_no_prompts_ahead_where_requests_decode() -> None:
+    world = World("a", "b", workers=1, settings=SchedulerSettings(policy="kv-time"))
+    for number in range(50):
+        world["a"].core.reserve(reservation(f"r{number}", "w0", 20_000, attempt_id=1))
+        world["a"].core.mark_prefill_complete(key(f"r{number}"), 1)
+    world.run(1)
+    world.start("c")
+    world.run(1)
+    world.agree()
+    reasons = []
+    for name in "ac":
+        explanation = world[name].core.select(request(isl=100, explain=True)).explanation
+        assert explanation is not None
+        reasons.append(explanation.reason)
+    assert all("0 s of prompts ahead" in reason for reason in reasons), reasons
