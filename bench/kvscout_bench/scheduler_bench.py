@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 from kvscout_bench.harness import Case, Goal, Row, Side, compare
 from kvscout_bench.machine import Machine, this_machine, usable_cores
 from kvscout_bench.peer import Driver, native_driver
+from kvscout_bench.scheduler_life import HOLDERS, life_us
 from kvscout_bench.scheduler_process import (
     BLOCK_SIZE,
     Gateway,
@@ -28,6 +30,7 @@ PROMPTS = 256
 OUTSTANDING = 64
 OPERATIONS = 16
 """In one message, at most."""
+MANY_WORKERS = 2_000
 LIFECYCLES, QUICK_LIFECYCLES = 10_000, 200
 BOOKINGS, QUICK_BOOKINGS = 4_000, 100
 WAITING = 1_024
@@ -42,8 +45,19 @@ class LifecycleCase(Case):
     """CPU of a scheduler process a request's life."""
 
     tokens: int
-    peer: tuple[float, float]
+    workers: int = WORKERS
+    holders: int = WORKERS
+    """Workers on which a part of each prompt is cached."""
+    peer: tuple[float, float] | None = None
     """Least and largest of what was published of the peer: it is not run here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifeCase(Case):
+    """CPU of the core a request's life."""
+
+    workers: int
+    unwell: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +90,33 @@ def _lifecycle(tokens: int, goal_us: float, peer: tuple[float, float]) -> Lifecy
     )
 
 
+def _few_holders(workers: int, goal_us: float) -> LifecycleCase:
+    return LifecycleCase(
+        name=f"process/lifecycle/{workers}-workers/{HOLDERS}-holders",
+        title=f"CPU a lifecycle, 512 tokens, cached on {HOLDERS} of {workers:,} workers, {OUTSTANDING} at once",
+        unit="µs",
+        goal=Goal(goal_us),
+        workload="lifecycle",
+        value=_itself,
+        tokens=512,
+        workers=workers,
+        holders=HOLDERS,
+    )
+
+
+def _life(workers: int, goal_us: float, *, unwell: bool) -> LifeCase:
+    return LifeCase(
+        name=f"core/life/{workers}-workers{'/unwell' if unwell else ''}",
+        title=f"CPU of the core a life, {workers:,} workers{', one cooling down and one excluded' if unwell else ''}",
+        unit="µs",
+        goal=Goal(goal_us),
+        workload="life",
+        value=_itself,
+        workers=workers,
+        unwell=unwell,
+    )
+
+
 def _core(workload: str, title: str, unit: str, goal: float, *, workers: int, blocks: int) -> CoreCase:
     thousands = 1e3 if unit == "µs" else 1.0
     return CoreCase(
@@ -95,6 +136,8 @@ LIFECYCLE_CASES = (
     _lifecycle(512, 140.0, (136.0, 172.0)),
     _lifecycle(4_096, 170.0, (337.0, 373.0)),
     _lifecycle(16_384, 280.0, (1_002.0, 1_366.0)),
+    _few_holders(WORKERS, 60.0),
+    _few_holders(MANY_WORKERS, 90.0),
 )
 MEMORY = Case(
     name="process/memory",
@@ -121,6 +164,12 @@ QUEUE = Case(
     value=lambda sample: _turn(sample).p50,
     p99=lambda sample: _turn(sample).p99,
 )
+LIFE_CASES = (
+    _life(WORKERS, 60.0, unwell=False),
+    _life(WORKERS, 70.0, unwell=True),
+    _life(MANY_WORKERS, 80.0, unwell=False),
+    _life(MANY_WORKERS, 100.0, unwell=True),
+)
 _RESERVE = "select, reserve and free"
 CORE_CASES = (
     _core("select_and_free", _RESERVE, "µs", 8.0, workers=64, blocks=16),
@@ -129,7 +178,7 @@ CORE_CASES = (
     _core("select_and_free", _RESERVE, "µs", 100.0, workers=1_000, blocks=1_024),
     _core("score", "score, a worker", "ns", 20.0, workers=256, blocks=1_024),
 )
-ROWS: Sequence[str] = [case.name for case in (*LIFECYCLE_CASES, MEMORY, REPLICA, QUEUE, *CORE_CASES)]
+ROWS: Sequence[str] = [case.name for case in (*LIFECYCLE_CASES, MEMORY, REPLICA, QUEUE, *LIFE_CASES, *CORE_CASES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +203,8 @@ class SchedulerBench(Selection):
         for case in LIFECYCLE_CASES:
             if self.wanted(case.name):
                 say(case.name)
-                row = self._row(
-                    case, [self._lifecycle(case.tokens) for _ in range(self.rounds_to_run)], machine, case.peer[:1]
-                )
+                samples = [self._lifecycle(case) for _ in range(self.rounds_to_run)]
+                row = self._row(case, samples, machine, (case.peer or ())[:1])
                 yield replace(row, peer_spread=case.peer)
         if self.wanted(MEMORY.name):
             say(MEMORY.name)
@@ -167,6 +215,10 @@ class SchedulerBench(Selection):
         if self.wanted(QUEUE.name):
             say(QUEUE.name)
             yield self._row(QUEUE, [self._queue() for _ in range(self.rounds_to_run)], machine)
+        for life in LIFE_CASES:
+            if self.wanted(life.name):
+                say(life.name)
+                yield self._row(life, [self._life(life) for _ in range(self.rounds_to_run)], machine)
         wanted = [case for case in CORE_CASES if self.wanted(case.name)]
         if wanted:
             say("native: building what is not up to date")
@@ -181,11 +233,16 @@ class SchedulerBench(Selection):
         # The ratio is to the best that was published.
         return compare(case, ours, Side(tuple(peer)) if peer else None, judge=not self.quick, machine=machine)
 
-    def _lifecycle(self, tokens: int) -> float:
-        with SchedulerProcess(WORKERS) as process:
-            requests = prompts(PROMPTS, tokens // BLOCK_SIZE, process.worker_ids, SEED)
+    def _lifecycle(self, case: LifecycleCase) -> float:
+        with SchedulerProcess(case.workers) as process:
+            holders = sorted(Random(SEED).sample(process.worker_ids, case.holders))
+            requests = prompts(PROMPTS, case.tokens // BLOCK_SIZE, holders, SEED)
             gateway = Gateway(requests, outstanding=OUTSTANDING, operations=OPERATIONS)
             return lifecycle_cpu_us(process, gateway, QUICK_LIFECYCLES if self.quick else LIFECYCLES)
+
+    def _life(self, case: LifeCase) -> float:
+        lives = QUICK_LIFECYCLES if self.quick else LIFECYCLES
+        return life_us(lives, workers=case.workers, unwell=case.unwell, seed=SEED)
 
     def _memory(self) -> float:
         with SchedulerProcess(WORKERS) as process:

@@ -34,6 +34,16 @@ def test_turns_of_a_long_line_are_timed() -> None:
     assert row.p99 is not None and row.p99 >= row.value > 0
 
 
+def test_lives_are_timed_also_while_workers_are_unwell_and_few_hold_a_prompt() -> None:
+    well, unwell = SchedulerBench(only=("core/life/256",), quick=True).run(lambda said: None)
+    assert [row.workload for row in (well, unwell)] == ["core/life/256-workers", "core/life/256-workers/unwell"]
+    assert (well.unit, well.met, unwell.met) == ("µs", None, None)
+    assert well.value > 0 < unwell.value
+    (row,) = SchedulerBench(only=("lifecycle/256-workers",), quick=True).run(lambda said: None)
+    assert (row.goal, row.peer) == (60.0, None)
+    assert row.value > 0
+
+
 def test_names_of_rows_are_unique() -> None:
     assert len(set(ROWS)) == len(ROWS)
 

@@ -212,3 +212,15 @@ def test_the_sets_that_are_kept_of_features_are_few() -> None:
     kept = pool._features._kept
     assert len(kept) == MAX_FEATURES
     assert "l0" in kept
+
+
+def test_few_members_are_listed_by_rank_as_many_are_and_long_lists_of_names_are_sets() -> None:
+    rng = Random(test_seed())
+    names = [f"w{number:03d}" for number in range(150)]
+    made = scheduler(*rng.sample(names, len(names)))
+    (pool,) = made.workers
+    for few in (*range(12), 60, 100, 149, 150):
+        some = rng.sample(names, few)
+        members = pool.named(frozenset(["nobody", *some]))
+        assert members == slot_set(pool.slot_of[name, 0] for name in some)
+        assert [pool.ranks[slot].worker_id for slot in pool.members(members)] == sorted(some)

@@ -170,21 +170,23 @@ class Candidates:
         Args:
             question: With a row for each slot of the pool.
         """
+        scored = self._scored or self._scores
+        if len(scored) == 1:
+            return scored[0][1].seconds(question)
         return self._column(lambda scores: scores.seconds(question))
 
     def overlap(self, index: int) -> tuple[int, float]:
         """`device_blocks` and `effective_blocks` of one candidate."""
-        scored = self._scores
+        scored = self._scored or self._scores
         if len(scored) == 1:
             return scored[0][1].overlap(index)
         return self.device_blocks[index], self.effective_blocks[index]
 
-    def uncached_tokens(self, index: int, effective_blocks: float) -> int:
-        """Prompt tokens to charge one candidate as prefill, by its `effective_blocks`."""
+    def uncached_tokens(self, slot: int, effective_blocks: float) -> int:
+        """Prompt tokens to charge the candidate at a slot as prefill, by its `effective_blocks`."""
         if not self.request.charge_prefill:
             return 0
-        block_size = self._pool.lane_of[self.slot(index)].block_size
-        return max(0, self.request.isl_tokens - int(effective_blocks * block_size))
+        return max(0, self.request.isl_tokens - int(effective_blocks * self._pool.lane_of[slot].block_size))
 
     def of(self, members: int) -> Candidates:
         """The same question of other workers."""

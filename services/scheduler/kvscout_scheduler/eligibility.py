@@ -84,6 +84,8 @@ def eligible(pool: Pool, request: SelectionRequest, now: float, dropped: Dropped
             if not kept:
                 raise refusal(slots.bit_count())
             slots = kept
+    if not (pool.draining or pool.cooldown_until or pool.judged):
+        return slots
     for label, leave_out, refuse in _STAGES:
         out = leave_out(pool, request, slots, now)
         if out:

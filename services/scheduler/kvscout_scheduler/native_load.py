@@ -60,6 +60,7 @@ class NativeLoad:
         self.add_private = core.add_private
         self.remove = core.remove
         self.shared = core.shared
+        self._score = core.score
 
     @property
     def requests(self) -> list[int]:
@@ -88,19 +89,11 @@ class NativeLoad:
 
     def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> NativeScores:
         lane, hashes, isl_tokens, weight, tiers, charge_prefill, scale = question
+        native = _native(overlaps)
+        members = None if slots is None else packed(slots)
+        host, disk = tiers.host, tiers.disk
         return NativeScores(
-            self._core.score(
-                None if slots is None else packed(slots),
-                lane,
-                hashes,
-                _native(overlaps),
-                isl_tokens,
-                weight,
-                tiers.host,
-                tiers.disk,
-                charge_prefill,
-                scale,
-            )
+            self._score(members, lane, hashes, native, isl_tokens, weight, host, disk, charge_prefill, scale)
         )
 
     def check_invariants(self, allocations: Iterable[kvscout_native.Allocation]) -> None:
@@ -119,10 +112,16 @@ def _native(overlaps: AnyOverlaps) -> kvscout_native.Overlaps | None:
 class NativeScores:
     """See `Scores`; a column is made anew each time."""
 
+    __slots__ = ("_core",)
+
     def __init__(self, core: kvscout_native.Scores) -> None:
         self._core = core
-        self.overlap = core.overlap
-        self.slot = core.slot
+
+    def overlap(self, index: int) -> tuple[int, float]:
+        return self._core.overlap(index)
+
+    def slot(self, index: int) -> int:
+        return self._core.slot(index)
 
     @property
     def device_blocks(self) -> Sequence[int]:

@@ -163,6 +163,9 @@ class Operations:
 
     def _select(self, number: int, operation: Select) -> Outcome | None:
         wanted, books, lease_seconds, traceparent = operation
+        if not traceparent and not self._scheduler.keeps_line:
+            # As most are: nothing is traced, and nobody waits.
+            return carry_out(operation, self._scheduler, self._owner)
         told: list[Decision | KvscoutError] = []
         waiter: Waiter | None = None
         span = traced("SelectAndReserve" if books else "Select", traceparent).begun()

@@ -102,7 +102,13 @@ class Pool:
         self.changed = False
         """Whether anything else changed since: who may go where must be looked at anew."""
         self._thresholds = NO_THRESHOLDS
+        self.judged = False
+        """Whether any worker can be busy."""
         self._queue_threshold = settings.queue_threshold
+        self.keeps_line = settings.queue_threshold is not None
+        """Whether requests wait while no worker has room."""
+        self.policies: dict[str, Any] = {}
+        """The instances of policies that decide here, by name; of the selector."""
         self._features = FeatureSets(self.ranks, self.specs)
         self._unused: list[int] = []
 
@@ -139,11 +145,6 @@ class Pool:
         self.relieved, self.changed = set(), False
         return relieved, changed
 
-    @property
-    def keeps_line(self) -> bool:
-        """Whether requests wait while no worker has room."""
-        return self._queue_threshold is not None
-
     def members(self, slots: int) -> list[int]:
         """Registered slots that are in a set, by rank."""
         if slots == self.everyone:
@@ -169,15 +170,10 @@ class Pool:
         """The set of those that have an adapter loaded."""
         return self._features.having(adapter, self.order)
 
-    @property
-    def judged(self) -> bool:
-        """Whether any worker can be busy."""
-        return not self._thresholds.off
-
     def judge(self, thresholds: BusyThresholds) -> None:
         """Sets when its workers count as busy."""
         if thresholds is not self._thresholds and thresholds != self._thresholds:
-            self._thresholds = thresholds
+            self._thresholds, self.judged = thresholds, not thresholds.off
             for slot in self.order:
                 self._limit(slot)
             self.changed = True

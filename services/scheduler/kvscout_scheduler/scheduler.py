@@ -100,6 +100,8 @@ class Scheduler:
         self._turns = Turns(self.workers, self.thresholds, self.waiting, self._book_waiter, self.lines_elsewhere)
         self.cool_downs = CoolDowns(settings, self.workers, clock, self.pump)
         self.draining = False
+        self.keeps_line = settings.queue_threshold is not None
+        """Whether requests wait while no worker has room."""
         self.watchers = Watchers(wall_clock)
         self.clock = clock
         self.wall_clock = wall_clock
@@ -183,7 +185,7 @@ class Scheduler:
         Raises:
             KvscoutError: As `select_and_reserve`, if it is decided now; and ResourceExhausted: the line is full.
         """
-        if self.settings.queue_threshold is None:
+        if not self.keeps_line:
             answer(self.select_and_reserve(request, owner=owner, lease_seconds=lease_seconds))
             return None
         self._selector.check(request)
@@ -280,7 +282,7 @@ class Scheduler:
             output_tokens: That it had, for policies that learn; 0 = unknown.
         """
         now = self.clock()
-        waiter = self.waiting.find(key, attempt_id)
+        waiter = self.waiting.find(key, attempt_id) if self.keeps_line else None
         if waiter is not None:
             self.waiting.leave(waiter)
             # There is none, and none may come.
@@ -459,7 +461,7 @@ class Scheduler:
 
     def _relieved(self, key: RequestKey, now: float) -> None:
         """Lets those go who waited for what a request has given back."""
-        if len(self.waiting):
+        if self.keeps_line and len(self.waiting):
             self._turns.give(key.pool, now)
 
     def _refused(self, request: SelectionRequest, error: KvscoutError) -> None:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from kvscout_common.errors import InternalError
 from kvscout_scheduler.candidates import Candidates
@@ -29,7 +28,7 @@ class Selected(NamedTuple):
 
 
 class Selector:
-    """Picks workers. Keeps one instance of each policy a pool, nothing else.
+    """Picks workers. Makes one instance of each policy a pool, which the pool keeps.
 
     Args:
         settings: Defaults that a request may override.
@@ -42,7 +41,6 @@ class Selector:
         self._settings = settings
         self._registry = registry
         self._rng = rng
-        self._policies: WeakKeyDictionary[Pool, dict[str, CheckedPolicy]] = WeakKeyDictionary()
 
     def begin(self, pool: Pool) -> None:
         """Makes the usual policy of a new pool, which observes it before anything is selected here: a replica that
@@ -81,9 +79,10 @@ class Selector:
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
         dropped = Dropped() if request.explain or explains else None
         members = eligible(pool, request, now, dropped)
-        # A query is answered all the same when everyone is full.
-        members = with_room(pool, members, dropped) or members
-        settings = self._in_effect(request.override)
+        if pool.keeps_line:
+            # A query is answered all the same when everyone is full.
+            members = with_room(pool, members, dropped) or members
+        settings = self._settings if request.override is NO_OVERRIDE else self._in_effect(request.override)
         candidates = Candidates(pool, request, members, prompts, settings, now=now, books=books)
         name = settings.policy
         policy = self._policy(pool, name)
@@ -103,30 +102,25 @@ class Selector:
                 if request.explain:
                     raise
         decision = Decision(
-            rank=pool.ranks[slot],
-            spec=pool.specs[slot],
-            policy=name,
-            overlap_blocks=overlap_blocks,
-            effective_overlap_blocks=effective_overlap_blocks,
-            cost=costs[index],
-            uncached_tokens=candidates.uncached_tokens(index, effective_overlap_blocks),
-            explanation=explanation,
+            pool.ranks[slot],
+            pool.specs[slot],
+            name,
+            overlap_blocks,
+            effective_overlap_blocks,
+            costs[index],
+            candidates.uncached_tokens(slot, effective_overlap_blocks),
+            explanation,
         )
         return Selected(decision, pool, slot, prompts[pool.lane_of[slot]].block_hashes)
 
     def _in_effect(self, override: ConfigOverride) -> SchedulerSettings:
-        if override is NO_OVERRIDE:
-            return self._settings
         given = {name: getattr(override, name) for name in ("overlap_score_weight", "router_temperature", "policy")}
         return replace(self._settings, **{name: value for name, value in given.items() if value is not None})
 
     def _policy(self, pool: Pool, name: str) -> CheckedPolicy:
-        made = self._policies.get(pool)
-        if made is None:
-            made = self._policies[pool] = {}
-        policy = made.get(name)
+        policy: CheckedPolicy | None = pool.policies.get(name)
         if policy is None:
-            policy = made[name] = self._registry.create(name)
+            policy = pool.policies[name] = self._registry.create(name)
             if policy.observes:
                 pool.observers.append(policy)
         return policy

@@ -68,7 +68,7 @@ def potential_loads(
         WorkerLoad(
             rank=pool.ranks[slot],
             potential_prefill_tokens=load.prefill_tokens
-            + candidates.uncached_tokens(index, candidates.overlap(index)[1]),
+            + candidates.uncached_tokens(slot, candidates.overlap(index)[1]),
             potential_decode_blocks=candidates.decode_blocks[index],
             active_requests=load.requests,
             active_prefill_tokens=load.prefill_tokens,

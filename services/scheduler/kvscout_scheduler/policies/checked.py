@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from kvscout_common.errors import InternalError, KvscoutError
 from kvscout_common.telemetry import RateLimitedLog
 from kvscout_scheduler.candidates import Candidates
-from kvscout_scheduler.choose import Ranked
+from kvscout_scheduler.choose import is_ranked
 from kvscout_scheduler.policies.policy import Policy
 
 T = TypeVar("T")
@@ -49,11 +49,23 @@ class CheckedPolicy:
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         """See `Policy`."""
-        return self._asked(_column, self._policy.costs, candidates)
+        # Asked by every request, as `pick` is: without a call more than it takes.
+        try:
+            given = self._policy.costs(candidates)
+            return given if is_ranked(given) else _column(given, candidates)
+        except KvscoutError:
+            raise
+        except Exception as error:
+            raise self._blamed(error) from error
 
     def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
         """See `Policy`."""
-        return self._asked(_index, self._policy.pick, candidates, costs, rng)
+        try:
+            return _index(self._policy.pick(candidates, costs, rng), candidates)
+        except KvscoutError:
+            raise
+        except Exception as error:
+            raise self._blamed(error) from error
 
     def probabilities(self, candidates: Candidates, costs: Sequence[float]) -> Sequence[float]:
         """See `Policy`."""
@@ -94,7 +106,7 @@ class CheckedPolicy:
 
 def _column(given: Sequence[float], candidates: Candidates) -> Sequence[float]:
     """A column of plain floats, one a candidate, none NaN; what stays native is known to be so."""
-    if isinstance(given, Ranked):
+    if is_ranked(given):
         return given
     column = list(map(float, given))
     if len(column) != len(candidates):

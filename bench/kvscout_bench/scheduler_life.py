@@ -1,0 +1,102 @@
+"""What a request's life costs the scheduler's core, in this process: while all is well, and while something is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from random import Random
+
+from kvscout.v1 import scheduler_pb2
+from kvscout_bench.scheduler_process import BLOCK_SIZE, MODEL, prompts
+from kvscout_common.errors import KvscoutError
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.operations import Select
+from kvscout_scheduler.packed_operations import codec_for
+from kvscout_scheduler.request import ANYONE, OwnerName, Prompt, SelectionRequest, Wanted
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.settings import SchedulerSettings
+
+PROMPTS = 256
+BLOCKS = 32
+"""Of each prompt."""
+HOLDERS = 8
+"""Workers on which a part of a prompt is cached."""
+OUTSTANDING = 64
+"""Requests at once."""
+OUTPUT_TOKENS = 64
+
+
+def life_us(lives: int, *, workers: int, unwell: bool, seed: int) -> float:
+    """CPU time of one life in microseconds: select_and_reserve, prefill complete, free, as a stream's owner asks.
+
+    Args:
+        lives: How many are measured; a tenth more come first.
+        workers: Of the pool.
+        unwell: Whether one worker cools down, and every request excludes another one.
+        seed: Of the draws.
+    """
+    core = _Core(workers, unwell, seed)
+    core.live(lives // 10 + OUTSTANDING)
+    began = time.process_time_ns()
+    core.live(lives)
+    return (time.process_time_ns() - began) / lives / 1e3
+
+
+class _Core:
+    def __init__(self, workers: int, unwell: bool, seed: int) -> None:
+        rng = Random(seed)
+        names = [f"worker-{number:05d}" for number in range(workers)]
+        self._scheduler = Scheduler(SchedulerSettings(), clock=time.monotonic, rng=rng)
+        for name in names:
+            spec = WorkerSpec(name, MODEL, BLOCK_SIZE, max_num_batched_tokens=8_192, total_kv_blocks=10_000)
+            self._scheduler.workers.worker_added(spec)
+        self._owner = OwnerName("*", "bench")
+        self._scheduler.connect_owner(self._owner, [])
+        self._wanted = ANYONE
+        if unwell:
+            self._wanted = Wanted(excluded_worker_ids=frozenset({names[-1]}))
+            self._scheduler.cool_downs.report("default", WorkerRank(names[0], 0), 60.0)
+        self._prompts = _prompts(names, rng)
+        self._lived = 0
+
+    def live(self, lives: int) -> None:
+        while lives > 0:
+            some = [self._request() for _ in range(min(lives, OUTSTANDING))]
+            for request in some:
+                self._scheduler.reserve_or_wait(request, _decided, owner=self._owner)
+            for request in some:
+                self._scheduler.mark_prefill_complete(request.key, request.attempt_id)
+            for request in some:
+                self._scheduler.free(request.key, request.attempt_id, output_tokens=OUTPUT_TOKENS)
+            lives -= len(some)
+
+    def _request(self) -> SelectionRequest:
+        self._lived += 1
+        return SelectionRequest(
+            MODEL,
+            BLOCKS * BLOCK_SIZE,
+            self._prompts[self._lived % len(self._prompts)],
+            request_id=str(self._lived),
+            attempt_id=self._lived,
+            wanted=self._wanted,
+        )
+
+
+def _decided(outcome: Decision | KvscoutError) -> None:
+    if isinstance(outcome, KvscoutError):
+        raise outcome
+
+
+def _prompts(names: Sequence[str], rng: Random) -> list[Prompt]:
+    """As a stream's messages bring them."""
+    codec, made = codec_for("", "*"), []
+    for number in range(PROMPTS):
+        (asked,) = prompts(1, BLOCKS, sorted(rng.sample(names, HOLDERS)), number)
+        operation = scheduler_pb2.LifecycleOperation(id=number)
+        operation.select_and_reserve.MergeFromString(asked)
+        operation.select_and_reserve.request_id = str(number)
+        for _, read in codec.read(scheduler_pb2.LifecycleRequest(operations=[operation]).SerializeToString()):
+            assert isinstance(read, Select)
+            made.append(read.wanted.prompt)
+    return made
