@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple, TextIO
 
 from kvscout_bench.laboratory.cells import Bench, Contender
@@ -181,6 +183,19 @@ def _run(task: _Task) -> dict[str, dict[str, Any]]:
     return {each.label: bench.run(each.settings, cell.rate).as_json() for each in contenders}
 
 
+def end_with_parent() -> None:
+    """Has this process end when the one that started it does, however that ended: else it would wait for ever."""
+    parent = parent_process()
+
+    def wait() -> None:
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    if parent is not None:
+        Thread(target=wait, daemon=True).start()
+
+
 def _all(
     tasks: Sequence[_Task], plan: MatrixPlan, jobs: int
 ) -> Iterator[tuple[MatrixCell, int, dict[str, dict[str, Any]]]]:
@@ -189,7 +204,7 @@ def _all(
             yield task[0], task[1], _run(task)
         return
     # A fresh interpreter each: threads and locks of this one are not copied.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
         futures = {pool.submit(_run, task): task for task in tasks}
         try:
             for future in as_completed(futures):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +116,39 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
         run_matrix(plan("kv"), path=path)
     assert raised.value.field == "out"
     assert path.read_text() == text
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from multiprocessing import get_context\n"
+        "from kvscout_bench.laboratory.matrix_run import end_with_parent\n"
+        "if __name__ == '__main__':\n"
+        "    pool = ProcessPoolExecutor(1, mp_context=get_context('spawn'), initializer=end_with_parent)\n"
+        "    print(pool.submit(os.getpid).result(), flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    script = tmp_path / "parent.py"
+    script.write_text(program)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        os.kill(child, 0)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while _runs(child):
+        assert time.monotonic() < deadline, f"process {child} goes on"
+        time.sleep(0.05)
+
+
+def _runs(process: int) -> bool:
+    """Whether a process is there, and is more than the record of one that has ended."""
+    try:
+        return (Path("/proc") / str(process) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def made_up(cell: MatrixCell, values: dict[str, list[tuple[float, float]]]) -> Results:
