@@ -335,7 +335,7 @@ def _row(one: Outcome) -> tuple[str, ...]:
     hits = [measures.hit_rate for measures in one.simulated]
     ttfts = [1000 * measures.ttft.mean for measures in one.simulated]
     return (
-        f"{one.simulated_hit_rate:.1%} ({min(hits):.0%}–{max(hits):.0%})",
+        f"{one.simulated_hit_rate:.1%} ({100 * min(hits):.0f}–{max(hits):.0%})",
         f"{one.hit_rate:.1%}",
         f"{1000 * one.simulated_ttft:,.0f} ({min(ttfts):,.0f}–{max(ttfts):,.0f})",
         f"{1000 * one.ttft:,.0f}",

@@ -206,3 +206,16 @@ async def test_the_length_of_an_output_is_told_whatever_is_known_of_its_prompt(
         assert booking.output == Output(0, 50, "responses", unseen=True)
         pick.ended(account)
         assert booking.output_tokens == output_tokens
+
+
+@pytest.mark.parametrize("shows_output", [True, False])
+async def test_the_end_of_a_prefill_leg_is_its_first_token_unless_nobody_tells_of_it(shows_output: bool) -> None:
+    async with picker(worker(1, role=Role.PREFILL), worker(2, role=Role.DECODE)) as (one, gateway):
+        pick = await one.pick(generation(stream=True, shows_output=shows_output))
+        by_worker = {held.worker.worker_id: held.output for held in gateway.bookings.in_flight() if held.worker}
+        assert by_worker == {
+            "w1": Output(1, 1, "", unseen=not shows_output),
+            "w2": Output(0, 4096, "completions", unseen=not shows_output),
+        }
+        pick.aborted()
+        assert not gateway.bookings.in_flight()
