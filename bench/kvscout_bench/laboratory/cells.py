@@ -99,7 +99,7 @@ class Bench:
         self._lead_seconds = lead_seconds
         self._workload = workload
         self._cluster = cluster.validate()
-        self._objective = objective.validate()
+        self.objective = objective.validate()
         self._on_run = on_run
         self._on_done = on_done
         self._turns = [len(flow.turns) for flow in workload.flows]
@@ -120,7 +120,7 @@ class Bench:
         simulation = Simulation(workload, self._cluster, settings, self._policies, on_done=self._on_done)
         run = simulation.run()
         simulation.check_idle()
-        return measure(run, self._bound, self._turns, self._objective)
+        return measure(run, self._bound, self._turns, self.objective)
 
     def cell(self, contenders: Sequence[Contender], rate: float, load: float | None = None) -> Cell:
         """Every policy at one rate.

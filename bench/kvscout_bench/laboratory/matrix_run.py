@@ -93,7 +93,7 @@ def bench_of(setup: Setup, seed: int, scale: float = 1.0, trace: Path | None = N
     workload = as_clients_ask(workload, replace(setup.clients, seed=seed))
     cluster = setup.cluster
     cluster = replace(cluster, seed=seed, engine=replace(cluster.engine, block_size=workload.block_size))
-    objective = Objective(warm_up=setup.warm_up)
+    objective = Objective(warm_up=setup.uncounted)
     return Bench(workload, cluster, objective=objective, burst=setup.burst, lead_seconds=setup.lead_seconds)
 
 
@@ -155,7 +155,8 @@ def run_matrix(
 
 def digest(cell: MatrixCell, scale: float) -> str:
     """Of all that defines a cell: another one, and its earlier runs say nothing of it any more."""
-    return hashlib.sha256(repr((cell, scale)).encode()).hexdigest()[:16]
+    whole = replace(cell, setup=replace(cell.setup, warm_up=cell.setup.uncounted))
+    return hashlib.sha256(repr((whole, scale)).encode()).hexdigest()[:16]
 
 
 def _part_of_trace(path: Path, requests: int, seed: int) -> Workload:

@@ -56,6 +56,15 @@ def test_there_are_a_hundred_cells_each_with_a_name_and_a_rate_of_its_own() -> N
     assert any(cell.setup.workload == TRACE for cell in matrix(trace=True))
 
 
+def test_what_does_not_count_is_a_share_and_in_cold_cells_all_counts() -> None:
+    for cell in matrix(trace=True):
+        cold = cell.name.startswith("cold/")
+        assert (cell.setup.uncounted == 0) == cold
+        assert 0 <= cell.setup.uncounted < 0.5
+    assert bench_of(matrix(pattern="cold/agents-as*")[0].setup, 0, 0.3).objective.warm_up == 0
+    assert bench_of(matrix(pattern="shared-prompt/8w*")[0].setup, 0, 0.1).objective.warm_up == 0.3
+
+
 def test_every_saturated_rate_is_of_a_setup() -> None:
     names = {setup.name for setup in setups()}
     assert SATURATED.keys() <= names
