@@ -13,9 +13,9 @@ from kvscout.v1 import replication_pb2
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_scheduler.replica_blocks import KEPT_SECONDS, MAX_KEPT_BYTES, KnownBlocks, RecentBlocks, UnknownBlocks
 from kvscout_scheduler.replica_claim import claim_from_proto, claim_to_proto
-from kvscout_scheduler.replica_view import CHANGE_WORK, SLICE_WORK
+from kvscout_scheduler.replica_view import CHANGE_WORK, SILENT_SECONDS, SLICE_WORK
 from kvscout_scheduler.replication import Outgoing
-from kvscout_scheduler.request import pack_hashes
+from kvscout_scheduler.request import RequestKey, pack_hashes
 
 BLOCKS = 256
 """2 KiB of hashes a request."""
@@ -28,6 +28,8 @@ class Counting(World):
         self.bytes = dict.fromkeys(names, 0)
         self.older = older
         super().__init__(*names, seed=seed)
+        # Whoever is there has shown by now.
+        self.run(SILENT_SECONDS + 1)
 
     def outgoing(self, node: Node) -> list[Outgoing]:
         sent = super().outgoing(node)
@@ -36,26 +38,20 @@ class Counting(World):
             sent = [each._replace(payload=as_of_an_older_release(each.payload)) for each in sent]
         return sent
 
-    def step(self, seconds: float) -> None:
-        for _, _, _, to, payload in self._flying:
-            if to in self.older:
-                assert not left_out(payload), f"{to} does not read such claims"
-        super().step(seconds)
+    def start(self, name: str, *, clock_behind_seconds: float = 0.0) -> Node:
+        node = super().start(name, clock_behind_seconds=clock_behind_seconds)
+
+        def unreadable(key: RequestKey, attempt_id: int, known: KnownBlocks) -> bytes:
+            raise AssertionError(f"{name} does not read such claims")
+
+        if name in self.older:
+            node.replication.ownership.blocks_of = unreadable  # type: ignore[method-assign]
+        return node
 
     def sent(self, name: str) -> int:
         """Bytes that a replica sent since this was asked last."""
         sent, self.bytes[name] = self.bytes[name], 0
         return sent
-
-
-def claims_in(message: replication_pb2.ReplicaMessage) -> list[replication_pb2.Claim]:
-    added = [event.add_request for event in message.events.events if event.HasField("add_request")]
-    return [*added, *message.snapshot_chunk.claims]
-
-
-def left_out(payload: bytes) -> list[replication_pb2.Claim]:
-    claims = claims_in(replication_pb2.ReplicaMessage.FromString(payload))
-    return [claim for claim in claims if claim.known_blocks]
 
 
 def as_of_an_older_release(payload: bytes) -> bytes:

@@ -32,7 +32,7 @@ from kvscout_scheduler.registers import Registers
 from kvscout_scheduler.replica_blocks import KnownBlocks, RecentBlocks, UnknownBlocks
 from kvscout_scheduler.replica_claim import Claim, ClaimState, Incarnation
 from kvscout_scheduler.replica_log import ReplicaLog
-from kvscout_scheduler.replica_view import View
+from kvscout_scheduler.replica_view import SILENT_SECONDS, View
 from kvscout_scheduler.request import MICROSECONDS, OwnerName, RequestKey
 from kvscout_scheduler.scheduler import Scheduler
 
@@ -79,6 +79,7 @@ class Ownership(Journal):
         self._unplaced_at: dict[RequestKey, tuple[str, str]] = {}
         self._dirty: dict[RequestKey, bool] = {}
         """Names whose claims changed, and whether what they say of them is late."""
+        self._began_at = scheduler.clock()
         self._recent_blocks = RecentBlocks()
         self._yielding = False
         self._bookings.journal = self
@@ -349,7 +350,12 @@ class Ownership(Journal):
             held.claim.attempt_id == claim.attempt_id and held.claim.facts.block_hashes == hashes
             for held in self._claims(claim.key)
         )
-        self.log.put(claim, known=told and not any(view.needs_blocks for view in self.views.values()))
+        self.log.put(claim, known=told and self._may_leave_out())
+
+    def _may_leave_out(self) -> bool:
+        """Whether all who follow us read claims whose hashes are left out: who they are shows soon after our start."""
+        now = self._clock()
+        return now - self._began_at >= SILENT_SECONDS and not any(v.needs_blocks(now) for v in self.views.values())
 
     def _end_elsewhere(self, held: Held, reason: EndReason, now: float) -> None:
         claim = held.claim

@@ -106,11 +106,12 @@ class View:
         """Whether it can be expected to answer."""
         return not (self.leaving or self.replaced) and now - self.heard_at < SILENT_SECONDS
 
-    @property
-    def needs_blocks(self) -> bool:
-        """Whether it follows our events, and hashes must not be left out of them. Who was not heard yet has no snapshot
-        of ours, without which events are nothing to it."""
-        return self.heard and not (self.reads_known_blocks or self.leaving or self.replaced)
+    def needs_blocks(self, now: float) -> bool:
+        """Whether it may follow our events, and hashes must not be left out of them. Who is known from others only and
+        is not heard soon is gone."""
+        if self.reads_known_blocks or self.leaving or self.replaced:
+            return False
+        return self.heard or now - self.heard_at < SILENT_SECONDS
 
     @property
     def lag_events(self) -> int:
