@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from laboratory_worlds import ENGINE, mixed, simulation
@@ -80,6 +81,24 @@ def test_figures_are_what_the_page_derives() -> None:
     assert small.kv_tokens == 403_000
     assert large.step.context_ns_per_token == pytest.approx(17.5, 0.01)
     assert large.step.base_ms == pytest.approx(7.53 + 1.92, 0.01)
+
+
+def test_the_page_has_the_figures_of_every_engine() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "laboratory.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    found = {row[0].strip("`"): row[1:] for row in rows if row[0].strip("`") in ENGINES}
+    for name, known in ENGINES.items():
+        step = known.step
+        took = step.rates().alone(0, 100_000, 8_192) / PICOSECONDS
+        assert found[name] == [
+            f"{step.base_ms:.1f}",
+            f"{step.prefill_us_per_token:.1f}",
+            f"{step.attention_ps_per_pair:,.0f}",
+            f"{step.context_ns_per_token:.1f}",
+            f"{step.host_ms:.1f}",
+            f"{known.kv_tokens:,}",
+            f"{took:.1f} s = {took / (0.1 * step.prefill_us_per_token):.1f} ×",
+        ]
 
 
 @pytest.mark.parametrize("name", ENGINES)
