@@ -92,15 +92,22 @@ impl Scores {
     /// Costs in seconds; None: there is no row for a slot.
     pub fn seconds(&self, question: &TimeQuestion, row: impl Fn(u32) -> Option<Row>) -> Option<Costs> {
         let &TimeQuestion { now, weight, .. } = question;
-        let rows: Vec<Row> = self.slots.iter().map(|&slot| row(slot)).collect::<Option<_>>()?;
-        let fewest = rows.iter().fold(f64::INFINITY, |fewest, row| fewest.min(row.prefills));
+        // Rows are read twice, not copied: those of thousands of workers are hundreds of kilobytes.
+        let mut fewest = f64::INFINITY;
+        for &slot in &self.slots {
+            fewest = fewest.min(row(slot)?.prefills);
+        }
         let waiting = WAITING_WEIGHT * fewest;
-        let cost = |(row, cached): (&Row, &f64)| {
+        let cost = |row: Row, cached: f64| {
             let own = row.own(question, self.isl_tokens - cached);
             weight * (row.ahead(now) + (row.crowding(now) + waiting) * own)
                 + row.decode(question, self.isl_tokens)
         };
-        Some(Costs(rows.iter().zip(&self.cached_tokens).map(cost).collect()))
+        let mut costs = Vec::with_capacity(self.slots.len());
+        for (&slot, &cached) in self.slots.iter().zip(&self.cached_tokens) {
+            costs.push(cost(row(slot)?, cached));
+        }
+        Some(Costs(costs))
     }
 }
 

@@ -42,6 +42,9 @@ class OutputLengths:
     def __init__(self) -> None:
         self._everyone = _Class(None)
         self._classes: OrderedDict[object, _Class] = OrderedDict()
+        self._asked: tuple[str, int, int, int] | None = None
+        """Of whom `_answer` was, since the last output: who is booked was asked about a moment ago."""
+        self._answer: Stages = BELIEVED
 
     def __len__(self) -> int:
         return len(self._classes)
@@ -55,18 +58,11 @@ class OutputLengths:
             most: Tokens at which it ends; 0 = unknown.
             expected: Tokens that its caller expects; 0 = unknown.
         """
-        mean = self._class(output_class, lineage, most, expected).mean()
-        bound = min(most or LAST, expected or LAST)
-        if bound >= LAST:
-            return mean
-        first, second, third, fourth, last = mean
-        return (
-            min(first, bound),
-            min(second, max(0.0, bound - STAGES[1])),
-            min(third, max(0.0, bound - STAGES[2])),
-            min(fourth, max(0.0, bound - STAGES[3])),
-            min(last, max(0.0, bound - STAGES[4])),
-        )
+        asked = (output_class, lineage, most, expected)
+        if asked != self._asked:
+            mean = self._class(output_class, lineage, most, expected).mean()
+            self._asked, self._answer = asked, _bounded(mean, min(most or LAST, expected or LAST))
+        return self._answer
 
     def add(self, output_class: str, lineage: int, most: int, expected: int, tokens: int) -> None:
         """Learn from an output that has ended.
@@ -78,6 +74,7 @@ class OutputLengths:
             expected: Tokens that its caller expected; 0 = unknown.
             tokens: That it had.
         """
+        self._asked = None
         self._class(output_class, lineage, most, expected).add(tokens)
 
     def _class(self, output_class: str, lineage: int, most: int, expected: int) -> _Class:
@@ -136,6 +133,20 @@ class _Class:
             KEPT * total + min(max(tokens - begin, 0.0), width)
             for total, begin, width in zip(self._sums, STAGES, WIDTHS, strict=True)
         ]
+
+
+def _bounded(mean: Stages, bound: float) -> Stages:
+    """Return what is left of stages up to a number of tokens."""
+    if bound >= LAST:
+        return mean
+    first, second, third, fourth, last = mean
+    return (
+        min(first, bound),
+        min(second, max(0.0, bound - STAGES[1])),
+        min(third, max(0.0, bound - STAGES[2])),
+        min(fourth, max(0.0, bound - STAGES[3])),
+        min(last, max(0.0, bound - STAGES[4])),
+    )
 
 
 def reaching(stages: Stages, stage: int = 0) -> Stages:
