@@ -262,6 +262,23 @@ def test_it_learns_how_fast_prompts_are_and_which_worker_is_slow() -> None:
     assert (costs["d"] - decode) / (costs["a"] - decode) == pytest.approx(3.0, rel=0.35)
 
 
+@pytest.mark.parametrize("speed", [8.0, 0.2])
+def test_fifty_requests_say_how_fast_prompts_are_though_one_of_the_first_hangs(speed: float) -> None:
+    rng, world = Random(test_seed()), World("a", "b", "c", "d")
+    for number in range(50):
+        tokens = 16 * rng.randint(4, 500)
+        seconds = (0.01 + 50e-6 * tokens) / speed * rng.uniform(0.8, 1.2)
+        world.serve("abcd"[number % 4], tokens, 60.0 if number == 1 else seconds)
+        world.clock.advance(10.0)
+        if number == 3:  # of which three were learned from: the last step may go on
+            assert 0.5 <= world.times.prefill.slope * speed / 50e-6 <= 2.0
+    world.clock.advance(1_000.0)
+    costs = world.costs(blocks=250)
+    decode = world.costs(blocks=250, on=dict.fromkeys("abcd", 250))
+    for name in "abcd":
+        assert costs[name] - decode[name] == pytest.approx(4_000 * 50e-6 / speed, rel=0.25)
+
+
 def test_it_learns_how_steps_grow_with_contexts() -> None:
     rng, world = Random(test_seed()), World("a")
     for _ in range(600):

@@ -7,7 +7,8 @@
     output tokens ─▶ lengths of outputs, by class                     ──┘
 
 Learned is what happened, not what was said. What ran before it was booked here teaches nothing, nor does a failure,
-which may be quick. Until anything is known, rates are those of a large model on current accelerators.
+which may be quick. Until anything is known, rates are those of a large model on current accelerators. No worker is
+faster than others until the pool's own rate has settled (`rates.Line`).
 
 Whoever asks an engine for an answer as a whole never hears of its first token (`Facts.estimates_prefill`): such a
 prefill is over when it should be, or when that of one that came later to the same worker is. Where nobody hears of a
@@ -328,7 +329,8 @@ class LearnedTimes:
         self.prefill.add(tokens, seconds)
         expected = self.prefill.at(tokens)
         worker.prefilled += worker.pace * self.prefill.slope * tokens
-        worker.prefill_pace(seconds / expected, expected)
+        if self.prefill.is_settled:
+            worker.prefill_pace(seconds / expected, expected)
 
     def _learn_decode(self, request: ActiveTimes, tokens: int, seconds: float, now: float) -> None:
         """Learns from the time between the first and the last token of an output."""
@@ -339,7 +341,8 @@ class LearnedTimes:
         step = min(max(seconds / (tokens - 1), LEAST_PACE * believed), MOST_PACE * believed)
         self.decode.add(contexts, step)
         expected = self.decode.at(contexts)
-        worker.step_pace(step / expected, min(1.0, expected * (tokens - 1)))
+        if self.decode.is_settled:
+            worker.step_pace(step / expected, min(1.0, expected * (tokens - 1)))
 
     def _learn_whole(self, request: ActiveTimes, tokens: int, now: float) -> None:
         """Learns from an answer of which only the end is known, where no first token is: both rates are as wrong."""
