@@ -47,7 +47,7 @@ HEARTBEAT_MS = (100, 60_000)
 MISSED_HEARTBEATS = 2.5
 """After so many the owner is gone."""
 
-READ_AT_ONCE = 2_048
+READ_AT_ONCE = 512
 """Requests of a hello, a few milliseconds."""
 
 LEAVE_SECONDS = 1.0
