@@ -324,10 +324,7 @@ class Scheduler:
     def connect_owner(
         self, owner: OwnerName, in_flight: Iterable[tuple[RequestKey, int]], opened_at: int = 0
     ) -> tuple[int, list[tuple[RequestKey, int]]]:
-        """As `begin_takeover`, all in one go.
-
-        Returns:
-            The session of the stream, and the listed requests that are not the owner's here.
+        """As `begin_takeover`, all in one go; the session, and the listed requests that are not the owner's here.
 
         Raises:
             FailedPrecondition: A stream that it opened later is open.
