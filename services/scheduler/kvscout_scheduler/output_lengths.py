@@ -21,7 +21,7 @@ STAGES: Final = (0.0, 64.0, 256.0, 1_024.0, 4_096.0)
 """Output tokens at which each stage begins."""
 LAST: Final = 32_768.0
 """Output tokens at which the last stage ends; of longer outputs no more is counted."""
-WIDTHS: Final = tuple(end - begin for begin, end in zip(STAGES, (*STAGES[1:], LAST), strict=True))
+WIDTHS: Final = (64.0, 192.0, 768.0, 3_072.0, 28_672.0)
 """Tokens of each stage."""
 BELIEVED: Final = (52.0, 85.0, 75.0, 35.0, 10.0)
 """Tokens in each stage of an output of which nothing is known: 257 in all, of which every second has more than 130."""
@@ -75,7 +75,7 @@ class OutputLengths:
             tokens: That it had.
         """
         self._asked = None
-        self._class(output_class, lineage, most, expected).add(tokens)
+        self._class(output_class, lineage, most, expected).add(_bounded(WIDTHS, tokens))
 
     def _class(self, output_class: str, lineage: int, most: int, expected: int) -> _Class:
         # Bounds that differ by less than a factor of two are one class.
@@ -124,15 +124,17 @@ class _Class:
             share * last + rest * above[4],
         )
 
-    def add(self, tokens: int) -> None:
-        """Add an output, here and to what contains this."""
+    def add(self, stages: Stages) -> None:
+        """Add an output, by its tokens in each stage, here and to what contains this."""
         if self._parent is not None:
-            self._parent.add(tokens)
+            self._parent.add(stages)
         self._weight = KEPT * self._weight + 1.0
-        self._sums = [
-            KEPT * total + min(max(tokens - begin, 0.0), width)
-            for total, begin, width in zip(self._sums, STAGES, WIDTHS, strict=True)
-        ]
+        sums, (first, second, third, fourth, last) = self._sums, stages
+        sums[0] = KEPT * sums[0] + first
+        sums[1] = KEPT * sums[1] + second
+        sums[2] = KEPT * sums[2] + third
+        sums[3] = KEPT * sums[3] + fourth
+        sums[4] = KEPT * sums[4] + last
 
 
 def _bounded(mean: Stages, bound: float) -> Stages:
