@@ -62,18 +62,18 @@ def test_fifty_observations_are_enough_however_wrong_the_belief_was(base: float,
 
 def test_a_line_takes_another_belief_until_it_has_an_observation() -> None:
     line = Line(0.01, 50e-6, 4_096)
-    assert line.is_belief
+    states = [(line.is_belief, line.is_settled)]
     line.believe(0.02, 1e-6)
     assert (line.at(0), line.slope) == (0.02, 1e-6)
     line.add(1_000, 0.021)
-    assert not line.is_belief
+    states.append((line.is_belief, line.is_settled))
     before = line.at(1_000)
     line.believe(5.0, 5.0)
     assert line.at(1_000) == before
-    assert not line.is_settled
     for _ in range(FEW - 1):
         line.add(1_000, 0.021)
-    assert line.is_settled
+    states.append((line.is_belief, line.is_settled))
+    assert states == [(True, False), (False, False), (False, True)]
 
 
 @pytest.mark.parametrize(("base", "slope"), [(0.008, 5e-6), (0.05, 400e-6), (0.001, 50e-6)])

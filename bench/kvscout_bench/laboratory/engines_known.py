@@ -10,7 +10,8 @@
 
 A pair of tokens takes 4 FLOP in a head's dimension: a product and a sum for the score, and again for the value.
 Keys and values of a token are 2 · layers · KV heads · head dimension · 2 bytes. MFU and MBU are what is achieved of the
-peaks of computing and reading. docs/laboratory.md has the figures, and where they are from.
+peaks of computing and reading (`first_rates`, with which the scheduler begins). docs/laboratory.md has the figures, and
+where they are from.
 """
 
 from __future__ import annotations
@@ -20,12 +21,8 @@ from typing import Final
 
 from kvscout_bench.laboratory.timing import StepTime
 from kvscout_common.errors import ConfigError
+from kvscout_scheduler.first_rates import GIGA, MBU, MFU, MFU_EXPERTS
 
-GIGA: Final = 1e9
-MFU: Final = {2: 0.45, 1: 0.40}
-"""Achieved share of the peak of computing, by bytes a weight: scaling and casting cost FP8 more of it."""
-MBU: Final = 0.70
-"""Achieved share of the peak of reading."""
 ALL_REDUCE_US: Final = 12.0
 """One small all-reduce over NVLink; each layer has two."""
 MEMORY_USED: Final = 0.9
@@ -117,8 +114,7 @@ ENGINES: Final[dict[str, KnownEngine]] = {
     "70b-bf16-tp4-h100": KnownEngine(LLAMA_70B, H100, 4, 2, host_ms=3.0, host_us_per_request=20.0),
     "70b-fp8-tp8-h100": KnownEngine(LLAMA_70B, H100, 8, 1, host_ms=3.5, host_us_per_request=20.0),
     "70b-bf16-tp8-h100": KnownEngine(LLAMA_70B, H100, 8, 2, host_ms=3.5, host_us_per_request=20.0),
-    # Experts are many small matrices: less of the peak is achieved.
-    "235b-moe-fp8-tp8-h100": KnownEngine(QWEN_235B, H100, 8, 1, host_ms=4.0, host_us_per_request=20.0, mfu=0.2),
+    "235b-moe-fp8-tp8-h100": KnownEngine(QWEN_235B, H100, 8, 1, host_ms=4.0, host_us_per_request=20.0, mfu=MFU_EXPERTS),
 }
 """By name."""
 

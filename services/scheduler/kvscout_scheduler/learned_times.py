@@ -7,8 +7,8 @@
     output tokens ─▶ lengths of outputs, by class                     ──┘
 
 Learned is what happened, not what was said. What ran before it was booked here teaches nothing, nor does a failure,
-which may be quick. Until anything is known, rates are those of a large model on current accelerators. No worker is
-faster than others until the pool's own rate has settled (`rates.Line`).
+which may be quick. Until anything is known, rates are what registrations say of them (`first_rates`), or engines of
+themselves (`engine_rates`). No worker is faster than others until the pool's own rate has settled (`rates.Line`).
 
 Whoever asks an engine for an answer as a whole never hears of its first token (`Facts.estimates_prefill`): such a
 prefill is over when it should be, or when that of one that came later to the same worker is. Where nobody hears of a
@@ -26,16 +26,17 @@ from typing import Final, NamedTuple
 
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.facts import End, Facts
+from kvscout_scheduler.first_rates import UNKNOWN, Rates
 from kvscout_scheduler.output_lengths import STAGES, OutputLengths, reaching
 from kvscout_scheduler.rates import Line
 from kvscout_scheduler.request import RequestKey, SelectionRequest
 from kvscout_scheduler.time_cost import DECODE_WEIGHT, TimeQuestion, TimeRow
 from kvscout_scheduler.worker_times import LEAST_PACE, MOST_PACE, STEP_TOKENS, ActiveTimes, WorkerTimes
 
-PREFILL: Final = (0.01, 50e-6, 4_096.0)
-"""What is believed at first: seconds of a prefill step without tokens, seconds a token, and where that holds."""
-DECODE: Final = (0.01, 20e-9, 50_000.0)
-"""Seconds of a decode step without contexts, seconds a token of context, and where that holds."""
+BELIEVED_TOKENS: Final = 4_096.0
+"""Of a prompt; where what is believed of prefill holds."""
+BELIEVED_CONTEXT: Final = 50_000.0
+"""Tokens in all contexts; where what is believed of decoding holds."""
 SAME_STEP: Final = 0.25
 """First tokens of a worker that are closer to each other than this share of an empty step came out of one."""
 LEAST_LEFT: Final = 0.2
@@ -60,15 +61,19 @@ class LearnedTimes:
 
     Args:
         registered: Answers which workers there are.
+        believed: Answers how fast they are, as far as their registrations say.
     """
 
-    def __init__(self, registered: Callable[[], Registered]) -> None:
+    def __init__(self, registered: Callable[[], Registered], believed: Callable[[], Rates]) -> None:
         self._registered = registered
+        self._believed = believed
+        self._told = False
+        """Whether engines told how fast they are."""
         self._arranged = False
         """Whether what is known of registered workers is that of now."""
-        self.prefill = Line(*PREFILL)
+        self.prefill = Line(UNKNOWN.step, UNKNOWN.prompt_token, BELIEVED_TOKENS)
         """Seconds of a prefill step by its prompt tokens, without what is decoded beside them."""
-        self.decode = Line(*DECODE)
+        self.decode = Line(UNKNOWN.step, UNKNOWN.context_token, BELIEVED_CONTEXT)
         """Seconds of a decode step by the tokens in its contexts, without prompts that are computed meanwhile."""
         self.outputs = OutputLengths()
         self._workers: dict[WorkerRank, WorkerTimes] = {}
@@ -103,6 +108,23 @@ class LearnedTimes:
     def workers_changed(self) -> None:
         """Look anew which workers are registered, when that is needed next."""
         self._arranged = False
+
+    @property
+    def rates(self) -> Rates:
+        """How fast the workers are, as far as is known."""
+        if not self._arranged:
+            self._arrange()
+        return Rates(self.prefill.slope, self.decode.base, self.decode.slope)
+
+    @property
+    def is_belief(self) -> bool:
+        """Whether nothing was observed."""
+        return self.prefill.is_belief and self.decode.is_belief
+
+    def believe(self, rates: Rates) -> None:
+        """Begin with what engines tell of the requests that they had, until something is observed."""
+        self._told = True
+        self._believe(rates)
 
     def question(self, request: SelectionRequest, lineage: int, now: float, weight: float) -> TimeQuestion:
         """Return what is known when a request asks.
@@ -232,8 +254,14 @@ class LearnedTimes:
             # Workers come and go under new names.
             self._forget(facts.rank)
 
+    def _believe(self, rates: Rates) -> None:
+        self.prefill.believe(rates.step, rates.prompt_token)
+        self.decode.believe(rates.step, rates.context_token)
+
     def _arrange(self) -> None:
         self._arranged = True
+        if self.is_belief and not self._told:
+            self._believe(self._believed())
         places, cache_tokens = self._registered()
         self._slot_of = {places[slot]: slot for slot in cache_tokens}
         for rank in [rank for rank, worker in self._workers.items() if not worker.requests]:

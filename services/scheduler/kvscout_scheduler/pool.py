@@ -15,6 +15,7 @@ from kvscout_scheduler.cost import Lane
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.facts import Facts, Observer
 from kvscout_scheduler.feature_sets import FeatureSets
+from kvscout_scheduler.first_rates import Rates, first_rates
 from kvscout_scheduler.learned_times import LearnedTimes, Registered
 from kvscout_scheduler.request import EMPTY_PROMPT, HASH_BYTES, PoolId, Prompt
 from kvscout_scheduler.settings import SchedulerSettings
@@ -91,7 +92,7 @@ class Pool:
         self.leaving: dict[int, Leaving] = {}
         """Slots of ranks that are not registered any more."""
         self.hits: list[HitCounts] = []
-        self.times = LearnedTimes(self._registered_ranks)
+        self.times = LearnedTimes(self._registered_ranks, self._first_rates)
         """How fast its workers are, and what is under way on them."""
         self.observers: list[Observer] = [self.times]
         """Told of every booking here."""
@@ -314,6 +315,9 @@ class Pool:
     def _registered_ranks(self) -> Registered:
         tokens = {slot: self.specs[slot].total_kv_blocks * self.lane_of[slot].block_size for slot in self.order}
         return Registered(self.places, tokens)
+
+    def _first_rates(self) -> Rates:
+        return first_rates(self.specs[slot] for slot in self.order)
 
     def _reorder(self) -> None:
         self.order = [self.slot_of[rank] for rank in sorted(self.slot_of)]
