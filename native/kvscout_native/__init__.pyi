@@ -382,18 +382,22 @@ class Scores:
         weight: float,
         own_seconds: float,
         empty: float,
+        popular_tokens: float,
+        popular_discount: float,
         step_seconds: float,
         stage_seconds: tuple[float, float, float, float, float],
     ) -> Costs:
         """Costs by the rows of a table.
 
         Args:
-            table: Eighteen numbers a row, see `kvscout_scheduler.time_cost.TimeRow`.
+            table: Nineteen numbers a row, see `kvscout_scheduler.time_cost.TimeRow`.
             row_of: Number of its row, by slot.
             now: On the clock of the table.
             weight: Of prompts against decoding.
             own_seconds: A token of the prompt.
             empty: What an evicted token counts, in those of the prompt.
+            popular_tokens: Of the prompt, that are worth a copy on another worker.
+            popular_discount: Share of computing them that those pay who come later.
             step_seconds: All its decode steps, without contexts.
             stage_seconds: A token of context that is decoded beside it through each stage of its output.
         """

@@ -98,18 +98,22 @@ def test_the_last_row_of_a_worker_holds_and_strangers_are_left_out(load: ActiveL
 
 def test_seconds_follow_from_the_rows_of_workers_and_one_without_a_row_is_an_error(load: ActiveLoad) -> None:
     busy = TimeRow(behind=0.5, due_at=3.0, pace=2.0, used=0.5, prefills=2.0, room=44.0, decode_pace=3.0)
-    busy = busy._replace(contexts_0=90.0, requests_0=2.0, contexts_4=50.0, requests_4=0.5)
+    busy = busy._replace(decoding=4.0, contexts_0=90.0, requests_0=2.0, contexts_4=50.0, requests_4=0.5)
     rows = (TimeRow(), busy)
     stages = (1e-4, 0.0, 0.0, 0.0, 1e-3)
-    question = TimeQuestion(array("d", chain(*rows)), array("I", [0, 1]), 2.0, 1.0, 0.001, 0.5, 0.2, stages)
+    question = TimeQuestion(array("d", chain(*rows)), array("I", [0, 1]), 2.0, 1.0, 0.001, 0.5, 0.0, 0.0, 0.2, stages)
     scores = load.score(Question(LANE, b"", 100), device(2, 1), 0b11)
     # 1.5 s are ahead; its own 84 ms, and half of the 40 that evict others, count twice for the pace, and 2.2 times for
-    # the crowd; the first stage of its output has 90 + 2 · 100 tokens of context beside it, the last one 50 + 50.
+    # the crowd and 0.2 times for the four that decode. The first stage of its output has 90 + 2 · 100 tokens of context
+    # beside it, the last one 50 + 50.
     decode = 3 * (0.2 + 0.029 + 0.1)
-    assert list(scores.seconds(question)) == pytest.approx([0.268, 1.5 + 2.2 * 2 * (0.084 + 0.020) + decode])
+    assert list(scores.seconds(question)) == pytest.approx([0.268, 1.5 + 2.4 * 2 * (0.084 + 0.020) + decode])
     alone = load.score(Question(LANE, b"", 100), device(2, 1), 0b10)
     # Two wait even where the fewest do: each of them waits for it three times.
-    assert list(alone.seconds(question)) == pytest.approx([1.5 + (2.2 + 6) * 2 * (0.084 + 0.020) + decode])
+    assert list(alone.seconds(question)) == pytest.approx([1.5 + (2.4 + 6) * 2 * (0.084 + 0.020) + decode])
+    # Half of the 48 tokens that are popular and not there is paid by others.
+    popular = question._replace(popular_tokens=80.0, popular_discount=0.5)
+    assert next(iter(scores.seconds(popular))) == pytest.approx(0.268 - 0.024)
     with pytest.raises(IndexError):
         load.score(Question(LANE, b"", 100), device(2), None).seconds(question)
 

@@ -14,6 +14,8 @@ const MOST_OVERDUE: f64 = 5.0;
 
 /// Of those who wait where the fewest do.
 const WAITING_WEIGHT: f64 = 3.0;
+/// Of a request that gets no token while a prompt is computed.
+const DECODING_WEIGHT: f64 = 0.05;
 /// Stages of an output.
 const STAGES: usize = 5;
 
@@ -28,20 +30,21 @@ pub struct Row {
     pub prefills: f64,
     pub room: f64,
     pub decode_pace: f64,
+    pub decoding: f64,
     pub contexts: [f64; STAGES],
     pub requests: [f64; STAGES],
 }
 
 impl Row {
     /// Numbers in one.
-    pub const LENGTH: usize = 8 + 2 * STAGES;
+    pub const LENGTH: usize = 9 + 2 * STAGES;
 
     /// One of a table, its numbers in the order of the fields.
     pub fn new(numbers: [f64; Self::LENGTH]) -> Self {
-        let [behind, due_at, pace, used, seen, prefills, room, decode_pace, stages @ ..] = numbers;
+        let [behind, due_at, pace, used, seen, prefills, room, decode_pace, decoding, stages @ ..] = numbers;
         let [c0, c1, c2, c3, c4, r0, r1, r2, r3, r4] = stages;
         let (contexts, requests) = ([c0, c1, c2, c3, c4], [r0, r1, r2, r3, r4]);
-        Self { behind, due_at, pace, used, seen, prefills, room, decode_pace, contexts, requests }
+        Self { behind, due_at, pace, used, seen, prefills, room, decode_pace, decoding, contexts, requests }
     }
 
     /// Seconds of prefill that are left of what is booked.
@@ -53,16 +56,20 @@ impl Row {
         self.behind + if left > 0.0 { left } else { (-left).min(MOST_OVERDUE) }
     }
 
-    /// 1 / (1 − `used`) at a time.
+    /// How many times a prompt counts there: 1 / (1 − `used`) at a time, and those who decode.
     fn crowding(&self, now: f64) -> f64 {
         let passed = 1.0 + (now - self.seen) / HORIZON;
         let idle = if self.prefills == 0.0 { passed - self.used } else { 1.0 - self.used };
-        (passed / idle).min(MOST_CROWDED)
+        (passed / idle).min(MOST_CROWDED) + DECODING_WEIGHT * self.decoding
     }
 
     /// Seconds of prefill of the uncached tokens of a prompt, and of those that they evict, as much as they count.
-    fn own(&self, question: &TimeQuestion, uncached: f64) -> f64 {
-        self.pace * question.own_seconds * (uncached + question.empty * (uncached - self.room).max(0.0))
+    fn own(&self, question: &TimeQuestion, isl_tokens: f64, cached: f64) -> f64 {
+        let uncached = isl_tokens - cached;
+        let copied = (question.popular_tokens - cached).max(0.0);
+        let evicted = (uncached - self.room).max(0.0);
+        let tokens = uncached - question.popular_discount * copied + question.empty * evicted;
+        self.pace * question.own_seconds * tokens
     }
 
     /// Seconds that count for decoding.
@@ -84,6 +91,8 @@ pub struct TimeQuestion {
     pub weight: f64,
     pub own_seconds: f64,
     pub empty: f64,
+    pub popular_tokens: f64,
+    pub popular_discount: f64,
     pub step_seconds: f64,
     pub stage_seconds: [f64; STAGES],
 }
@@ -99,7 +108,7 @@ impl Scores {
         }
         let waiting = WAITING_WEIGHT * fewest;
         let cost = |row: Row, cached: f64| {
-            let own = row.own(question, self.isl_tokens - cached);
+            let own = row.own(question, self.isl_tokens, cached);
             weight * (row.ahead(now) + (row.crowding(now) + waiting) * own)
                 + row.decode(question, self.isl_tokens)
         };
@@ -124,6 +133,7 @@ mod tests {
         prefills: 0.0,
         room: f64::INFINITY,
         decode_pace: 1.0,
+        decoding: 0.0,
         contexts: [0.0; STAGES],
         requests: [0.0; STAGES],
     };
@@ -132,6 +142,8 @@ mod tests {
         weight: 1.0,
         own_seconds: 0.001,
         empty: 0.5,
+        popular_tokens: 0.0,
+        popular_discount: 0.0,
         step_seconds: 2.0,
         stage_seconds: [0.001, 0.0, 0.0, 0.0, 0.01],
     };
@@ -146,8 +158,17 @@ mod tests {
     #[test]
     fn what_evicts_others_counts_as_more_tokens() {
         let row = Row { room: 30.0, pace: 2.0, ..IDLE };
-        assert_eq!([10.0, 30.0, 50.0].map(|uncached| row.own(&QUESTION, uncached)), [0.02, 0.06, 0.12]);
-        assert_eq!(IDLE.own(&QUESTION, 50.0), 0.05);
+        assert_eq!(
+            [10.0, 30.0, 50.0].map(|uncached| row.own(&QUESTION, 60.0, 60.0 - uncached)),
+            [0.02, 0.06, 0.12]
+        );
+        assert_eq!(IDLE.own(&QUESTION, 60.0, 10.0), 0.05);
+    }
+
+    #[test]
+    fn a_popular_prefix_that_is_not_there_counts_for_less() {
+        let question = TimeQuestion { popular_tokens: 50.0, popular_discount: 0.5, ..QUESTION };
+        assert_eq!([0.0, 30.0, 55.0].map(|cached| IDLE.own(&question, 60.0, cached)), [0.035, 0.02, 0.005]);
     }
 
     #[test]
@@ -164,5 +185,6 @@ mod tests {
         assert_eq!([0.0, 20.0, 1e9].map(|now| busy.crowding(now)), [2.0, 4.0, 7.0]);
         assert_eq!([0.0, 10.0].map(|now| free.crowding(now)), [2.0, 1.5]);
         assert_eq!(IDLE.crowding(1e9), 1.0);
+        assert_eq!(Row { decoding: 20.0, ..IDLE }.crowding(0.0), 2.0);
     }
 }

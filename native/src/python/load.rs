@@ -239,6 +239,8 @@ impl Scores {
         weight: f64,
         own_seconds: f64,
         empty: f64,
+        popular_tokens: f64,
+        popular_discount: f64,
         step_seconds: f64,
         stage_seconds: [f64; 5],
     ) -> PyResult<Costs> {
@@ -250,7 +252,16 @@ impl Scores {
             let numbers = rows.get(row_of.get(slot as usize)?.get() as usize)?;
             Some(TimeRow::new(numbers.each_ref().map(|number| number.get())))
         };
-        let question = TimeQuestion { now, weight, own_seconds, empty, step_seconds, stage_seconds };
+        let question = TimeQuestion {
+            now,
+            weight,
+            own_seconds,
+            empty,
+            popular_tokens,
+            popular_discount,
+            step_seconds,
+            stage_seconds,
+        };
         let costs = self.scores.seconds(&question, row);
         costs.map(|costs| Costs { costs }).ok_or_else(|| PyIndexError::new_err("a slot without a row"))
     }

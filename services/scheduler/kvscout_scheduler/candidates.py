@@ -10,7 +10,6 @@ from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.active_load import Scores
 from kvscout_scheduler.cost import Lane, Question, spread
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics
-from kvscout_scheduler.facts import lineage_of
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.request import Prompt, SelectionRequest
 from kvscout_scheduler.settings import SchedulerSettings
@@ -158,11 +157,15 @@ class Candidates:
 
     def time_question(self) -> TimeQuestion:
         """What is known of the workers and of the time that the request takes."""
-        lineage = 0
-        for lane, prompt in self._prompts.items():
-            lineage = lineage_of(prompt.block_hashes, lane.block_size)
-            break
-        return self._pool.times.question(self.request, lineage, self.now, self.settings.overlap_score_weight)
+        lane, prompt = next(iter(self._prompts.items()))
+        return self._pool.times.question(
+            self.request,
+            prompt.block_hashes,
+            lane.block_size,
+            now=self.now,
+            weight=self.settings.overlap_score_weight,
+            books=self.books,
+        )
 
     def seconds(self, question: TimeQuestion) -> Sequence[float]:
         """Cost of `kvscout_scheduler.time_cost`.

@@ -25,9 +25,10 @@ from math import inf
 from typing import Final, NamedTuple
 
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.facts import End, Facts
+from kvscout_scheduler.facts import End, Facts, lineage_of
 from kvscout_scheduler.first_rates import UNKNOWN, Rates
 from kvscout_scheduler.output_lengths import STAGES, OutputLengths, reaching
+from kvscout_scheduler.popular_prefixes import PopularPrefixes
 from kvscout_scheduler.rates import Line
 from kvscout_scheduler.request import RequestKey, SelectionRequest
 from kvscout_scheduler.time_cost import DECODE_WEIGHT, TimeQuestion, TimeRow
@@ -76,6 +77,7 @@ class LearnedTimes:
         self.decode = Line(UNKNOWN.step, UNKNOWN.context_token, BELIEVED_CONTEXT)
         """Seconds of a decode step by the tokens in its contexts, without prompts that are computed meanwhile."""
         self.outputs = OutputLengths()
+        self.prefixes = PopularPrefixes()
         self._workers: dict[WorkerRank, WorkerTimes] = {}
         self._requests: dict[RequestKey, ActiveTimes] = {}
         self._table = array("d", IDLE)
@@ -126,14 +128,25 @@ class LearnedTimes:
         self._told = True
         self._believe(rates)
 
-    def question(self, request: SelectionRequest, lineage: int, now: float, weight: float) -> TimeQuestion:
+    def question(
+        self,
+        request: SelectionRequest,
+        block_hashes: bytes,
+        block_size: int,
+        *,
+        now: float,
+        weight: float,
+        books: bool,
+    ) -> TimeQuestion:
         """Return what is known when a request asks.
 
         Args:
             request: The request.
-            lineage: Of its prompt; 0 = unknown.
-            now: On the scheduler's clock.
+            block_hashes: Packed local hashes of the leading complete blocks of its prompt.
+            block_size: Tokens a block.
+            now: On the scheduler's clock, in seconds.
             weight: Of prompts against decoding.
+            books: Whether it is going to be booked.
         """
         if not self._arranged:
             self._arrange()
@@ -142,8 +155,13 @@ class LearnedTimes:
         while self._stages and self._stages[0][0] <= now:
             self._advance(heappop(self._stages)[2], now)
         first, second, third, fourth, last = stages = self.outputs.expected(
-            request.output_class, lineage, request.max_output_tokens, request.expected_output_tokens
+            request.output_class,
+            lineage_of(block_hashes, block_size),
+            request.max_output_tokens,
+            request.expected_output_tokens,
         )
+        workers = max(1, len(self._slot_of))
+        popular = self.prefixes.of(block_hashes, block_size, now, workers, counts=books)
         slope = DECODE_WEIGHT * self.decode.slope
         return TimeQuestion(
             self._table,
@@ -152,6 +170,7 @@ class LearnedTimes:
             weight,
             self.prefill.slope if request.charge_prefill else 0.0,
             1.0 - self._held / self._capacity if self._capacity else 0.0,
+            *popular,
             DECODE_WEIGHT * self.decode.base * sum(stages),
             (slope * first, slope * second, slope * third, slope * fourth, slope * last),
         )

@@ -5,19 +5,22 @@
     cost(w)     = overlap_score_weight · (ahead(w) + crowding(w) · own(w)) + decode(w)
 
     ahead(w)    = what is left of the prompts booked there before
-    own(w)      = pace(w) · seconds a token · (uncached(w) + empty · evicted(w))
+    own(w)      = pace(w) · seconds a token · (uncached(w) − discount · copied(w) + empty · evicted(w))
+    copied(w)   = tokens of uncached(w) that are in a popular prefix; discount: what those pay who come later
     evicted(w)  = tokens of uncached(w) for which there is no room in the cache of w
     empty       = share of all caches that is empty
-    crowding(w) = 1 / (1 − busy(w)) + 3 · waiting
+    crowding(w) = 1 / (1 − busy(w)) + 3 · waiting + 0.05 · decoding(w)
     busy(w)     = share of the last 20 s or so in which w had prompts to compute
     waiting     = prompts that wait where the fewest do
+    decoding(w) = requests that get no token while a prompt is computed
     decode(w)   = ¼ · decode pace(w) · (output · seconds a step + seconds a token of context
                   · Σ stages (output in it · (contexts in it(w) + requests in it(w) · isl)))
 
 While a worker computes a prompt, others who come wait: the more of them, the less idle it is, and all who wait already
 where no worker is idle. That is what `crowding` counts: a cached prefix is worth more the more there is to do, and
-another worker is given a copy of it when its holder has no time and the other has. What a full cache loses for a prompt
-has to be computed again, which is needless as far as other caches have room.
+another worker is given a copy of it when its holder has no time and the other has, or when it is asked for so often
+that the copy soon pays. What a full cache loses for a prompt has to be computed again, which is needless as far as
+other caches have room.
 
 In `decode`, contexts are what slows this request down, and requests times its own context are what it slows down, each
 for as long as both decode: that is what the stages of an output are for (`output_lengths`). Beside a long answer that
@@ -41,6 +44,8 @@ MOST_CROWDED: Final = 7.0
 """So many times a prompt counts at most for how busy a worker is."""
 WAITING_WEIGHT: Final = 3.0
 """Of those who wait where the fewest do: while they are computed, as many come again, and again."""
+DECODING_WEIGHT: Final = 0.05
+"""Of a request that gets no token while a prompt is computed."""
 MOST_OVERDUE_SECONDS: Final = 5.0
 """What a prefill that takes longer than it should can add: nobody may have told of its end."""
 DECODE_WEIGHT: Final = 0.25
@@ -66,6 +71,8 @@ class TimeRow(NamedTuple):
     """Tokens that its cache could take without evicting any."""
     decode_pace: float = 1.0
     """What decode steps take here, in what they take in the pool."""
+    decoding: float = 0.0
+    """Requests with a first token."""
     contexts_0: float = 0.0
     """Tokens in the contexts of its requests, each as far as it is expected to go through the first stage of an output
     from now. Shared ones are counted each time: each request reads its own at every step."""
@@ -99,6 +106,10 @@ class TimeQuestion(NamedTuple):
     """A token of the request's prompt."""
     empty: float
     """What an evicted token counts, in uncached ones of the request: the share of all caches that is empty."""
+    popular_tokens: float
+    """Of the prompt, that are worth a copy on another worker."""
+    popular_discount: float
+    """Share of computing them that those pay who come later."""
     step_seconds: float
     """All decode steps of the request, without contexts; weighted."""
     stage_seconds: tuple[float, float, float, float, float]
@@ -126,7 +137,7 @@ def time_costs(
         question.weight
         * (
             ahead_of(row, question.now)
-            + (crowding_of(row, question.now) + waiting) * own_of(row, question, isl_tokens - cached)
+            + (crowding_of(row, question.now) + waiting) * own_of(row, question, isl_tokens, cached)
         )
         + decode_of(row, question, isl_tokens)
         for row, cached in zip(rows, cached_tokens, strict=True)
@@ -147,20 +158,23 @@ def ahead_of(row: TimeRow, now: float) -> float:
 
 
 def crowding_of(row: TimeRow, now: float) -> float:
-    """1 / (1 − `used`) at a time."""
+    """How many times a prompt counts there: 1 / (1 − `used`) at a time, and those who decode."""
     passed = 1.0 + (now - row.seen) / HORIZON_SECONDS
     crowding = passed / (1.0 - row.used if row.prefills else passed - row.used)
-    return crowding if crowding < MOST_CROWDED else MOST_CROWDED
+    return (crowding if crowding < MOST_CROWDED else MOST_CROWDED) + DECODING_WEIGHT * row.decoding
 
 
-def own_of(row: TimeRow, question: TimeQuestion, uncached: float) -> float:
+def own_of(row: TimeRow, question: TimeQuestion, isl_tokens: int, cached: float) -> float:
     """Seconds of prefill of the uncached tokens of a prompt, and of those that they evict, as much as they count."""
-    return row.pace * question.own_seconds * (uncached + question.empty * max(0.0, uncached - row.room))
+    uncached = isl_tokens - cached
+    copied = max(0.0, question.popular_tokens - cached)
+    evicted = max(0.0, uncached - row.room)
+    return row.pace * question.own_seconds * (uncached - question.popular_discount * copied + question.empty * evicted)
 
 
 def decode_of(row: TimeRow, question: TimeQuestion, isl_tokens: int) -> float:
     """Seconds that count for decoding, the request's own and those of others."""
     seconds = question.step_seconds
-    for stage, contexts, requests in zip(question.stage_seconds, row[8:13], row[13:], strict=True):
+    for stage, contexts, requests in zip(question.stage_seconds, row[9:14], row[14:], strict=True):
         seconds += stage * (contexts + requests * isl_tokens)
     return row.decode_pace * seconds

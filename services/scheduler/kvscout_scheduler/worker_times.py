@@ -160,6 +160,7 @@ class WorkerTimes:
             len(self.prefills),
             self.capacity - self.held if self.capacity else inf,
             self.decode_pace,
+            self.decoding,
             *self.contexts,
             *self.reaching,
         )

@@ -19,11 +19,11 @@ class KvTime(Policy):
         isl, now, question = candidates.request.isl_tokens, candidates.now, candidates.time_question()
         rows = [question.row(slot) for slot in candidates.slots]
         row = rows[index]
-        uncached = isl - candidates.cached_tokens[index]
-        evicts = " and of what it evicts" if uncached > row.room and question.empty else ""
+        cached = candidates.cached_tokens[index]
+        evicts = " and of what it evicts" if isl - cached > row.room and question.empty else ""
+        ahead, own = ahead_of(row, now), own_of(row, question, isl, cached)
         times = crowding_of(row, now) + fewest_waiting(rows)
         return (
-            f"{ahead_of(row, now):.3g} s of prompts ahead, {own_of(row, question, uncached):.3g} s of its own{evicts} "
-            f"that count {times:.3g} times, {decode_of(row, question, isl):.3g} s for decoding beside others, "
-            f"cost {costs[index]:.3g} s"
+            f"{ahead:.3g} s of prompts ahead, {own:.3g} s of its own{evicts} that count {times:.3g} times, "
+            f"{decode_of(row, question, isl):.3g} s for decoding beside others, cost {costs[index]:.3g} s"
         )
