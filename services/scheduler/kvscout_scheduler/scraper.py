@@ -1,4 +1,7 @@
-"""Asks engines for their own metrics, every few seconds, all at once but bounded."""
+"""Asks engines for their own metrics, every few seconds, all at once but bounded.
+
+Until a pool has observed a request, what its engines say of requests before is what it begins with.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.transport.http import HttpClient
 from kvscout_common.worker import EngineKind, WorkerRank, WorkerSpec
 from kvscout_scheduler.engine_metrics import NO_METRICS, read_engine_metrics
+from kvscout_scheduler.engine_rates import NOTHING, RateSums, rates_by, read_rate_sums
+from kvscout_scheduler.request import PoolId
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.workers import pool_of
 
 log = logging.getLogger("kvscout.scheduler")
 
@@ -41,6 +47,8 @@ class EngineScraper:
         self._warnings = RateLimitedLog(log)
         self._slots = asyncio.Semaphore(SCRAPES_AT_ONCE)
         self._told: set[tuple[str, WorkerRank]] = set()
+        self._sums: dict[tuple[str, str], RateSums] = {}
+        """What each worker had done by the last round, of pools that have observed nothing."""
         self.failures = 0
         """Scrapes that brought nothing, since start."""
 
@@ -54,10 +62,36 @@ class EngineScraper:
     async def round(self, http: HttpClient, specs: Iterable[WorkerSpec]) -> None:
         """Asks every engine once."""
         asked = [spec for spec in specs if spec.http_endpoint and spec.engine in SCRAPED]
-        await asyncio.gather(*(self._scrape(http, spec) for spec in asked))
+        told = await asyncio.gather(*(self._scrape(http, spec) for spec in asked))
+        pools: dict[PoolId, RateSums] = {}
+        sums: dict[tuple[str, str], RateSums] = {}
+        for spec, total in zip(asked, told, strict=True):
+            if total is not None:
+                name = (spec.tenant, spec.worker_id)
+                sums[name] = total
+                # What it did lately, if that is anything.
+                lately = total.since(self._sums.get(name, NOTHING))
+                pools[pool_of(spec)] = pools.get(pool_of(spec), NOTHING).plus(lately)
+        self._sums = sums
+        for pool in self._scheduler.workers:
+            found = pools.get(pool.id)
+            if found is not None and pool.times.is_belief:
+                rates = rates_by(found, pool.times.rates)
+                if rates is not None:
+                    pool.times.believe(rates)
 
-    async def _scrape(self, http: HttpClient, spec: WorkerSpec) -> None:
+    def _begins(self, spec: WorkerSpec) -> bool:
+        """Whether its pool has observed nothing."""
+        try:
+            pool, _ = self._scheduler.workers.slot(spec.tenant, spec.ranks[0])
+        except KvscoutError:
+            return False
+        return pool.times.is_belief
+
+    async def _scrape(self, http: HttpClient, spec: WorkerSpec) -> RateSums | None:
+        """Asks an engine, and answers what it has done if its pool has observed nothing."""
         ranks = [rank.dp_rank for rank in spec.ranks]
+        sums = None
         async with self._slots:
             try:
                 url = spec.http_endpoint.rstrip("/") + "/metrics"
@@ -65,6 +99,8 @@ class EngineScraper:
                 if page is None:
                     raise Unavailable(f"there is no {url}")
                 readings = await parsed(page, partial(read_engine_metrics, ranks=ranks))
+                if self._begins(spec):
+                    sums = await parsed(page, _rate_sums)
             except (Unavailable, ValueError) as error:
                 self.failures += 1
                 self._warnings.warning(
@@ -82,3 +118,12 @@ class EngineScraper:
             except KvscoutError:
                 # It was removed while it was asked.
                 self._told.discard(name)
+        return sums
+
+
+def _rate_sums(page: bytes) -> RateSums | None:
+    """None where they cannot be read: there is a first belief without them."""
+    try:
+        return read_rate_sums(page)
+    except ValueError:
+        return None
