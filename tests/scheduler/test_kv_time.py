@@ -297,6 +297,17 @@ def test_it_learns_how_steps_grow_with_contexts() -> None:
     assert sum(world.times.outputs.expected("", 0, 0, 0)) == pytest.approx(100, rel=0.1)
 
 
+def test_beside_few_contexts_nearly_all_of_a_step_is_its_base() -> None:
+    rng, world = Random(test_seed()), World("a")
+    for _ in range(600):
+        tokens = 16 * rng.randint(60, 2_500)
+        world.serve("a", tokens, 0.01 + 50e-6 * tokens, output=100, itl=0.008 + 15e-9 * tokens)
+        world.clock.advance(1.0)
+    # Through 0 it would be 400 ns a token.
+    assert world.times.decode.slope == pytest.approx(15e-9, rel=0.2)
+    assert world.times.decode.base == pytest.approx(0.008, rel=0.02)
+
+
 def test_callers_that_report_nothing_teach_nothing() -> None:
     world = World("a")
     for _ in range(50):

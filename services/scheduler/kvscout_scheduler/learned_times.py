@@ -38,6 +38,9 @@ BELIEVED_TOKENS: Final = 4_096.0
 """Of a prompt; where what is believed of prefill holds."""
 BELIEVED_CONTEXT: Final = 50_000.0
 """Tokens in all contexts; where what is believed of decoding holds."""
+LEAST_CONTEXT_SLOPE: Final = 0.02
+"""Least growth of decode steps by contexts, in what it would be without a base: beside few contexts nearly all of a
+step is reading weights."""
 SAME_STEP: Final = 0.25
 """First tokens of a worker that are closer to each other than this share of an empty step came out of one."""
 LEAST_LEFT: Final = 0.2
@@ -74,7 +77,7 @@ class LearnedTimes:
         """Whether what is known of registered workers is that of now."""
         self.prefill = Line(UNKNOWN.step, UNKNOWN.prompt_token, BELIEVED_TOKENS)
         """Seconds of a prefill step by its prompt tokens, without what is decoded beside them."""
-        self.decode = Line(UNKNOWN.step, UNKNOWN.context_token, BELIEVED_CONTEXT)
+        self.decode = Line(UNKNOWN.step, UNKNOWN.context_token, BELIEVED_CONTEXT, LEAST_CONTEXT_SLOPE)
         """Seconds of a decode step by the tokens in its contexts, without prompts that are computed meanwhile."""
         self.outputs = OutputLengths()
         self.prefixes = PopularPrefixes()

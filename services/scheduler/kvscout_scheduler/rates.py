@@ -35,13 +35,15 @@ class Line:
         base: Believed value at 0.
         slope: Believed growth.
         at: Where the belief is held: it counts like two observations, at 0 and here.
+        least_slope: It grows at least by this share of what it would if it went through 0.
     """
 
-    __slots__ = ("_belief", "_first", "_n", "_trust", "_x", "_xx", "_xy", "_y", "base", "slope")
+    __slots__ = ("_belief", "_first", "_least_slope", "_n", "_trust", "_x", "_xx", "_xy", "_y", "base", "slope")
 
-    def __init__(self, base: float, slope: float, at: float) -> None:
+    def __init__(self, base: float, slope: float, at: float, least_slope: float = LEAST_SLOPE) -> None:
         self.base = base
         self.slope = slope
+        self._least_slope = least_slope
         self._belief = (base, slope, at)
         self._first: list[tuple[float, float]] | None = []
         """Observations, while they are few."""
@@ -129,7 +131,7 @@ class Line:
         spread = n * sum_xx - sum_x * sum_x
         if spread > 1e-3 * n * sum_xx:
             slope = (n * sum_xy - sum_x * sum_y) / spread
-            self.slope = min(max(slope, LEAST_SLOPE * through_zero), through_zero)
+            self.slope = min(max(slope, self._least_slope * through_zero), through_zero)
         else:
             # All in one place: of the growth nothing is learned.
             self.slope = min(self.slope, through_zero)
