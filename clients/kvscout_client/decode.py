@@ -58,6 +58,7 @@ def active_request(message: scheduler_pb2.ActiveRequest) -> ActiveRequest:
         output_blocks=message.output_blocks,
         uncached_tokens=message.uncached_tokens,
         age_seconds=message.age_seconds,
+        phase_estimated=message.phase_estimated,
     )
 
 

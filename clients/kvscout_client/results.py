@@ -154,6 +154,8 @@ class ActiveRequest:
     """Of the prompt, those charged."""
     age_seconds: float
     """Since it was booked."""
+    phase_estimated: bool = False
+    """Nobody reports its first token, since its engine answers as a whole: that it decodes is an estimate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -406,6 +406,25 @@ async def test_a_request_goes_through_its_life(client: Client) -> None:
     await client.idle()
 
 
+async def test_that_a_request_decodes_of_which_nobody_tells_is_shown_as_an_estimate(client: Client) -> None:
+    await client.reserve_any("whole", estimate_prefill_complete=True)
+    await client.reserve_any("told")
+    assert (await client.rpc("MarkPrefillComplete", mark("told"))).changed
+
+    async def shown() -> dict[str, tuple[int, bool]]:
+        listed = await client.rpc("ListActiveRequests", scheduler_pb2.ListActiveRequestsRequest())
+        return {each.request.request_id: (each.phase, each.phase_estimated) for each in listed.requests}
+
+    assert (await shown())["whole"] == (scheduler_pb2.REQUEST_PHASE_PREFILL, False)
+    client.clock.advance(60)
+    client.core.expire()
+    assert (await shown())["whole"] == (scheduler_pb2.REQUEST_PHASE_DECODE, True)
+    assert (await shown())["told"] == (scheduler_pb2.REQUEST_PHASE_DECODE, False)
+    for request_id in ("whole", "told"):
+        await client.rpc("Free", free(request_id))
+    await client.idle()
+
+
 async def test_a_free_that_overtakes_its_booking_cancels_it(client: Client) -> None:
     assert (await client.rpc("Free", free("r", attempt_id=1))).outcome == scheduler_pb2.FREE_OUTCOME_UNKNOWN
     with pytest.raises(Cancelled):

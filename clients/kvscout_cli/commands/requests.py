@@ -33,7 +33,7 @@ def command(connection: Connection, model: str, worker_id: str, limit: int, as_j
     for one in requests:
         table.add_row(
             *(one.request_id, one.model, one.role.value, f"{one.worker.worker_id}/{one.worker.dp_rank}"),
-            one.phase.value if one.phase is not None else "–",
+            "–" if one.phase is None else f"{one.phase.value}{' (estimated)' if one.phase_estimated else ''}",
             *(str(one.blocks), str(one.output_blocks), str(one.uncached_tokens), f"{one.age_seconds:.1f} s"),
         )
     stdout().print(table)

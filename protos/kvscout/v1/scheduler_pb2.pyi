@@ -1348,6 +1348,7 @@ class ActiveRequest(_message.Message):
     OWNER_ID_FIELD_NUMBER: _builtins.int
     AGE_SECONDS_FIELD_NUMBER: _builtins.int
     LEASE_REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
+    PHASE_ESTIMATED_FIELD_NUMBER: _builtins.int
     phase: Global___RequestPhase.ValueType
     """Phase."""
     blocks: _builtins.int
@@ -1362,6 +1363,8 @@ class ActiveRequest(_message.Message):
     """Seconds since it was booked."""
     lease_remaining_seconds: _builtins.float
     """Seconds until its lease ends; unset = it has none, its owner holds it."""
+    phase_estimated: _builtins.bool
+    """Nobody reports its first token, since its engine answers as a whole: that it decodes is an estimate."""
     @_builtins.property
     def request(self) -> Global___RequestRef:
         """What it is."""
@@ -1382,10 +1385,11 @@ class ActiveRequest(_message.Message):
         owner_id: _builtins.str = ...,
         age_seconds: _builtins.float = ...,
         lease_remaining_seconds: _builtins.float | None = ...,
+        phase_estimated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "lease_remaining_seconds", b"lease_remaining_seconds", "request", b"request", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "age_seconds", b"age_seconds", "blocks", b"blocks", "lease_remaining_seconds", b"lease_remaining_seconds", "output_blocks", b"output_blocks", "owner_id", b"owner_id", "phase", b"phase", "request", b"request", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "age_seconds", b"age_seconds", "blocks", b"blocks", "lease_remaining_seconds", b"lease_remaining_seconds", "output_blocks", b"output_blocks", "owner_id", b"owner_id", "phase", b"phase", "phase_estimated", b"phase_estimated", "request", b"request", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_remaining_seconds: _TypeAlias = _typing.Literal["lease_remaining_seconds"]  # noqa: Y015
     _WhichOneofArgType__lease_remaining_seconds: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds"]  # noqa: Y015

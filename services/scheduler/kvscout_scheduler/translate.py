@@ -12,7 +12,7 @@ from kvscout_common.request_names import NamesRequest
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_from_proto, role_to_proto
 from kvscout_scheduler.active_requests import ActiveRequest
-from kvscout_scheduler.booking import FreeOutcome
+from kvscout_scheduler.booking import FreeOutcome, Phase
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
@@ -210,6 +210,7 @@ def active_to_proto(active: ActiveRequest, *, shows_owner: bool) -> scheduler_pb
         owner_id=active.owner.owner_id if shows_owner and active.owner is not None else "",
         age_seconds=active.age_seconds,
         lease_remaining_seconds=active.lease_remaining_seconds,
+        phase_estimated=active.phase is Phase.DECODE and facts.estimates_prefill,
     )
 
 
