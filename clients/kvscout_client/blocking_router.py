@@ -325,6 +325,6 @@ class BlockingBooking(BlockingBookingBase):
         """See `Booking.add_output`."""
         return self._answer(self._booking.add_output(blocks))
 
-    def free(self) -> FreeOutcome:
+    def free(self, output_tokens: int = 0) -> FreeOutcome:
         """See `Booking.free`."""
-        return self._answer(self._booking.free())
+        return self._answer(self._booking.free(output_tokens))

@@ -42,7 +42,13 @@ class Lifecycle(Protocol):
         ...
 
     async def free(
-        self, request_id: str, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
+        self,
+        request_id: str,
+        *,
+        model: str = "",
+        attempt_id: int = 0,
+        role: Role = Role.AGGREGATED,
+        output_tokens: int = 0,
     ) -> FreeOutcome:
         """Ends the request."""
         ...
@@ -58,6 +64,7 @@ class Booking:
             await stream.first_token()
             await booking.prefill_complete()
             await stream.rest()
+            await booking.free(output_tokens=stream.tokens)
 
     Where no scheduler answered, the request runs without being booked (`decision.booked`), and there is nothing to
     report or free.
@@ -128,13 +135,23 @@ class Booking:
             self.request_id, blocks, model=self.model, attempt_id=self.attempt_id, role=self.role
         )
 
-    async def free(self) -> FreeOutcome:
-        """Ends the request; repeated calls do nothing more."""
+    async def free(self, output_tokens: int = 0) -> FreeOutcome:
+        """Ends the request; repeated calls do nothing more.
+
+        Args:
+            output_tokens: That it generated, from which the scheduler learns how long outputs are; 0 = unknown.
+        """
         if self._freed:
             return FreeOutcome.ALREADY_FREED
         if not self.decision.booked:
             return FreeOutcome.UNKNOWN
-        outcome = await self._router.free(self.request_id, model=self.model, attempt_id=self.attempt_id, role=self.role)
+        outcome = await self._router.free(
+            self.request_id,
+            model=self.model,
+            attempt_id=self.attempt_id,
+            role=self.role,
+            output_tokens=output_tokens,
+        )
         self._freed = True
         return outcome
 

@@ -78,6 +78,8 @@ def test_a_booking_is_freed_when_its_block_ends(router: BlockingRouter, gateway:
     with router.route([1], request_id="r") as booking:
         assert booking.decision.worker.worker_id == "w0"
         assert booking.prefill_complete() is True
+        booking.free(output_tokens=5)
+    assert gateway.last.output_tokens == 5
     assert type(gateway.last).__name__ == "FreeRequest"
     assert booking.free() is FreeOutcome.ALREADY_FREED
 

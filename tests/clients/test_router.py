@@ -114,6 +114,13 @@ async def test_a_booking_is_freed_when_its_block_ends(router: Router, gateway: F
     assert asked == ["RouteRequest", "MarkPrefillCompleteRequest", "FreeRequest"]
 
 
+async def test_a_booking_that_is_freed_says_how_long_its_output_was(router: Router, gateway: FakeGateway) -> None:
+    async with await router.route([1], request_id="r") as booking:
+        await booking.free(output_tokens=123)
+    assert gateway.last.output_tokens == 123
+    assert [type(request).__name__ for request in gateway.requests] == ["RouteRequest", "FreeRequest"]
+
+
 async def test_a_booking_is_named_by_the_role_it_was_made_for(router: Router, gateway: FakeGateway) -> None:
     gateway.booked = True
     async with await router.route([1], request_id="r", role=Role.DECODE) as booking:
