@@ -98,25 +98,18 @@ pub struct TimeQuestion {
 }
 
 impl Scores {
-    /// Costs in seconds; None: there is no row for a slot.
-    pub fn seconds(&self, question: &TimeQuestion, row: impl Fn(u32) -> Option<Row>) -> Option<Costs> {
+    /// Costs in seconds, by the row of each slot.
+    pub fn seconds(&self, question: &TimeQuestion, rows: impl Iterator<Item = Row> + Clone) -> Costs {
         let &TimeQuestion { now, weight, .. } = question;
         // Rows are read twice, not copied: those of thousands of workers are hundreds of kilobytes.
-        let mut fewest = f64::INFINITY;
-        for &slot in &self.slots {
-            fewest = fewest.min(row(slot)?.prefills);
-        }
+        let fewest = rows.clone().map(|row| row.prefills).fold(f64::INFINITY, f64::min);
         let waiting = WAITING_WEIGHT * fewest;
-        let cost = |row: Row, cached: f64| {
+        let cost = |(row, &cached): (Row, &f64)| {
             let own = row.own(question, self.isl_tokens, cached);
             weight * (row.ahead(now) + (row.crowding(now) + waiting) * own)
                 + row.decode(question, self.isl_tokens)
         };
-        let mut costs = Vec::with_capacity(self.slots.len());
-        for (&slot, &cached) in self.slots.iter().zip(&self.cached_tokens) {
-            costs.push(cost(row(slot)?, cached));
-        }
-        Some(Costs(costs))
+        Costs(rows.zip(&self.cached_tokens).map(cost).collect())
     }
 }
 
