@@ -15,11 +15,12 @@ from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import Role, WorkerRank
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.learned_times import LearnedTimes
-from kvscout_scheduler.output_lengths import BELIEVED, STAGES, WIDTHS
+from kvscout_scheduler.output_lengths import BELIEVED, WIDTHS
 from kvscout_scheduler.request import ConfigOverride, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
 from kvscout_scheduler.time_cost import DECODE_WEIGHT
+from kvscout_scheduler.worker_times import NONE
 
 DECODE = DECODE_WEIGHT * sum(BELIEVED) * 0.01
 """Seconds that an output counts of which nothing is known, on an idle worker."""
@@ -383,7 +384,7 @@ def test_random_lives_leave_nothing_behind_and_every_cost_is_a_number() -> None:
     assert not world.times._requests
     for one in world.times._workers.values():
         assert (one.prefill_tokens, one.requests, one.prompt_tokens, one.decoding, one.prefills) == (0, 0, 0, 0, {})
-        assert one.contexts == one.reaching == [0.0] * len(STAGES)
+        assert one.stages == NONE
         assert one.first_tokens == 0.0
 
 

@@ -156,7 +156,9 @@ class LearnedTimes:
         while self._steps and self._steps[0][0] + SAME_STEP * self.prefill.base < now:
             self._learn_step(self._steps.popleft()[1])
         while self._stages and self._stages[0][0] <= now:
-            self._advance(heappop(self._stages)[2], now)
+            due = heappop(self._stages)[2]
+            if not due.ended:
+                self._advance(due, now)
         first, second, third, fourth, last = stages = self.outputs.expected(
             request.output_class,
             lineage_of(block_hashes, block_size),
@@ -257,8 +259,9 @@ class LearnedTimes:
                 self._learn_whole(request, tokens, now)
             elif request.contexts >= 0 and end.decode_seconds > 0:
                 self._learn_decode(request, tokens, end.decode_seconds, now)
-        # The end of a prompt computed for another worker. Other ends say nothing of it: a failure may be quick.
-        self._prefilled(request, now, learn=learn and tokens == 1)
+        if request.first_token_at == inf:
+            # The end of a prompt computed for another worker. Other ends say nothing of it: a failure may be quick.
+            self._prefilled(request, now, learn=learn and tokens == 1)
         if end.freed and tokens:
             self.outputs.add(
                 facts.output_class, facts.lineage, facts.max_output_tokens, facts.expected_output_tokens, tokens
@@ -352,8 +355,6 @@ class LearnedTimes:
 
     def _advance(self, request: ActiveTimes, now: float) -> None:
         """Looks whether an output has come to its next stage: then it is longer than was expected."""
-        if request.ended:
-            return
         worker, next_stage = request.worker, request.stage + 1
         generated = (now - request.first_token_at) / self._step(worker)
         if generated >= STAGES[next_stage] * (1 - 1e-9):
@@ -409,8 +410,13 @@ class LearnedTimes:
 
     def _plan(self, worker: WorkerTimes) -> None:
         """Says when the prefills of a worker should be done, by what is known of how long they take."""
-        worker.plan(self.prefill.base + self.decode.slope * worker.prompt_tokens, self.prefill.slope)
-        if worker.prefills and next(iter(worker.prefills)).facts.estimates_prefill:
+        if not worker.prefills:
+            return
+        first = next(iter(worker.prefills)).facts
+        worker.plan(
+            first.uncached_tokens, self.prefill.base + self.decode.slope * worker.prompt_tokens, self.prefill.slope
+        )
+        if first.estimates_prefill:
             self._numbers += 1
             heappush(self._due, (worker.due_at, self._numbers, worker))
 

@@ -106,7 +106,7 @@ class _Class:
     def __init__(self, parent: _Class | None) -> None:
         self._parent = parent
         self._weight = 0.0
-        self._sums = [0.0] * len(STAGES)
+        self._sums: Stages = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def mean(self) -> Stages:
         """Return the mean tokens in each stage."""
@@ -128,13 +128,9 @@ class _Class:
         """Add an output, by its tokens in each stage, here and to what contains this."""
         if self._parent is not None:
             self._parent.add(stages)
-        self._weight = KEPT * self._weight + 1.0
-        sums, (first, second, third, fourth, last) = self._sums, stages
-        sums[0] = KEPT * sums[0] + first
-        sums[1] = KEPT * sums[1] + second
-        sums[2] = KEPT * sums[2] + third
-        sums[3] = KEPT * sums[3] + fourth
-        sums[4] = KEPT * sums[4] + last
+        kept, (a, b, c, d, e), (first, second, third, fourth, last) = KEPT, self._sums, stages
+        self._weight = kept * self._weight + 1.0
+        self._sums = (kept * a + first, kept * b + second, kept * c + third, kept * d + fourth, kept * e + last)
 
 
 def _bounded(mean: Stages, bound: float) -> Stages:
@@ -142,6 +138,8 @@ def _bounded(mean: Stages, bound: float) -> Stages:
     if bound >= LAST:
         return mean
     first, second, third, fourth, last = mean
+    if bound <= STAGES[1]:
+        return min(first, bound), 0.0, 0.0, 0.0, 0.0
     return (
         min(first, bound),
         min(second, max(0.0, bound - STAGES[1])),
@@ -158,10 +156,12 @@ def reaching(stages: Stages, stage: int = 0) -> Stages:
         stages: Tokens expected in each.
         stage: Which one these outputs have reached.
     """
-    first, second, third, fourth, last = (tokens / width for tokens, width in zip(stages, WIDTHS, strict=True))
-    through = (first, second, third, fourth, last)
+    first, second, third, fourth, last = stages
+    width_0, width_1, width_2, width_3, width_4 = WIDTHS
+    through = (first / width_0, second / width_1, third / width_2, fourth / width_3, last / width_4)
     if not stage:
         return through
+    first, second, third, fourth, last = through
     here = through[stage]
     if not here:
         # It is longer than any was: it may end at any time.

@@ -8,7 +8,6 @@ a copy of it on another worker does so for many.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 from zlib import crc32
 
@@ -17,6 +16,7 @@ from kvscout_scheduler.request import HASH_BYTES
 FIRST_TOKENS: Final = 256
 LAST_TOKENS: Final = 65_536
 """Of the shortest and of the longest prefix that is counted."""
+TOKENS_BITS: Final = LAST_TOKENS.bit_length()
 HORIZON_SECONDS: Final = 20.0
 """For how long prompts are counted, about."""
 LEAST_USES: Final = 1.0
@@ -43,8 +43,8 @@ class PopularPrefixes:
     """Of one pool."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[tuple[int, int], tuple[float, float]] = OrderedDict()
-        """Prompts that had a prefix, as of a time; by its tokens and a checksum of its hashes."""
+        self._seen: OrderedDict[int, tuple[float, float]] = OrderedDict()
+        """Prompts that had a prefix, as of a time; by a checksum of its hashes, and its tokens."""
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -59,28 +59,28 @@ class PopularPrefixes:
             workers: Among whom its requests are shared out.
             counts: Whether this prompt is one more.
         """
-        found, popular = NOTHING, True
+        found, popular, known = NOTHING, True, self._seen
         least = max(LEAST_PROMPTS, LEAST_USES * workers)
-        for prefix in _prefixes(block_hashes, block_size):
-            seen, at = self._seen.get(prefix, (0.0, now))
-            seen *= HORIZON_SECONDS / (HORIZON_SECONDS + max(0.0, now - at))
+        tokens, begin, checksum = FIRST_TOKENS, 0, 0
+        while tokens <= LAST_TOKENS and (end := HASH_BYTES * (tokens // block_size)) <= len(block_hashes):
+            checksum = crc32(block_hashes[begin:end], checksum)
+            prefix = checksum << TOKENS_BITS | tokens
+            before = known.get(prefix)
+            if before is None:
+                seen = 0.0
+            else:
+                seen, at = before
+                seen *= HORIZON_SECONDS / (HORIZON_SECONDS + (now - at if now > at else 0.0))
             popular = popular and seen >= least
             if popular:
-                found = Popular(prefix[0], 1.0 - workers / (workers + seen))
+                found = Popular(tokens, 1.0 - workers / (workers + seen))
             elif not counts:
                 break
             if counts:
-                self._seen[prefix] = (seen + 1.0, now)
-                self._seen.move_to_end(prefix)
-        while len(self._seen) > MAX_PREFIXES:
-            self._seen.popitem(last=False)
+                known[prefix] = (seen + 1.0, now)
+                if before is not None:
+                    known.move_to_end(prefix)
+            begin, tokens = end, 2 * tokens
+        while len(known) > MAX_PREFIXES:
+            known.popitem(last=False)
         return found
-
-
-def _prefixes(block_hashes: bytes, block_size: int) -> Iterator[tuple[int, int]]:
-    """Tokens and checksum of each prefix of a prompt that is counted."""
-    tokens, begin, checksum = FIRST_TOKENS, 0, 0
-    while tokens <= LAST_TOKENS and (end := HASH_BYTES * (tokens // block_size)) <= len(block_hashes):
-        checksum = crc32(block_hashes[begin:end], checksum)
-        yield tokens, checksum
-        begin, tokens = end, 2 * tokens

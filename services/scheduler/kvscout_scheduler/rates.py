@@ -115,19 +115,12 @@ class Line:
         base, slope, at = self._belief
         trust = self._trust
         near, far = trust * scale * base, trust * scale * (base + slope * at)
-        self._fit(
-            self._n + 2.0 * trust,
-            self._x + trust * at,
-            self._y + near + far,
-            self._xx + trust * at * at,
-            self._xy + at * far,
-        )
-
-    def _fit(self, n: float, sum_x: float, sum_y: float, sum_xx: float, sum_xy: float) -> None:
+        n, sum_x, sum_y = self._n + 2.0 * trust, self._x + trust * at, self._y + near + far
         if not sum_x:
             self.base = max(LEAST_BASE, sum_y / n)
             return
         through_zero = sum_y / sum_x
+        sum_xx, sum_xy = self._xx + trust * at * at, self._xy + at * far
         spread = n * sum_xx - sum_x * sum_x
         if spread > 1e-3 * n * sum_xx:
             slope = (n * sum_xy - sum_x * sum_y) / spread

@@ -8,7 +8,7 @@ from math import inf
 from typing import Final
 
 from kvscout_scheduler.facts import Facts
-from kvscout_scheduler.output_lengths import STAGES, Stages
+from kvscout_scheduler.output_lengths import Stages
 from kvscout_scheduler.rates import Mean
 from kvscout_scheduler.time_cost import HORIZON_SECONDS, ROW
 
@@ -21,6 +21,10 @@ DECODE_NOISE: Final = 1.3
 MOST_USED: Final = 0.999
 STEP_TOKENS: Final = 8_192.0
 """Prompt tokens that an engine computes in one step."""
+
+InStages = tuple[float, float, float, float, float, float, float, float, float, float]
+"""`TimeRow.contexts_0` … `requests_4`."""
+NONE: Final[InStages] = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +74,7 @@ class WorkerTimes:
     """Requests with a first token."""
     first_tokens: float = 0.0
     """Σ times of their first tokens."""
-    contexts: list[float] = field(default_factory=lambda: [0.0] * len(STAGES))
-    reaching: list[float] = field(default_factory=lambda: [0.0] * len(STAGES))
+    stages: InStages = NONE
     pace_mean: Mean = field(default_factory=lambda: Mean(1.0, 1.0, kept=0.95))
     pace: float = 1.0
     decode_pace_mean: Mean = field(default_factory=lambda: Mean(1.0, 1.0, kept=0.98))
@@ -97,18 +100,17 @@ class WorkerTimes:
             self.used = used if used < MOST_USED else MOST_USED
         self.seen = now
 
-    def plan(self, base: float, slope: float) -> None:
+    def plan(self, first: int, base: float, slope: float) -> None:
         """Says when its prefills should be done.
 
         Args:
+            first: Uncached tokens of the first of them.
             base: Seconds of a step without prompts, here and now.
             slope: Seconds a prompt token.
         """
-        if self.prefills:
-            first = next(iter(self.prefills)).facts.uncached_tokens
-            self.due_at = self.since + self.pace * (base * max(1.0, first / STEP_TOKENS) + slope * first)
-            # Prompts that wait are computed together, as many as fit into a step.
-            self.behind = self.pace * (self.prefill_tokens - first) * (base / STEP_TOKENS + slope)
+        self.due_at = self.since + self.pace * (base * max(1.0, first / STEP_TOKENS) + slope * first)
+        # Prompts that wait are computed together, as many as fit into a step.
+        self.behind = self.pace * (self.prefill_tokens - first) * (base / STEP_TOKENS + slope)
 
     def generated(self, now: float, step: float) -> float:
         """Output tokens of all that decode, about.
@@ -121,21 +123,43 @@ class WorkerTimes:
 
     def add(self, request: ActiveTimes) -> None:
         """Counts a request in the stages of its output."""
-        contexts, reaching, context = self.contexts, self.reaching, request.context
-        for stage, share in enumerate(request.reaching):
-            contexts[stage] += share * context
-            reaching[stage] += share
+        a, b, c, d, e, f, g, h, i, j = self.stages
+        first, second, third, fourth, last = request.reaching
+        context = request.context
+        self.stages = (
+            a + first * context,
+            b + second * context,
+            c + third * context,
+            d + fourth * context,
+            e + last * context,
+            f + first,
+            g + second,
+            h + third,
+            i + fourth,
+            j + last,
+        )
 
     def remove(self, request: ActiveTimes) -> None:
         """Counts it no more."""
         if self.requests:
-            contexts, reaching, context = self.contexts, self.reaching, request.context
-            for stage, share in enumerate(request.reaching):
-                contexts[stage] -= share * context
-                reaching[stage] -= share
+            a, b, c, d, e, f, g, h, i, j = self.stages
+            first, second, third, fourth, last = request.reaching
+            context = request.context
+            self.stages = (
+                a - first * context,
+                b - second * context,
+                c - third * context,
+                d - fourth * context,
+                e - last * context,
+                f - first,
+                g - second,
+                h - third,
+                i - fourth,
+                j - last,
+            )
         else:
             # What rounding left goes with the last one.
-            self.contexts, self.reaching = [0.0] * len(STAGES), [0.0] * len(STAGES)
+            self.stages = NONE
 
     def prefill_pace(self, ratio: float, weight: float) -> None:
         """Takes how long a prefill took, in what it takes in the pool."""
@@ -161,8 +185,7 @@ class WorkerTimes:
             self.capacity - self.held if self.capacity else inf,
             self.decode_pace,
             self.decoding,
-            *self.contexts,
-            *self.reaching,
+            *self.stages,
         )
 
 
