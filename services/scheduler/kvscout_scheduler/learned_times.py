@@ -29,7 +29,7 @@ from kvscout_scheduler.facts import End, Facts, lineage_of
 from kvscout_scheduler.first_rates import UNKNOWN, Rates
 from kvscout_scheduler.output_lengths import STAGES, OutputLengths, reaching
 from kvscout_scheduler.popular_prefixes import PopularPrefixes
-from kvscout_scheduler.rates import Line
+from kvscout_scheduler.rates import Line, within
 from kvscout_scheduler.request import RequestKey, SelectionRequest
 from kvscout_scheduler.time_cost import DECODE_WEIGHT, TimeQuestion, TimeRow
 from kvscout_scheduler.worker_times import LEAST_PACE, MOST_PACE, STEP_TOKENS, ActiveTimes, WorkerTimes
@@ -349,9 +349,9 @@ class LearnedTimes:
     def _await_stage(self, request: ActiveTimes, now: float) -> None:
         if request.stage + 1 < len(STAGES):
             step = self._step(request.worker)
-            at = request.first_token_at + step * STAGES[request.stage + 1]
+            at, soonest = request.first_token_at + step * STAGES[request.stage + 1], now + step
             self._numbers += 1
-            heappush(self._stages, (max(at, now + step), self._numbers, request))
+            heappush(self._stages, (at if at > soonest else soonest, self._numbers, request))
 
     def _advance(self, request: ActiveTimes, now: float) -> None:
         """Looks whether an output has come to its next stage: then it is longer than was expected."""
@@ -372,11 +372,11 @@ class LearnedTimes:
         worker.step_tokens, worker.step_seconds = 0, 0.0
         if not tokens:
             return
-        beside = self.decode.slope * worker.prompt_tokens * max(1.0, tokens / STEP_TOKENS)
-        seconds = max(seconds - beside, LEAST_LEFT * seconds)
+        steps = tokens / STEP_TOKENS if tokens > STEP_TOKENS else 1.0
+        seconds = _left(seconds, self.decode.slope * worker.prompt_tokens * steps)
         believed = worker.pace * self.prefill.at(tokens)
         # Who was stopped for an hour says little of how fast it is, nor does a reply from a cache of answers.
-        seconds = min(max(seconds, LEAST_PACE * believed), MOST_PACE * believed)
+        seconds = within(seconds, LEAST_PACE * believed, MOST_PACE * believed)
         self.prefill.add(tokens, seconds)
         expected = self.prefill.at(tokens)
         worker.prefilled += worker.pace * self.prefill.slope * tokens
@@ -387,13 +387,14 @@ class LearnedTimes:
         """Learns from the time between the first and the last token of an output."""
         worker = request.worker
         contexts = (request.contexts + self._contexts(worker, now)) / 2
-        seconds = max(seconds - (worker.prefilled - request.prefilled), LEAST_LEFT * seconds)
+        seconds = _left(seconds, worker.prefilled - request.prefilled)
         believed = worker.decode_pace * self.decode.at(contexts)
-        step = min(max(seconds / (tokens - 1), LEAST_PACE * believed), MOST_PACE * believed)
+        step = within(seconds / (tokens - 1), LEAST_PACE * believed, MOST_PACE * believed)
         self.decode.add(contexts, step)
         expected = self.decode.at(contexts)
         if self.decode.is_settled:
-            worker.step_pace(step / expected, min(1.0, expected * (tokens - 1)))
+            weight = expected * (tokens - 1)
+            worker.step_pace(step / expected, weight if weight < 1.0 else 1.0)
 
     def _learn_whole(self, request: ActiveTimes, tokens: int, now: float) -> None:
         """Learns from an answer of which only the end is known, where no first token is: both rates are as wrong."""
@@ -430,7 +431,8 @@ class LearnedTimes:
 
     def _hold(self, worker: WorkerTimes, tokens: int) -> None:
         """The cache of a worker takes new tokens."""
-        more = min(tokens, worker.capacity - worker.held)
+        room = worker.capacity - worker.held
+        more = tokens if tokens < room else room
         worker.held += more
         self._held += more
 
@@ -457,3 +459,9 @@ class LearnedTimes:
         slot = self._slot_of.get(rank)
         if slot is not None:
             self._row_of[slot] = row
+
+
+def _left(seconds: float, beside: float) -> float:
+    """Return what is left of a time without what else went on meanwhile."""
+    left, least = seconds - beside, LEAST_LEFT * seconds
+    return left if left > least else least

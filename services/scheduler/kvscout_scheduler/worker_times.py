@@ -9,7 +9,7 @@ from typing import Final
 
 from kvscout_scheduler.facts import Facts
 from kvscout_scheduler.output_lengths import Stages
-from kvscout_scheduler.rates import Mean
+from kvscout_scheduler.rates import Mean, within
 from kvscout_scheduler.time_cost import HORIZON_SECONDS, ROW
 
 LEAST_PACE: Final = 0.1
@@ -108,7 +108,8 @@ class WorkerTimes:
             base: Seconds of a step without prompts, here and now.
             slope: Seconds a prompt token.
         """
-        self.due_at = self.since + self.pace * (base * max(1.0, first / STEP_TOKENS) + slope * first)
+        steps = first / STEP_TOKENS if first > STEP_TOKENS else 1.0
+        self.due_at = self.since + self.pace * (base * steps + slope * first)
         # Prompts that wait are computed together, as many as fit into a step.
         self.behind = self.pace * (self.prefill_tokens - first) * (base / STEP_TOKENS + slope)
 
@@ -119,7 +120,8 @@ class WorkerTimes:
             now: On the scheduler's clock.
             step: Seconds of a decode step here.
         """
-        return max(0.0, self.decoding * now - self.first_tokens) / step
+        seconds = self.decoding * now - self.first_tokens
+        return seconds / step if seconds > 0.0 else 0.0
 
     def add(self, request: ActiveTimes) -> None:
         """Counts a request in the stages of its output."""
@@ -163,7 +165,7 @@ class WorkerTimes:
 
     def prefill_pace(self, ratio: float, weight: float) -> None:
         """Takes how long a prefill took, in what it takes in the pool."""
-        self.pace_mean.add(max(LEAST_PACE, ratio), weight)
+        self.pace_mean.add(ratio if ratio > LEAST_PACE else LEAST_PACE, weight)
         self.pace = _beyond_noise(self.pace_mean.value, PREFILL_NOISE)
 
     def step_pace(self, ratio: float, weight: float) -> None:
@@ -190,7 +192,7 @@ class WorkerTimes:
 
 
 def _beyond_noise(pace: float, noise: float) -> float:
-    pace = min(max(pace, LEAST_PACE), MOST_PACE)
+    pace = within(pace, LEAST_PACE, MOST_PACE)
     if pace > noise:
         return pace / noise
     return pace * noise if pace * noise < 1.0 else 1.0
