@@ -19,10 +19,10 @@ from kvscout_scheduler.output_lengths import BELIEVED, WIDTHS
 from kvscout_scheduler.request import ConfigOverride, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.settings import SchedulerSettings
-from kvscout_scheduler.time_cost import DECODE_WEIGHT
+from kvscout_scheduler.time_cost import STAGE_WEIGHTS
 from kvscout_scheduler.worker_times import NONE
 
-DECODE = DECODE_WEIGHT * sum(BELIEVED) * 0.01
+DECODE = sum(weight * tokens for weight, tokens in zip(STAGE_WEIGHTS, BELIEVED, strict=True)) * 0.01
 """Seconds that an output counts of which nothing is known, on an idle worker."""
 BLOCKS = 64
 """Of the usual prompt: 1,024 tokens, 51 ms."""
@@ -231,8 +231,9 @@ def test_each_request_reads_a_shared_prompt_for_itself() -> None:
         begun = world.book(pinned_worker_id="a", on={"a": BLOCKS})
         world.core.mark_prefill_complete(begun, 1)
     # Five contexts here, and five others that have one more, each for as long as both decode; 20 ns a token.
-    both = sum(tokens * tokens / width for tokens, width in zip(BELIEVED, WIDTHS, strict=True))
-    expected = DECODE_WEIGHT * 20e-9 * (5 + 5) * 1_024 * both
+    stages = zip(STAGE_WEIGHTS, BELIEVED, WIDTHS, strict=True)
+    both = sum(weight * tokens * tokens / width for weight, tokens, width in stages)
+    expected = 20e-9 * (5 + 5) * 1_024 * both
     assert world.costs(on={"a": BLOCKS})["a"] - DECODE == pytest.approx(expected, rel=0.01)
 
 
@@ -258,7 +259,9 @@ def test_it_learns_how_fast_prompts_are_and_which_worker_is_slow() -> None:
             world.clock.advance(1.0)
     world.clock.advance(1_000.0)
     costs = world.costs()
-    decode = DECODE_WEIGHT * world.times.decode.base * sum(world.times.outputs.expected("", 0, 0, 0))
+    stages = world.times.outputs.expected("", 0, 0, 0)
+    steps = sum(weight * tokens for weight, tokens in zip(STAGE_WEIGHTS, stages, strict=True))
+    decode = steps * world.times.decode.base
     assert costs["a"] - decode == pytest.approx(1_024 * 10e-6, rel=0.25)
     assert (costs["d"] - decode) / (costs["a"] - decode) == pytest.approx(3.0, rel=0.35)
 
@@ -407,5 +410,5 @@ def test_its_reason_says_what_the_cost_is_made_of() -> None:
     assert explanation is not None
     assert explanation.reason == (
         "least cost: 0.17 s of prompts ahead, 0.0512 s of its own that count 4 times, "
-        "0.644 s for decoding beside others, cost 1.02 s"
+        "0.463 s for decoding beside others, cost 0.838 s"
     )

@@ -31,7 +31,7 @@ from kvscout_scheduler.output_lengths import STAGES, OutputLengths, reaching
 from kvscout_scheduler.popular_prefixes import PopularPrefixes
 from kvscout_scheduler.rates import Line, within
 from kvscout_scheduler.request import RequestKey, SelectionRequest
-from kvscout_scheduler.time_cost import DECODE_WEIGHT, TimeQuestion, TimeRow
+from kvscout_scheduler.time_cost import STAGE_WEIGHTS, TimeQuestion, TimeRow
 from kvscout_scheduler.worker_times import LEAST_PACE, MOST_PACE, STEP_TOKENS, ActiveTimes, WorkerTimes
 
 BELIEVED_TOKENS: Final = 4_096.0
@@ -159,7 +159,7 @@ class LearnedTimes:
             due = heappop(self._stages)[2]
             if not due.ended:
                 self._advance(due, now)
-        first, second, third, fourth, last = stages = self.outputs.expected(
+        first, second, third, fourth, last = self.outputs.expected(
             request.output_class,
             lineage_of(block_hashes, block_size),
             request.max_output_tokens,
@@ -167,7 +167,9 @@ class LearnedTimes:
         )
         workers = max(1, len(self._slot_of))
         popular = self.prefixes.of(block_hashes, block_size, now, workers, counts=books)
-        slope = DECODE_WEIGHT * self.decode.slope
+        weights, slope = STAGE_WEIGHTS, self.decode.slope
+        first, second = weights[0] * first, weights[1] * second
+        third, fourth, last = weights[2] * third, weights[3] * fourth, weights[4] * last
         return TimeQuestion(
             self._table,
             self._row_of,
@@ -176,7 +178,7 @@ class LearnedTimes:
             self.prefill.slope if request.charge_prefill else 0.0,
             1.0 - self._held / self._capacity if self._capacity else 0.0,
             *popular,
-            DECODE_WEIGHT * self.decode.base * sum(stages),
+            self.decode.base * (first + second + third + fourth + last),
             (slope * first, slope * second, slope * third, slope * fourth, slope * last),
         )
 

@@ -13,8 +13,8 @@
     busy(w)     = share of the last 20 s or so in which w had prompts to compute
     waiting     = prompts that wait where the fewest do
     decoding(w) = requests that get no token while a prompt is computed
-    decode(w)   = ¼ · decode pace(w) · (output · seconds a step + seconds a token of context
-                  · Σ stages (output in it · (contexts in it(w) + requests in it(w) · isl)))
+    decode(w)   = decode pace(w) · Σ stages (weight of it · output in it · (seconds a step + seconds a token of context
+                  · (contexts in it(w) + requests in it(w) · isl)))
 
 While a worker computes a prompt, others who come wait: the more of them, the less idle it is, and all who wait already
 where no worker is idle. That is what `crowding` counts: a cached prefix is worth more the more there is to do, and
@@ -48,9 +48,9 @@ DECODING_WEIGHT: Final = 0.05
 """Of a request that gets no token while a prompt is computed."""
 MOST_OVERDUE_SECONDS: Final = 5.0
 """What a prefill that takes longer than it should can add: nobody may have told of its end."""
-DECODE_WEIGHT: Final = 0.25
-"""Of a second between tokens, in seconds before the first: they are shared out over many tokens, and go by while
-something is being read."""
+STAGE_WEIGHTS: Final = (0.25, 0.25, 0.125, 0.0625, 0.03125)
+"""Of a second between tokens in each stage of an output, in seconds before the first: they are shared out over many
+tokens and go by while something is being read, the more so the longer it is."""
 
 
 class TimeRow(NamedTuple):
