@@ -283,7 +283,8 @@ async def test_where_all_are_busy_the_client_is_told_to_come_again(world: World,
     busy = types_pb2.SetBusyThresholdsRequest(model="scripted", active_prefill_tokens_threshold=1)
     await call(set_threshold, busy, timeout=DEADLINE_SECONDS)
     world.scripted.script = hang
-    first = asyncio.ensure_future(envoy.post(completion(model="scripted")))
+    # A stream: of an answer that comes as a whole the prefill ends when it should be over.
+    first = asyncio.ensure_future(envoy.post(completion(model="scripted", stream=True)))
     try:
         await world.client.until_active()
         second = await envoy.post(completion(model="scripted"))
@@ -406,7 +407,7 @@ async def test_an_objective_has_a_priority_in_the_line_of_its_model(world: World
             return await hang(request, body)
 
         world.scripted.script = occupy
-        first = asyncio.ensure_future(envoy.post(completion(model="scripted", user="first")))
+        first = asyncio.ensure_future(envoy.post(completion(model="scripted", user="first", stream=True)))
         await reached.wait()
         world.scripted.script = note
         waiting = []
