@@ -282,17 +282,15 @@ async def test_where_all_are_busy_the_client_is_told_to_come_again(world: World,
     set_threshold = world.client.stub.SetBusyThresholds
     busy = types_pb2.SetBusyThresholdsRequest(model="scripted", active_prefill_tokens_threshold=1)
     await call(set_threshold, busy, timeout=DEADLINE_SECONDS)
-    world.scripted.script = hang
-    # A stream: of an answer that comes as a whole the prefill ends when it should be over.
-    first = asyncio.ensure_future(envoy.post(completion(model="scripted", stream=True)))
+    named = {"model": "scripted", "request_id": "of-somebody-else"}
+    booking = scheduler_pb2.ReserveRequest(**named, worker=types_pb2.WorkerRank(worker_id="s0"), isl_tokens=1_000)
+    await call(world.client.scheduler.Reserve, booking, timeout=DEADLINE_SECONDS)
     try:
-        await world.client.until_active()
-        second = await envoy.post(completion(model="scripted"))
-        assert second.status == 429
-        assert int(second.headers["retry-after"]) >= 1
+        refused = await envoy.post(completion(model="scripted"))
+        assert refused.status == 429
+        assert int(refused.headers["retry-after"]) >= 1
     finally:
-        first.cancel()
-        await asyncio.wait([first])
+        await call(world.client.scheduler.Free, scheduler_pb2.FreeRequest(**named), timeout=DEADLINE_SECONDS)
         clear = types_pb2.SetBusyThresholdsRequest(model="scripted", clear=["active_prefill_tokens_threshold"])
         await call(set_threshold, clear, timeout=DEADLINE_SECONDS)
 
