@@ -282,7 +282,7 @@ async def test_where_all_are_busy_the_client_is_told_to_come_again(world: World,
     set_threshold = world.client.stub.SetBusyThresholds
     busy = types_pb2.SetBusyThresholdsRequest(model="scripted", active_prefill_tokens_threshold=1)
     await call(set_threshold, busy, timeout=DEADLINE_SECONDS)
-    named = {"model": "scripted", "request_id": "of-somebody-else"}
+    named: dict[str, Any] = {"model": "scripted", "request_id": "of-somebody-else"}
     booking = scheduler_pb2.ReserveRequest(**named, worker=types_pb2.WorkerRank(worker_id="s0"), isl_tokens=1_000)
     await call(world.client.scheduler.Reserve, booking, timeout=DEADLINE_SECONDS)
     try:
