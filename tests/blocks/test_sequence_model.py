@@ -245,8 +245,9 @@ class World:
     def quiet(self) -> None:
         """No more loss: last batches go through and every replay is answered."""
         self.loss = 0.0
-        for _ in range(2):
-            # A replay may lose its newest replies and not its end: the next batch shows that they are missing.
+        for _ in range(4):
+            # A replay may lose its newest replies and not its end: the next batch shows that they are missing. So may
+            # the one that follows when such a batch shows that the publisher had restarted.
             self.publish()
             self.drain()
 
