@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from heapq import heappush
 from typing import Any, Final
@@ -17,7 +18,7 @@ LATER: Final = 1
 """Of two things at one time, what reaches a worker comes before what the worker does."""
 
 
-class Engines:
+class Engines(ABC):
     """The workers of a cluster, in simulated time; what their tokens mean is left to who inherits.
 
     Args:
@@ -38,9 +39,9 @@ class Engines:
         self._batch_since = [0] * total
         self._run.workers = [WorkerRecord() for _ in range(total)]
 
+    @abstractmethod
     def _token(self, job: Job, finished: bool) -> None:
         """A job has its first token, or its last."""
-        raise NotImplementedError
 
     def _at(self, time: int, order: int, call: Callable[..., None], *arguments: Any) -> None:
         self._sequence += 1
